@@ -75,6 +75,7 @@ style: $(VENV)/.installed scripts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
+	$(BIN)/python tests/docs/prose.py
 
 # The scripts of the pages. Only developers need npm: zbv runs without it.
 scripts:

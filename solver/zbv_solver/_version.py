@@ -1,3 +1,3 @@
-"""The version, in a module of its own: plans state it, and they must not import the package's face."""
+"""The version. Plans state it, and they must not import the package's `__init__`."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""``make prose``: find idioms that we avoid, in documentation, docstrings, comments and messages.
+"""``make prose``: find idioms that we avoid, in documentation, docstrings, comments, messages and test names.
 
 Prints the findings and their number per folder. With ``--all`` it also prints idioms that are merely
 suspicious; they do not count. The status is 1 if there are findings. Code in Markdown, and names in
@@ -80,6 +80,8 @@ def _python(text: str) -> Iterator[tuple[int, str]]:
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
+            yield node.lineno, node.name.replace("_", " ")
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             continue
         if len(node.value.split()) >= MESSAGE_WORDS:

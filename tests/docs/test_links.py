@@ -1,9 +1,10 @@
-"""Relative links of every Markdown file lead to files and headings that exist."""
+"""Relative links of every Markdown file, and names of modules in all texts, lead to something that exists."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True, timeout=60).split()
 PAGES = [ROOT / name for name in LISTED]
+NAME = re.compile(r"\bzbv_(?:solver|service|worker)(?:\.(?!__)[A-Za-z_]\w*)+")
 
 
 def without_code(text: str) -> str:
@@ -37,3 +39,35 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         if not linked.exists() or (anchor and anchor not in anchors(linked)):
             broken.append(target)
     assert broken == []
+
+
+def test_every_module_and_name_that_a_text_refers_to_exists() -> None:
+    """Names such as ``zbv_solver.plans.plan.Plan`` in docstrings, documentation and configuration."""
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True, timeout=60).split()
+    texts = [ROOT / name for name in listed if name.endswith((".py", ".md", ".toml", ".yaml", ".sbatch"))]
+    wrong = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in texts
+        if path.is_file() and path.name != "CHANGELOG.md"
+        for name in re.findall(
+            r"\bzbv_(?:solver|service|worker)(?:\.(?!__)[A-Za-z_]\w*)+", path.read_text("utf-8")
+        )
+        if not is_defined(name)
+    }
+    assert wrong == set()
+
+
+@cache
+def is_defined(name: str) -> bool:
+    """Whether a dotted name is a module, or a name that the text of its module contains at top level."""
+    package, *parts = name.split(".")
+    place = ROOT / package.removeprefix("zbv_") / package
+    while parts and (place / parts[0]).is_dir():
+        place /= parts.pop(0)
+    if parts and (place / f"{parts[0]}.py").is_file():
+        place /= f"{parts.pop(0)}.py"
+    module = place / "__init__.py" if place.is_dir() else place
+    if not parts or not module.is_file():
+        return not parts
+    defined = rf"^(?:async def |def |class )?{parts[0]}\b|\b{parts[0]}[,\n]"
+    return re.search(defined, module.read_text("utf-8"), re.MULTILINE) is not None

@@ -25,7 +25,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where controllable searches and their test leave each other files."""
+    """The directory in which controllable searches and their test exchange files."""
     monkeypatch.setenv("ZBV_TEST_DIRECTORY", str(tmp_path))
     return tmp_path
 
@@ -37,7 +37,7 @@ def sqlite_databases(tmp_path_factory: pytest.TempPathFactory) -> SqliteDatabase
 
 @pytest.fixture
 def database_url(sqlite_databases: SqliteDatabases, tmp_path: Path) -> str:
-    """A SQLite database with all tables and nothing in them. What databases must do alike is in contract/."""
+    """An empty SQLite database with all tables. Tests of both kinds of databases are in contract/."""
     return sqlite_databases.migrated(tmp_path)
 
 
@@ -62,7 +62,7 @@ def postgres_database(postgres: PostgresDatabases) -> Iterator[str]:
 
 @pytest.fixture(params=KINDS)
 def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database of every kind in turn, with all tables and nothing in them."""
+    """An empty database of each kind, with all tables."""
     kind: Kind = request.param
     if kind == "sqlite":
         sqlite: SqliteDatabases = request.getfixturevalue("sqlite_databases")
@@ -75,7 +75,7 @@ def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
 
 @pytest.fixture(params=KINDS)
 def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database of every kind in turn, without tables."""
+    """A database of each kind, without tables."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path}/zbv.db"
         return

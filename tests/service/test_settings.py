@@ -1,30 +1,106 @@
-"""Settings: flags win over variables, variables over defaults, and wrong ones are refused."""
+"""Settings: one declaration makes flags, variables and documentation; wrong values are refused."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from pydantic import ValidationError
+from support.paths import ROOT
+from zbv_service.commands.cli import _parser, main
+from zbv_service.commands.settings import declared, markdown, settings_of
 from zbv_service.settings import Settings
 
-
-def test_a_variable_replaces_a_default_and_an_argument_replaces_a_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert Settings().port == 8000
-    monkeypatch.setenv("ZBV_PORT", "8001")
-    assert Settings().port == 8001
-    assert Settings(port=8002).port == 8002
+PAGE = ROOT / "docs" / "configuration.md"
+REMEDY = "put the output of `zbv-service settings --markdown` between the comments in docs/configuration.md"
 
 
-def test_the_default_serves_this_machine_only_and_keeps_state_here() -> None:
-    settings = Settings()
-    assert (settings.host, settings.database) == ("127.0.0.1", "sqlite:///zbv.db")
-    assert settings.searches >= 1
+def test_the_documentation_matches_the_declaration() -> None:
+    found = re.search(r"<!-- settings -->\n(.*)<!-- end of settings -->", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    assert found[1] == markdown(), REMEDY
+    assert [name for name in Settings.model_fields if f"| `{name}` |" not in found[1]] == []
+
+
+def test_every_setting_is_explained() -> None:
+    for setting in declared():
+        assert setting.description.endswith("."), setting.name
+        assert len(setting.description) > 15, setting.name
+
+
+VALUES = {
+    "host": "127.0.0.2",
+    "database": "sqlite:///other.db",
+    "allowed_hosts": "a.example,b.example",
+    "trusted_proxies": "10.0.0.1",
+    "executor": "processes:2",
+    "tls_cert": "c.pem",
+    "tls_key": "k.pem",
+    "tls_ca": "a.pem",
+    "heartbeat_seconds": "1",
+    "agent_heartbeat_seconds": "1",
+}
+TOGETHER = {"tls_cert": ["tls_key"], "tls_key": ["tls_cert"], "tls_ca": ["tls_cert", "tls_key"]}
 
 
 @pytest.mark.parametrize("name", list(Settings.model_fields))
-def test_every_setting_says_what_it_is_for(name: str) -> None:
-    assert Settings.model_fields[name].description
+def test_every_setting_is_a_flag_and_a_variable_and_the_flag_wins(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (setting,) = (setting for setting in declared() if setting.name == name)
+    default = getattr(Settings(), name)
+    value = VALUES.get(name) or (setting.choices[-1] if setting.choices else "77")
+    value = next((choice for choice in setting.choices if choice != default), value)
+    for other in TOGETHER.get(name, []):
+        monkeypatch.setenv(f"ZBV_{other.upper()}", VALUES[other])
+
+    by_flag = settings_of(_parser().parse_args(["serve", setting.flag, value]))
+    monkeypatch.setenv(setting.variable, value)
+    by_variable = settings_of(_parser().parse_args(["serve"]))
+    assert getattr(by_flag, name) == getattr(by_variable, name) != default
+    if default not in (None, ()):
+        flags = ["serve", setting.flag, str(default)]
+        assert getattr(settings_of(_parser().parse_args(flags)), name) == default
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--tls-cert", "x.pem"], "TLS needs both"),
+        (["--tls-ca", "x.pem"], "clients present certificates only with TLS"),
+        (["--host", "0.0.0.0", "--auth", "none"], "found --auth none and --host 0.0.0.0"),
+        (["--database", "zbv.db"], "must be a database URL"),
+        (
+            ["--max-connections", "0"],
+            "--max-connections (ZBV_MAX_CONNECTIONS): found 0; must be greater than or equal to 1.",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_an_error_that_names_the_flag(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == 2
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert printed.out == ""
+
+
+def test_the_settings_command_shows_values_without_passwords(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZBV_PORT", "8001")
+    monkeypatch.setenv("ZBV_DATABASE", "postgresql://zbv:hunter2@db/zbv")
+    assert main(["settings"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^ZBV_PORT +8001$", shown, re.MULTILINE)
+    assert "hunter2" not in shown
+    assert shown.count("ZBV_") == len(Settings.model_fields)
+
+
+def test_by_default_the_service_is_local_with_its_database_in_the_working_directory() -> None:
+    settings = Settings()
+    assert (settings.host, settings.database) == ("127.0.0.1", "sqlite:///zbv.db")
+    assert settings.searches >= 1
 
 
 @pytest.mark.parametrize(
@@ -49,11 +125,11 @@ def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch, name: str,
         Settings()
 
 
-def test_a_lease_outlives_its_heartbeat() -> None:
+def test_a_lease_must_outlive_its_heartbeat() -> None:
     with pytest.raises(ValidationError, match="lease_seconds must be at least 2 times"):
         Settings(lease_seconds=1.0, heartbeat_seconds=1.0)
 
 
-def test_an_agent_is_not_lost_over_one_missed_heartbeat() -> None:
+def test_an_agent_must_not_be_lost_over_one_missed_heartbeat() -> None:
     with pytest.raises(ValidationError, match="agent_timeout_seconds must be at least 3 times"):
         Settings(agent_heartbeat_seconds=1.0, agent_timeout_seconds=2.0)

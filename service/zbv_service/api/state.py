@@ -1,15 +1,28 @@
-"""The application state: the parts of the service, and what routes read from it about a request."""
+"""The application state: it builds and connects the parts of the service for the routes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 from fastapi import Request
 
 from zbv_service.api.readiness import Readiness
 from zbv_service.compute.computations import Computations
-from zbv_service.database import Database
+from zbv_service.database import (
+    AgentTable,
+    Database,
+    HeartbeatTable,
+    Keep,
+    ListenerTable,
+    PartTable,
+    PlanTable,
+    Retention,
+    RunPlanTable,
+    RunTable,
+    SearchEventTable,
+    SearchTable,
+    TokenTable,
+)
 from zbv_service.database.sweeper import Sweeper
 from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
@@ -23,52 +36,100 @@ from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
 from zbv_service.runs.measurements import Measurements
 from zbv_service.runs.parts import RunParts
+from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
+from zbv_service.runs.watch import AgentWatch
 from zbv_service.searches.events import SearchEvents
+from zbv_service.searches.executors.task import SearchFunction
 from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
 from zbv_service.security.grants import grant_of
 from zbv_service.security.sign_in import SignIn
+from zbv_service.security.tokens import Tokens
 from zbv_service.settings import Settings
 
 
-@dataclass(frozen=True)
 class ApplicationState:
-    """The parts of a running service, as returned by :func:`state_of`.
+    """The parts of a service on an open database; routes get it from :func:`state_of`.
 
-    Attributes
+    Parameters
     ----------
+    search
+        The function that search processes run.
     assets
         A text that changes with every version of the service; see :func:`zbv_service.api.caching.derived`.
     """
 
-    settings: Settings
-    assets: str
-    database: Database
-    runner: Runner
-    searches: Searches
-    events: SearchEvents
-    computations: Computations
-    comparisons: Comparisons
-    estimates: Estimates
-    schedules: Schedules
-    frontiers: Frontiers
-    compared: ComparedPlans
-    plans: Plans
-    dispatcher: Dispatcher
-    heartbeats: Heartbeats
-    agents: Agents
-    runs: Runs
-    parts: RunParts
-    steps: RunSteps
-    measurements: Measurements
-    sweeper: Sweeper
-    metrics: Metrics
-    readiness: Readiness
-    access: Access
-    sign_in: SignIn
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        tokens: Tokens,
+        search: SearchFunction,
+        metrics: Metrics,
+        assets: str,
+    ):
+        self.database, self.settings = database, settings
+        self.metrics, self.assets = metrics, assets
+        self.computations = computations = Computations()
+
+        self.events = SearchEvents(SearchEventTable(database))
+        plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)
+        self.runner = Runner(search_table, settings, search, metrics)
+        self.searches = Searches(search_table, self.runner, settings, computations)
+
+        self.plans = Plans(plan_table, settings, computations)
+        self.schedules = Schedules(computations)
+        self.compared = ComparedPlans(self.plans, self.schedules)
+        self.frontiers = Frontiers(plan_table, search_table, self.searches, self.schedules, computations)
+        self.comparisons = Comparisons(plan_table, computations, settings)
+        self.estimates = Estimates(computations, settings)
+
+        agents, runs, run_plans = AgentTable(database), RunTable(database), RunPlanTable(database)
+        parts = PartTable(database)
+        replanner = Replanner(runs, run_plans, parts, self.plans, self.searches, computations)
+        watch = AgentWatch(agents, ListenerTable(database), settings.agent_timeout_seconds)
+        self.dispatcher = dispatcher = Dispatcher(runs, run_plans, replanner, watch, settings)
+        self.heartbeats = Heartbeats(HeartbeatTable(database))
+        self.agents = Agents(agents, runs, self.heartbeats, dispatcher)
+        self.runs = Runs(
+            runs, run_plans, plan_table, self.plans, self.searches, dispatcher, computations, settings
+        )
+        self.parts = RunParts(parts, computations)
+        self.steps = RunSteps(parts, computations)
+        self.measurements = Measurements(parts, self.plans, computations)
+
+        keep = Keep(
+            ended=settings.keep_days,
+            failed=settings.keep_failed_days,
+            plans=settings.keep_plan_days,
+            runs=settings.keep_run_days,
+            agents=settings.keep_agent_days,
+            tokens=settings.keep_token_days,
+        )
+        self.sweeper = Sweeper(Retention(database), keep, self.plans.used)
+        self.readiness = Readiness(database, self.runner, dispatcher)
+        self.access = Access(tokens, is_open=settings.auth == "none")
+        self.sign_in = SignIn(TokenTable(database), tokens, 3600 * settings.session_hours)
+
+    async def start(self) -> None:
+        """Start the parts that work in the background."""
+        await self.events.start()
+        await self.runner.start()
+        await self.dispatcher.start()
+        await self.sweeper.start()
+
+    async def stop(self) -> None:
+        """Stop them. Searches that are still running return to the queue."""
+        await self.dispatcher.stop()
+        await self.heartbeats.stop()
+        await self.runner.stop()
+        await self.sweeper.stop()
+        await self.access.tokens.close()
+        await self.events.stop()
+        self.computations.stop()
 
 
 def state_of(request: Request) -> ApplicationState:

@@ -161,7 +161,7 @@ def config_of(app: FastAPI, settings: Settings) -> uvicorn.Config:
 
 
 def _allow_files() -> None:
-    """Raise the limit of open files, and thereby of connections, as far as the system permits."""
+    """Raise the limit of open files as far as the system permits, because each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

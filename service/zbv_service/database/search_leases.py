@@ -23,7 +23,7 @@ from zbv_service.database.engine import BaseTable, Database
 from zbv_service.database.models import SearchRow, record_of
 from zbv_service.database.plans import insert_plan
 from zbv_service.database.search_events import tell_end, tell_found, tell_state, times_since_found
-from zbv_service.documents.packing import contradicts, finite, supported_bound, unpack
+from zbv_service.documents.packing import contradicts, finite_or_none, supported_bound, unpack
 from zbv_service.records.searches import Claim, NewPlan, Refusal, SearchState, Update
 
 
@@ -199,7 +199,7 @@ class SearchLeases(BaseTable):
             row.lower_bound = await _best_bound(session, row, summary.value, plan.search_bound)
             await insert_plan(session, plan, now)
             row.objective, row.method = summary.value, summary.method
-            row.gap = finite(gap_of(row.objective, row.lower_bound))
+            row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
             row.plan_id, row.incumbent = summary.plan_id, None
             if is_better:
                 await tell_found(session, row, now, "improvement")
@@ -270,7 +270,7 @@ async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: U
         row.objective, row.method, row.incumbent = found.objective, found.method, found.incumbent
     objective = found.objective if row.objective is None else row.objective
     row.lower_bound = await _best_bound(session, row, objective, found.lower_bound)
-    row.gap = finite(gap_of(objective, row.lower_bound))
+    row.gap = finite_or_none(gap_of(objective, row.lower_bound))
     if row.objective != before:
         await tell_found(session, row, now, "improvement")
     elif row.lower_bound != known:

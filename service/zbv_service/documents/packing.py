@@ -1,4 +1,4 @@
-"""Documents and plans as they are stored and sent between processes: canonical JSON, compressed."""
+"""Documents and plans in the form in which they are stored and sent to processes: compressed JSON."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def unpack(packed: bytes) -> Any:
 
 
 def problem_key(problem: dict[str, Any]) -> str:
-    """Hash of a normalised problem document: equal ones ask for the same plans."""
+    """The hash of a normalised problem document."""
     return hashlib.sha256(canonical_json(problem).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class PackedQuestion:
-    """A question as it travels between processes: few objects, whatever its size.
+    """A question in the form in which it is sent to processes: a few objects, whatever its size.
 
     Attributes
     ----------
     packed
-        Its normalised document.
+        The normalised document.
     key
         The document's :func:`problem_key`.
     summary
@@ -66,7 +66,7 @@ class PackedQuestion:
 
 
 def pack_plan(plan: Plan) -> NewPlan:
-    """A verified plan, ready to be stored."""
+    """A verified plan in the form in which it is stored."""
     problem, metrics = plan.problem, plan.metrics
     summary = PlanSummary(
         plan_id=plan.plan_id,
@@ -76,7 +76,7 @@ def pack_plan(plan: Plan) -> NewPlan:
         objective=problem.objective,
         value=plan.objective,
         lower_bound=metrics.lower_bound,
-        gap=finite(metrics.gap),
+        gap=finite_or_none(metrics.gap),
         status=metrics.status,
         bubble_rate=metrics.bubble_rate,
         method=plan.provenance.method[:200],
@@ -92,12 +92,12 @@ def pack_plan(plan: Plan) -> NewPlan:
 
 
 def incumbent_of(plan: NewPlan) -> Update:
-    """A packed plan as something to go on from."""
+    """The update that gives a search this plan as its first incumbent."""
     summary, document = plan.summary, unpack(plan.document)
     return Update(
         objective=summary.value,
         lower_bound=plan.search_bound,
-        gap=finite(gap_of(summary.value, plan.search_bound)),
+        gap=finite_or_none(gap_of(summary.value, plan.search_bound)),
         method=summary.method,
         incumbent=pack_incumbent(document["ranks"], document["problem"] if "partition" in document else None),
         refusal=plan.refusal,
@@ -105,24 +105,24 @@ def incumbent_of(plan: NewPlan) -> Update:
 
 
 def pack_incumbent(ranks: list[list[str]], cut: dict[str, Any] | None) -> bytes:
-    """The ranks of a plan to go on from, with its problem's document where layers were cut for it."""
+    """The ranks of an incumbent, together with its problem's document if layers were cut for it."""
     return pack(ranks if cut is None else {"problem": cut, "ranks": ranks})
 
 
 def contradicts(objective: float, bound: float) -> bool:
-    """Whether a verified plan undercuts a lower bound by more than rounding: one of the two is wrong."""
+    """Whether a verified plan undercuts a lower bound by more than rounding, so that one of them is wrong."""
     return verdict(objective, bound) == "contradicted"
 
 
 def supported_bound(
     objective: float, bound: float, source: str, problem: Callable[[], Mapping[str, Any]]
 ) -> float:
-    """A lower bound, at most the objective: the two may differ by rounding.
+    """The lower bound, or the objective if it is smaller because of rounding.
 
     Parameters
     ----------
     source
-        Where the bound comes from.
+        The origin of the bound, for the error.
     problem
         Returns the problem's document, for the error.
 
@@ -136,6 +136,6 @@ def supported_bound(
     return min(bound, objective)
 
 
-def finite(value: float) -> float | None:
-    """The number, or None where JSON and databases have none: an infinite gap."""
+def finite_or_none(value: float) -> float | None:
+    """The number; None for an infinite one, such as a gap, which JSON and databases cannot hold."""
     return value if math.isfinite(value) else None

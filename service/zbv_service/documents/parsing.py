@@ -1,4 +1,4 @@
-"""Reads JSON and gzip bodies strictly; every error says what is wrong and what to do."""
+"""Strict readers of JSON and gzip bodies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parse_body(model: type[B], body: Any) -> B:
 
 
 def parse_json(body: bytes | bytearray) -> Any:
-    """Strict JSON: UTF-8, no NaN or infinities, numbers and nesting within reason."""
+    """Decode JSON; raises :class:`ProblemError` 400, also for NaN, infinities and deep nesting."""
     try:
         return json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -38,13 +38,13 @@ def parse_json(body: bytes | bytearray) -> Any:
         raise malformed("it is nested too deeply") from None
     except ValueError:
         # Python refuses to convert integers of more than some thousand digits.
-        raise malformed("it holds an integer with thousands of digits") from None
+        raise malformed("it contains an integer with thousands of digits") from None
 
 
 def parse_medium(body: bytes | bytearray) -> Any:
     """As :func:`parse_json`; raises :class:`InvalidInput` for a document with too many values."""
     document = parse_json(body)
-    # Each of them follows a comma or an opening bracket, which may also stand in a text.
+    # Every value follows a comma or an opening bracket. Strings may contain more of these.
     if sum(map(body.count, (b",", b"[", b"{"))) > MEDIUM_VALUES and _values(document) > MEDIUM_VALUES:
         raise InvalidInput.at("", f"found more than {MEDIUM_VALUES} values in one document; send fewer.")
     return document
@@ -86,9 +86,9 @@ def too_large(limit: int) -> ProblemError:
 
 
 def malformed(what: str) -> ProblemError:
-    """The error of a body that is not JSON; ``what`` says why."""
+    """The error of a body that is not JSON; ``what`` is the reason."""
     return ProblemError(MALFORMED_JSON, f"The body is not JSON: {what}. Send one JSON document in UTF-8.")
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise malformed(f"it holds {name}, which JSON does not have")
+    raise malformed(f"it contains {name}, which JSON does not have")

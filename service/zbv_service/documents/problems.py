@@ -1,4 +1,4 @@
-"""What a search is asked: a problem given by stages, or layers that are still to be cut into stages."""
+"""Problems in requests: stages, layers that are already cut into stages, or layers still to be cut."""
 
 from __future__ import annotations
 
@@ -12,33 +12,16 @@ from zbv_solver.problem.documents import LayeredProblemDocument, ProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem, PlacementChoice
 from zbv_solver.problem.limits import MAX_CELLS
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem as parse_question
 from zbv_solver.problem.reading import to_cut_problem, to_layered, to_problem
 from zbv_solver.problem.writing import layered_json, problem_json
-
-__all__ = [
-    "Question",
-    "QuestionDocument",
-    "answers",
-    "asked_of",
-    "largest_stages",
-    "parse_question",
-    "question_json",
-    "read_problem",
-    "read_question",
-    "require_size",
-    "require_stages",
-    "summary_of",
-    "uncut",
-]
 
 Question = Problem | LayeredProblem
 
 MAX_STAGES = 16_384
-"""Bounds and schedules take time in the square of the stages: of more than so many, minutes."""
+"""Largest number of stages for bounds and schedules. Their time is quadratic: more stages take minutes."""
 
 OTHER_PLACEMENTS = ("v", "single", "loop-")
-"""How the baselines begin that only a search of several placements has."""
+"""Prefixes of the baselines that only a search of several placements has."""
 
 
 def _kind(document: Any) -> str:
@@ -48,16 +31,16 @@ def _kind(document: Any) -> str:
     return "by layers" if has_layers else "by stages"
 
 
-# No key has a space: the tags stand in the places of errors, and must not be taken for parts of a document.
+# The tags have a space because they appear in the places of errors, where they must not look like keys.
 QuestionDocument = Annotated[
     Annotated[ProblemDocument, Tag("by stages")] | Annotated[LayeredProblemDocument, Tag("by layers")],
     Discriminator(_kind),
 ]
-"""A problem document: with ``layers`` it is one of layers, with ``partition`` beside them they are cut."""
+"""A problem document by stages or, with the key ``layers``, by layers; ``partition`` cuts them."""
 
 
 def read_question(document: QuestionDocument, max_cells: int) -> Question:
-    """What a request body asks, not larger than is accepted; raises :class:`InvalidInput`."""
+    """The question in a request body; raises :class:`InvalidInput`, also when it is too large."""
     try:
         question: Question
         if isinstance(document, ProblemDocument):
@@ -73,7 +56,7 @@ def read_question(document: QuestionDocument, max_cells: int) -> Question:
 
 
 def read_problem(document: QuestionDocument, max_cells: int) -> Problem:
-    """As :func:`read_question`, of stages that are known; raises :class:`InvalidInput`."""
+    """As :func:`read_question`, but refuses layers that are not cut yet."""
     question = read_question(document, max_cells)
     if isinstance(question, LayeredProblem):
         raise InvalidInput.at(
@@ -85,7 +68,7 @@ def read_problem(document: QuestionDocument, max_cells: int) -> Problem:
 
 
 def answers(question: Question, problem: Problem) -> bool:
-    """Whether plans of a problem are plans of the question: it is the same, or a cut of its layers."""
+    """Whether every plan of the problem answers the question: they are equal, or it cuts the layers."""
     if isinstance(question, Problem):
         return problem == question
     try:
@@ -103,7 +86,7 @@ def require_size(question: Question, max_cells: int) -> None:
             f"found {p} ranks times {m} microbatches; this service takes at most {max_cells}. Plan fewer "
             f"microbatches: the steady state repeats.",
         )
-    # The cost of a plan. Of layers the planner may choose the placement, and every one must be possible.
+    # The size of a plan. For layers, the planner may choose any of the placements.
     stages, most = largest_stages(question), 2 * min(max_cells, MAX_CELLS)
     if stages * m > most:
         raise InvalidInput.at(
@@ -114,37 +97,39 @@ def require_size(question: Question, max_cells: int) -> None:
 
 
 def require_stages(problem: Problem) -> None:
-    """Raise :class:`InvalidInput` for a problem with too many stages to be computed beside a request."""
+    """Raise :class:`InvalidInput` for a problem with too many stages for a computation during a request."""
     if problem.n_stages > MAX_STAGES:
         raise InvalidInput.at(
             "/problem/chunks",
-            f"found {problem.n_stages} stages; schedules and estimates are made of at most {MAX_STAGES}. "
-            f"Have it searched instead.",
+            f"found {problem.n_stages} stages; schedules and estimates are limited to {MAX_STAGES}. Submit a "
+            f"search instead.",
         )
 
 
 def largest_stages(question: Question) -> int:
-    """Number of stages; of layers, that of the finest placement that is planned."""
+    """Number of stages; for layers, the number of the finest placement."""
     if isinstance(question, Problem):
         return question.n_stages
     return max(placement.n_stages for placement in question.placements)
 
 
 def uncut(problem: Problem, placement: PlacementChoice | None = None) -> LayeredProblem:
-    """The question whose answer a cut is; transfers that follow from no link are their mean at every place.
+    """The layers of a problem before they were cut.
+
+    Without a link, the transfer time is the same at every boundary: the mean of the problem's times.
 
     Parameters
     ----------
     placement
-        What to ask for in place of the cut's own.
+        Replaces the placement of the cut.
 
     Raises
     ------
     ValueError
-        Of a problem without layers.
+        When the problem has no layers.
     """
     if problem.model is None:
-        raise ValueError("found a problem without layers; there is no cut to forget.")
+        raise ValueError("found a problem without layers, which has no cut.")
     cut, p2p = problem.model, problem.costs.p2p
     asked = placement or problem.placement.kind
     return LayeredProblem(
@@ -164,27 +149,27 @@ def uncut(problem: Problem, placement: PlacementChoice | None = None) -> Layered
 
 
 def asked_of(plan: Plan) -> LayeredProblem:
-    """The question of layers that a plan answers, as far as a plan tells.
+    """The layers that were searched for a plan, as far as the plan shows.
 
-    Its problem says on which placement its cut is, and not which others were asked for: where the best of
-    another stands beside it, the planner had the choice.
+    The plan's problem has the placement of the cut, and not the placements that the search considered. If its
+    baselines include another placement, the search considered all.
 
     Raises
     ------
     ValueError
-        Of a plan without layers.
+        When the plan has no layers.
     """
     had_choice = any(each.name.startswith(OTHER_PLACEMENTS) for each in plan.baselines)
     return uncut(plan.problem, placement="auto" if had_choice else None)
 
 
 def question_json(question: Question) -> dict[str, Any]:
-    """The normalised document: equal ones ask the same."""
+    """The normalised document; equal questions have equal documents."""
     return problem_json(question) if isinstance(question, Problem) else layered_json(question)
 
 
 def summary_of(question: Question) -> dict[str, Any]:
-    """The few numbers of a problem that a list shows."""
+    """The numbers of a problem that lists show."""
     if isinstance(question, Problem):
         placement: str = question.placement.kind
         model = None if question.model is None else question.model.model

@@ -43,7 +43,6 @@ PATIENCE_SECONDS = 1.5
 CACHED_PLANS = 4096
 MAX_STAGES = 4096
 """Largest number of stages: a frontier is dozens of problems, each with all stages."""
-ANSWERED = ("done", "infeasible")
 
 Needs = Callable[[Sequence[float]], float]
 Bounds = tuple[float, ...] | None
@@ -234,7 +233,7 @@ def _results_of_layers(
         for key, each in found.items()
     ]
     own = _Result(holds_up_to(plan.problem.memory.limit), plan.plan_id, plan.objective, cut.lower_bound)
-    answered = {asked.requests[key] for key, each in found.items() if each.state in ANSWERED}
+    answered = {asked.requests[key] for key, each in found.items() if each.state in FINISHED}
     return [*results, own], answered
 
 

@@ -1,4 +1,4 @@
 """Metrics, logs, and the ids that connect log lines of one request or search.
 
-Other packages report here; nothing here knows them.
+Other folders report to this one, which imports none of them.
 """

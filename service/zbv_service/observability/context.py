@@ -1,6 +1,6 @@
-"""Whose request, which one, and which search the current code works for: every log line says so.
+"""The request, the caller and the search for which the current code runs; log lines contain the ids.
 
-Context variables follow a task into the tasks and threads that it starts, so nobody passes them on.
+Tasks and threads inherit context variables from the task that starts them, so functions need not pass them.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-HEADER = "X-Request-ID"
-
 REQUEST_ID: ContextVar[str | None] = ContextVar("zbv_request_id", default=None)
 CALLER: ContextVar[str | None] = ContextVar("zbv_caller", default=None)
-"""Whose request it is: the name of a token, or the address of a client that needs none."""
+"""The name of the request's token, or the client's address if the service needs no token."""
 CLIENT_GONE: ContextVar[asyncio.Event | None] = ContextVar("zbv_client_gone", default=None)
-"""Happens when the client of a request with a body hangs up."""
+"""Set when the client of a request with a body disconnects."""
 SEARCH_ID: ContextVar[str | None] = ContextVar("zbv_search_id", default=None)
 ROOT_PATH: ContextVar[str] = ContextVar("zbv_root_path", default="")
 """The prefix under which a proxy serves the application, without a trailing slash."""
 
 _SANE = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")
-"""What callers may choose: nothing that could break out of a header, a log line or a page."""
+"""Ids that callers may choose. The characters are harmless in headers, log lines and pages."""
 
 
 def request_id_of(headers: Sequence[tuple[bytes, bytes]]) -> str:
-    """The id that a caller gave its request, or a new one when it gave none that is sane."""
+    """The valid X-Request-ID of a request, or else a new id."""
     for name, value in headers:
         if name == b"x-request-id" and _SANE.fullmatch(value):
             return value.decode()
@@ -37,7 +35,7 @@ def request_id_of(headers: Sequence[tuple[bytes, bytes]]) -> str:
 
 @contextmanager
 def working_for(*, search_id: str, request_id: str | None = None) -> Iterator[None]:
-    """Have the log lines of this block name a search, and the request that asked for it."""
+    """Inside this block, log lines name a search and the request that submitted it."""
     search, request = SEARCH_ID.set(search_id), REQUEST_ID.set(request_id or REQUEST_ID.get())
     try:
         yield

@@ -1,4 +1,4 @@
-"""Log lines: text for people, one JSON object per line for machines; with ids, and without secrets."""
+"""Log lines as text or as one JSON object per line, with the ids of requests and without secrets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LogFormat = Literal["auto", "text", "json"]
 _NOISY = ("alembic", "aiosqlite", "asyncio", "httpx", "httpcore")
 _SECRETS = re.compile(r"(?i)(\btoken=|\bbearer\s+|\"authorization\":\s*\"|\bauthorization:\s*)[^\s&\"',;]+")
 _TOKENS = re.compile(r"\b(zbv_[0-9a-f]{12}_)[A-Za-z0-9_-]{43}")
-"""Our own, wherever they stand; the id that is left names the token."""
+"""The service's own tokens, anywhere in a text. The token's id remains readable."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
-"""What every record has; anything else came in by ``extra``."""
+"""Attributes of every record; all others come from ``extra``."""
 
 
 def configure(level: str, log_format: LogFormat = "auto", stream: TextIO | None = None) -> None:
@@ -28,7 +28,7 @@ def configure(level: str, log_format: LogFormat = "auto", stream: TextIO | None 
     Parameters
     ----------
     log_format
-        ``auto`` is ``text`` where a person looks at a terminal, and ``json`` elsewhere.
+        ``auto`` means ``text`` on a terminal and ``json`` elsewhere.
     """
     stream = stream or sys.stderr
     wants_text = log_format == "text" or (log_format == "auto" and stream.isatty())
@@ -40,7 +40,7 @@ def configure(level: str, log_format: LogFormat = "auto", stream: TextIO | None 
 
 
 def redact(text: str) -> str:
-    """The text without tokens, and without what follows ``token=``, ``Bearer`` or ``Authorization:``."""
+    """Replace tokens, and the word after ``token=``, ``Bearer`` or ``Authorization:``, in a text."""
     return _TOKENS.sub(r"\1[redacted]", _SECRETS.sub(r"\1[redacted]", text))
 
 
@@ -48,7 +48,7 @@ class JsonLines(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """``time``, ``level``, ``logger``, ``message``, the ids, what ``extra`` gave, and ``exception``."""
+        """``time``, ``level``, ``logger``, ``message``, the ids, the members of ``extra``, ``exception``."""
         line: dict[str, Any] = {
             "time": _moment(record),
             "level": record.levelname.lower(),
@@ -65,14 +65,13 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """A line for people; the ids stand in brackets at its end."""
+    """A line for people, with the ids in brackets at its end."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level, logger, message, ids; a traceback on the lines below."""
+        """Time, level, logger, message, ids, and the traceback on the following lines."""
         ids = " ".join(f"{name.removesuffix('_id')}={value}" for name, value in _ids(record).items())
         moment, ending = _moment(record), f" [{ids}]" if ids else ""
-        # One record, one line: a message that quotes what came from outside must not forge another one, nor
-        # tell the terminal what to do.
+        # A message may quote a request. It must not forge another line or send commands to the terminal.
         message = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], redact(record.getMessage()))
         text = f"{moment} {record.levelname.lower()} {record.name}: {message}{ending}"
         if record.exc_info:

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of one application. Their names are a contract: docs/metrics.md lists them."""
+"""The Prometheus metrics of an application. Their names must stay stable; docs/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
 )
-from prometheus_client.metrics import MetricWrapperBase
 from zbv_solver import __version__
 
 _SEARCH_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
@@ -23,12 +22,12 @@ _GAPS = (0.0, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class Tally:
-    """What the database holds, as it is counted when metrics are asked for.
+    """Counts of the database's rows by state, made for each request of metrics.
 
     Attributes
     ----------
     queue_age
-        Seconds since the oldest queued search was accepted; 0 when none is queued.
+        Seconds since the oldest queued search was accepted; 0 if no search is queued.
     """
 
     searches: dict[str, int]
@@ -38,13 +37,12 @@ class Tally:
 
 
 class Metrics:
-    """Counters, gauges and histograms, in a registry of their own: several applications share nothing."""
+    """Counters, gauges and histograms, in a separate registry for each application."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        registry = self.registry
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
         build = Gauge(
             "zbv_build_info", "Always 1; the labels say what runs.", ["version", "python"], registry=registry
         )
@@ -91,28 +89,19 @@ class Metrics:
             registry=registry,
         )
         self.event_streams = Gauge("zbv_event_streams", "Event streams that are open.", registry=registry)
-        self._children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count an answer. Some microseconds: every request passes here."""
-        key = (method, route, status)
-        found = self._children.get(key)
-        if found is None:
-            found = (
-                self.requests.labels(method, route, str(status)),
-                self.request_seconds.labels(method, route),
-            )
-            self._children[key] = found
-        found[0].inc()
-        found[1].observe(seconds)
+        """Count an answered request and its duration."""
+        self.requests.labels(method, route, status).inc()
+        self.request_seconds.labels(method, route).observe(seconds)
 
     def search_ended(self, state: str, method: str | None, gap: float | None, seconds: float) -> None:
-        """Count the end of a search that ran here.
+        """Count the end of a search that this service ran.
 
         Parameters
         ----------
         method
-            What found its plan; only the first word counts, the rest may be anything. None without a plan.
+            The method that found the plan; only its first word becomes a label. None without a plan.
         """
         self.search_seconds.labels(state, family(method)).observe(seconds)
         if gap is not None:
@@ -127,7 +116,7 @@ class Metrics:
         self.refused_incumbents.inc()
 
     def take(self, tally: Tally) -> None:
-        """Show what the database holds now."""
+        """Set the gauges to these counts."""
         for gauge, counts in (
             (self.searches, tally.searches),
             (self.agents, tally.agents),
@@ -137,18 +126,8 @@ class Metrics:
                 gauge.labels(state).set(count)
         self.queue_age.set(tally.queue_age)
 
-    def described(self) -> dict[str, str]:
-        """Our metrics by name, with their types."""
-        found: dict[str, str] = {}
-        for value in vars(self).values():
-            if isinstance(value, MetricWrapperBase):
-                for metric in value.describe():
-                    suffix = "_total" if metric.type == "counter" else ""
-                    found[metric.name + suffix] = metric.type
-        return {**found, "zbv_build_info": "gauge"}
-
 
 def family(method: str | None) -> str:
-    """The label of a method: a handful of values, however methods are composed and numbered."""
+    """The first word of a method, which gives few labels however methods are combined and numbered."""
     words = (method or "").replace(":", " ").replace("+", " ").split()
     return words[0].lower()[:40] if words else "none"

@@ -1,7 +1,7 @@
-"""Around every request: its id, its metrics and its log line; plain ASGI, some microseconds each.
+"""The outermost middleware: gives every request an id, metrics and a log line, and answers HEAD.
 
-It is the outermost layer, so that it also sees what the framework answers by itself. It adds what HTTP asks
-of a server for every resource: HEAD wherever there is GET.
+It is outermost so that it also covers the responses of the framework. HTTP demands HEAD for every resource
+that has GET. It is plain ASGI, because every request passes it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from zbv_service.observability.context import REQUEST_ID, ROOT_PATH, request_id_
 from zbv_service.observability.metrics import Metrics
 
 UNKNOWN = "unknown"
-"""Route of addresses that are none of ours, and method of methods that HTTP does not know: what strangers
-make up must not become metrics."""
+"""The label of unknown addresses and methods: text that strangers choose must not become a label."""
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Observed:
-    """An application whose requests are counted, logged and given ids."""
+    """Gives ids to the requests of an application, counts and logs them."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self._app = app
@@ -40,9 +39,10 @@ class Observed:
         request_id = request_id_of(scope["headers"])
         ROOT_PATH.set(str(scope.get("root_path", "")).rstrip("/"))
         token = REQUEST_ID.set(request_id)
-        answer = _Answer(send, request_id.encode(), scope["method"] == "HEAD", self._metrics)
-        # A copy: the server looks at the method to know that HEAD has no body.
-        inner = dict(scope, method="GET") if answer.is_head else scope
+        is_head = scope["method"] == "HEAD"
+        answer = _Answer(send, request_id.encode(), is_head, self._metrics)
+        # A copy, because the server must still see that the method is HEAD.
+        inner = dict(scope, method="GET") if is_head else scope
         started = time.perf_counter()
         try:
             await self._app(inner, answer.receiving(receive), answer.send)
@@ -51,50 +51,48 @@ class Observed:
             REQUEST_ID.reset(token)
 
     def _note(self, method: str, scope: Scope, answer: _Answer, started: float) -> None:
-        answer.close()
-        now = time.perf_counter()
-        seconds = (answer.started_at or now) - started if answer.is_stream else now - started
+        if answer.stream_began_at is not None:
+            self._metrics.event_streams.dec()
+        seconds = (answer.stream_began_at or time.perf_counter()) - started
         route = _route(scope)
         known = method if method in _METHODS else UNKNOWN
         self._metrics.answered(known, route, answer.status, seconds)
         level = logging.DEBUG if method in ("GET", "HEAD") and answer.status < 400 else logging.INFO
         if logger.isEnabledFor(level):
-            # Never the query: it may hold a token.
+            # Without the query, which may contain a token.
             extra = {"route": route, "status": answer.status, "milliseconds": round(1000 * seconds, 3)}
             logger.log(level, "%s %s %d", method, _printable(scope["path"]), answer.status, extra=extra)
 
 
 class _Answer:
-    """Watches the messages of one answer on their way out."""
+    """Observes the messages of one answer, and drops its body for HEAD."""
 
     def __init__(self, send: Send, request_id: bytes, is_head: bool, metrics: Metrics):
         self._send = send
         self._metrics = metrics
         self._header = (b"x-request-id", request_id)
         self._head_done = asyncio.Event() if is_head else None
-        self.is_head = is_head
         self.status = 500
-        self.started_at: float | None = None
-        self.is_stream = False
-        self.is_complete = False
+        self.stream_began_at: float | None = None
 
     async def send(self, message: Message) -> None:
-        if self.is_head and self.is_complete:
+        if self._head_done is not None and self._head_done.is_set():
             return
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message["headers"], self._header]
-            self._begin(headers)
+            content_type = next((value for name, value in headers if name == b"content-type"), b"")
+            if content_type.startswith(b"text/event-stream"):
+                self.stream_began_at = time.perf_counter()
+                self._metrics.event_streams.inc()
             message = {**message, "headers": headers}
-        elif message["type"] == "http.response.body":
-            if self._head_done is not None:
-                message = {"type": "http.response.body", "body": b""}
-                self._head_done.set()
-            self.is_complete = not message.get("more_body", False)
+        elif message["type"] == "http.response.body" and self._head_done is not None:
+            message = {"type": "http.response.body", "body": b""}
+            self._head_done.set()
         await self._send(message)
 
     def receiving(self, receive: Receive) -> Receive:
-        """What the application receives from; after the head of an endless stream, its end."""
+        """The application's ``receive``. For HEAD, the client seems to disconnect once the body begins."""
         if self._head_done is None:
             return receive
         done, first = self._head_done, True
@@ -108,20 +106,6 @@ class _Answer:
             return {"type": "http.disconnect"}
 
         return headless
-
-    def close(self) -> None:
-        """The answer is over, however it ended."""
-        if self.is_stream:
-            self._metrics.event_streams.dec()
-
-    def _begin(self, headers: list[tuple[bytes, bytes]]) -> None:
-        for name, value in headers:
-            if name == b"content-type":
-                if value.startswith(b"text/event-stream"):
-                    self.is_stream = True
-                    self.started_at = time.perf_counter()
-                    self._metrics.event_streams.inc()
-                return
 
 
 def _route(scope: Scope) -> str:

@@ -1,11 +1,14 @@
-"""Checks a problem before it is searched: reports every broken rule, and derives facts from its numbers."""
+"""Checks a problem before a search: reports every broken rule, and derives facts from its numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from zbv_solver.errors import InvalidInput, InvalidPlan, Issue
 from zbv_solver.frontiers import memory_fraction
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import exceeds
@@ -18,11 +21,12 @@ from zbv_service.plans.documents import ClaimDocument
 from zbv_service.problems.documents import (
     CheckRequest,
     IssueDocument,
+    LayersFacts,
+    PlacementFacts,
     PlanCheck,
     ProblemCheck,
     ProblemFacts,
 )
-from zbv_service.problems.layer_facts import facts_of_layers
 from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 
@@ -37,17 +41,16 @@ def check(settings: Settings, body: Any) -> ProblemCheck:
     try:
         question = _question_of(body, settings)
     except InvalidInput as error:
-        issues = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in error.issues]
+        issues = _documents_of(error.issues)
         return ProblemCheck(is_valid=False, issues=issues, problem_summary=None, facts=None)
-    summary = ProblemSummary.model_validate(summary_of(question))
-    if isinstance(question, LayeredProblem):
-        layers = facts_of_layers(question)
-        found = ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=None, layers=layers)
-    else:
-        found = ProblemCheck(is_valid=True, issues=[], problem_summary=summary, facts=facts_of(question))
-    if body.get("plan") is not None:
-        found.plan = _check_plan(body["plan"], question, settings.max_cells)
-    return found
+    return ProblemCheck(
+        is_valid=True,
+        issues=[],
+        problem_summary=ProblemSummary.model_validate(summary_of(question)),
+        facts=facts_of(question) if isinstance(question, Problem) else None,
+        layers=facts_of_layers(question) if isinstance(question, LayeredProblem) else None,
+        plan=None if body.get("plan") is None else _check_plan(body["plan"], question, settings.max_cells),
+    )
 
 
 def _check_plan(document: Any, question: Question, max_cells: int) -> PlanCheck:
@@ -58,15 +61,14 @@ def _check_plan(document: Any, question: Question, max_cells: int) -> PlanCheck:
         require_size(parse_orders(parse_plan_document(document))[0], max_cells)
         checked = check_plan(document, question)
     except InvalidInput as error:
-        issues = [*error.below("/plan").issues]
+        return PlanCheck(is_valid=False, issues=_documents_of(error.below("/plan").issues), claims=[])
     except InvalidPlan as error:
-        issues = [Issue("/plan", str(error))]
-    else:
-        return PlanCheck(
-            is_valid=True, issues=[], claims=[ClaimDocument.of(claim) for claim in checked.claims]
-        )
-    shown = [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in issues]
-    return PlanCheck(is_valid=False, issues=shown, claims=[])
+        return PlanCheck(is_valid=False, issues=_documents_of([Issue("/plan", str(error))]), claims=[])
+    return PlanCheck(is_valid=True, issues=[], claims=[ClaimDocument.of(claim) for claim in checked.claims])
+
+
+def _documents_of(issues: Iterable[Issue]) -> list[IssueDocument]:
+    return [IssueDocument(pointer=issue.pointer, detail=issue.detail) for issue in issues]
 
 
 def _question_of(body: Any, settings: Settings) -> Question:
@@ -105,15 +107,10 @@ def _limited(problem: Problem, fraction: float) -> Problem:
             "/limit_fraction",
             "found both limit_fraction and memory.limit; give only one of them.",
         )
-    if memory_fraction.one_f_one_b_memory(problem) == 0:
-        raise InvalidInput.at(
-            "/limit_fraction",
-            "the stages hold no memory, so there is no fraction of it. Give memory.forward, "
-            "memory.backward_input and memory.backward_weight, or leave the limit out.",
-        )
     try:
-        return memory_fraction.at_fraction(problem, fraction)
-    except InvalidInput as error:  # the limit overflows
+        memory_fraction.smallest(problem)  # raises if no stage holds memory
+        return memory_fraction.at_fraction(problem, fraction)  # raises if the limit overflows
+    except InvalidInput as error:
         raise InvalidInput([Issue("/limit_fraction", issue.detail) for issue in error.issues]) from None
 
 
@@ -131,4 +128,23 @@ def facts_of(problem: Problem) -> ProblemFacts:
         fits=limits is None or not any(map(exceeds, smallest, limits)),
         one_f_one_b_memory=whole,
         busy=[problem.busy_time(rank) for rank in range(problem.pp_degree)],
+    )
+
+
+def facts_of_layers(problem: LayeredProblem) -> LayersFacts:
+    """Facts about layers that hold for every cut."""
+    each, tables = problem.model.each, CutTables.of(problem)
+    return LayersFacts(
+        layers=problem.model.n_layers,
+        parts=problem.n_atoms,
+        placements=[
+            PlacementFacts(placement=it.kind, chunks=it.chunks, stages=it.n_stages)
+            for it in problem.placements
+        ],
+        work=float(tables.cheapest[-1]),
+        least_busy=problem.microbatches * least_worst_load(problem, tables),
+        static=float(sum(layer.costs.memory.static for layer in each)),
+        held=float(sum(layer.costs.memory.forward for layer in each)),
+        limit=None if problem.limit is None else list(problem.limit),
+        can_recompute=problem.model.can_recompute,
     )

@@ -22,7 +22,7 @@ CACHED = 64
 
 
 class Comparisons:
-    """Makes comparisons."""
+    """Computes the classical schedules in other processes, and caches them."""
 
     def __init__(self, plans: PlanTable, computations: Computations, settings: Settings):
         self._plans = plans
@@ -45,21 +45,14 @@ class Comparisons:
         asked = await self._computations.of_body(partial(read_compared, self._settings.max_cells), body)
         made = await self._made.get(asked.key, lambda: self._computations.run(baselines_of, asked.packed))
         best = await self._plans.best(asked.key)
-        found = None if best is None else PlanSummaryDocument.of(best)
-        bound = made["lower_bound"]
+        answer = {**made, "problem_summary": asked.summary, "best": None}
         if best is not None:
-            bound = max(bound, best.lower_bound)
-            bound = supported_bound(
+            bound = max(made["lower_bound"], best.lower_bound)
+            answer["best"] = PlanSummaryDocument.of(best)
+            answer["lower_bound"] = supported_bound(
                 best.value, bound, "the bound of the problem", lambda: unpack(asked.packed)
             )
-        return Comparison.model_validate(
-            {
-                "problem_summary": asked.summary,
-                "lower_bound": bound,
-                "baselines": made["baselines"],
-                "best": found,
-            }
-        )
+        return Comparison.model_validate(answer)
 
 
 def read_compared(max_cells: int, body: Any) -> PackedQuestion:

@@ -7,32 +7,38 @@ from functools import partial
 from typing import Any
 
 from zbv_solver.documents.text import plain
+from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.documents import LayeredProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.reading import parse_problem, to_layered
 from zbv_solver.search.options import SearchOptions
 
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
-from zbv_service.documents.packing import PackedQuestion, finite, unpack
+from zbv_service.documents.packing import PackedQuestion, finite_or_none, supported_bound, unpack
 from zbv_service.documents.parsing import parse_body
-from zbv_service.documents.problems import read_question, require_stages
+from zbv_service.documents.problems import largest_stages, read_question, require_stages
 from zbv_service.errors import INFEASIBLE_MEMORY, ProblemError, infeasible
 from zbv_service.problems.documents import EstimateRequest, ProblemEstimate
-from zbv_service.problems.layer_facts import estimate_of_layers
 from zbv_service.settings import Settings
 
 SECONDS = 0.5
 """Time limit of an estimate's search; the first plan of the largest problems takes a second more."""
 MAX_CELLS = 131_072
 """Largest number of stages times microbatches for which an estimate makes a plan."""
+MAX_LAYERED_STAGES = 512
+MAX_LAYERED_CELLS = 16_384
+"""The same limits for layers."""
 CACHED = 256
 
 
 class Estimates:
-    """Makes estimates."""
+    """Computes estimates in other processes, and caches them."""
 
     def __init__(self, computations: Computations, settings: Settings):
         self._computations = computations
@@ -55,7 +61,8 @@ class Estimates:
             asked, make = await self._computations.of_body(read, body)
             made = await self._made.get(asked.key, lambda: self._computations.run(make, asked.packed))
         except InfeasibleMemory as error:  # for layers, only a cut shows it
-            raise _refusal(error) from None
+            document = infeasible(error)
+            raise ProblemError(INFEASIBLE_MEMORY, document["detail"], document["errors"]) from None
         return ProblemEstimate.model_validate({"problem_summary": asked.summary, **made})
 
 
@@ -71,15 +78,10 @@ def read_estimated(max_cells: int, body: Any) -> tuple[PackedQuestion, Estimatin
     """
     question = read_question(parse_body(EstimateRequest, body).problem, max_cells)
     if isinstance(question, LayeredProblem):
-        return PackedQuestion.of(question), estimate_of_cut
+        return PackedQuestion.of(question), estimate_of_layers
     require_stages(question)
     question.require_feasible()
     return PackedQuestion.of(question), estimate_of
-
-
-def _refusal(error: InfeasibleMemory) -> ProblemError:
-    document = infeasible(error)
-    return ProblemError(INFEASIBLE_MEMORY, document["detail"], document["errors"])
 
 
 def estimate_of(packed: bytes) -> dict[str, Any]:
@@ -97,18 +99,35 @@ def estimate_of(packed: bytes) -> dict[str, Any]:
     return {"lower_bound": bound, "plan": plan, "baselines": [plain(each) for each in baselines]}
 
 
-def estimate_of_cut(packed: bytes) -> dict[str, Any]:
-    """The estimate of a packed layered document; runs in another process."""
-    bound, found = estimate_of_layers(SECONDS, unpack(packed))
-    plan = None
-    if found is not None:
-        # The bound holds for every cut, so the gap compares the plan with all cuts, not only with its own.
-        gap = gap_of(found.objective, bound)
-        plan = {**_figures(found), "gap": finite(gap), "status": "feasible" if gap else "optimal"}
+def estimate_of_layers(packed: bytes) -> dict[str, Any]:
+    """The estimate of a packed layered document; runs in another process.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no cut fits.
+    ContradictedBound
+        When the plan undercuts the bound.
+    """
+    document = unpack(packed)
+    problem = to_layered(validated(LayeredProblemDocument, document))
+    stages = largest_stages(problem)
+    if stages > MAX_LAYERED_STAGES or stages * problem.microbatches > MAX_LAYERED_CELLS:
+        bound = problem.microbatches * least_worst_load(problem, CutTables.of(problem))
+        return {"lower_bound": bound, "plan": None, "baselines": []}
+    from zbv_solver.frontiers.by_layers import floor
+
+    from zbv_service.problems.sketch import sketch
+
+    found = sketch(problem, SECONDS)
+    bound = supported_bound(found.objective, floor(problem), "the bound of every cut", lambda: document)
+    # The bound holds for every cut, so the gap compares the plan with all cuts, not only with its own.
+    gap = gap_of(found.objective, bound)
+    status = "feasible" if gap else "optimal"
     return {
         "lower_bound": bound,
-        "plan": plan,
-        "baselines": [] if found is None else [plain(each) for each in found.baselines],
+        "plan": {**_figures(found), "gap": finite_or_none(gap), "status": status},
+        "baselines": [plain(each) for each in found.baselines],
     }
 
 
@@ -119,7 +138,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "makespan": metrics.makespan,
         "bubble_rate": metrics.bubble_rate,
         "peak_memory": list(metrics.peak_memory),
-        "gap": finite(metrics.gap),
+        "gap": finite_or_none(metrics.gap),
         "status": metrics.status,
         "method": plan.provenance.method,
     }

@@ -21,8 +21,8 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
-BESIDE_SHARE = 0.5
-"""The share of the plan's time for each of the simple cuts that it is compared with."""
+SIMPLE_SHARE = 0.5
+"""The time for planning each simple cut, as a share of the time for the best cut."""
 
 
 def sketch(problem: LayeredProblem, seconds: float) -> Plan:
@@ -52,17 +52,11 @@ def sketch(problem: LayeredProblem, seconds: float) -> Plan:
 def _planned(space: CutSpace, starts: dict[str, Start], seconds: float) -> Plan:
     best = _best(space, starts, seconds)
     plan = _plan(space, best, seconds)
-    beside = tuple(
-        _baseline(
-            space,
-            name,
-            plan if starts.get(name) == best else None,
-            bounds,
-            BESIDE_SHARE * seconds,
-        )
-        for name, bounds in _simple(space).items()
-    )
-    return replace(plan, baselines=(*plan.baselines, *beside))
+    simple = []
+    for name, bounds in ((EVEN, even_cut(space)), (HISTOGRAM, histogram_cut(space))):
+        same = plan if starts.get(name) == best else None
+        simple.append(_baseline(space, name, same, bounds, SIMPLE_SHARE * seconds))
+    return replace(plan, baselines=(*plan.baselines, *simple))
 
 
 def _best(space: CutSpace, starts: dict[str, Start], seconds: float) -> Start:
@@ -92,8 +86,3 @@ def _plan(space: CutSpace, start: Start, seconds: float, is_limited: bool = True
     return search(
         problem if is_limited else without_limit(problem), SearchOptions("quick", time_limit=seconds)
     )
-
-
-def _simple(space: CutSpace) -> dict[str, Boundaries]:
-    """The simple cuts for comparison, by name."""
-    return {EVEN: even_cut(space), HISTOGRAM: histogram_cut(space)}

@@ -14,13 +14,14 @@ from typing import Any
 from zbv_solver import __version__
 from zbv_solver.documents.text import canonical_json
 from zbv_solver.errors import InvalidInput
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.options import EFFORTS
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents.packing import pack, unpack, unpack_text
 from zbv_service.documents.parsing import parse_body
-from zbv_service.documents.problems import Question, parse_question, question_json, read_question, summary_of
+from zbv_service.documents.problems import Question, question_json, read_question, summary_of
 from zbv_service.documents.shared import OptionsDocument
 from zbv_service.errors import (
     NOT_FOUND,
@@ -186,7 +187,7 @@ class Searches:
 
 def parse_packed(packed: bytes) -> Question:
     """The problem of a packed document."""
-    return parse_question(unpack(packed))
+    return parse_any_problem(unpack(packed))
 
 
 def read_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:

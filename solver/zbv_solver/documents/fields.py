@@ -32,7 +32,7 @@ MOST_UNKNOWN_KEYS = MOST_ISSUES
 BATCH = 1000
 """Entries of a list that are validated together. Validation stops after the first batch with a mistake."""
 TOO_MANY = "too_many"
-"""Pydantic error type of messages that already state what was found."""
+"""Pydantic error type of messages that already quote the value."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Document(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_unknown_keys(cls, value: Any) -> Any:
-        # Pydantic would report every unknown key as a mistake of its own.
+        # Pydantic would report every unknown key separately.
         if isinstance(value, dict) and len(value) > len(cls.model_fields) + MOST_UNKNOWN_KEYS:
             raise PydanticCustomError(
                 TOO_MANY,

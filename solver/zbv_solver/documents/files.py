@@ -36,12 +36,8 @@ def read_json(path: str | Path) -> Any:
 def load(path: str | Path, parse: Callable[[Any], T]) -> T:
     """Read a JSON document and parse it; errors of both name the file.
 
-    Raises
-    ------
-    InvalidInput
-        When the file is not JSON, or when ``parse`` raises it.
-    OSError
-        When the file cannot be read.
+    Raises :class:`InvalidInput` when the file is not JSON, or when ``parse`` raises it, and :class:`OSError`
+    when the file cannot be read.
     """
     document = read_json(path)
     try:

@@ -23,10 +23,7 @@ def decode_json(text: str) -> Any:
     A number that no float can hold becomes inf, even an integer of thousands of digits, which Python itself
     refuses to parse. The document's validation can then name the offending field.
 
-    Raises
-    ------
-    json.JSONDecodeError
-        When the text is not JSON.
+    Raises :class:`json.JSONDecodeError` when the text is not JSON.
     """
     return json.loads(text, parse_int=_integer)
 
@@ -36,9 +33,9 @@ def _integer(digits: str) -> int | float:
 
 
 def plain(value: Any) -> Any:
-    """A value of our own as JSON: the fields of dataclasses in their order, tuples as lists, inf as null.
+    """A dataclass as JSON values: its fields in their order, tuples as lists, infinity as null.
 
-    Whole numbers have no fraction, as in :func:`number`.
+    Whole numbers have no fraction (:func:`number`).
     """
     if isinstance(value, float):
         return number(value) if math.isfinite(value) else None

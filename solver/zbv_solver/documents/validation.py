@@ -41,10 +41,10 @@ def validated(model: type[Model], document: Any) -> Model:
 def refusal(error: ValidationError, document: Any) -> InvalidInput:
     """The error for a document that pydantic rejected; pointers name keys of the document, not our types."""
     entries = error.errors(include_url=False, include_context=False)
-    is_partial = any(_is_in_long_list(entry["loc"], document) for entry in entries)
+    located = [_located(entry["loc"], entry["type"], document) for entry in entries]
+    is_partial = any(is_in_long_list for _, is_in_long_list in located)
     issues = []
-    for entry in entries[:MOST_ISSUES]:
-        path = _document_path(entry["loc"], entry["type"], document)
+    for entry, (path, _) in zip(entries[:MOST_ISSUES], located, strict=False):
         pointer = "".join(f"/{_key(key).replace('~', '~0').replace('/', '~1')}" for key in path)
         says_all = entry["type"] in ("missing", "extra_forbidden", TOO_MANY)
         found = "" if says_all else f"found {quoted(entry['input'])}; "
@@ -63,36 +63,27 @@ def quoted(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-def _is_in_long_list(loc: tuple[int | str, ...], document: Any) -> bool:
-    """Whether a mistake lies in a list that was not validated to its end."""
-    current = document
-    for key in loc:
-        if isinstance(current, dict) and key in current:
-            current = current[key]
-        elif isinstance(current, list) and isinstance(key, int) and key < len(current):
-            if len(current) > BATCH:
-                return True
-            current = current[key]
-    return False
-
-
 def _key(key: int | str) -> str:
     """A key of a pointer, shortened where it is longer than any valid name."""
     text = str(key)
     return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "..."
 
 
-def _document_path(loc: tuple[int | str, ...], kind: str, document: Any) -> list[int | str]:
-    """Drop the parts of a location that pydantic adds for unions and tags."""
+def _located(loc: tuple[int | str, ...], kind: str, document: Any) -> tuple[list[int | str], bool]:
+    """The path of a mistake, and whether it is in a list that was not validated to its end.
+
+    The parts of the location that pydantic adds for unions and tags are dropped.
+    """
     path: list[int | str] = []
-    current = document
+    current, is_partial = document, False
     for position, key in enumerate(loc):
-        is_last = position == len(loc) - 1
-        if isinstance(current, dict) and (key in current or (is_last and kind == "missing")):
+        is_missing = kind == "missing" and position == len(loc) - 1
+        if isinstance(current, dict) and (key in current or is_missing):
             current = current.get(key)
         elif isinstance(current, list) and isinstance(key, int) and key < len(current):
+            is_partial = is_partial or len(current) > BATCH
             current = current[key]
         else:
             continue
         path.append(key)
-    return path
+    return path, is_partial

@@ -1,4 +1,4 @@
-"""Amounts of several kinds, which are added kind by kind."""
+"""Records of numbers that are added field by field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Summed:
-    """The base of records whose sum is the sum of their fields."""
+    """Base class of records that are added field by field."""
 
     def __add__(self, other: Self) -> Self:
         return replace(self, **{name: value + getattr(other, name) for name, value in vars(self).items()})

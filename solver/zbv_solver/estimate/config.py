@@ -168,7 +168,7 @@ class DeviceConfig(_Config):
 
     achieved_tflops: Rate = Field(description="TFLOP/s of matrix products")
     memory_bandwidth: Rate | None = Field(
-        None, description="GB/s of norms, softmax and the like; null: they take no time of their own"
+        None, description="GB/s of norms, softmax and other memory traffic; null: it takes no time"
     )
     link_bandwidth: Rate | None = Field(None, description="GB/s between pipeline ranks; null: no limit")
     link_latency: Amount = Field(0.0, description="us, of every transfer between pipeline ranks")
@@ -215,10 +215,7 @@ class EstimateConfig(_Config):
 def parse_config(document: Any) -> EstimateConfig:
     """Parse a decoded JSON document with presets already merged.
 
-    Raises
-    ------
-    InvalidInput
-        With one issue per broken rule; pointers are into the document.
+    Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document.
     """
     config = validated(EstimateConfig, document)
     issues = [*_model_issues(config.model), *_count_issues(config), *_parallel_issues(config)]

@@ -1,7 +1,7 @@
 """Costs and memory of a model's layers on one device.
 
-A block consists of two halves, attention and MLP. Its figures are the sums of theirs, except for the
-workspace, which is the larger one, because a device runs one action at a time.
+A block consists of two halves, attention and MLP. Its figures are the sums of the halves' figures, except
+for the workspace: that is the larger one, because a device runs one action at a time.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Parameters(Summed):
 def attention_parameters(model: ModelConfig) -> Parameters:
     """Norm, projection to queries, keys and values, and the projection back.
 
-    Shoeybi et al. 2019, §3, for what tensor parallelism divides; Ainslie et al. 2023, §2, for fewer key and
-    value heads than query heads.
+    Shoeybi et al. 2019, §3, for the division by tensor parallelism; Ainslie et al. 2023, §2, for fewer key
+    and value heads than query heads.
     """
     h, query, both = model.hidden, model.query_width, model.query_width + 2 * model.kv_width
     head_norms = 2 * model.width_of_head if model.qk_norm else 0

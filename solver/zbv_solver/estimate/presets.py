@@ -45,10 +45,7 @@ def preset_names() -> tuple[str, ...]:
 def preset(name: str, pointer: str = "") -> Preset:
     """A preset by name.
 
-    Raises
-    ------
-    InvalidInput
-        At ``pointer``, when there is no preset of this name.
+    Raises :class:`InvalidInput` at ``pointer``, when there is no preset of this name.
     """
     if name not in preset_names():
         known = ", ".join(preset_names())

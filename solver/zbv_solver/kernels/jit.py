@@ -21,10 +21,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., object])
 def compiled(function: Kernel) -> Kernel:
     """Compile at the first call.
 
-    Raises
-    ------
-    ModuleNotFoundError
-        When Numba is not installed.
+    Raises :class:`ModuleNotFoundError` when Numba is not installed.
     """
     return _compiled(function)
 

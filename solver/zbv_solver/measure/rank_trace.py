@@ -105,10 +105,8 @@ class RankTrace:
 def parse_rank_trace(document: Any) -> RankTrace:
     """Parse a decoded trace; its times are converted to rank 0's clock.
 
-    Raises
-    ------
-    InvalidInput
-        When the document does not have the shape of a trace, or its steps do not ascend.
+    Raises :class:`InvalidInput` when the document does not have the shape of a trace, or its steps do not
+    ascend.
     """
     parsed = validated(RankTraceDocument, document)
     steps = tuple(_step(index, step, parsed.clock_offset_ns) for index, step in enumerate(parsed.steps))

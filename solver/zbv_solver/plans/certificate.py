@@ -16,7 +16,7 @@ Status = Literal["optimal", "feasible"]
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is proven about an objective.
+    """A proved bound on an objective, and the resulting gap.
 
     Attributes
     ----------

@@ -141,7 +141,7 @@ def identity(problem: dict[str, Any], ranks: list[list[str]]) -> str:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan as a JSON document."""
-    provenance, cut = plan.provenance, plan.problem.model
+    provenance, cut_model = plan.provenance, plan.problem.model
     problem, ranks = problem_json(plan.problem), plan.orders.all_text()
     # The identity is a hash of these texts. For large plans it saves time not to make them twice.
     if "plan_id" not in vars(plan):
@@ -161,10 +161,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             **provenance.extra,
         },
     }
-    if cut is not None:
-        document["partition"] = plain(cut.partition)
-        if cut.model.can_recompute:
-            document["recompute"] = plain(cut.cut.recompute)
+    if cut_model is not None:
+        document["partition"] = plain(cut_model.partition)
+        if cut_model.model.can_recompute:
+            document["recompute"] = plain(cut_model.cut.recompute)
         if plan.cut is not None:
             document["cut"] = plain(plan.cut)
     return document

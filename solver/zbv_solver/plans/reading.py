@@ -96,12 +96,8 @@ class PlanDocument(_Lenient):
 def load_plan_document(path: str | Path) -> PlanDocument:
     """Read a plan file and check its shape; ``-`` is standard input.
 
-    Raises
-    ------
-    InvalidInput
-        When the file is not JSON or not a plan.
-    OSError
-        When the file cannot be read.
+    Raises :class:`InvalidInput` when the file is not JSON or not a plan, and :class:`OSError` when it cannot
+    be read.
     """
 
     def parse(document: Any) -> PlanDocument:
@@ -147,10 +143,10 @@ def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
 
 def _require_layers(document: PlanDocument, problem: Problem) -> None:
     """Raise when the plan states another partition than its problem."""
-    cut = problem.model
+    cut_model = problem.model
     for name, stated, expected in (
-        ("partition", document.partition, None if cut is None else plain(cut.partition)),
-        ("recompute", document.recompute, None if cut is None else plain(cut.cut.recompute)),
+        ("partition", document.partition, None if cut_model is None else plain(cut_model.partition)),
+        ("recompute", document.recompute, None if cut_model is None else plain(cut_model.cut.recompute)),
     ):
         if stated is not None and stated != expected:
             raise InvalidInput.at(
@@ -161,10 +157,7 @@ def _require_layers(document: PlanDocument, problem: Problem) -> None:
 def parse_plan(document: Any) -> Plan:
     """Parse a decoded plan document. Its stated metrics are not verified (:mod:`zbv_solver.verify`).
 
-    Raises
-    ------
-    InvalidInput
-        When the document has the wrong shape or states no metrics.
+    Raises :class:`InvalidInput` when the document has the wrong shape or states no metrics.
     """
     return to_plan(parse_plan_document(document))
 

@@ -122,10 +122,7 @@ class CutModel:
 def cut_of_partition(model: Model, partition: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """The boundaries of a partition given by layer names.
 
-    Raises
-    ------
-    InvalidInput
-        When the partition does not list the model's layers in their order.
+    Raises :class:`InvalidInput` when the partition does not list the model's layers in their order.
     """
     bounds = [0]
     for stage, names in enumerate(partition):

@@ -95,10 +95,7 @@ class Layer:
 class Model:
     """Layers in model order.
 
-    Raises
-    ------
-    InvalidInput
-        With all broken rules; pointers are those of the JSON document.
+    Raises :class:`InvalidInput` with all broken rules; pointers are those of the JSON document.
     """
 
     layers: tuple[Layer, ...]

@@ -163,10 +163,8 @@ class LayeredProblem:
     def as_cut_in(self, other: Problem) -> Problem:
         """This problem, cut, placed and recomputed like another one.
 
-        Raises
-        ------
-        InvalidInput
-            When the other problem has other layers, or a cut or a placement that this one does not allow.
+        Raises :class:`InvalidInput` when the other problem has other layers, or a cut or a placement that
+        this one does not allow.
         """
         model = other.model
         if model is None or model.model != self.model:

@@ -7,8 +7,8 @@ MAX_CHUNKS = 64
 """Most stages per rank."""
 MAX_STAGES = MAX_PP_DEGREE * MAX_CHUNKS
 MAX_CELLS = 1_000_000
-"""Largest ``pp_degree * microbatches``. With two stages per rank this is 6 million actions, about what one
-machine can hold in memory."""
+"""Largest ``pp_degree * microbatches``. With two stages per rank this is 6 million actions, about as many as
+one machine can hold in memory."""
 MAX_ACTIONS = 6 * MAX_CELLS
 """Most actions of a plan: F, I and W of at most ``2 * MAX_CELLS`` pairs of stage and microbatch."""
 MAX_LAYERS = 512

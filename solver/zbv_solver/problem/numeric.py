@@ -34,8 +34,8 @@ MEMORY_TOLERANCE = 1e-9
 """Relative to a limit or an amount of memory: how far above a limit the verifier accepts.
 
 A plan passes four checks: of its cut, of the problem's feasibility, of the search, and of the verifier. Each
-adds amounts in another order, so each tolerates twice as much as the one before. Whatever one check accepts,
-the next one accepts, too.
+adds amounts in another order, so each tolerates twice as much as the one before, and
+accepts everything that the one before accepts.
 """
 SEARCH_MEMORY = MEMORY_TOLERANCE / 2
 """How far above a limit the search accepts."""
@@ -129,7 +129,7 @@ def integer_scale(values: Iterable[float], largest_integer: int) -> float | None
     numbers = numbers[numbers > 0]
     if not len(numbers):
         return 1.0
-    # Division by a power of two is exact; what is left is between 0 and 1.
+    # Division by a power of two is exact. The shares are between 0 and 1.
     exponent = int(np.frexp(numbers[-1])[1])
     shares = np.ldexp(numbers, -exponent)
     found = _by_ratio(shares, largest_integer) or _by_decimals(shares, largest_integer)

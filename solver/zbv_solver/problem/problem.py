@@ -279,22 +279,14 @@ def size_rule(placement: Placement, microbatches: int) -> Iterator[Issue]:
 
 
 def _number_rules(problem: Problem) -> Iterator[Issue]:
-    costs, memory = problem.costs, problem.memory
     stages, ranks = problem.n_stages, problem.pp_degree
-    for pointer, values, length in (
-        ("/costs/forward", costs.forward, stages),
-        ("/costs/backward_input", costs.backward_input, stages),
-        ("/costs/backward_weight", costs.backward_weight, stages),
-        ("/costs/backward", costs.backward, stages),
-        ("/costs/p2p", costs.p2p, stages - 1),
-        ("/memory/forward", memory.forward, stages),
-        ("/memory/backward_input", memory.backward_input, stages),
-        ("/memory/backward_weight", memory.backward_weight, stages),
-        ("/memory/static", memory.static, ranks),
-        ("/memory/limit", memory.limit, ranks),
-    ):
-        if values is not None:
-            is_delta = pointer.startswith("/memory/backward")
+    lengths = {"p2p": stages - 1, "static": ranks, "limit": ranks}
+    for section, figures in (("costs", problem.costs), ("memory", problem.memory)):
+        for name, values in vars(figures).items():
+            if values is None:
+                continue
+            pointer, length = f"/{section}/{name}", lengths.get(name, stages)
+            is_delta = section == "memory" and name.startswith("backward")
             issue = _wrong_value(pointer, values, length, is_delta)
             if issue is None and length == stages:
                 issue = _wrong_sum(pointer, values, problem.placement.chunks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,14 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
 from zbv_solver.problem.documents import (
+    CostsDocument,
     CutRulesDocument,
     LayerDocument,
     LayeredCostsDocument,
     LayeredMemoryDocument,
     LayeredProblemDocument,
     LayerMemoryDocument,
+    MemoryDocument,
     ProblemDocument,
     RecomputeDocument,
     UnitsDocument,
@@ -69,11 +70,8 @@ def parse_any_problem(document: Any) -> AnyProblem:
 def parse_problem(document: Any) -> Problem:
     """Parse a decoded JSON document whose stages are known, directly or by a partition of its layers.
 
-    Raises
-    ------
-    InvalidInput
-        With one issue per broken rule; pointers are into the document. Layers without a partition are
-        refused.
+    Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document. Layers
+    without a partition are refused.
     """
     if isinstance(document, dict) and "layers" in document:
         return to_cut_problem(validated(LayeredProblemDocument, document))
@@ -87,60 +85,40 @@ def to_problem(document: ProblemDocument) -> Problem:
     issues = [*size_rule(placement, document.microbatches)]
     if issues:  # checked before values expand: a short document must not fill the memory
         raise InvalidInput(issues)
-    costs, memory = document.costs, document.memory
-    per_stage = partial(_expanded, issues, placement.n_stages, "stage", placement)
-    per_boundary = partial(_expanded, issues, placement.n_stages - 1, "stage boundary", None)
-    per_rank = partial(_expanded, issues, placement.pp_degree, "rank", None)
-    parsed_costs = Costs(
-        forward=per_stage("/costs/forward", costs.forward),
-        backward_input=per_stage("/costs/backward_input", costs.backward_input),
-        backward_weight=per_stage("/costs/backward_weight", costs.backward_weight),
-        backward=None if costs.backward is None else per_stage("/costs/backward", costs.backward),
-        p2p=per_boundary("/costs/p2p", costs.p2p),
-    )
-    parsed_memory = Memory.unlimited(placement)
-    if memory is not None:
-        parsed_memory = Memory(
-            forward=per_stage("/memory/forward", memory.forward),
-            backward_input=per_stage("/memory/backward_input", memory.backward_input),
-            backward_weight=per_stage("/memory/backward_weight", memory.backward_weight),
-            static=per_rank("/memory/static", memory.static),
-            limit=None if memory.limit is None else per_rank("/memory/limit", memory.limit),
-        )
+    memory = Memory.unlimited(placement)
+    costs = Costs(**_expanded("/costs", document.costs, placement, issues))
+    if document.memory is not None:
+        memory = Memory(**_expanded("/memory", document.memory, placement, issues))
     if issues:
         raise InvalidInput(issues)
-    return Problem(
-        placement=placement,
-        microbatches=document.microbatches,
-        costs=parsed_costs,
-        memory=parsed_memory,
-        objective=document.objective,
-        units=_units(document.units),
-    )
+    units = _units(document.units)
+    return Problem(placement, document.microbatches, costs, memory, document.objective, units)
 
 
 def _expanded(
-    issues: list[Issue],
-    length: int,
-    item: str,
-    placement: Placement | None,
-    pointer: str,
-    values: float | list[float],
-) -> tuple[float, ...]:
-    """One value per item, from a scalar, a full list or, given a placement, one value per chunk.
-
-    A list of another length is added to ``issues``.
-    """
-    if not isinstance(values, list):
-        return (float(values),) * length
-    if len(values) == length:
-        return tuple(map(float, values))
-    if placement is not None and len(values) == placement.chunks:
-        return tuple(float(values[chunk]) for chunk in placement.chunk_of)
-    per_chunk = "" if placement is None else f", {placement.chunks} values (one per chunk)"
-    rule = f"must be a number{per_chunk} or {length} values (one per {item})."
-    issues.append(Issue(pointer, f"found {len(values)} values; {rule}"))
-    return (0.0,) * length
+    at: str, document: CostsDocument | MemoryDocument, placement: Placement, issues: list[Issue]
+) -> dict[str, tuple[float, ...]]:
+    """Every given key with one value per stage, boundary or rank; ``issues`` gets lists of wrong lengths."""
+    per_boundary = (placement.n_stages - 1, "stage boundary")
+    per_rank = (placement.pp_degree, "rank")
+    items = {"p2p": per_boundary, "static": per_rank, "limit": per_rank}
+    expanded = {}
+    for key, values in document:
+        if values is None:
+            continue
+        length, item = items.get(key, (placement.n_stages, "stage"))
+        if not isinstance(values, list):
+            expanded[key] = (float(values),) * length
+        elif len(values) == length:
+            expanded[key] = tuple(map(float, values))
+        elif item == "stage" and len(values) == placement.chunks:
+            expanded[key] = tuple(float(values[chunk]) for chunk in placement.chunk_of)
+        else:
+            expanded[key] = ()
+            per_chunk = f", {placement.chunks} values (one per chunk)" if item == "stage" else ""
+            rule = f"must be a number{per_chunk} or {length} values (one per {item})."
+            issues.append(Issue(f"{at}/{key}", f"found {len(values)} values; {rule}"))
+    return expanded
 
 
 def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
@@ -184,10 +162,8 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
 def to_cut_problem(document: LayeredProblemDocument) -> Problem:
     """The problem of a validated document that has a partition.
 
-    Raises
-    ------
-    InvalidInput
-        When there is no partition, or when stated costs of stages differ from those of their layers.
+    Raises :class:`InvalidInput` when there is no partition, or when stated costs of stages differ from those
+    of their layers.
     """
     if document.partition is None:
         raise InvalidInput.at(

@@ -29,15 +29,15 @@ def problem_json(problem: Problem) -> dict[str, Any]:
     if problem.placement.kind == "loop":
         document["chunks"] = problem.placement.chunks
     if problem.model is not None:
-        cut = problem.model
-        document["layers"] = [_layer_json(layer) for layer in cut.model.layers]
-        document["partition"] = plain(cut.partition)
-        document["cut"] = plain(cut.rules)
-        if cut.model.can_recompute:
-            document["recompute"] = plain(cut.cut.recompute)
-        document["memory"]["static_beside_layers"] = plain(cut.static)
-        if cut.link is not None:
-            document["costs"]["link"] = plain(cut.link)
+        cut_model = problem.model
+        document["layers"] = [_layer_json(layer) for layer in cut_model.model.layers]
+        document["partition"] = plain(cut_model.partition)
+        document["cut"] = plain(cut_model.rules)
+        if cut_model.model.can_recompute:
+            document["recompute"] = plain(cut_model.cut.recompute)
+        document["memory"]["static_beside_layers"] = plain(cut_model.static)
+        if cut_model.link is not None:
+            document["costs"]["link"] = plain(cut_model.link)
     return document | _units_json(problem.units)
 
 

@@ -58,10 +58,7 @@ class _Executed:
 def evaluate(problem: Problem, orders: Orders) -> Timing:
     """Earliest-start times and metrics of an order.
 
-    Raises
-    ------
-    InvalidPlan
-        When the order deadlocks, or the input of an action is not produced before it.
+    Raises :class:`InvalidPlan` when the order deadlocks, or the input of an action is not produced before it.
     """
     executed = _execute_orders(problem, orders)
     span = _exact_span(executed, orders)[0]
@@ -83,10 +80,7 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
 def objective_of(problem: Problem, orders: Orders) -> float:
     """The objective of an order: its exact span, or its makespan.
 
-    Raises
-    ------
-    InvalidPlan
-        When the orders deadlock.
+    Raises :class:`InvalidPlan` when the orders deadlock.
     """
     return objective_value(problem.objective, evaluate(problem, orders))
 
@@ -94,10 +88,7 @@ def objective_of(problem: Problem, orders: Orders) -> float:
 def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
     """Earliest start and end of every action, each (n,), without the exact span.
 
-    Raises
-    ------
-    InvalidPlan
-        As :func:`evaluate`.
+    Raises :class:`InvalidPlan` like :func:`evaluate`.
     """
     executed = _execute_orders(problem, orders)
     return executed.start, executed.end
@@ -106,12 +97,9 @@ def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, float]:
     """Makespan, and the largest (last end - first start) of any rank at earliest times.
 
-    The latter is an upper bound on the span. This is much cheaper than :func:`evaluate`.
+    The second number is an upper bound on the span. This is much cheaper than :func:`evaluate`.
 
-    Raises
-    ------
-    InvalidPlan
-        As :func:`evaluate`.
+    Raises :class:`InvalidPlan` like :func:`evaluate`.
     """
     executed = _execute_orders(problem, orders)
     first, last = _ends_of_ranks(orders)

@@ -58,10 +58,7 @@ class PrecedenceGraph(NamedTuple):
 def precedence_graph(problem: Problem, orders: Orders, where: IntArray) -> PrecedenceGraph:
     """The graph of a complete order; ``where`` as in :mod:`zbv_solver.verify.verifier`.
 
-    Raises
-    ------
-    InvalidPlan
-        When a cycle makes the order a deadlock.
+    Raises :class:`InvalidPlan` when a cycle makes the order a deadlock.
     """
     costs, placement = problem.costs, problem.placement
     durations = np.zeros((4, problem.n_stages))

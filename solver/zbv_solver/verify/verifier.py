@@ -33,10 +33,7 @@ _FINE, _OUT_OF_RANGE, _MISPLACED, _REPEATED, _MISSING, _EARLY = range(6)
 def verify_orders(problem: Problem, orders: Orders) -> None:
     """Check completeness, placement, precedence, deadlock-freedom and memory.
 
-    Raises
-    ------
-    InvalidPlan
-        With the broken rule, and the action and rank that break it.
+    Raises :class:`InvalidPlan` with the broken rule, and the action and rank that break it.
     """
     _check_orders(problem, orders)
 
@@ -44,10 +41,7 @@ def verify_orders(problem: Problem, orders: Orders) -> None:
 def verify(plan: Plan) -> None:
     """Check the orders (:func:`verify_orders`), and compare stated metrics with recomputed ones.
 
-    Raises
-    ------
-    InvalidPlan
-        With the broken rule, or with the stated and the recomputed value of a metric.
+    Raises :class:`InvalidPlan` with the broken rule, or with the stated and the recomputed value of a metric.
     """
     p, metrics = plan.problem.pp_degree, plan.metrics
     peaks, graph = _check_orders(plan.problem, plan.orders)

@@ -18,7 +18,7 @@ from zbv_service.client.synchronous import connection as synchronous
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses between requests, which do not take place."""
+    """Records the pauses between requests instead of sleeping."""
     found: list[float] = []
 
     async def sleep(seconds: float) -> None:

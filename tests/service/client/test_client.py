@@ -123,7 +123,7 @@ def test_all_searches_reads_every_page(answering: Answering) -> None:
 
 @pytest.mark.parametrize("following", ["https://evil.example/v1/", "//evil.example", 7, "v1/searches"])
 def test_a_link_to_the_next_page_on_another_site_is_refused(answering: Answering, following: Any) -> None:
-    """The token would go along."""
+    """The client would send its token there."""
     client, requests = answering(httpx.Response(200, json={"searches": [], "next": following}))
     with pytest.raises(InvalidAnswer):
         client.do(lambda made: made.all_searches())

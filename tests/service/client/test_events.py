@@ -68,7 +68,7 @@ def test_a_stream_that_is_unavailable_for_now_is_requested_again(answering: Answ
 def test_a_connection_that_lasted_resets_the_retries(
     answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search may be silent for hours, and something between may cut every connection after a minute."""
+    """A search may be silent for hours, and a proxy may cut every connection after a minute."""
     silence = httpx.Response(200, text=": still here\n\n", headers={"Content-Type": "text/event-stream"})
     cut = [silence] * 5
     client, _ = answering(*cut, stream(("1", "end", {"state": "done"})))

@@ -26,7 +26,7 @@ REFUSAL = {"status": 422, "title": "T", "detail": "D", "errors": [{"pointer": "/
 
 
 class Service:
-    """Answers like a service. The run is running when it is read first, and then in its last state."""
+    """Answers like a service. The run is running when it is first read, and later in its last state."""
 
     def __init__(self, last: str = "succeeded") -> None:
         self.last = last

@@ -52,7 +52,7 @@ def problem(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def released(folder: Path) -> Iterator[None]:
-    """Searches end as soon as they begin."""
+    """Searches end as soon as they start."""
     (folder / "release").touch()
     yield
     (folder / "release").unlink()
@@ -122,7 +122,7 @@ def test_detach_prints_the_id_and_leaves_the_search_running(
         ({"memory": {**PROBLEM["memory"], "limit": 1}}, (), 3, "infeasible"),
     ],
 )
-def test_the_status_and_the_message_say_what_was_wrong(
+def test_the_exit_status_and_the_message_name_the_mistake(
     submit: Submit, problem: Path, change: dict[str, Any], options: tuple[str, ...], status: int, said: str
 ) -> None:
     problem.write_text(json.dumps({**PROBLEM, **change}))

@@ -1,4 +1,4 @@
-"""The frontier of a plan whose layers were cut: every limit is searched as a question of its own."""
+"""Frontiers of plans with layers that a search has cut: every limit has its own cut."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from support.fake_searches import plan_of
 from support.frontiers import ask, frontier, planned
 from support.layered import NAMES, RECOMPUTED
 from support.serving import Service, Serving
-from zbv_service.documents.problems import asked_of, parse_question
+from zbv_service.documents.problems import asked_of
 from zbv_service.frontier.points import CutSummary, Frontier, Point
 from zbv_service.frontier.problems import holds_up_to
 from zbv_service.pages.views.frontier_picture import Axis, picture_of
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.plans.plan import Baseline, CutCertificate
 from zbv_solver.problem.problem import Problem, Units
+from zbv_solver.problem.reading import parse_any_problem
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +31,7 @@ async def searches(service: Service) -> list[dict[str, Any]]:
     return found
 
 
-async def test_every_limit_is_cut_anew_once_and_recomputes_what_it_must(serving: Serving) -> None:
+async def test_every_limit_is_cut_and_searched_once(serving: Serving) -> None:
     async with serving("solver") as service:
         plan_id = await planned(service, UNLIMITED)
         own = await service.app.state.application.plans.plan(plan_id)
@@ -39,7 +40,7 @@ async def test_every_limit_is_cut_anew_once_and_recomputes_what_it_must(serving:
         fitting = [point for point in before.points if point.limit >= before.own.needs * (1 - 1e-9)]
         assert [point for point in before.points if point.best is not None] == fitting != []
         assert {point.best for point in fitting} == {before.own}
-        # What was proved without a limit holds within every one.
+        # A bound without a limit holds at every limit.
         assert own.cut is not None
         assert all((point.bound or 0) >= own.cut.lower_bound for point in before.points)
         assert (before.points[0].bound or 0) > own.cut.lower_bound
@@ -73,18 +74,18 @@ async def test_every_limit_is_cut_anew_once_and_recomputes_what_it_must(serving:
         assert "1F1B's memory" not in text
         form = (await service.http.get(f"/new?from={plan_id}&limit=smallest")).text
         assert "Its layers are cut again." in form
-        assert "the smallest that some plan fits" not in form, "nobody has looked"
-        # From the plan of another limit it is the same frontier.
+        assert "the smallest that some plan fits" not in form, "the page does not search"
+        # The plan of another limit has the same frontier.
         other = await frontier(service, first.name)
         assert [point.at for point in other.points] == [point.at for point in after.points]
         assert {plan.name for plan in other.plans} == {plan.name for plan in after.plans}
         assert len({plan.name for plan in other.plans}) == len(other.plans)
-        # What was proved of its own little memory says nothing of more.
+        # Its own bound, which was proved for little memory, does not hold for more.
         assert [point.bound for point in other.points] == [point.bound for point in after.points]
         assert all((point.bound or 0) <= value for point, value in zip(other.points, values, strict=True))
 
 
-async def test_a_cut_that_was_given_is_kept_and_layers_that_hold_nothing_have_none(serving: Serving) -> None:
+async def test_a_given_cut_is_kept_and_layers_without_memory_have_no_frontier(serving: Serving) -> None:
     async with serving("solver") as service:
         plan_id = await planned(service, CUT)
         found = await frontier(service, plan_id)
@@ -102,11 +103,11 @@ async def test_a_cut_that_was_given_is_kept_and_layers_that_hold_nothing_have_no
         assert (await ask(service, plan_id, effort="quick")).status_code == 422
 
 
-async def test_a_limit_that_nothing_fits_after_all_is_not_asked_for_ever(serving: Serving) -> None:
+async def test_a_limit_that_proves_infeasible_is_not_searched_again(serving: Serving) -> None:
     async with serving("solver") as service:
         plan_id = await planned(service, UNLIMITED)
         least = (await frontier(service, plan_id)).points[0]
-    # Which cuts of interleaved stages fit is found, not proved: a search may end like this.
+    # The smallest limit of interleaved stages is a heuristic, so a search may find that nothing fits.
     async with serving("tight") as service:
         record = (await service.submit(least.problem, effort="standard")).json()
         assert (await service.ended(record["id"]))["state"] == "infeasible"
@@ -117,28 +118,28 @@ async def test_a_limit_that_nothing_fits_after_all_is_not_asked_for_ever(serving
 
 
 def cut() -> Problem:
-    question = parse_question({**CUT, "memory": {"limit": [40, 35]}})
+    question = parse_any_problem({**CUT, "memory": {"limit": [40, 35]}})
     assert isinstance(question, Problem)
     return question
 
 
-def test_the_planner_has_the_choice_of_placements_that_it_had() -> None:
+def test_a_plan_with_baselines_of_other_placements_had_a_choice_of_placements() -> None:
     plan = replace(plan_of(cut()), cut=CutCertificate("moved", 6.0, 1 / 3))
     assert asked_of(plan).placement == "v"
     classical = Baseline("1f1b", 9.0, 9.0, 0.1, (1.0, 1.0), True)
     for name in ("loop-2", "single"):
         other = replace(classical, name=name)
         assert asked_of(replace(plan, baselines=(classical, other))).placement == "auto"
-    beside = replace(classical, name="even-cut")
-    assert asked_of(replace(plan, baselines=(classical, beside))).placement == "v"
+    other = replace(classical, name="even-cut")
+    assert asked_of(replace(plan, baselines=(classical, other))).placement == "v"
 
 
-def test_what_is_proved_for_limits_of_ranks_holds_up_to_the_smallest() -> None:
+def test_a_bound_for_limits_per_rank_holds_up_to_the_smallest_limit() -> None:
     assert holds_up_to((40.0, 35.0)) == 35.0
     assert holds_up_to(None) == math.inf
 
 
-def test_the_plan_is_in_the_picture_whatever_it_needs() -> None:
+def test_the_plan_is_in_the_picture_even_if_it_needs_more_than_the_largest_limit() -> None:
     points = tuple(Point(at, at, {}, None, 1.0, None, False) for at in (20.0, 40.0))
     own = Known("own", 44.0, 7.0)
     found = Frontier(cut(), own, points, (own,), (), {"own": CutSummary("v", 2, 4, 0)})
@@ -150,7 +151,7 @@ def test_the_plan_is_in_the_picture_whatever_it_needs() -> None:
     assert (mark.style, mark.text) == ("own", "this plan: 7 µs, needs 44 MiB on its fullest rank")
 
 
-def test_amounts_of_memory_are_an_axis_that_begins_near_the_smallest() -> None:
+def test_an_axis_of_amounts_begins_near_the_smallest() -> None:
     axis = Axis(60.0, 100.0, Units(memory="GB"))
     assert (axis.place(60), axis.place(40), axis.place(1000)) == (0, 0, 100)
     assert axis.place(100) == pytest.approx(100 / 1.04, abs=1e-3)

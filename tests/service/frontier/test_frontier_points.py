@@ -1,7 +1,8 @@
-"""The frontier of a plan over HTTP: what is stored is found, what is missing is searched, once."""
+"""Frontiers over HTTP: stored plans are found, and missing points are searched once."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 from support.frontiers import ask, frontier, planned
 from support.serving import PROBLEM, Serving
+from zbv_service.documents.packing import problem_key
 from zbv_service.frontier.points import Point
+from zbv_service.frontier.problems import problems_of_stages
 from zbv_service.pages.views.frontier import frontier_view
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known
@@ -25,7 +28,7 @@ def at(fraction: float) -> dict[str, Any]:
     return problem_json(memory_fraction.at_fraction(parse_problem(PROBLEM), fraction))
 
 
-async def test_a_plan_counts_where_it_fits_and_is_drawn_and_linked(serving: Serving) -> None:
+async def test_a_plan_counts_at_every_limit_that_it_fits_and_the_page_links_it(serving: Serving) -> None:
     async with serving("honest") as service:
         tight, own = await planned(service, at(LEAST)), await planned(service, at(1.0))
         found = await frontier(service, own)
@@ -39,7 +42,7 @@ async def test_a_plan_counts_where_it_fits_and_is_drawn_and_linked(serving: Serv
         values = [point.best.value for point in found.points if point.best is not None]
         assert values == sorted(values, reverse=True)
         bounds = [point.bound for point in found.points if point.bound is not None]
-        # A bound that was proved for little memory says nothing of more.
+        # A bound for little memory does not hold for more memory.
         assert all(bound <= value * (1 + 1e-9) for bound, value in zip(bounds, values, strict=True))
         assert len(bounds) == len(found.points)
         assert bounds == sorted(bounds, reverse=True)
@@ -53,7 +56,7 @@ async def test_a_plan_counts_where_it_fits_and_is_drawn_and_linked(serving: Serv
         assert "unsafe-inline" not in page.headers["content-security-policy"]
 
 
-async def test_only_what_reaches_its_bound_is_called_proved() -> None:
+def test_a_point_is_proved_if_its_plan_reaches_the_bound() -> None:
     point = Point(1.0, 8.0, {}, Known("plan", 1.0, 100.0), 99.5, None, True)
     assert not point.is_proved
     assert replace(point, bound=100.0 * (1 - 1e-12)).is_proved
@@ -61,7 +64,15 @@ async def test_only_what_reaches_its_bound_is_called_proved() -> None:
     assert not replace(point, best=None).is_proved
 
 
-async def test_plans_between_the_limits_and_without_one_are_found_too(serving: Serving) -> None:
+def test_the_bound_of_the_plans_own_problem_holds_up_to_its_limit() -> None:
+    own, unlimited = at(1.01), {**at(1.01), "memory": {**at(1.01)["memory"], "limit": None}}
+    found = problems_of_stages(parse_problem(own), (LEAST, 1.0, 2.0))
+    assert found.keys[problem_key(own)] == pytest.approx(1.01)
+    assert found.keys[problem_key(unlimited)] == math.inf
+    assert [found.keys[point.key] for point in found.points] == [LEAST, 1.0, 2.0]
+
+
+async def test_plans_of_limits_in_between_and_of_no_limit_are_found(serving: Serving) -> None:
     async with serving("honest") as service:
         between = await planned(service, at(1.1))
         unlimited = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
@@ -98,7 +109,7 @@ async def test_missing_points_are_searched_once(serving: Serving) -> None:
         assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1 + len(missing) + unproved
 
 
-async def test_a_caller_with_too_many_searches_is_told_how_many_points_wait(serving: Serving) -> None:
+async def test_a_caller_with_too_many_searches_sees_the_number_of_refused_points(serving: Serving) -> None:
     async with serving("honest") as service:
         plan_id = await planned(service, at(1.0))
     async with serving("held", max_searches_per_token=2) as service:
@@ -114,7 +125,7 @@ async def test_a_caller_with_too_many_searches_is_told_how_many_points_wait(serv
         assert (len(found.open), len(found.missing)) == (2, refused)
 
 
-async def test_rubbish_is_refused_and_a_problem_without_memory_told_what_to_do(serving: Serving) -> None:
+async def test_wrong_forms_are_refused_and_a_problem_without_memory_gets_advice(serving: Serving) -> None:
     async with serving("honest", max_effort="quick") as service:
         plan_id = await planned(service, at(1.0))
         for form in ({"effort": "standard"}, {"effort": "enormous"}):
@@ -135,7 +146,7 @@ async def test_rubbish_is_refused_and_a_problem_without_memory_told_what_to_do(s
         assert (await ask(service, plan_id, effort="quick")).status_code == 422
 
 
-async def test_schedules_at_one_place_share_a_mark(serving: Serving) -> None:
+async def test_schedules_at_the_same_place_share_a_mark(serving: Serving) -> None:
     async with serving("honest") as service:
         plan = await service.app.state.application.plans.plan(await planned(service, at(1.0)))
         found = await frontier(service, plan.plan_id)

@@ -1,4 +1,4 @@
-"""Log lines: machines can read them, they name requests and searches, and they tell no secrets."""
+"""Log lines: readable by machines, with the ids of requests and searches, and without secrets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def log(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
-    """What is logged as JSON while a test runs; the former configuration is put back."""
+    """The JSON log lines of a test; the previous configuration is restored."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers = []
@@ -52,7 +52,7 @@ async def test_a_request_has_one_id_everywhere(serving: Serving, log: io.StringI
 @pytest.mark.parametrize(
     "given", ["", "x" * 129, "two words", 'a"b', "<script>", "a,b", "\u00e9"], ids=range(7)
 )
-def test_an_id_that_is_not_sane_is_replaced(given: str) -> None:
+def test_an_unsafe_request_id_is_replaced(given: str) -> None:
     found = request_id_of([(b"x-request-id", given.encode())])
     assert re.fullmatch("[0-9a-f]{32}", found)
     assert request_id_of([(b"host", b"x"), (b"x-request-id", b"A-z0.9:_/+=" + b"x" * 100)])[:5] == "A-z0."
@@ -93,12 +93,12 @@ async def test_no_secret_is_logged(serving: Serving, log: io.StringIO) -> None:
     logging.getLogger("x").warning("found %s in %r", token, {"where": [str(token)]})
     text = log.getvalue()
     assert token.secret not in text
-    assert f"zbv_{token.id}_[redacted]" in text, "which one it was may be known"
+    assert f"zbv_{token.id}_[redacted]" in text, "the id of a token may be logged"
     assert "sesame" not in text
     assert "[redacted]&b=2" in text
 
 
-def test_a_line_is_one_json_object_whatever_it_holds() -> None:
+def test_every_record_is_one_line_with_a_json_object() -> None:
     record = logging.makeLogRecord(
         {"name": "x", "levelname": "WARNING", "msg": "two\nlines \u2028 \ud800", "size": 3, "what": object()}
     )
@@ -111,7 +111,7 @@ def test_a_line_is_one_json_object_whatever_it_holds() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
 
 
-def test_text_is_for_people_and_no_message_forges_a_line() -> None:
+def test_no_message_forges_a_line_of_text() -> None:
     message = "one\n2026 error x: two\x1b[2J\r\u2028\x9b"
     record = logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": message})
     with working_for(search_id="s", request_id="r"):
@@ -120,7 +120,7 @@ def test_text_is_for_people_and_no_message_forges_a_line() -> None:
     assert text.isprintable()
 
 
-def test_the_format_depends_on_who_looks() -> None:
+def test_auto_is_text_on_a_terminal_and_json_elsewhere() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -11,7 +11,7 @@ import pytest
 from support.fake_searches import plan_of
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.problems import uniform
-from zbv_service.documents.problems import parse_question, question_json, uncut
+from zbv_service.documents.problems import question_json, uncut
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.compare import compare_view
 from zbv_service.pages.views.layers import facts_of_layers, recomputed
@@ -24,20 +24,21 @@ from zbv_solver.export.report.layers import layers_view
 from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_any_problem
 
 AT = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 PARTITION = [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]
 
 
 def layered(**changes: Any) -> LayeredProblem:
-    question = parse_question({**RECOMPUTED, **changes})
+    question = parse_any_problem({**RECOMPUTED, **changes})
     assert isinstance(question, LayeredProblem)
     return question
 
 
 def cut(**changes: Any) -> Problem:
     flags = [False, True, True, False]
-    question = parse_question({**RECOMPUTED, "partition": PARTITION, "recompute": flags, **changes})
+    question = parse_any_problem({**RECOMPUTED, "partition": PARTITION, "recompute": flags, **changes})
     assert isinstance(question, Problem)
     return question
 
@@ -109,7 +110,7 @@ def test_consecutive_copies_are_a_range_even_as_separate_layers() -> None:
         for name, layer in zip(NAMES, [LAYERED["layers"][0], *[None] * 6, LAYERED["layers"][2]], strict=True)
     ]
     for layers in (LAYERED["layers"], apart):
-        question = parse_question({**LAYERED, "layers": layers, "partition": wide})
+        question = parse_any_problem({**LAYERED, "layers": layers, "partition": wide})
         assert isinstance(question, Problem)
         view = layers_view(plan_of(question))
         assert view is not None
@@ -121,7 +122,7 @@ def test_layers_with_gaps_in_their_numbers_are_no_range() -> None:
     names = ["embedding", *(f"block.{2 * copy}" for copy in range(6)), "head"]
     each = [LAYERED["layers"][0], *[{**LAYERED["layers"][1], "repeat": None}] * 6, LAYERED["layers"][2]]
     layers = [{**layer, "name": name} for name, layer in zip(names, each, strict=True)]
-    question = parse_question(
+    question = parse_any_problem(
         {**LAYERED, "layers": layers, "cut": {}, "partition": [names[:5], names[5:6], names[6:7], names[7:]]}
     )
     assert isinstance(question, Problem)
@@ -204,7 +205,7 @@ def test_an_infeasible_limit_shows_the_need_of_the_closest_cut() -> None:
 def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
     asked = layered(memory={"limit": 24, "static": [1, 2]})
     start = start_from_layers(asked, {"effort": "quick"}, "note")
-    assert parse_question(start.problem) == asked
+    assert parse_any_problem(start.problem) == asked
     assert (start.problem["memory"], start.limit_fraction) == ({"static": [1, 2], "limit": 24}, None)
     smallest = start_from_layers(asked, {}, "", limit=[25, 26])
     assert smallest.problem["memory"]["limit"] == [25, 26]

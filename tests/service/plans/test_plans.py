@@ -1,4 +1,4 @@
-"""Plans over HTTP: immutable, imported only when they are right, and taken apart by rank."""
+"""Plans over HTTP: immutable, verified when imported, and served to each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 def ranks() -> list[list[str]]:
-    """A valid order of the problem: one microbatch after the other."""
+    """A valid order of the problem, one microbatch at a time."""
     down = [f"{s}F{{j}}" for s in range(4)]
     up = [f"{s}B{{j}}" for s in reversed(range(4))]
     hosts = [{0, 3}, {1, 2}]
@@ -40,7 +40,7 @@ async def imported(service: Service, document: Any) -> str:
     return plan_id
 
 
-async def test_an_imported_plan_is_computed_anew_and_stored_once(
+async def test_the_metrics_of_an_imported_plan_are_computed_and_it_is_stored_once(
     serving: Serving, ranks: list[list[str]]
 ) -> None:
     document = {"problem": PROBLEM, "ranks": ranks}
@@ -58,7 +58,7 @@ async def test_an_imported_plan_is_computed_anew_and_stored_once(
 
 
 def swapped(ranks: list[list[str]]) -> list[list[str]]:
-    """The last stage's backward before its forward: no rank can start it."""
+    """A deadlock: the last stage's backward before its forward."""
     return [["3B0" if text == "3F0" else "3F0" if text == "3B0" else text for text in ranks[0]], ranks[1]]
 
 
@@ -87,7 +87,7 @@ async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: l
         assert await service.app.state.application.plans.newest(10) == []
 
 
-async def test_a_plan_never_changes_and_says_so(serving: Serving, ranks: list[list[str]]) -> None:
+async def test_a_plan_is_immutable_and_has_an_etag(serving: Serving, ranks: list[list[str]]) -> None:
     async with serving("immediate") as service:
         plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
         path = f"/v1/plans/{plan_id}"
@@ -101,43 +101,44 @@ async def test_a_plan_never_changes_and_says_so(serving: Serving, ranks: list[li
         assert (other.status_code, other.content) == (200, answer.content)
 
 
-@pytest.mark.parametrize(
-    "below",
-    [
-        "/v1/plans/{}/ranks/1",
-        "/v1/plans/{}/export/torch-csv",
-        "/plans/{}/thumbnail.png",
-        "/plans/{}/actions",
-        "/plans/{}/baselines/1f1b/actions",
-    ],
+DERIVED = (
+    "/v1/plans/{}/ranks/1",
+    "/v1/plans/{}/export/torch-csv",
+    "/plans/{}/thumbnail.png",
+    "/plans/{}/actions",
+    "/plans/{}/baselines/1f1b/actions",
 )
-async def test_what_a_version_makes_of_a_plan_is_not_kept_past_an_upgrade(
-    serving: Serving, ranks: list[list[str]], below: str, monkeypatch: pytest.MonkeyPatch
+"""What a version of the service derives from a plan."""
+
+
+async def test_derived_content_is_not_reused_after_an_upgrade(
+    serving: Serving, ranks: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tags = {}
     async with serving("immediate") as service:
         plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-        path = below.format(plan_id)
-        for _ in range(2):  # a rank's part comes the short way the second time
-            answer = await service.http.get(path)
-            assert (answer.status_code, answer.headers["cache-control"]) == (200, "private, no-cache")
-            known = {"if-none-match": answer.headers["etag"]}
-            again = await service.http.get(path, headers=known)
-            assert (again.status_code, again.content) == (304, b"")
         old = {"v": shell.assets()}
-        if path.startswith("/plans"):  # pages name the version in addresses
-            assert "immutable" in (await service.http.get(path, params=old)).headers["cache-control"]
+        for path in (below.format(plan_id) for below in DERIVED):
+            for _ in range(2):  # RankFetches answers the second request for a rank
+                answer = await service.http.get(path)
+                assert (answer.status_code, answer.headers["cache-control"]) == (200, "private, no-cache")
+                tags[path] = answer.headers["etag"]
+                again = await service.http.get(path, headers={"if-none-match": tags[path]})
+                assert (again.status_code, again.content) == (304, b"")
+            if path.startswith("/plans"):  # pages put the version into addresses
+                assert "immutable" in (await service.http.get(path, params=old)).headers["cache-control"]
     monkeypatch.setattr(plans, "__version__", "99.0.0")
     monkeypatch.setattr(shell, "__version__", "99.0.0")
     monkeypatch.setattr(app, "assets", shell.assets.__wrapped__)
     async with serving("immediate") as service:
-        upgraded = await service.http.get(path, headers=known)
-        assert (upgraded.status_code, upgraded.headers["etag"] in known.values()) == (200, False)
-        assert "immutable" not in (await service.http.get(path, params=old)).headers["cache-control"]
+        for path, tag in tags.items():
+            upgraded = await service.http.get(path, headers={"if-none-match": tag})
+            assert (upgraded.status_code, upgraded.headers["etag"] == tag) == (200, False), path
+            later = await service.http.get(path, params=old)
+            assert "immutable" not in later.headers["cache-control"], path
 
 
-async def test_a_rank_is_told_its_actions_and_what_it_exchanges(
-    serving: Serving, ranks: list[list[str]]
-) -> None:
+async def test_a_rank_gets_its_actions_and_channels(serving: Serving, ranks: list[list[str]]) -> None:
     async with serving("immediate") as service:
         plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
         answer = (await service.http.get(f"/v1/plans/{plan_id}/ranks/1")).json()
@@ -158,7 +159,7 @@ async def test_a_rank_is_told_its_actions_and_what_it_exchanges(
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
-async def test_every_rank_of_other_placements_agrees_with_its_peers(serving: Serving, name: str) -> None:
+async def test_with_other_placements_the_ranks_agree_on_their_channels(serving: Serving, name: str) -> None:
     problem = parse_problem({**PROBLEM, "pp_degree": 3, "memory": None})
     plan = baseline_plan(name, problem)
     async with serving("immediate") as service:
@@ -206,7 +207,7 @@ async def test_pages_show_the_plan_and_the_list(serving: Serving, ranks: list[li
         assert (await service.http.get("/static/plan.js")).status_code == 200
 
 
-async def test_an_import_says_which_claims_it_verified(serving: Serving) -> None:
+async def test_an_import_lists_which_claims_it_verified(serving: Serving) -> None:
     problem = parse_problem(PROBLEM)
     stated = json.loads(json.dumps(plan_json(baseline_plan("1f1b", problem))))
     best = {"lower_bound": stated["metrics"]["span"], "gap": 0, "status": "optimal"}
@@ -214,7 +215,7 @@ async def test_an_import_says_which_claims_it_verified(serving: Serving) -> None
     async with serving("immediate") as service:
         answer = (await service.http.post("/v1/plans", json=false)).json()
         stored = (await service.http.get(f"/v1/plans/{answer['plan_id']}")).json()
-        refused = await service.http.post("/v1/plans", json=false | {"baselines": [lie(stated)]})
+        refused = await service.http.post("/v1/plans", json=false | {"baselines": [false_baseline(stated)]})
     assert {claim["pointer"] for claim in answer["claims"] if not claim["is_verified"]} == {
         "/metrics/lower_bound",
         "/provenance",
@@ -225,7 +226,7 @@ async def test_an_import_says_which_claims_it_verified(serving: Serving) -> None
     assert "stated span of baseline gpipe" in refused.json()["detail"]
 
 
-def lie(plan: dict[str, Any]) -> dict[str, Any]:
-    """A baseline that is nearly right."""
+def false_baseline(plan: dict[str, Any]) -> dict[str, Any]:
+    """A baseline with a span that is too large by 1."""
     (gpipe, *_) = compare(parse_problem(plan["problem"]))
     return {**plain(gpipe), "span": gpipe.span + 1}

@@ -1,4 +1,4 @@
-"""A plan at a glance: right size, rows for ranks, and transparent where ranks idle."""
+"""Thumbnails of plans: their size, a row for each rank, and transparent idle time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pixels(plan: Plan) -> NDArray[np.uint8]:
     return np.asarray(picture)
 
 
-def test_every_rank_has_a_row_that_shows_what_it_does_when() -> None:
+def test_every_rank_has_a_row_with_the_colours_of_its_actions() -> None:
     found = pixels(one_after_the_other(2, 1))
     # Twelve actions on two ranks: rank 0 begins with 0F0 and rank 1 waits for it.
     first, second = found[HEIGHT // 8], found[HEIGHT // 2 + HEIGHT // 8]
@@ -48,7 +48,7 @@ def test_every_rank_has_a_row_that_shows_what_it_does_when() -> None:
     assert not found[HEIGHT // 2 - 1, :, 3].any(), "rows are apart"
 
 
-def test_bars_with_room_are_apart() -> None:
+def test_wide_bars_are_separated() -> None:
     row = pixels(one_after_the_other(1, 4))[HEIGHT // 2, :, 3]
     assert np.count_nonzero(row == 0) == 24
     row = pixels(one_after_the_other(1, 200))[HEIGHT // 2, :, 3]

@@ -1,4 +1,4 @@
-"""Comparing: the classical schedules of a problem, and nothing planned."""
+"""Comparisons of classical schedules, without a search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def compared(service: Service, problem: Any = PROBLEM) -> httpx.Response:
     return await service.http.post("/v1/problems/compare", json={"problem": problem})
 
 
-async def test_all_baselines_are_given_and_the_best_plan_that_is_stored(serving: Serving) -> None:
+async def test_a_comparison_has_all_baselines_and_the_best_stored_plan(serving: Serving) -> None:
     async with serving("honest") as service:
         before = (await compared(service)).json()
         assert before["baselines"] == [plain(found) for found in compare(parse_problem(PROBLEM))]
@@ -43,7 +43,7 @@ async def test_all_baselines_are_given_and_the_best_plan_that_is_stored(serving:
         assert len((await compared(service, single)).json()["baselines"]) == len(before["baselines"])
 
 
-async def test_the_former_address_gives_the_same_answer(serving: Serving) -> None:
+async def test_the_deprecated_address_gives_the_same_answer(serving: Serving) -> None:
     async with serving("honest") as service:
         former = await service.http.post("/v1/compare", json={"problem": PROBLEM})
         assert (former.status_code, former.json()) == (200, (await compared(service)).json())
@@ -54,7 +54,7 @@ async def test_a_wrong_problem_is_refused(serving: Serving) -> None:
         for problem, pointer in (
             ({**PROBLEM, "pp_degree": "two"}, "/problem/pp_degree"),
             ({**PROBLEM, "costs": {**PROBLEM["costs"], "forward": -1}}, "/problem/costs/forward"),
-            ({**PROBLEM, "microbatches": 10_000}, "/problem/microbatches"),  # more than the service takes
+            ({**PROBLEM, "microbatches": 10_000}, "/problem/microbatches"),  # more than the service accepts
         ):
             answer = await compared(service, problem)
             assert answer.status_code == 422
@@ -63,7 +63,7 @@ async def test_a_wrong_problem_is_refused(serving: Serving) -> None:
         assert unknown.json()["errors"][0]["pointer"] == "/options"
 
 
-async def test_too_many_at_once_are_told_to_come_back(
+async def test_too_many_comparisons_at_once_are_refused_with_retry_after(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zbv_service.compute.computations.WAITING", 0)

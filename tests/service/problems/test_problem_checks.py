@@ -1,4 +1,4 @@
-"""Problems before they are searched: checked without an error, estimated without being stored."""
+"""Checks and estimates of problems before a search. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ async def checked(service: Service, body: Any) -> dict[str, Any]:
     return found
 
 
-async def test_what_is_wrong_is_what_a_search_would_be_refused_for(serving: Serving) -> None:
+async def test_a_check_lists_the_rules_for_which_a_search_would_be_refused(serving: Serving) -> None:
     async with serving("honest") as service:
         bodies: list[Any] = [
             {"problem": {**PROBLEM, "pp_degree": "two", "microbatches": 0}},
             {"problem": {**PROBLEM, "costs": {**PROBLEM["costs"], "forward": -1, "p2p": [1, 2]}}},
             {"problem": {**PROBLEM, "colour": "red"}, "options": {"effort": "most"}},
-            {"problem": {**PROBLEM, "microbatches": 10_000}},  # more than this service takes
+            {"problem": {**PROBLEM, "microbatches": 10_000}},  # more than this service accepts
             {"problem": PROBLEM, "options": {"time_limit": 1e9}},
             {"problem": {**PROBLEM, "memory": {**PROBLEM["memory"], "backward_weight": -1}}},
             {"options": {}},
@@ -47,7 +47,7 @@ async def test_what_is_wrong_is_what_a_search_would_be_refused_for(serving: Serv
         assert (await service.http.get("/v1/searches")).json()["searches"] == []
 
 
-async def test_of_a_valid_problem_it_says_what_the_numbers_mean(serving: Serving) -> None:
+async def test_a_check_of_a_valid_problem_derives_facts(serving: Serving) -> None:
     async with serving("honest") as service:
         facts = (await checked(service, {"problem": PROBLEM, "options": {"effort": "quick"}}))["facts"]
         assert facts == {
@@ -66,7 +66,7 @@ async def test_of_a_valid_problem_it_says_what_the_numbers_mean(serving: Serving
         assert (facts["fits"], facts["limit_fraction"]) == (False, 0.25)
 
 
-async def test_a_limit_may_be_a_fraction_of_what_1f1b_takes(serving: Serving) -> None:
+async def test_a_limit_may_be_a_fraction_of_the_memory_of_1f1b(serving: Serving) -> None:
     static = {**UNLIMITED, "memory": {**UNLIMITED["memory"], "static": [1, 3]}}
     async with serving("honest") as service:
         facts = (await checked(service, {"problem": static, "limit_fraction": 0.75}))["facts"]
@@ -91,7 +91,7 @@ async def test_a_limit_may_be_a_fraction_of_what_1f1b_takes(serving: Serving) ->
         assert issue["pointer"] == "/limit_fraction"
 
 
-async def test_an_estimate_is_a_real_plan_that_is_not_stored(
+async def test_an_estimate_is_a_verified_plan_that_is_not_stored(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving("honest") as service:
@@ -108,17 +108,17 @@ async def test_an_estimate_is_a_real_plan_that_is_not_stored(
         for collection in ("searches", "plans"):
             assert (await service.http.get(f"/v1/{collection}")).json()[collection] == []
 
-        # The worker process has the module's own constant: what is too large has to be large.
+        # A patched limit would not reach the worker process, so the problem must really be too large.
         large = {**UNLIMITED, "pp_degree": 1, "microbatches": 131_073, "placement": "single"}
         generous = await service.http.post("/v1/problems/estimate", json={"problem": large})
-        assert generous.status_code == 422  # more than this service takes
+        assert generous.status_code == 422  # more than this service accepts
     async with serving("honest", max_cells=200_000) as service:
         found = (await service.http.post("/v1/problems/estimate", json={"problem": large})).json()
         assert found["plan"] is None
         assert len(found["baselines"]) == 5
 
 
-async def test_what_cannot_be_estimated_is_refused(serving: Serving) -> None:
+async def test_a_problem_that_cannot_be_estimated_is_refused(serving: Serving) -> None:
     async with serving("honest") as service:
         deep = {**UNLIMITED, "pp_degree": 512, "microbatches": 1, "placement": "loop", "chunks": 33}
         answer = await service.http.post("/v1/problems/estimate", json={"problem": deep})

@@ -1,4 +1,4 @@
-"""A plan of layers in a moment: verified, within the limit, and no worse than the cuts beside it."""
+"""Quick plans of layers: verified, within the limit, and no worse than simple cuts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify
 
 SECONDS = 60.0
-"""A small problem is done long before."""
+"""Far more than these small problems need."""
 
 
 def layered(document: dict[str, Any], **changes: Any) -> LayeredProblem:
@@ -25,21 +25,21 @@ def layered(document: dict[str, Any], **changes: Any) -> LayeredProblem:
 
 
 @pytest.mark.parametrize("placement", ["v", "loop", "single", "auto"])
-def test_it_is_a_verified_plan_beside_simple_cuts(placement: str) -> None:
+def test_a_sketch_is_a_verified_plan_with_simple_cuts_as_baselines(placement: str) -> None:
     problem = layered(LAYERED, placement=placement)
     plan = sketch(problem, SECONDS)
     verify(plan)
     assert plan.problem.placement == problem.placements[0]
     assert floor(problem) <= plan.objective
-    beside = {each.name: each for each in plan.baselines}
-    assert {"1f1b", "even-cut", "histogram-cut"} <= set(beside)
-    assert plan.objective <= min(beside["even-cut"].span, beside["histogram-cut"].span)
-    # Under V and in loops the even cut has the head on top of as many blocks as others have.
-    assert (beside["even-cut"].span > plan.objective) == (placement != "single")
-    assert beside["even-cut"].fits
+    named = {each.name: each for each in plan.baselines}
+    assert {"1f1b", "even-cut", "histogram-cut"} <= set(named)
+    assert plan.objective <= min(named["even-cut"].span, named["histogram-cut"].span)
+    # With V and loop, the stage with the head has as many blocks as the other stages in the even cut.
+    assert (named["even-cut"].span > plan.objective) == (placement != "single")
+    assert named["even-cut"].fits
 
 
-def test_what_does_not_fit_is_recomputed_and_a_simple_cut_is_said_not_to_fit() -> None:
+def test_stages_are_recomputed_to_fit_and_a_simple_cut_is_marked_as_not_fitting() -> None:
     plan = sketch(layered(RECOMPUTED, memory={"limit": 20}), SECONDS)
     assert plan.problem.model is not None
     assert any(plan.problem.model.cut.recompute)
@@ -49,8 +49,8 @@ def test_what_does_not_fit_is_recomputed_and_a_simple_cut_is_said_not_to_fit() -
     assert max(histogram.peak_memory) > 20
 
 
-def test_another_placement_has_its_turn_where_v_does_not_fit() -> None:
-    """Under V the first and the last stage are one rank's."""
+def test_another_placement_is_used_if_v_does_not_fit() -> None:
+    """With V, the first and the last stage are on the same rank."""
     blocks = [{**LAYERED["layers"][1], "repeat": 8}]
     document = {**LAYERED, "placement": "auto", "layers": blocks, "cut": {"first": 3, "last": 3}}
     plan = sketch(layered(document, memory={"limit": 30}), SECONDS)
@@ -61,8 +61,8 @@ def test_another_placement_has_its_turn_where_v_does_not_fit() -> None:
     assert min(error.value.smallest) > 0
 
 
-def test_it_comes_near_what_a_search_finds_where_memory_is_short() -> None:
-    """What just fits has one microbatch in flight; the pipeline is full only with more recomputed."""
+def test_with_little_memory_a_sketch_is_close_to_a_search() -> None:
+    """The first cut that fits has one microbatch in flight; more recomputation fills the pipeline."""
     blocks = [{**RECOMPUTED["layers"][1], "repeat": 16}]
     tight = {"pp_degree": 4, "microbatches": 12, "layers": blocks, "cut": {}, "memory": {"limit": 30}}
     problem = layered(RECOMPUTED, **tight)

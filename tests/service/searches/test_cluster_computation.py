@@ -12,13 +12,14 @@ from distributed.scheduler import KilledWorker
 from support.fake_searches import immediate, orders_of, plan_of, stages_of
 from support.serving import PROBLEM
 from zbv_service.documents.packing import pack
-from zbv_service.documents.problems import parse_question, question_json
+from zbv_service.documents.problems import question_json
 from zbv_service.records.searches import Claim, Update
 from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
 from zbv_solver.errors import ContradictedBound
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import Progress
 
 pytestmark = pytest.mark.anyio
@@ -91,7 +92,7 @@ async def test_a_worker_says_that_it_refused_an_incumbent(monkeypatch: pytest.Mo
         seen.append(held.searches["token"].update)
         return plan_of(stages)
 
-    task = Claim("a", 1, pack(question_json(parse_question(PROBLEM))), {}, pack([["0F0"], []]), 1, False)
+    task = Claim("a", 1, pack(question_json(parse_any_problem(PROBLEM))), {}, pack([["0F0"], []]), 1, False)
     plan = await asyncio.to_thread(worker.run_on_worker, task, search, "token", "service", 60.0)
     (update,) = seen
     assert update is not None

@@ -12,16 +12,16 @@ from support.layered import LAYERED
 from support.serving import PROBLEM, Service, Serving
 from support.stored import a_plan
 from zbv_service.database import Database, PlanTable
-from zbv_service.documents.packing import pack_plan, problem_key
-from zbv_service.documents.problems import parse_question, question_json
+from zbv_service.documents.packing import pack, pack_plan, problem_key
+from zbv_service.documents.problems import question_json
 from zbv_service.frontier.points import Point, tightened
-from zbv_service.problems.layer_facts import estimate_of_layers
+from zbv_service.problems.estimate import estimate_of_layers
 from zbv_service.settings import Settings
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.plans.plan import CutCertificate
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 
 pytestmark = pytest.mark.anyio
@@ -56,7 +56,7 @@ async def test_a_search_with_a_contradicted_bound_fails_once_and_keeps_its_probl
         assert failed["attempts"] == 1
         assert count(directory, "started-*") == 1, "it is not run again"
         stored = await service.http.get(failed["error"]["problem"])
-        assert stored.json() == question_json(parse_question(PROBLEM))
+        assert stored.json() == question_json(parse_any_problem(PROBLEM))
         assert await counted(service, "zbv_contradicted_bounds_total") == 1
         page = (await service.http.get(f"/searches/{failed['id']}")).text
         assert "A verified plan undercuts a lower bound" in page
@@ -87,7 +87,7 @@ async def test_a_report_that_undercuts_a_stored_bound_ends_the_search(
 
 
 def test_a_plan_with_a_bound_above_its_objective_is_not_stored() -> None:
-    problem = parse_question(PROBLEM)
+    problem = parse_any_problem(PROBLEM)
     assert isinstance(problem, Problem)
     plan = plan_of(problem)  # its span is 8
     too_high = replace(plan, metrics=replace(plan.metrics, lower_bound=9.0, gap=0.0, status="optimal"))
@@ -114,7 +114,7 @@ async def test_a_stored_plan_below_the_bound_of_its_problem_is_not_compared(
 def test_an_estimate_below_the_bound_over_all_cuts_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zbv_solver.frontiers.by_layers.floor", lambda _problem: 1e9)
     with pytest.raises(ContradictedBound, match="the bound of every cut"):
-        estimate_of_layers(0.1, question_json(parse_question(LAYERED)))
+        estimate_of_layers(pack(question_json(parse_any_problem(LAYERED))))
 
 
 def test_a_frontier_with_a_plan_below_its_bound_is_not_shown() -> None:

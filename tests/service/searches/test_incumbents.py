@@ -13,13 +13,14 @@ from support.serving import PROBLEM, Serving
 from zbv_service.database import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
-from zbv_service.documents.problems import answers, parse_question, question_json
+from zbv_service.documents.problems import answers, question_json
 from zbv_service.records.searches import Claim, Refusal
 from zbv_service.searches.executors.task import compute, solver_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.reading import parse_any_problem
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +32,7 @@ OTHER_LAYERS = {
 
 
 def incumbent_for(problem: Any) -> bytes:
-    return incumbent_of(pack_plan(plan_of(stages_of(parse_question(problem))))).incumbent
+    return incumbent_of(pack_plan(plan_of(stages_of(parse_any_problem(problem))))).incumbent
 
 
 UNFIT = [
@@ -82,7 +83,7 @@ def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without
         given.append(start)
         return plan_of(stages_of(question))
 
-    asked = pack(question_json(parse_question(problem)))
+    asked = pack(question_json(parse_any_problem(problem)))
     found = compute(a_claim(asked, {}, incumbent), search, Tie())
     assert given == [None]
     assert found.refusal is not None
@@ -91,7 +92,7 @@ def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without
 
 @pytest.mark.parametrize("problem", [PROBLEM, LAYERED])
 def test_a_search_starts_from_an_incumbent_that_fits(problem: Any) -> None:
-    asked = pack(question_json(parse_question(problem)))
+    asked = pack(question_json(parse_any_problem(problem)))
     found = compute(a_claim(asked, {"effort": "quick"}, incumbent_for(problem)), solver_search, Tie())
     assert found.refusal is None
 
@@ -102,7 +103,7 @@ def test_an_incumbent_that_overflows_memory_is_refused() -> None:
         [f"{action}{j}" for action in actions for j in range(4)]
         for actions in (("0F", "3F", "3B", "0B"), ("1F", "2F", "2B", "1B"))
     ]
-    asked = pack(question_json(parse_question(tight)))
+    asked = pack(question_json(parse_any_problem(tight)))
     task = a_claim(asked, {"effort": "quick"}, pack(all_forwards_first))
     found = compute(task, solver_search, Tie())
     assert found.refusal is not None
@@ -111,15 +112,15 @@ def test_an_incumbent_that_overflows_memory_is_refused() -> None:
 
 def test_a_plan_of_another_problem_is_rejected() -> None:
     def foreign(*_: Any) -> Plan:
-        return plan_of(stages_of(parse_question(OTHER_COSTS)))
+        return plan_of(stages_of(parse_any_problem(OTHER_COSTS)))
 
-    asked = pack(question_json(parse_question(PROBLEM)))
+    asked = pack(question_json(parse_any_problem(PROBLEM)))
     with pytest.raises(InvalidPlan, match="another problem"):
         compute(a_claim(asked, {}, None), foreign, Tie())
-    layers = parse_question(LAYERED)
+    layers = parse_any_problem(LAYERED)
     assert answers(layers, stages_of(layers))
-    assert not answers(layers, stages_of(parse_question(OTHER_LAYERS)))
-    assert not answers(layers, stages_of(parse_question(PROBLEM)))
+    assert not answers(layers, stages_of(parse_any_problem(OTHER_LAYERS)))
+    assert not answers(layers, stages_of(parse_any_problem(PROBLEM)))
 
 
 @pytest.mark.parametrize(

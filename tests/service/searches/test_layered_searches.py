@@ -13,12 +13,13 @@ from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.serving import Service, Serving, until
 from zbv_service.client.answers import read_plan, read_rank
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
-from zbv_service.documents.problems import Question, parse_question, question_json
+from zbv_service.documents.problems import Question, question_json
 from zbv_service.records.searches import Claim, NewPlan, Refusal
 from zbv_service.searches.executors.task import compute, solver_search
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import Progress
 
 pytestmark = pytest.mark.anyio
@@ -186,7 +187,7 @@ async def test_a_search_resumes_from_its_best_cut(serving: Serving, directory: P
         (directory / "release").touch()
         ended = await service.ended(search_id)
         assert (ended["state"], ended["attempts"]) == ("done", 2)
-        first = orders_of(stages_of(parse_question(LAYERED))).text(0)
+        first = orders_of(stages_of(parse_any_problem(LAYERED))).text(0)
         assert resumed.read_text().splitlines() == first
 
 
@@ -206,12 +207,12 @@ class Listener:
 
 
 def task(incumbent: bytes | None) -> Claim:
-    problem = pack(question_json(parse_question(LAYERED)))
+    problem = pack(question_json(parse_any_problem(LAYERED)))
     return Claim("s", 1, problem, {"effort": "quick"}, incumbent, 1, False)
 
 
 def test_a_stopped_search_stores_a_complete_cut_for_the_next_attempt() -> None:
-    known = pack_plan(plan_of(stages_of(parse_question(LAYERED))))
+    known = pack_plan(plan_of(stages_of(parse_any_problem(LAYERED))))
     given: list[Orders | Plan | None] = []
 
     def search(
@@ -228,7 +229,7 @@ def test_a_stopped_search_stores_a_complete_cut_for_the_next_attempt() -> None:
     found = compute(task(incumbent_of(known).incumbent), search, listener)
     (incumbent,) = given
     assert isinstance(incumbent, Plan)
-    assert incumbent.problem == stages_of(parse_question(LAYERED))
+    assert incumbent.problem == stages_of(parse_any_problem(LAYERED))
     # It stops immediately, and is still at least as good as its incumbent.
     assert isinstance(found, NewPlan)
     assert found.summary.value <= incumbent.objective

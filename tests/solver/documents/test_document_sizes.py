@@ -1,4 +1,4 @@
-"""What a wrong document costs does not grow with the number of its mistakes."""
+"""The cost of refusing a document does not grow with its number of mistakes."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ def peak_of(reading: Reading) -> int:
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_a_mistake_made_ten_times_as_often_takes_no_more_memory(name: str) -> None:
+def test_ten_times_as_many_mistakes_need_no_more_memory(name: str) -> None:
     few, many = REPEATED[name](4 * BATCH), REPEATED[name](40 * BATCH)
-    # Right entries before the mistake are copied, 8 bytes each; a mistake takes several hundred.
+    # Valid entries before the mistake are copied, 8 bytes each; a mistake takes several hundred bytes.
     assert peak_of(many) <= 1.5 * peak_of(few) + 16 * 36 * BATCH
     error = refusal_of(many)
     assert 1 <= len(error.issues) <= MOST_ISSUES
     assert len(str(error)) <= 200 * len(error.issues)
 
 
-def test_a_list_of_any_length_is_refused_before_its_entries_are_looked_at() -> None:
+def test_a_list_that_is_too_long_is_refused_before_its_entries_are_validated() -> None:
     for document, pointer, most in (
         ({**LAYERED, "layers": [{}] * (MAX_LAYERS + 1)}, "/layers", MAX_LAYERS),
         ({**PROBLEM, "costs": {**COSTS, "p2p": ["x"] * (MAX_STAGES + 1)}}, "/costs/p2p", MAX_STAGES),
@@ -86,7 +86,7 @@ def test_a_list_of_any_length_is_refused_before_its_entries_are_looked_at() -> N
         assert issue.detail.startswith(f"found {most + 1} entries; must be at most {most}")
 
 
-def test_an_error_counts_what_it_leaves_out() -> None:
+def test_an_error_counts_the_mistakes_that_it_does_not_list() -> None:
     exact = refusal_of((parse_any_problem, {**LAYERED, "layers": [{**LAYER, "name": i} for i in range(300)]}))
     assert (len(exact.issues), exact.more, exact.is_partial) == (100, 200, False)
     assert str(exact).endswith(" And 200 more.")
@@ -97,14 +97,14 @@ def test_an_error_counts_what_it_leaves_out() -> None:
     assert [issue.pointer for issue in partial.issues[:2]] == ["/costs/forward/0", "/costs/forward/1"]
 
 
-def test_entries_after_the_first_batch_keep_their_places() -> None:
+def test_pointers_count_entries_from_the_beginning_of_the_list() -> None:
     values: list[Any] = [1.0] * 4000
     values[3210] = "x"
     error = refusal_of((parse_any_problem, {**PROBLEM, "costs": {**COSTS, "forward": values}}))
     assert [issue.pointer for issue in error.issues] == ["/costs/forward/3210"]
 
 
-def test_an_error_keeps_its_count_where_it_goes() -> None:
+def test_an_error_keeps_its_count_when_it_is_nested_or_pickled() -> None:
     error = InvalidInput([Issue("/x", "y")] * 150, more=7, is_partial=True)
     for same in (copy.copy(error), pickle.loads(pickle.dumps(error)), error.below("/problem")):
         assert (len(same.issues), same.more, same.is_partial) == (100, 57, True)
@@ -123,11 +123,11 @@ def test_an_error_keeps_its_count_where_it_goes() -> None:
     ],
     ids=["key", "text", "lists", "object", "action", "plan id", "layer name"],
 )
-def test_a_message_quotes_the_beginning_of_what_is_large(reading: Reading) -> None:
+def test_a_message_quotes_only_the_beginning_of_a_large_value(reading: Reading) -> None:
     error = refusal_of(reading)
     assert len(str(error)) + sum(len(issue.pointer) for issue in error.issues) < 2000
 
 
-def test_a_plan_of_far_too_many_actions_is_refused_before_they_are_read() -> None:
+def test_a_plan_with_far_too_many_actions_is_refused_before_they_are_parsed() -> None:
     error = refusal_of((parse_plan, {"problem": PROBLEM, "ranks": [["0F0"] * 200, []]}))
     assert [issue.pointer for issue in error.issues] == ["/ranks"]

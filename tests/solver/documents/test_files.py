@@ -1,4 +1,4 @@
-"""Output files of commands: opened before the work, and replaced as a whole or not at all."""
+"""Output files: opened before the work, and replaced completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_file_that_cannot_be_written_fails_before_the_work(tmp_path: Path) -> 
         pytest.fail("the work began")
 
 
-def test_an_error_during_the_work_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_an_error_during_the_work_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt), output(path):
@@ -28,7 +28,7 @@ def test_an_error_during_the_work_leaves_the_file_as_it_was(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_error_while_writing_leaves_the_file_as_it_was(
+def test_an_error_while_writing_leaves_the_file_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plan.json"
@@ -57,7 +57,7 @@ def test_the_content_is_replaced_and_the_mode_is_kept(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+def test_a_symbolic_link_stays_a_symbolic_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
@@ -78,7 +78,7 @@ def test_devices_and_pipes_are_written_to_directly() -> None:
         os.close(writer)
 
 
-def test_a_private_file_has_no_other_readers_whatever_was_there(tmp_path: Path) -> None:
+def test_a_private_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("old")
     path.chmod(0o644)

@@ -241,9 +241,9 @@ def test_a_large_vocabulary_makes_the_head_expensive_but_not_the_embedding() -> 
     [
         # 100 tokens of 8 values and 4 bytes are 3200; the table of 1000 has 32000, logits in float32 400000.
         ({}, 3200 + 32000, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 400_000),
-        # Rows of tokens, of positions and their sum; gradients around the final norm.
+        # Rows of tokens, rows of positions, and their sum; the two gradients around the final norm.
         ({"vocabulary": 2}, 3 * 3200, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 3200),
-        # Scores and their gradient, 4 heads of 100 · 100; a gate has a gradient of its own.
+        # Scores and their gradient, 4 heads of 100 · 100; the gate has its own gradient.
         (
             {"attention": "plain", "gated": True, "fused_activation": False},
             3200 + 32000,

@@ -1,4 +1,4 @@
-"""Compiled kernels never run stale: a change of a kernel reaches its callers in other files."""
+"""Cached machine code is never stale: a changed kernel also changes its callers in other files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from zbv_solver.kernels.jit import drop_stale_code
 
 
 @pytest.mark.parametrize(("code_is_older", "remains"), [(True, False), (False, True)])
-def test_code_older_than_any_kernel_is_dropped(tmp_path: Path, code_is_older: bool, remains: bool) -> None:
+def test_cached_code_older_than_any_kernel_is_deleted(
+    tmp_path: Path, code_is_older: bool, remains: bool
+) -> None:
     folder = tmp_path / "construct" / "__pycache__"
     folder.mkdir(parents=True)
     caller = folder / "caller.schedule-12.py311.nbi"
@@ -29,7 +31,7 @@ def test_code_older_than_any_kernel_is_dropped(tmp_path: Path, code_is_older: bo
     assert caller.exists() == remains
 
 
-def test_verification_imports_numba_when_a_plan_is_verified_and_not_before() -> None:
+def test_verification_imports_numba_only_when_a_plan_is_verified() -> None:
     code = """
 import sys, zbv_solver.verify.verifier as verify
 from support.problems import uniform

@@ -1,4 +1,4 @@
-"""Refitting: traces made from known costs give these costs back."""
+"""Refitting recovers the costs that traces were made from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planned(**changes: Any) -> Problem:
 
 
 def really(problem: Problem) -> Problem:
-    """The same pipeline with costs of its own for every stage and boundary."""
+    """The same pipeline with different costs for every stage and boundary."""
     n = problem.n_stages
 
     def ramp(first: float) -> tuple[float, ...]:
@@ -63,7 +63,7 @@ def traces_of(problem: Problem, orders: Orders, **how: Any) -> list[RankTrace]:
 
 
 @pytest.mark.parametrize("placement", ["v", "loop", "single"])
-def test_every_cost_that_was_measured_is_found(placement: PlacementKind) -> None:
+def test_every_measured_cost_is_recovered(placement: PlacementKind) -> None:
     problem = planned(placement=placement)
     actual = really(problem)
     found = refit(problem, traces_of(actual, orders_of(problem)))
@@ -74,7 +74,7 @@ def test_every_cost_that_was_measured_is_found(placement: PlacementKind) -> None
     assert (found.memory, found.placement, found.units) == (problem.memory, problem.placement, problem.units)
 
 
-def test_latency_is_that_of_inputs_that_were_waited_for_and_else_as_planned() -> None:
+def test_only_inputs_that_a_rank_waited_for_measure_latency() -> None:
     problem = planned()
     actual = really(problem)
     orders = orders_of(problem)
@@ -86,7 +86,7 @@ def test_latency_is_that_of_inputs_that_were_waited_for_and_else_as_planned() ->
 
 
 def waited_for(problem: Problem, orders: Orders) -> set[int]:
-    """Boundaries over which an input came to a rank that had turned to it before it was sent."""
+    """Boundaries with an input that a rank waited for before it was sent."""
     rows = [row for document in trace_documents(problem, orders) for row in document["steps"][0]["actions"]]
     sent = {}
     for text, _, _, end, _ in rows:
@@ -102,14 +102,14 @@ def waited_for(problem: Problem, orders: Orders) -> set[int]:
     return found
 
 
-def test_clocks_that_differ_change_nothing() -> None:
+def test_clock_offsets_have_no_effect() -> None:
     problem = planned()
     actual, orders = really(problem), orders_of(problem)
     apart = traces_of(actual, orders, ahead=[0, 123_456_789, -(10**15)])
     assert refit(problem, apart) == refit(problem, traces_of(actual, orders))
 
 
-def test_an_outlier_in_one_step_is_not_believed_and_neither_are_inputs_that_lay_there() -> None:
+def test_an_outlier_in_one_step_has_no_effect() -> None:
     problem = planned()
     actual, orders = really(problem), orders_of(problem)
     documents = trace_documents(actual, orders, steps=3)
@@ -118,7 +118,7 @@ def test_an_outlier_in_one_step_is_not_believed_and_neither_are_inputs_that_lay_
     assert refit(problem, list(map(parse_rank_trace, documents))).costs.forward == actual.costs.forward
 
 
-def test_replicas_count_alike_and_an_input_comes_from_ones_own() -> None:
+def test_replicas_count_equally_and_inputs_come_from_the_same_replica() -> None:
     problem = planned()
     actual, orders = really(problem), orders_of(problem)
     slow = replace(actual, costs=replace(actual.costs, forward=tuple(3 * f for f in actual.costs.forward)))
@@ -130,7 +130,7 @@ def test_replicas_count_alike_and_an_input_comes_from_ones_own() -> None:
 
 
 @pytest.mark.parametrize(("is_fused", "absent"), [(only_split, "B"), (only_fused, "IW")])
-def test_what_was_not_run_stays_in_proportion(is_fused: Callable[[int], bool], absent: str) -> None:
+def test_unmeasured_costs_stay_in_proportion(is_fused: Callable[[int], bool], absent: str) -> None:
     problem = planned()
     twice = replace(
         problem,
@@ -146,7 +146,7 @@ def test_what_was_not_run_stays_in_proportion(is_fused: Callable[[int], bool], a
     )
 
 
-def test_a_fused_backward_that_nobody_ran_or_priced_stays_i_plus_w() -> None:
+def test_without_measured_or_planned_fused_backward_b_stays_i_plus_w() -> None:
     costs = {**PLANNED["costs"], "backward": None}
     problem = planned(costs=costs)
     actual = really(problem)
@@ -154,7 +154,7 @@ def test_a_fused_backward_that_nobody_ran_or_priced_stays_i_plus_w() -> None:
     assert refit(problem, traces_of(actual, orders_of(problem))).costs.backward == actual.costs.backward
 
 
-def test_stages_of_which_there_is_no_trace_stay_as_planned() -> None:
+def test_stages_without_a_trace_stay_as_planned() -> None:
     problem = planned()
     actual = really(problem)
     found = refit(problem, traces_of(actual, orders_of(problem))[1:2]).costs
@@ -164,7 +164,7 @@ def test_stages_of_which_there_is_no_trace_stay_as_planned() -> None:
 
 
 @pytest.mark.parametrize(("unit", "expected"), [("ns", 1000.0), ("ms", 0.001), ("s", 1e-6)])
-def test_costs_come_in_the_problems_own_unit(unit: str, expected: float) -> None:
+def test_measured_costs_are_in_the_problem_s_unit(unit: str, expected: float) -> None:
     problem = planned()
     actual = really(problem)
     other = replace(problem, units=Units(unit))
@@ -172,7 +172,7 @@ def test_costs_come_in_the_problems_own_unit(unit: str, expected: float) -> None
     assert found.costs.forward == pytest.approx([expected * f for f in actual.costs.forward])
 
 
-def test_without_a_known_unit_the_whole_work_stays_as_planned() -> None:
+def test_without_a_known_unit_the_total_work_stays_as_planned() -> None:
     problem = replace(planned(), units=Units(None))
     costs = replace(problem.costs, forward=tuple(7 * f for f in problem.costs.forward))
     slow = replace(problem, costs=costs)
@@ -208,7 +208,7 @@ Change = Callable[[dict[str, Any]], object]
         (lambda d: d["steps"][0]["actions"][2].pop(), "/steps/0/actions/2"),
     ],
 )
-def test_a_trace_that_is_none_is_refused_where_it_is_wrong(change: Change, pointer: str) -> None:
+def test_an_invalid_trace_is_refused_at_the_broken_key(change: Change, pointer: str) -> None:
     document = trace_documents(planned(), orders_of(planned()))[0]
     change(document)
     with pytest.raises(InvalidInput) as found:
@@ -244,7 +244,7 @@ def test_the_command_writes_the_measured_problem(tmp_path: Path, capsys: pytest.
     assert "/plan_id: found 000000000000; the plan given is" in capsys.readouterr().err
 
 
-def test_times_are_those_of_rank_0() -> None:
+def test_times_are_converted_to_the_clock_of_rank_0() -> None:
     problem = planned()
     (first, *_) = traces_of(problem, orders_of(problem), ahead=[77, 0, 0])
     (again, *_) = traces_of(problem, orders_of(problem))

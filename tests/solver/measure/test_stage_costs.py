@@ -1,4 +1,4 @@
-"""Layers whose stages cost something else than thought: they are scaled, and say the same as the stages."""
+"""Layers are scaled to measured costs of their stages, and agree with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cut(**changes: Any) -> Problem:
 MEASURED = Costs((5.0, 30.0, 40.0, 50.0), (3.0, 31.0, 41.0, 51.0), (2.0, 32.0, 42.0, 52.0), (7.0, 8.0, 9.0))
 
 
-def test_the_layers_add_up_to_what_the_stages_cost_and_a_document_of_them_is_that_very_problem() -> None:
+def test_scaled_layers_sum_to_the_costs_of_stages_and_documents_round_trip() -> None:
     found = with_stage_costs(cut(), MEASURED)
     for name in ("forward", "backward_input", "backward_weight", "p2p"):
         assert getattr(found.costs, name) == pytest.approx(getattr(MEASURED, name)), name
@@ -41,14 +41,14 @@ def test_the_layers_add_up_to_what_the_stages_cost_and_a_document_of_them_is_tha
     assert parse_problem(problem_json(found)) == found
 
 
-def test_a_layer_keeps_its_share_and_its_alternative_is_scaled_alike() -> None:
+def test_a_layer_keeps_its_share_and_its_recomputed_costs_are_scaled_alike() -> None:
     model = with_stage_costs(cut(), MEASURED).model
     assert model is not None
     each = dict(zip(model.model.names, model.model.each, strict=True))
     # Of 32 for F of block.5 and the head, 10 and 22 were planned.
     assert each["block.5"].costs.forward == pytest.approx(50 * 10 / 32)
     assert each["head"].costs.forward == pytest.approx(50 * 22 / 32)
-    # Stage 1 is recomputed: its I is the alternative's, and what it would be otherwise shrinks with it.
+    # Stage 1 is recomputed: its I is the recomputed one, and the plain I is scaled with it.
     block = each["block.1"]
     assert block.recompute is not None
     assert block.recompute.backward_input == pytest.approx(31 / 2)
@@ -56,8 +56,8 @@ def test_a_layer_keeps_its_share_and_its_alternative_is_scaled_alike() -> None:
     assert block.recompute.memory == cut().model.model.each[2].recompute.memory  # type: ignore[union-attr]
 
 
-def test_what_was_thought_to_cost_nothing_is_shared_evenly_and_an_empty_stage_costs_nothing() -> None:
-    # Four layers for two ranks; stage 2 has none.
+def test_layers_planned_at_zero_share_evenly_and_an_empty_stage_costs_nothing() -> None:
+    # Four layers on two ranks; stage 2 has none.
     known = cut_problem(["a", "b", "c", "d"], [2, 1, 0, 1])
     free = replace(known.costs, backward_weight=(0.0,) * 4)
     found = with_stage_costs(with_stage_costs(known, free), MEASURED)
@@ -67,14 +67,14 @@ def test_what_was_thought_to_cost_nothing_is_shared_evenly_and_an_empty_stage_co
     assert [layer.costs.backward_weight for layer in found.model.model.each[:2]] == [1.0, 1.0]
 
 
-def test_a_fused_backward_that_was_measured_is_one_of_layers_too() -> None:
+def test_a_measured_fused_backward_is_divided_among_layers() -> None:
     fused = replace(MEASURED, backward=(4.0, 50.0, 60.0, 70.0))
     found = with_stage_costs(cut(), fused)
     assert found.costs.backward == pytest.approx(fused.backward)
     assert parse_problem(problem_json(found)) == found
 
 
-def test_stages_without_layers_cost_what_was_measured() -> None:
+def test_without_layers_stages_have_the_measured_costs() -> None:
     plain = replace(cut(), model=None)
     assert with_stage_costs(plain, MEASURED) == replace(plain, costs=MEASURED)
 

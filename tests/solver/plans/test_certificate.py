@@ -1,4 +1,4 @@
-"""What a lower bound says about a plan: never more than it can support."""
+"""A lower bound never certifies more than it proves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ QUICK = SearchOptions("quick")
         (0.0, 1e-90, "contradicted"),
     ],
 )
-def test_only_rounding_is_forgiven(objective: float, bound: float, expected: str) -> None:
+def test_a_plan_may_undercut_a_bound_only_by_rounding(objective: float, bound: float, expected: str) -> None:
     assert verdict(objective, bound) == expected
     if expected == "contradicted":
         with pytest.raises(ContradictedBound):
@@ -57,7 +57,7 @@ def test_only_rounding_is_forgiven(objective: float, bound: float, expected: str
     assert certificate.gap == gap_of(objective, bound)
 
 
-def test_a_wrong_bound_of_the_callers_is_no_certificate() -> None:
+def test_a_wrong_bound_from_the_caller_is_contradicted() -> None:
     problem = uniform(2, 3)
     orders = serial(problem).orders
     with pytest.raises(ContradictedBound) as caught:
@@ -77,7 +77,7 @@ def too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_search_whose_bound_is_wrong_returns_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_with_a_wrong_bound_returns_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     too_high(monkeypatch)
     heard: list[Progress] = []
     problem = uniform(2, 4)
@@ -90,7 +90,7 @@ def test_a_search_whose_bound_is_wrong_returns_no_plan(monkeypatch: pytest.Monke
     assert all(progress.gap > 0 for progress in heard), "and nothing is reported as optimal after it"
 
 
-def test_a_wrong_bound_of_cp_sat_is_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bound_from_cp_sat_is_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
     proven = Grid.proven
     monkeypatch.setattr(Grid, "proven", lambda grid, parts: 3 * proven(grid, parts))
     weak = Bound(1.0, "weak")  # so that CP-SAT is asked
@@ -101,7 +101,7 @@ def test_a_wrong_bound_of_cp_sat_is_no_certificate(monkeypatch: pytest.MonkeyPat
     assert caught.value.source == "cp-sat"
 
 
-def test_cp_sat_s_bound_is_handed_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_of_cp_sat_is_returned_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = uniform(2, 2, objective="makespan")
     start = serial(problem).orders
     right = refine(problem, start, lower_bound=0.0, effort=1.0)
@@ -111,7 +111,7 @@ def test_cp_sat_s_bound_is_handed_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     assert wrong.lower_bound > right.lower_bound
 
 
-def test_a_wrong_bound_of_all_cuts_is_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bound_over_all_cuts_is_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zbv_solver.search.layered.least_worst_load", lambda problem, tables: 1e6)
     heard: list[Progress] = []
     with pytest.raises(ContradictedBound) as caught:
@@ -122,7 +122,7 @@ def test_a_wrong_bound_of_all_cuts_is_no_certificate(monkeypatch: pytest.MonkeyP
 
 
 def answered(wrong_at: int) -> Callable[[Any], Plan]:
-    """A search whose answer to one of its questions claims a bound that is far too high."""
+    """A search that claims a far too high bound for one of its problems."""
     asked: list[object] = []
 
     def ask(question: Problem | LayeredProblem) -> Plan:
@@ -137,7 +137,7 @@ def answered(wrong_at: int) -> Callable[[Any], Plan]:
     return ask
 
 
-def test_a_wrong_bound_of_a_larger_limit_contradicts_the_plans_of_smaller_ones() -> None:
+def test_a_wrong_bound_at_a_larger_limit_contradicts_plans_at_smaller_limits() -> None:
     with pytest.raises(ContradictedBound, match="larger limit"):
         frontier_points(uniform(2, 3), answered(3))
     with pytest.raises(ContradictedBound, match="larger limit"):
@@ -145,7 +145,7 @@ def test_a_wrong_bound_of_a_larger_limit_contradicts_the_plans_of_smaller_ones()
 
 
 @pytest.mark.parametrize("command", ["plan", "compare", "frontier"])
-def test_every_command_that_searches_keeps_the_problem_and_ends_with_70(
+def test_after_a_contradicted_bound_commands_save_the_problem_and_exit_with_70(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     too_high(monkeypatch)
@@ -161,7 +161,7 @@ def test_every_command_that_searches_keeps_the_problem_and_ends_with_70(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given.json", kept.name]
 
 
-def test_where_the_problem_cannot_be_kept_the_command_says_so(
+def test_the_command_reports_if_the_problem_cannot_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     too_high(monkeypatch)

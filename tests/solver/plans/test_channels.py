@@ -1,4 +1,4 @@
-"""What ranks send each other, and in which order."""
+"""Which tensors ranks send to each other, and in which order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def transfers(*texts: str) -> tuple[Transfer, ...]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_two_ranks_in_a_v_exchange_both_kinds_both_ways(fused: bool) -> None:
+def test_two_ranks_in_a_v_exchange_both_kinds_in_both_directions(fused: bool) -> None:
     problem = problem_of(2, 2)  # rank 0: stages 0 and 3, rank 1: stages 1 and 2
     assert channels(problem, one_by_one(problem, fused)) == (
         Channel(0, 1, "activation", transfers("0:0", "0:1")),
@@ -67,7 +67,7 @@ def test_one_rank_has_no_channels(placement: PlacementKind, chunks: int | None) 
     assert channels(problem, one_by_one(problem)) == ()
 
 
-def test_a_loop_of_two_ranks_keeps_its_directions_apart() -> None:
+def test_a_loop_of_two_ranks_has_a_channel_per_direction() -> None:
     problem = problem_of(2, 1, "loop", 2)  # stages 0 1 2 3 on ranks 0 1 0 1
     assert channels(problem, one_by_one(problem)) == (
         Channel(0, 1, "activation", transfers("0:0", "2:0")),
@@ -77,7 +77,7 @@ def test_a_loop_of_two_ranks_keeps_its_directions_apart() -> None:
     )
 
 
-def test_the_order_is_the_senders_not_the_receivers() -> None:
+def test_transfers_have_the_sender_s_order_not_the_receiver_s() -> None:
     problem = problem_of(2, 2, "single")
     orders = Orders.from_text([["0F1", "0F0", "0B0", "0B1"], ["1F0", "1F1", "1I1", "1B0", "1W1"]])
     assert channels(problem, orders) == (
@@ -86,7 +86,7 @@ def test_the_order_is_the_senders_not_the_receivers() -> None:
     )
 
 
-def test_the_channels_of_a_rank_are_those_it_is_an_end_of() -> None:
+def test_the_channels_of_a_rank_are_those_it_sends_or_receives_on() -> None:
     problem = problem_of(4, 1)
     found = channels(problem, one_by_one(problem))
     assert {(c.sender, c.receiver) for c in channels_of(0, found)} == {(0, 1), (1, 0)}
@@ -109,7 +109,7 @@ def test_every_crossing_is_transferred_once_in_production_order(
 ) -> None:
     problem = problem_of(p, m, *placement)
     whole = one_by_one(problem, fused)
-    # channels() reads orders and needs no valid ones: any permutation must be carried over faithfully.
+    # channels() accepts orders that cannot be executed, so any permutation must be reproduced.
     shuffled = [list(whole.actions(rank)) for rank in range(p)]
     for actions in shuffled:
         random.shuffle(actions)
@@ -140,5 +140,5 @@ def test_a_malformed_transfer_is_refused(text: str) -> None:
         Transfer.parse(text)
 
 
-def test_a_transfer_reads_back_what_it_writes() -> None:
+def test_transfers_round_trip_as_text() -> None:
     assert Transfer.parse(str(Transfer(12, 345))) == Transfer(12, 345)

@@ -1,4 +1,4 @@
-"""Orders: text and arrays, and relabelling."""
+"""Orders as text and as arrays, and relabelling of microbatches."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zbv_solver.verify.verifier import verify_orders
 @pytest.mark.parametrize(
     "text", ["", "0F", "F0", "0X0", "0F0xyz", " 0F0", "0F0\n", "00F0", "0f0", "-1F0", "٣F0"]
 )
-def test_text_that_is_no_action_is_refused(text: str) -> None:
+def test_malformed_actions_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="an action is a stage"):
         Action.parse(text)
 
 
-def test_errors_in_ranks_point_at_the_action() -> None:
+def test_errors_point_at_the_action() -> None:
     with pytest.raises(InvalidInput) as caught:
         Orders.from_text([["0F0"], ["1F0", "what"]])
     assert caught.value.issues[0].pointer == "/ranks/1/1"
@@ -53,7 +53,7 @@ WORDS = st.one_of(
 
 
 @given(st.lists(st.lists(WORDS, max_size=4), max_size=3))
-def test_lists_are_read_as_their_actions_are(ranks: list[list[Any]]) -> None:
+def test_lists_are_parsed_like_single_actions(ranks: list[list[Any]]) -> None:
     wrong = None
     for rank, texts in enumerate(ranks):
         for index, text in enumerate(texts):
@@ -76,7 +76,7 @@ def test_lists_are_read_as_their_actions_are(ranks: list[list[Any]]) -> None:
         assert caught.value.issues == wrong
 
 
-def test_text_of_what_is_no_action() -> None:
+def test_invalid_actions_have_a_text_for_messages() -> None:
     orders = Orders.pack([[(-1, 7, -2)]])
     assert orders.text_at(0) == "-1(letter 7)-2"
     assert Orders.pack([[(-1, 0, 3)]]).all_text() == [["-1F3"]]

@@ -1,4 +1,4 @@
-"""Plans: identity, documents, and what a reader refuses."""
+"""Plans: identity, documents, and refused documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layered problems as documents: what they mean, and what is said of wrong ones."""
+"""Layered problems as documents: their meaning, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_copies_are_numbered_from_0() -> None:
     assert names == ("embedding", "block.0", "block.1", "block.2", "head")
 
 
-def test_a_stage_costs_what_its_layers_cost_together() -> None:
+def test_a_stage_costs_the_sum_of_its_layers() -> None:
     problem = cut(layered(), 0, 3, 5, 7, 10)
     assert list(problem.costs.forward) == [1 + 2 * 2, 4, 4, 2 * 2 + 5]
     assert list(problem.costs.backward_weight) == [1 + 2 * 1, 2, 2, 2 * 1 + 5]
@@ -43,7 +43,7 @@ def test_a_stage_costs_what_its_layers_cost_together() -> None:
     assert list(problem.memory.forward) == [8, 8, 8, 8]
 
 
-def test_a_fused_backward_that_only_some_layers_have_is_split_for_the_others() -> None:
+def test_layers_without_a_fused_backward_count_as_i_plus_w() -> None:
     problem = layered(layers=[EMBEDDING, {**BLOCK, "backward": 2}, HEAD])
     assert list(cut(problem, 0, 3, 5, 7, 10).costs.backward or ()) == [1 + 2 * 2, 4, 4, 2 * 2 + 10]
 
@@ -55,25 +55,25 @@ def test_a_rank_holds_its_layers_and_the_largest_workspace() -> None:
     assert list(cut(problem, 0, 3, 5, 7, 10).memory.static) == [10 + 2 + 2 + 5 + 3, 20 + 4 + 3]
 
 
-def test_parameters_are_static_unless_the_layer_says_what_is() -> None:
+def test_static_memory_defaults_to_the_parameters() -> None:
     layers = [{**EMBEDDING, "parameters_bytes": 7}, {**BLOCK, "parameters_bytes": 100}, HEAD]
     assert list(cut(layered(layers=layers), 0, 3, 5, 7, 10).memory.static) == [7 + 2 + 2, 4]
 
 
-def test_transfers_follow_from_what_the_layer_before_the_cut_puts_out() -> None:
+def test_transfers_depend_on_the_output_of_the_layer_before_the_cut() -> None:
     layers = [EMBEDDING, {**BLOCK, "output_bytes": 50}, HEAD]
     problem = layered(layers=layers, costs={"link": {"latency": 2, "bandwidth": 25}})
     assert cut(problem, 0, 1, 5, 7, 10).costs.p2p == (6, 4, 4)
 
 
-def test_an_empty_stage_costs_nothing_and_passes_on() -> None:
+def test_an_empty_stage_costs_nothing_and_forwards_its_input() -> None:
     problem = layered(costs={"link": {"latency": 0, "bandwidth": 10}}, cut={"allow_empty": True})
     found = cut(problem, 0, 3, 3, 7, 10)
     assert (found.costs.forward[1], found.memory.forward[1]) == (0, 0)
     assert list(found.costs.p2p) == [10, 10, 10]
 
 
-def test_a_recomputed_stage_costs_its_layers_alternatives() -> None:
+def test_a_recomputed_stage_has_the_recomputed_costs_of_its_layers() -> None:
     layers = [EMBEDDING, {**BLOCK, "recompute": RECOMPUTE}, HEAD]
     found = cut(layered(layers=layers), 0, 3, 5, 7, 10, recompute=(True, False, False, False))
     assert list(found.costs.backward_input) == [0 + 2 * 4, 4, 4, 2 * 2 + 5]
@@ -81,18 +81,18 @@ def test_a_recomputed_stage_costs_its_layers_alternatives() -> None:
     assert list(found.memory.static) == [4 + 2, 4]
 
 
-def test_an_alternative_keeps_what_it_does_not_say() -> None:
+def test_absent_keys_of_recompute_keep_the_layer_s_values() -> None:
     again = {"backward_input": 4}
     problem = layered(layers=[EMBEDDING, {**BLOCK, "backward": 2.5, "recompute": again}, HEAD])
     found = problem.model.layers[1].recompute
     assert found is not None
     assert (found.forward, found.backward_weight, found.memory.forward) == (2, 1, 4)
-    assert found.backward == 4.5  # as much more as I and W
+    assert found.backward == 4.5  # plus the increase of I and W
 
 
 @settings(max_examples=30)
 @given(layered_problems(most_layers=4, placements=("v", "loop", "single")))
-def test_documents_read_back_as_they_were_written(problem: LayeredProblem) -> None:
+def test_documents_round_trip(problem: LayeredProblem) -> None:
     written = layered_json(problem)
     assert layered_json(parse_any_problem(written)) == written  # type: ignore[arg-type]
     for found in every_cut(problem, problem.placements[0]):
@@ -101,7 +101,7 @@ def test_documents_read_back_as_they_were_written(problem: LayeredProblem) -> No
         break
 
 
-def test_a_given_partition_is_a_problem_of_stages() -> None:
+def test_a_partition_makes_a_problem_by_stages() -> None:
     partition = [["embedding", "block.0"], ["block.1"], ["block.2"], [f"block.{k}" for k in range(3, 8)]]
     partition[-1].append("head")
     problem = parse_any_problem(document(partition=partition))
@@ -111,7 +111,7 @@ def test_a_given_partition_is_a_problem_of_stages() -> None:
     assert [list(names) for names in problem.model.partition] == partition
 
 
-def test_what_a_plan_states_of_stages_must_be_what_its_layers_say() -> None:
+def test_stated_costs_of_stages_must_agree_with_their_layers() -> None:
     written = problem_json(cut(layered(), 0, 3, 5, 7, 10))
     written["costs"]["forward"][2] += 1
     with pytest.raises(InvalidInput, match="the layers of the partition give") as caught:
@@ -127,7 +127,7 @@ def test_what_a_plan_states_of_stages_must_be_what_its_layers_say() -> None:
         ([["embedding", *(f"block.{k}" for k in range(8)), "head"]], "/partition"),
     ],
 )
-def test_a_partition_has_all_layers_in_order_and_a_list_per_stage(
+def test_a_partition_must_list_all_layers_in_order_and_every_stage(
     partition: list[list[str]], pointer: str
 ) -> None:
     assert set(issues(partition=partition)) == {pointer}
@@ -173,7 +173,7 @@ def test_a_partition_has_all_layers_in_order_and_a_list_per_stage(
         ({"pp_degree": 1000, "layers": [{**BLOCK, "repeat": 512}]}, "/layers", "2000 stages"),
     ],
 )
-def test_a_wrong_document_is_told_what_was_found_and_where(
+def test_an_invalid_document_is_refused_at_the_broken_key(
     changes: dict[str, Any], pointer: str, detail: str
 ) -> None:
     found = issues(**changes)
@@ -182,17 +182,17 @@ def test_a_wrong_document_is_told_what_was_found_and_where(
 
 
 @pytest.mark.parametrize(("placement", "chunks"), [("v", 2), ("single", 1), ("loop", 3)])
-def test_stages_per_rank_may_be_stated_where_they_follow(placement: str, chunks: int) -> None:
+def test_chunks_may_be_stated_if_they_agree_with_the_placement(placement: str, chunks: int) -> None:
     (found,) = layered(placement=placement, chunks=chunks).placements
     assert (found.kind, found.chunks) == (placement, chunks)
 
 
-def test_auto_leaves_out_placements_that_have_not_layers_enough() -> None:
+def test_auto_skips_placements_with_more_stages_than_layers() -> None:
     kinds = [(each.kind, each.chunks) for each in layered(placement="auto", pp_degree=4).placements]
     assert kinds == [("v", 2), ("loop", 2), ("single", 1)]
 
 
-def test_the_example_of_the_documentation_is_one() -> None:
+def test_the_example_in_the_documentation_is_valid() -> None:
     text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     example = text.partition("## Layers")[2].partition("```json")[2].partition("```")[0]
     problem = parse_any_problem(json.loads(example))

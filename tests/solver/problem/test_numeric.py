@@ -1,4 +1,4 @@
-"""Numbers where they enter: what is accepted, what is made clean, and common units of costs."""
+"""Accepted numbers, their normalisation, and common units of costs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_integers_do_not_depend_on_the_unit(values: list[int], unit: float) 
 
 
 @given(rough_problems())
-def test_the_search_s_own_costs_are_the_caller_s(problem: Problem) -> None:
+def test_costs_in_the_search_s_unit_equal_the_caller_s_costs(problem: Problem) -> None:
     own, unit = in_search_unit(problem)
     largest = float(problem.arrays.duration.max())
     for letter in range(4):
@@ -72,7 +72,7 @@ def test_the_search_s_own_costs_are_the_caller_s(problem: Problem) -> None:
 
 
 @given(decades(1e-100, 1e15), st.floats(-1.5, 1.5))
-def test_clean_deltas_add_up_to_nothing_and_stay_clean(forward: float, share: float) -> None:
+def test_clean_deltas_sum_to_zero_and_are_a_fixed_point(forward: float, share: float) -> None:
     inputs, weights = clean_deltas(forward, share * forward)
     assert forward + inputs + weights == 0
     assert weights <= 0
@@ -80,7 +80,7 @@ def test_clean_deltas_add_up_to_nothing_and_stay_clean(forward: float, share: fl
 
 
 @given(rough_problems())
-def test_a_problem_reads_back_as_itself_and_holds_nothing_in_the_end(problem: Problem) -> None:
+def test_documents_round_trip_and_every_microbatch_releases_its_memory(problem: Problem) -> None:
     again = parse_problem(problem_json(problem))
     assert again == problem
     assert problem_json(again) == problem_json(problem)
@@ -89,8 +89,8 @@ def test_a_problem_reads_back_as_itself_and_holds_nothing_in_the_end(problem: Pr
     assert (delta[F] + delta[B] == 0).all()
 
 
-def test_stated_deltas_stay_as_stated() -> None:
-    """They are part of a plan's identity: stored plans must hash to what they hashed to."""
+def test_stated_deltas_are_kept_in_the_document() -> None:
+    """They are part of a plan's identity: the hashes of stored plans must not change."""
     deltas = {"forward": 0.3, "backward_input": -0.1, "backward_weight": -0.2}
     problem = parse_problem({**DOCUMENT, "memory": deltas})
     assert problem_json(problem)["memory"]["backward_weight"] == [-0.2, -0.2]
@@ -106,16 +106,15 @@ DOCUMENT = {
 
 @pytest.mark.parametrize("weight", [-0.4999999995, -0.5000000005, -0.5])
 @pytest.mark.parametrize("limit", [2, 1, 1 - 2e-10])
-def test_microbatches_do_not_add_up_the_rounding_of_their_deltas(weight: float, limit: float) -> None:
+def test_the_rounding_of_deltas_does_not_accumulate_over_microbatches(weight: float, limit: float) -> None:
     memory = {"forward": 0.5, "backward_input": 0.0, "backward_weight": weight, "limit": limit}
     plan = search(parse_problem({**DOCUMENT, "memory": memory}), SearchOptions("quick"))
     verify(plan)
     assert not exceeds(max(plan.metrics.peak_memory), limit, MEMORY_TOLERANCE)
 
 
-@pytest.mark.parametrize("amount", [2, 2e-10, 2e12])
-@pytest.mark.parametrize("cost", [1e-10, 1e-90, 1e10])
-def test_tiny_and_huge_numbers_are_searched_to_the_end(cost: float, amount: float) -> None:
+@pytest.mark.parametrize(("cost", "amount"), [(1e-10, 2e12), (1e-90, 2e-10), (1e10, 2)])
+def test_problems_with_tiny_and_huge_numbers_are_solved_to_optimality(cost: float, amount: float) -> None:
     document = {
         "pp_degree": 2,
         "microbatches": 3,
@@ -152,7 +151,7 @@ NUMBERS = ["9" * 5000, "1e999", "NaN", "-Infinity", "4e-320", "1e-101", "1e16"]
         '{"pp_degree":2,"microbatches":3,"layers":[{"name":"a","repeat":N}]}',
     ],
 )
-def test_numbers_that_no_plan_can_hold_are_a_mistake_of_the_document(document: str, text: str) -> None:
+def test_numbers_out_of_range_are_refused(document: str, text: str) -> None:
     with pytest.raises(InvalidInput, match="found"):
         parse_any_problem(decode_json(document.replace("N", text, 1)))
 
@@ -164,14 +163,14 @@ def test_numbers_that_no_plan_can_hold_are_a_mistake_of_the_document(document: s
         {"forward": 0, "backward_input": 5e-324, "backward_weight": -5e-324, "limit": 0},
     ],
 )
-def test_deltas_below_the_rounding_of_all_figures_are_a_mistake_of_the_document(
+def test_deltas_smaller_than_any_rounding_are_refused(
     memory: dict[str, float],
 ) -> None:
     with pytest.raises(InvalidInput, match=r"/memory/backward_input: found .*must be 0 or at least 1e-120"):
         parse_any_problem({**DOCUMENT, "memory": memory})
 
 
-def test_numbers_too_long_to_print_are_named_all_the_same() -> None:
+def test_numbers_too_long_to_print_are_reported() -> None:
     with pytest.raises(InvalidInput, match="/microbatches: found a number too long to print"):
         parse_any_problem({**DOCUMENT, "microbatches": 10**5000})
     layer = {"name": "a", "repeat": 10**5000, "forward": 1, "backward_input": 1, "backward_weight": 1}

@@ -1,4 +1,4 @@
-"""Problems: what is accepted, how it is normalised, and what is said about what is not."""
+"""Problems: validation, normalisation, and error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
 
 
-def test_scalars_chunks_and_stages_say_the_same() -> None:
+def test_scalars_values_per_chunk_and_values_per_stage_are_equivalent() -> None:
     document = uniform_document(3, 4, limit=6)
     expected = parse_problem(document)
     for values in ([1, 1], [1] * 6):
@@ -88,7 +88,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "pointer", "says"), WRONG, ids=[f"{k}={v}" for k, v, *_ in WRONG])
-def test_wrong_values_are_named(key: str, value: Any, pointer: str, says: str) -> None:
+def test_a_wrong_value_is_reported_at_its_key(key: str, value: Any, pointer: str, says: str) -> None:
     document = uniform_document(2, 2)
     if key == "microbatches" and value > 1:
         document["pp_degree"] = 1024
@@ -115,7 +115,7 @@ def test_all_wrong_values_are_reported_at_once() -> None:
     }
 
 
-def test_a_weight_backward_cannot_allocate() -> None:
+def test_w_must_not_allocate_memory() -> None:
     document = uniform_document(2, 2)
     document["memory"] |= {"backward_input": -2, "backward_weight": 1}
     with pytest.raises(InvalidInput, match="W releases what F and I hold"):
@@ -129,8 +129,8 @@ def test_anything_but_an_object_is_refused(document: Any) -> None:
 
 
 @given(problems(max_p=3, max_m=1))
-def test_the_smallest_limit_is_what_the_leanest_order_needs(problem: Problem) -> None:
-    """Exhaustively, for one microbatch: others only add to what is held."""
+def test_the_smallest_limit_is_the_lowest_peak_of_any_order(problem: Problem) -> None:
+    """Exhaustively, for one microbatch: more of them can only add memory."""
     peaks = [peak_memory(problem, orders) for orders in all_orders_of_one_microbatch(problem)]
     leanest = tuple(min(column) for column in zip(*peaks, strict=True))
     assert leanest == pytest.approx(problem.smallest_limit)

@@ -1,4 +1,4 @@
-"""Timing: the published vectors, and the definitions against slow references."""
+"""Timing against published vectors and slow references."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def test_times_and_memory_equal_a_plain_simulation(problem: Problem) -> None:
 
 
 @given(problems(max_p=4, max_m=3))
-def test_span_is_the_period_of_iterations_that_follow_each_other(problem: Problem) -> None:
-    """The definition, acted out: unrolled iterations settle at one span each.
+def test_the_span_is_the_period_of_consecutive_iterations(problem: Problem) -> None:
+    """The definition, simulated: unrolled iterations settle at one span each.
 
-    Where ranks pass a critical cycle of length k round, the period shows over multiples of k; 60 and its
-    half are multiples of all cycle lengths possible here (1 to 4, with 30 to spare).
+    With a critical cycle through k ranks, the period shows over multiples of k iterations. 120 and 60 are
+    multiples of all cycle lengths that are possible here, 1 to 4.
     """
     orders = some_orders(problem)
     assert evaluate(problem, orders).span == pytest.approx(steady_period(problem, orders, 120), rel=1e-9)
@@ -77,8 +77,8 @@ def test_span_is_the_largest_cycle_mean_of_all_paths(problem: Problem, seed: int
     assert evaluate(problem, orders).span == pytest.approx(expected, rel=1e-12)
 
 
-def test_random_orders_reach_spans_below_their_earliest_starts() -> None:
-    """Else the tests with random orders would show little."""
+def test_random_orders_include_spans_below_those_of_earliest_starts() -> None:
+    """Otherwise tests with random orders would prove little."""
     below = 0
     for seed in range(40):
         random = Random(seed)
@@ -102,7 +102,7 @@ def test_random_orders_reach_spans_below_their_earliest_starts() -> None:
 def test_policy_iteration_finds_the_largest_cycle_mean_of_any_matrix(
     case: tuple[list[list[int]], list[int]],
 ) -> None:
-    """Real orders hardly ever wait in circles of several ranks; matrices do."""
+    """Cycles through several ranks are rare in real orders, but common in matrices."""
     weight, guess = case
     release = np.array(guess, dtype=np.float64)
     span = sweeps.policy_iteration(graph_of(weight), release, ROUNDING)
@@ -113,8 +113,8 @@ def test_policy_iteration_finds_the_largest_cycle_mean_of_any_matrix(
 def graph_of(weight: Sequence[Sequence[float]]) -> sweeps.Graph:
     """A graph whose longest paths are a matrix: rank q gathers one path of each length weight[r][q].
 
-    A rank's first action takes no time and feeds the p - 1 others' ranks; its second takes weight[q][q]; the
-    others take no time and wait for one rank each. Every action has costs of its own.
+    A rank's first action takes no time and feeds the other p - 1 ranks. Its second takes weight[q][q]. The
+    others take no time and wait for one rank each. Every action has its own costs.
     """
     p = len(weight)
     firsts = [rank * (p + 1) for rank in range(p)]
@@ -180,13 +180,13 @@ def test_memory_profile_counts_growth_while_an_action_runs() -> None:
     assert after.tolist() == [1, 2, 1.5, 1, 0]
 
 
-def test_a_deadlock_is_named_by_rank_and_action() -> None:
+def test_a_deadlock_is_reported_with_ranks_and_actions() -> None:
     ranks = [["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]]
     with pytest.raises(InvalidPlan, match=r"deadlocks.*rank 0 at 3F0.*rank 1 at 2F0"):
         evaluate(uniform(2, 1), Orders.from_text(ranks))
 
 
-def test_an_order_that_leaves_a_rank_empty_is_timed_all_the_same() -> None:
+def test_an_order_with_an_empty_rank_can_be_timed() -> None:
     timing = evaluate(uniform(2, 1), Orders.from_text([["0F0"], []]))
     assert (timing.makespan, timing.span, timing.peak_memory) == (1, 1, (1, 0))
     nothing = evaluate(uniform(2, 1), Orders.from_text([[], []]))
@@ -195,12 +195,12 @@ def test_an_order_that_leaves_a_rank_empty_is_timed_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("action", [(4, "F", 0), (-1, "F", 0), (0, "F", 1), (0, "F", -1)])
-def test_an_action_out_of_range_is_named(action: tuple[int, str, int]) -> None:
+def test_an_action_out_of_range_is_reported(action: tuple[int, str, int]) -> None:
     with pytest.raises(InvalidPlan, match="found {}{}{};".format(*action)):
         evaluate(uniform(2, 1), Orders.from_actions([[(0, "F", 0), action], []]))
 
 
 def some_orders(problem: Problem) -> Orders:
-    """An order that is valid but not everywhere good."""
+    """A valid order that is not optimal."""
     attempts = [*get_v_schedule(problem), *priority_schedules(problem, (0.5,))]
     return attempts[len(attempts) // 2].orders

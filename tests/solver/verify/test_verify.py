@@ -1,4 +1,4 @@
-"""The verifier: accepts what a plain reference can execute, rejects everything else by name."""
+"""The verifier accepts exactly the orders that a plain reference can execute."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ MUTATIONS: list[Callable[[Ranks, Random], None]] = [swap, drop, repeat, move, re
 
 
 def executable(problem: Problem, ranks: Ranks) -> bool:
-    """The rules, written down plainly."""
+    """The rules in their simplest form."""
     letters: dict[tuple[int, int], list[str]] = {}
     for rank, actions in enumerate(ranks):
         for stage, letter, j in actions:
@@ -102,7 +102,7 @@ def executable(problem: Problem, ranks: Ranks) -> bool:
     st.lists(st.sampled_from(MUTATIONS), min_size=1, max_size=3),
     st.integers(0, 2**32),
 )
-def test_agrees_with_the_plain_rules_on_mutated_orders(
+def test_the_verifier_agrees_with_the_plain_rules_on_mutated_orders(
     problem: Problem,
     headroom: float | None,
     mutations: list[Callable[[Ranks, Random], None]],
@@ -151,7 +151,7 @@ def test_agrees_with_the_plain_rules_on_mutated_orders(
         (1, ["1F0", "2F0", "1I0", "2I0", "1W0", "2W0"], "deadlocks"),
     ],
 )
-def test_broken_rules_are_named(rank: int, actions: list[str], says: str) -> None:
+def test_broken_rules_are_reported(rank: int, actions: list[str], says: str) -> None:
     ranks = [list(GOOD[0]), list(GOOD[1])]
     verify_orders(uniform(2, 1), Orders.from_text(ranks))
     ranks[rank] = actions
@@ -168,7 +168,7 @@ def test_broken_rules_are_named(rank: int, actions: list[str], says: str) -> Non
         ((0, -1, 0), r"found 0\(letter -1\)0"),
     ],
 )
-def test_numbers_that_text_cannot_write_are_named_too(action: tuple[int, int, int], says: str) -> None:
+def test_numbers_that_have_no_text_are_reported(action: tuple[int, int, int], says: str) -> None:
     good = Orders.from_text(GOOD)
     rows = [
         [(a.stage, "FIWB".index(a.letter), a.microbatch) for a in good.actions(rank)] for rank in range(2)
@@ -179,13 +179,13 @@ def test_numbers_that_text_cannot_write_are_named_too(action: tuple[int, int, in
 
 
 @pytest.mark.parametrize("offset", [[0, 5, 10], [1, 5, 11], [0, 12, 11], [0, 11]])
-def test_lists_that_do_not_add_up_are_refused(offset: list[int]) -> None:
+def test_lists_that_overlap_or_miss_actions_are_refused(offset: list[int]) -> None:
     with pytest.raises(InvalidPlan, match=r"lists overlap or miss actions|found 1 ranks"):
         verify_orders(uniform(2, 1), replace(Orders.from_text(GOOD), offset=np.array(offset)))
 
 
 def test_memory_counts_while_an_action_runs_and_between_actions() -> None:
-    """Rank 0 holds most after F, rank 1 after an I that grows; both exactly at their limits."""
+    """Rank 0 holds most after F, rank 1 after an I that allocates; both are exactly at their limits."""
     problem = uniform(2, 1)
     memory = replace(
         problem.memory,
@@ -202,7 +202,7 @@ def test_memory_counts_while_an_action_runs_and_between_actions() -> None:
                 verify_orders(limited_problem, Orders.from_text(GOOD))
 
 
-def test_a_memory_overflow_is_named() -> None:
+def test_an_exceeded_memory_limit_is_reported() -> None:
     tight = limited(uniform(2, 1), 0.0)
     verify_orders(tight, Orders.from_text(GOOD))
     below = replace(tight, memory=replace(tight.memory, limit=(2.0, 1.5)))
@@ -239,7 +239,7 @@ def test_false_metrics_are_refused(plan: Plan, change: dict[str, float]) -> None
 
 @pytest.mark.parametrize("name", ["makespan", "span", "bubble_rate", "peak_memory", "lower_bound", "gap"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_metrics_that_are_no_amounts_are_refused(plan: Plan, name: str, value: float) -> None:
+def test_metrics_that_are_not_finite_are_refused(plan: Plan, name: str, value: float) -> None:
     if name == "lower_bound" and value == -1:
         return  # true, if of no use
     false: Any = (value,) * 3 if name == "peak_memory" else value
@@ -248,7 +248,7 @@ def test_metrics_that_are_no_amounts_are_refused(plan: Plan, name: str, value: f
 
 
 @given(problems(max_p=5, max_m=5, kinds=("v", "loop", "single")), st.integers(0, 2**32))
-def test_of_spans_only_the_true_one_passes(problem: Problem, seed: int) -> None:
+def test_only_the_true_span_passes(problem: Problem, seed: int) -> None:
     orders = random_orders(problem, Random(seed))
     made = make_plan(problem, orders, method="random", lower_bound=0.0)  # verifies
     true = largest_cycle_mean(reach(problem, orders))
@@ -267,8 +267,8 @@ def test_of_spans_only_the_true_one_passes(problem: Problem, seed: int) -> None:
                 verify(replace(made, metrics=false))
 
 
-def test_the_span_is_checked_by_times_and_by_paths() -> None:
-    """Two ranks, each feeding the other's end: the only critical circle visits both."""
+def test_a_span_is_refuted_by_a_cycle_and_confirmed_by_start_times() -> None:
+    """Two ranks, each feeding the other's last action: the only critical cycle visits both."""
     for mean, length in ((5.0, {(0, 1): 6.0, (1, 0): 4.0}), (8.0, {(0, 0): 8.0, (0, 1): 1.0})):
         graph = graph_of_paths(length)
         release = np.zeros(2)
@@ -277,7 +277,7 @@ def test_the_span_is_checked_by_times_and_by_paths() -> None:
         assert refuting_cycle(graph, mean - 0.01, release) == mean
 
 
-def test_start_times_that_ignore_an_input_do_not_count() -> None:
+def test_start_times_before_an_input_are_refused() -> None:
     graph = graph_of_paths({(0, 0): 5.0, (0, 1): 6.0})
     start = earliest(graph, np.zeros(2))
     assert start.tolist() == [0, 0, 5, 0, 0, 6]
@@ -306,7 +306,7 @@ def ends(graph: PrecedenceGraph, release: NDArray[np.float64]) -> NDArray[np.flo
     return np.asarray((earliest(graph, release) + graph.duration)[graph.last])
 
 
-def test_peaks_are_stated_for_every_rank(plan: Plan) -> None:
+def test_a_plan_must_state_the_peak_of_every_rank(plan: Plan) -> None:
     metrics = replace(plan.metrics, peak_memory=plan.metrics.peak_memory[:2])
     with pytest.raises(InvalidPlan, match="peak_memory states 2 ranks, not 3"):
         verify(replace(plan, metrics=metrics))
@@ -318,8 +318,8 @@ def test_a_false_claim_of_optimality_is_refused(plan: Plan) -> None:
         verify(replace(plan, metrics=metrics))
 
 
-def test_verifies_without_numba_too(plan: Plan) -> None:
-    """GPU nodes install no numba; they verify plan files all the same."""
+def test_plans_are_verified_without_numba(plan: Plan) -> None:
+    """GPU nodes verify plan files, and have no Numba."""
     code = """
 import json, sys
 sys.modules["numba"] = None

@@ -34,7 +34,7 @@ def mean_over_replicas(transport: Transport, value: float | None, timeout: float
     """The mean of a number over the replicas of a position; None if they have none.
 
     Collective even without a number, so that no replica ends a step before all have begun it (see
-    :mod:`zbv_worker.training.swap`).
+    :mod:`zbv_worker.training.plan_change`).
     """
     if transport.layout.replicas == 1:
         return value

@@ -15,11 +15,11 @@ from zbv_solver.errors import ContradictedBound, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 
-from zbv_service.documents.packing import finite, pack_incumbent, pack_plan, unpack
-from zbv_service.documents.problems import Question, answers, parse_question
+from zbv_service.documents.packing import finite_or_none, pack_incumbent, pack_plan, unpack
+from zbv_service.documents.problems import Question, answers
 from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
 
 if TYPE_CHECKING:  # loading the solver's kernels takes a second, which only search processes need
@@ -84,7 +84,7 @@ def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan
     ContradictedBound
         A verified plan undercuts a lower bound.
     """
-    question = parse_question(unpack(claim.problem))
+    question = parse_any_problem(unpack(claim.problem))
     if isinstance(question, Problem):  # for layers, only the search can tell
         question.require_feasible()
     incumbent = None
@@ -132,7 +132,7 @@ def update_of(progress: Progress, refusal: Refusal | None = None) -> Update:
     return Update(
         objective=progress.objective,
         lower_bound=progress.lower_bound,
-        gap=finite(progress.gap),
+        gap=finite_or_none(progress.gap),
         method=progress.method[:METHOD_CHARACTERS],
         incumbent=pack_incumbent(
             progress.orders.all_text(), None if problem.model is None else problem_json(problem)

@@ -1,4 +1,4 @@
-"""A real service as a user starts it, and what a test sees of a browser's page."""
+"""A real service as a user starts it, and a page in a browser."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ SCRIPT = Path(sys.executable).with_name("zbv-service")
 START_SECONDS = 120.0
 SEARCH_SECONDS = 120.0
 SOON_SECONDS = 60.0
-# A remark on how fast the machine is.
+# A message about the speed of the machine.
 HARMLESS = re.compile("was preloaded using link preload but not used within")
 
 
 @dataclass
 class Look:
-    """A page of the browser, and what went wrong or out while it was open."""
+    """A page in the browser, with its console messages and requests."""
 
     page: Page
     origin: str
@@ -69,7 +69,7 @@ class Look:
             self.page.wait_for_selector('#chart[data-state="ready"]')
 
     def sign_in(self) -> None:
-        """As whoever started the service does: with a link that works once."""
+        """Sign in with a link that works once, like the user who started the service."""
         request = urllib.request.Request(
             f"{self.origin}/v1/sign-in-links", b"", {"Authorization": f"Bearer {find(self.origin)}"}
         )
@@ -77,7 +77,7 @@ class Look:
             self.page.goto(json.load(answer)["url"])
 
     def soon(self, wanted: Locator, state: Literal["visible", "detached"] = "visible") -> None:
-        """Wait for an element of a page with a controlled clock, whose timers need not wait."""
+        """Wait for an element of a page with a controlled clock: its timers run out at once."""
         until = time.monotonic() + SOON_SECONDS
         while True:
             self.page.clock.fast_forward(3000)
@@ -121,15 +121,15 @@ class Look:
         )
 
     def drawn(self, what: str, at: int = 0) -> Any:
-        """What a Gantt chart shows: ``bars``, ``labels``, ``idle.left``, ``path.x`` and so on."""
+        """The contents of a Gantt chart: ``bars``, ``labels``, ``idle.left``, ``path.x`` and so on."""
         return self.page.evaluate(f"(at) => zbv.chart.gantts[at].drawn.{what}", at)
 
     def screen(self) -> NDArray[np.uint8]:
-        """The window as it is painted: (height, width, 3)."""
+        """The window as painted: (height, width, 3)."""
         return np.asarray(Image.open(io.BytesIO(self.page.screenshot())).convert("RGB"))
 
     def colour_at(self, x: float, y: float) -> tuple[int, ...]:
-        """Red, green and blue of a point of the window, as it is painted."""
+        """Red, green and blue of a point of the window, as painted."""
         clip = FloatRect(x=x - 1, y=y - 1, width=2, height=2)
         picture = Image.open(io.BytesIO(self.page.screenshot(clip=clip))).convert("RGB")
         return tuple(np.asarray(picture)[0, 0].tolist())

@@ -22,7 +22,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 # Playwright runs an event loop in this thread until it ends. It must end with its module: tests of other
-# modules in the same process have loops of their own.
+# modules in the same process start other loops.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -45,7 +45,7 @@ def signed_in() -> dict[str, StorageState]:
 
 @pytest.fixture(scope="module")
 def profiles() -> Iterator[list[Look]]:
-    """What is open in the browser, the newest last."""
+    """The open pages, the newest last."""
     opened: list[Look] = []
     yield opened
     for each in opened:
@@ -54,7 +54,7 @@ def profiles() -> Iterator[list[Look]]:
 
 @pytest.fixture(autouse=True)
 def _tests_close_what_they_open(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A page that nobody looks at any more would go on following its search or its run."""
+    """Close the pages of a test, which would go on following their search or run."""
     if "look" not in request.fixturenames:
         yield
         return
@@ -102,7 +102,7 @@ def look(browser: Browser, profiles: list[Look], signed_in: dict[str, StorageSta
 
 @pytest.fixture(scope="session")
 def plan(service: Service) -> Plan:
-    """A small plan, as the service found it: every action is a bar."""
+    """A small plan found by the service: every action is a bar."""
     return service.search(PROBLEM)
 
 

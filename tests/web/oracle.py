@@ -1,4 +1,4 @@
-"""What every action of a plan waited for, worked out apart from the scripts that say so."""
+"""The wait of every action of a plan, computed independently of the scripts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zbv_solver.timing.start_times import earliest_times
 
 
 class Oracle:
-    """What every action of a plan waited for, from the definitions alone."""
+    """The wait of every action of a plan, from the definitions alone."""
 
     def __init__(self, plan: Plan):
         orders, problem = plan.orders, plan.problem

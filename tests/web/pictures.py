@@ -70,7 +70,7 @@ def main() -> None:
 
 @contextmanager
 def browsing(service: Service) -> Iterator[Look]:
-    """A browser that is signed in."""
+    """A signed-in browser."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         raise SystemExit(f"No browser found (looked for {', '.join(BROWSERS)}). Run: make browser")
@@ -90,7 +90,7 @@ def take(seen: Look, directory: Path, name: str, show: Callable[[], None]) -> No
     for theme in ("light", "dark"):
         seen.page.emulate_media(color_scheme=theme)
         seen.page.wait_for_function(f"() => document.documentElement.dataset.theme === '{theme}'")
-        seen.page.wait_for_timeout(500)  # charts repaint, and pictures of the screen show what is painted
+        seen.page.wait_for_timeout(500)  # charts repaint, and screenshots show the painted state
         picture = Image.open(io.BytesIO(seen.page.screenshot())).convert("RGB")
         path = directory / f"page-{name}-{theme}.png"
         _of_few_colours(picture).save(path, optimize=True)
@@ -104,14 +104,14 @@ def the_plan(seen: Look, plan_id: str) -> None:
 
 
 def the_comparison(seen: Look, plan_id: str) -> None:
-    """A plan beside classical schedules."""
+    """A plan with classical schedules."""
     seen.open(f"{seen.origin}/plans/{plan_id}/compare")
     seen.page.locator("#chart").scroll_into_view_if_needed()
     seen.page.evaluate("document.getElementById('schedules').scrollIntoView()")
 
 
 def the_frontier(seen: Look, plan_id: str) -> None:
-    """What memory buys, with every limit searched."""
+    """The frontier, with every limit searched."""
     page = seen.page
     seen.open(f"{seen.origin}/plans/{plan_id}/frontier")
     page.locator("select[name=effort]").first.select_option("quick")
@@ -121,7 +121,7 @@ def the_frontier(seen: Look, plan_id: str) -> None:
 
 
 def the_search(seen: Look, service: Service) -> None:
-    """A search that goes on."""
+    """A running search."""
     options = {"effort": "thorough", "time_limit": 120}
     search_id = service.call("/v1/searches", {"problem": LARGER, "options": options})["id"]
     until = time.monotonic() + WAIT_SECONDS

@@ -1,4 +1,4 @@
-"""Runs whose agents are played by the test: what a service shows of them needs no ranks of torch."""
+"""Runs with agents that the test simulates, so that no rank needs torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PlayedRun:
             self.service.call(f"/v1/agents/{agent}/heartbeat", {"run_id": self.id, "ranks": places})
 
     def measured(self, documents: Sequence[dict[str, Any]]) -> None:
-        """These ranks send what they measured."""
+        """These ranks send their measurements."""
         for document in documents:
             self._put(document["rank"], "trace", json.dumps(document).encode(), "application/json")
 
@@ -101,7 +101,7 @@ def slower(problem: Problem, rank: int, factor: float) -> Problem:
 def traces(
     plan: Plan, problem: Problem, *, steps: int = 6, first_step: int = 0, ahead: Sequence[int] | None = None
 ) -> list[dict[str, Any]]:
-    """What the ranks of a plan would measure under the costs of a problem, with losses and a little noise."""
+    """The traces of a plan's ranks under the costs of a problem, with losses and a little noise."""
     made = trace_documents(
         problem, plan.orders, plan_id=plan.plan_id, steps=steps, first_step=first_step, ahead=ahead
     )

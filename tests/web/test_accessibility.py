@@ -1,4 +1,4 @@
-"""Every kind of page, for everybody: axe-core finds nothing serious, keys reach all, phones show all."""
+"""Every kind of page: axe-core finds nothing serious, keys reach all controls, phones show everything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PHONE: ViewportSize = {"width": 390, "height": 844}
 
 @pytest.fixture(scope="module")
 def addresses(service: Service, plan: Plan) -> dict[str, str]:
-    """Where each kind of page is, in a service in which something has happened."""
+    """The address of each kind of page, in a service with a plan and a run."""
     search = service.call(f"/v1/searches?q={plan.plan_id}&limit=1")["searches"][0]["id"]
     run = play(service, plan, steps=4)
     run.beat(1)
@@ -63,7 +63,7 @@ def reader(look: Callable[..., Look], service: Service) -> Look:
 
 
 def findings(page: Page, *rules: str) -> list[str]:
-    """What axe-core finds that keeps people from using the page, each with the first place."""
+    """The serious findings of axe-core, each with its first place."""
     options: dict[str, Any] = {"resultTypes": ["violations"]}
     if rules:
         options["runOnly"] = {"type": "rule", "values": list(rules)}
@@ -85,7 +85,7 @@ REACHED = """() => {
   }
   const shown = [at, at.closest("label"), at.nextElementSibling, at.querySelector(":scope *")];
   const hasOutline = shown.some((part) => part && getComputedStyle(part).outlineStyle !== "none");
-  const mark = at.querySelector("svg .hit"); // in a picture, a line around what is pointed at
+  const mark = at.querySelector("svg .hit"); // in a picture, a line around the focused mark
   const isShown = hasOutline || (mark !== null && getComputedStyle(mark).stroke !== "none");
   return {text: at.outerHTML.slice(0, 120), isShown: isShown || at === document.body, isAgain};
 }"""
@@ -100,12 +100,12 @@ MISSED = """() => {
 
 
 def painted(page: Page) -> None:
-    """Wait until what has changed is on the screen."""
+    """Wait until changes are painted."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def go_through(page: Page) -> None:
-    """Press Tab until it is where it was: everything is reached, and the page shows every time where."""
+    """Press Tab once around: everything is reached, and the focus is always visible."""
     for _ in range(500):
         page.keyboard.press("Tab")
         reached = page.evaluate(REACHED)
@@ -116,7 +116,7 @@ def go_through(page: Page) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_page_can_be_used_by_keys_in_light_and_dark_and_on_a_phone(
+def test_a_page_is_accessible_by_keyboard_in_both_themes_and_on_a_phone(
     reader: Look, look: Callable[..., Look], addresses: dict[str, str], kind: str
 ) -> None:
     seen = look(reader.origin, is_known=False) if kind == "sign-in" else reader
@@ -142,7 +142,7 @@ def test_a_page_can_be_used_by_keys_in_light_and_dark_and_on_a_phone(
     assert seen.strangers() == []
 
 
-def test_the_way_to_the_content_is_one_key(reader: Look, addresses: dict[str, str]) -> None:
+def test_one_key_skips_to_the_content(reader: Look, addresses: dict[str, str]) -> None:
     page = reader.page
     reader.open(addresses["plans"])
     page.keyboard.press("Tab")
@@ -152,7 +152,7 @@ def test_the_way_to_the_content_is_one_key(reader: Look, addresses: dict[str, st
     assert page.evaluate("document.getElementById('main').contains(document.activeElement)")
 
 
-def test_nothing_moves_for_those_who_ask_for_rest(reader: Look, addresses: dict[str, str]) -> None:
+def test_reduced_motion_turns_animations_off(reader: Look, addresses: dict[str, str]) -> None:
     page = reader.page
     reader.open(addresses["plans"])
     moving = """() => {
@@ -166,7 +166,7 @@ def test_nothing_moves_for_those_who_ask_for_rest(reader: Look, addresses: dict[
     page.emulate_media(reduced_motion="reduce")
 
 
-def test_paper_shows_what_is_found_and_no_controls(reader: Look, addresses: dict[str, str]) -> None:
+def test_a_printed_list_has_rows_and_no_controls(reader: Look, addresses: dict[str, str]) -> None:
     page = reader.page
     page.set_viewport_size(WIDE)
     reader.open(addresses["plans"])

@@ -22,7 +22,7 @@ def test_a_page_is_opened_and_everything_about_it_measured(monkeypatch: pytest.M
     assert all(each.excess > 0 for each in asked), "no page can be that fast"
 
 
-def test_without_what_drives_a_browser_it_says_how_to_get_it(
+def test_a_missing_playwright_is_reported_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "playwright.sync_api", None)
@@ -30,7 +30,7 @@ def test_without_what_drives_a_browser_it_says_how_to_get_it(
     assert "pip install 'zbv[dev]'" in capsys.readouterr().err
 
 
-def test_without_a_browser_it_says_so(
+def test_a_missing_browser_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(page, "BROWSERS", ("no-such-browser",))

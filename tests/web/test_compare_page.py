@@ -1,4 +1,4 @@
-"""The comparison in a browser: schedules above each other on one time axis."""
+"""The comparison in a browser: schedules on one time axis."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def address(service: Service, plan: Plan) -> str:
 
 
 def opened(found: Look, address: str) -> Look:
-    """Open a comparison; while schedules are made, the page comes again by itself."""
+    """Open a comparison; the page reloads until its schedules are computed."""
     found.page.goto(address)
     found.page.wait_for_selector('#chart[data-state="ready"]')
     return found
 
 
-def test_schedules_stand_above_each_other_and_zoom_together(
+def test_schedules_share_one_time_axis_and_zoom_together(
     look: Callable[..., Look], address: str, plan: Plan
 ) -> None:
     found = opened(look(address.partition("/plans")[0]), address)

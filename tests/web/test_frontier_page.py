@@ -11,7 +11,7 @@ from zbv_solver.plans.plan import Plan
 
 @pytest.fixture(scope="module")
 def tight(service: Service) -> Plan:
-    """A plan whose frontier nobody else looks at."""
+    """A plan that no other test uses."""
     return service.search({**PROBLEM, "microbatches": 5})
 
 
@@ -30,7 +30,7 @@ def test_missing_points_are_searched_and_the_picture_fills_in(
     page.get_by_role("button", name="missing point").click()
     page.wait_for_url(f"**/{tight.plan_id}/frontier")
     effort = page.get_by_label("Effort")
-    if effort.count():  # what is given stays given while the picture fills in around it
+    if effort.count():  # input is kept while the page updates
         effort.select_option("thorough")
         effort.focus()
     found.soon(page.locator("[data-live=frontier]:not([data-open])").filter(has_not_text="not searched yet"))

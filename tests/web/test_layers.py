@@ -1,4 +1,4 @@
-"""A model given by its layers in a browser: from a file to the search, to where the plan cuts it."""
+"""A problem with layers in a browser: from a file to the search and to the cut of the plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shown(page: Page) -> dict[str, Any]:
     return found
 
 
-def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
+def test_a_file_of_layers_leads_to_the_plan_that_cuts_them(shared: Look) -> None:
     page = begin(shared, LAYERED)
     says(shared, READY)
     assert page.locator("#layers-panel").is_visible()
@@ -56,13 +56,13 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     shared.soon(page.locator("#bars .own"))
     assert "Histogram cut" in page.locator("#bars").inner_text()
 
-    # Amounts are told in their unit, and those of files from `zbv estimate` are bytes.
+    # Amounts have the unit of the form; those in files from `zbv estimate` are bytes.
     table = page.locator("#table-layers")
     assert "5 MiB" in table.inner_text()
     page.fill("#memory_unit", "bytes")
     assert "5 B" in table.inner_text()
     page.fill("#memory_unit", "MiB")
-    # What a user may change is what is not the model's.
+    # The reader may change everything except the layers.
     page.fill("#microbatches", "6")
     page.select_option("#placement", "auto")
     page.select_option("#limit_kind", "amount")
@@ -158,7 +158,7 @@ def test_a_plan_leads_back_to_its_layers_and_a_cut_of_a_file_can_be_kept(
     assert "layers" not in shown(page)
 
 
-def test_names_as_long_as_a_modules_path_are_broken_and_no_markup(shared: Look, service: Service) -> None:
+def test_long_layer_names_wrap_and_are_escaped(shared: Look, service: Service) -> None:
     name = "<i>transformer." + "encoder_and_decoder." * 8
     layers = [{**LAYERED["layers"][0], "name": name}, *LAYERED["layers"][1:]]
     plan = service.search({**LAYERED, "layers": layers, "cut": {}})
@@ -169,7 +169,7 @@ def test_names_as_long_as_a_modules_path_are_broken_and_no_markup(shared: Look, 
     assert table.evaluate("(it) => it.scrollWidth <= it.clientWidth")
 
 
-def test_a_wrong_layer_is_said_and_what_is_no_number_is_shown_as_it_is(shared: Look) -> None:
+def test_a_wrong_layer_is_reported_and_its_text_is_shown_unchanged(shared: Look) -> None:
     wrong = [{**LAYERED["layers"][0], "forward": "<b>a lot</b>"}, *LAYERED["layers"][1:]]
     page = begin(shared, {**LAYERED, "layers": wrong})
     says(shared, "/problem/layers/0/forward")

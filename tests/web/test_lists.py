@@ -1,4 +1,4 @@
-"""Lists and the front page in a browser: filters, keys, what goes on, and the reader's colours."""
+"""Lists and the front page in a browser: filters, keys, running searches, and themes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reader(look: Callable[..., Look], service: Service, plan: Plan) -> Look:
 
 @contextmanager
 def going_on(service: Service) -> Iterator[str]:
-    """A search that takes longer than anybody looks; cancelled at the end."""
+    """A search that outlasts the test; cancelled at the end."""
     options = {"effort": "thorough", "time_limit": 300}
     search_id = service.call("/v1/searches", {"problem": LONG, "options": options})["id"]
     try:
@@ -34,9 +34,7 @@ def rows(page: Page) -> list[str]:
     return [text.strip() for text in page.locator("tbody th").all_inner_texts()]
 
 
-def test_a_plan_is_found_by_what_it_is_and_opened_by_its_row(
-    reader: Look, service: Service, plan: Plan
-) -> None:
+def test_a_plan_is_found_by_filters_and_opened_by_its_row(reader: Look, service: Service, plan: Plan) -> None:
     page = reader.page
     reader.open(f"{service.url}/plans")
     page.get_by_label("Ranks").fill("4")
@@ -76,9 +74,7 @@ def test_states_are_chosen_with_the_keyboard(reader: Look, service: Service) -> 
     assert set(page.locator("tbody .state").all_inner_texts()) == {"done"}
 
 
-def test_pages_lead_on_and_back_without_a_script(
-    look: Callable[..., Look], service: Service, plan: Plan
-) -> None:
+def test_paging_works_without_scripts(look: Callable[..., Look], service: Service, plan: Plan) -> None:
     service.search({**PROBLEM, "microbatches": 3})
     found = look(service.url, java_script_enabled=False)
     page = found.page
@@ -92,7 +88,7 @@ def test_pages_lead_on_and_back_without_a_script(
     assert not page.locator("[data-theme-switch]").is_visible(), "a switch that could do nothing"
 
 
-def test_what_goes_on_is_followed_where_it_is_listed(reader: Look, service: Service) -> None:
+def test_lists_follow_running_searches(reader: Look, service: Service) -> None:
     page = reader.page
     with going_on(service) as search_id:
         reader.open(f"{service.url}/searches")
@@ -112,7 +108,7 @@ def test_what_goes_on_is_followed_where_it_is_listed(reader: Look, service: Serv
     assert reader.complaints == []
 
 
-def test_a_thumbnail_shows_every_plan_of_the_front_page(reader: Look, service: Service) -> None:
+def test_every_plan_on_the_front_page_has_a_thumbnail(reader: Look, service: Service) -> None:
     page = reader.page
     reader.open(service.url)
     page.locator(".gallery img").last.scroll_into_view_if_needed()
@@ -123,7 +119,7 @@ def test_a_thumbnail_shows_every_plan_of_the_front_page(reader: Look, service: S
     reader.keep("home")
 
 
-def test_the_colours_are_the_systems_until_the_reader_chooses(
+def test_the_theme_is_the_systems_until_the_reader_chooses(
     look: Callable[..., Look], service: Service
 ) -> None:
     found = look(service.url, color_scheme="dark")
@@ -151,7 +147,7 @@ def test_the_colours_are_the_systems_until_the_reader_chooses(
     assert found.complaints == []
 
 
-def test_nothing_is_painted_in_the_wrong_colours_first(look: Callable[..., Look], service: Service) -> None:
+def test_the_first_paint_has_the_chosen_theme(look: Callable[..., Look], service: Service) -> None:
     found = look(service.url, color_scheme="light")
     page = found.page
     found.open(service.url)

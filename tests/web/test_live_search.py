@@ -1,4 +1,4 @@
-"""A search in a browser: followed while it goes on, stopped, and read once it has ended."""
+"""A search in a browser: followed while it runs, stopped, and read after its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG: dict[str, Any] = {
 
 
 class Line:
-    """Passes on what comes to ``port``, one of its own, until it is cut; then nobody answers there."""
+    """Forwards connections from ``port`` to a service until it is cut."""
 
     def __init__(self, address: str):
         target = urlsplit(address)
@@ -103,7 +103,7 @@ def drawn(page: Page) -> int:
 
 @pytest.fixture
 def going_on(service: Service) -> Iterator[str]:
-    """A search that goes on until somebody stops it."""
+    """A search that runs until it is stopped."""
     search_id = ask(service, LONG, effort="thorough")["id"]
     yield search_id
     service.call(f"/v1/searches/{search_id}/cancel", {})
@@ -155,7 +155,7 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(
         assert each.strangers() == []
 
 
-def test_a_search_that_has_ended_shows_how_it_went(look: Callable[..., Look], service: Service) -> None:
+def test_an_ended_search_shows_its_progress_and_result(look: Callable[..., Look], service: Service) -> None:
     ended = ask(service, PROBLEM, effort="quick")
     service.search(PROBLEM)
     found = look(service.url, color_scheme="dark")
@@ -178,7 +178,7 @@ def test_a_search_that_has_ended_shows_how_it_went(look: Callable[..., Look], se
     assert found.complaints == []
 
 
-def test_an_infeasible_limit_leads_to_one_that_is_not(look: Callable[..., Look], service: Service) -> None:
+def test_an_infeasible_limit_links_to_a_feasible_one(look: Callable[..., Look], service: Service) -> None:
     tight = {**LONG, "microbatches": 4, "memory": {**PROBLEM["memory"], "limit": [3, 3, 12, 12, 12, 2]}}
     found = look(service.url)
     page = found.page
@@ -194,7 +194,7 @@ def test_an_infeasible_limit_leads_to_one_that_is_not(look: Callable[..., Look],
     assert found.complaints == []
 
 
-def test_a_broken_stream_is_said_to_be_and_goes_on_where_it_broke(
+def test_a_broken_stream_is_reported_and_resumed(
     look: Callable[..., Look], service: Service, going_on: str
 ) -> None:
     found = look(service.url)
@@ -220,13 +220,11 @@ def test_a_broken_stream_is_said_to_be_and_goes_on_where_it_broke(
         course = [event for event in told if event["event"] in ("improvement", "bound")]
         page.locator("#steps-body tr").first.wait_for()
         shown = page.locator("#steps-body tr").count()
-        assert shown in (len(course), len(course) + 1), "none is lost, and none is told twice"
+        assert shown in (len(course), len(course) + 1), "no event is lost or repeated"
     assert all("net::ERR_" in text for text in found.complaints), found.complaints
 
 
-def test_without_streams_it_asks_now_and_then(
-    look: Callable[..., Look], service: Service, going_on: str
-) -> None:
+def test_without_streams_the_page_polls(look: Callable[..., Look], service: Service, going_on: str) -> None:
     def no_streams(route: Route) -> None:
         if "text/event-stream" in route.request.headers["accept"]:
             route.fulfill(status=502, body="a proxy that knows no streams")
@@ -244,9 +242,7 @@ def test_without_streams_it_asks_now_and_then(
     found.soon(found.page.locator("#to-plan"))
 
 
-def test_a_search_is_deleted_and_whoever_looks_at_it_is_told(
-    look: Callable[..., Look], service: Service
-) -> None:
+def test_deleting_a_search_notifies_other_open_pages(look: Callable[..., Look], service: Service) -> None:
     search_id = ask(service, {**LONG, "microbatches": 25}, effort="thorough")["id"]
     deletes, looks = look(service.url), look(service.url)
     for each in (deletes, looks):

@@ -1,4 +1,4 @@
-"""Asking for a search in a browser: a form that says at once what is wrong, and what can be expected."""
+"""The form for a new search in a browser: its messages, its estimate, and its files."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Form:
         return [cell.input_value() for cell in cells.all()]
 
     def says(self, text: str) -> None:
-        """Wait until it says something of what is in the fields now."""
+        """Wait for a verdict on the current input."""
         self.look.soon(self.page.locator('#verdict[aria-busy="false"]').filter(has_text=text))
 
     def issue(self, name: str) -> str:
-        """What is said at a field, once something is."""
+        """The message at a field, as soon as there is one."""
         found = self.page.locator(f'[id="issue-{name}"]:not(:empty)')
         self.look.soon(found)
         return found.inner_text()
@@ -54,7 +54,7 @@ class Form:
         return found
 
     def promised(self) -> list[str]:
-        """The bars of what can be expected, once they are there."""
+        """The bars of the estimate, as soon as they are drawn."""
         self.look.soon(self.page.locator("#bars .own"))
         return self.page.locator("#bars li").all_inner_texts()
 
@@ -106,7 +106,7 @@ def test_from_the_form_to_the_live_search_to_the_plan_and_its_export(form: Form,
     assert form.look.strangers() == []
 
 
-def test_it_says_what_can_be_expected_before_anything_is_searched(form: Form) -> None:
+def test_the_expected_result_is_shown_before_the_search(form: Form) -> None:
     bars = form.promised()
     assert [bar.split("\n")[0] for bar in bars[1:-1]] == [
         "zbv in 0.5 s",
@@ -123,7 +123,7 @@ def test_it_says_what_can_be_expected_before_anything_is_searched(form: Form) ->
     form.look.keep("new-search")
 
 
-def test_a_wrong_field_is_said_at_once_and_in_the_services_words(form: Form, service: Service) -> None:
+def test_a_wrong_field_gets_the_services_message_at_once(form: Form, service: Service) -> None:
     for name, text, pointer in (
         ("pp_degree", "four", "/problem/pp_degree"),
         ("costs.backward_weight", "-7", "/problem/costs/backward_weight"),
@@ -152,7 +152,7 @@ def test_a_wrong_field_is_said_at_once_and_in_the_services_words(form: Form, ser
     assert form.look.complaints == []
 
 
-def test_a_wrong_form_is_not_sent_and_leads_to_what_is_wrong(form: Form) -> None:
+def test_a_wrong_form_is_not_sent_and_links_to_its_errors(form: Form) -> None:
     form.give("costs.forward", "each")
     form.field("costs.forward", 5).fill("-1")
     form.field("costs.backward_input").fill("-2")
@@ -178,7 +178,7 @@ def test_values_per_stage_are_a_table_that_grows_with_the_ranks(form: Form) -> N
     form.field("pp_degree").fill("12")
     form.page.locator('[id="costs.forward-23"]').wait_for()
     form.field("pp_degree").fill("4")
-    assert form.cells("costs.forward") == ["1000"] * 7 + ["2000"], "what was out of sight is still there"
+    assert form.cells("costs.forward") == ["1000"] * 7 + ["2000"], "hidden values are kept"
     form.field("placement").select_option("single")
     form.says(READY)
     assert form.problem()["costs"]["forward"] == [1000] * 4
@@ -243,9 +243,7 @@ def test_numbers_are_pasted_from_a_spreadsheet(form: Form) -> None:
         ("", [[]]),
     ],
 )
-def test_a_list_of_numbers_is_read_as_it_was_meant_or_not_at_all(
-    shared: Form, text: str, rows: list[list[str]]
-) -> None:
+def test_a_list_of_numbers_is_split_at_its_separators(shared: Form, text: str, rows: list[list[str]]) -> None:
     module = "/static/new-search/values.js"
     if not shared.page.url.startswith(shared.look.origin):
         shared.open()
@@ -253,7 +251,7 @@ def test_a_list_of_numbers_is_read_as_it_was_meant_or_not_at_all(
     assert shared.page.evaluate(read, [module, text]) == rows
 
 
-def test_what_is_no_number_is_never_sent_as_nothing(form: Form) -> None:
+def test_a_number_too_large_for_json_is_sent_as_text(form: Form) -> None:
     """JSON has no infinity: it would become null, which means no limit."""
     form.field("limit_kind").select_option("amount")
     form.field("memory.limit").fill("1e309")
@@ -281,13 +279,13 @@ def test_many_values_are_one_field_that_says_when_their_number_is_wrong(form: Fo
     assert len(form.problem()["costs"]["forward"]) == 399
 
 
-def test_every_column_has_a_name_for_those_who_hear_it(form: Form) -> None:
+def test_every_column_has_a_name_for_screen_readers(form: Form) -> None:
     names = form.page.locator("#app thead th").all_text_contents()
     assert len(names) == 9
     assert all(names)
 
 
-def test_the_weights_memory_follows_until_it_is_given_otherwise(form: Form) -> None:
+def test_the_memory_of_w_follows_the_others_until_it_is_edited(form: Form) -> None:
     form.field("memory.forward").fill("5")
     assert form.field("memory.backward_weight").input_value() == "-4"
     form.give("memory.backward_input", "chunk")
@@ -321,7 +319,7 @@ def test_a_limit_is_a_fraction_of_1f1bs_memory_or_an_amount_or_none(form: Form) 
     assert "memory" not in form.problem()
 
 
-def test_a_file_fills_the_form_and_what_it_cannot_show_is_sent_along(form: Form, plan: Plan) -> None:
+def test_a_file_fills_the_form_and_keys_without_a_field_are_sent_unchanged(form: Form, plan: Plan) -> None:
     costs = {
         **PROBLEM["costs"],
         "forward": [1, 2, 3, 4, 5, 6, 7, 8],
@@ -363,14 +361,14 @@ def test_a_file_fills_the_form_and_what_it_cannot_show_is_sent_along(form: Form,
         ('{"problem": 7}', "It is JSON but not a problem"),
     ],
 )
-def test_a_file_of_rubbish_changes_nothing(form: Form, content: str, words: str) -> None:
+def test_an_unreadable_file_changes_nothing(form: Form, content: str, words: str) -> None:
     before = form.problem()
     form.upload("<b>rubbish</b>.json", content)
     form.page.locator("#note").get_by_text(f"<b>rubbish</b>.json cannot be used. {words}").wait_for()
     assert form.problem() == before
 
 
-def test_what_a_file_does_not_say_is_asked_for_and_not_made_up(form: Form) -> None:
+def test_keys_missing_in_a_file_are_errors_not_defaults(form: Form) -> None:
     form.upload("half.json", json.dumps({"microbatches": 8, "costs": {"forward": 1}}))
     form.says("3 errors to correct.")
     assert form.field("pp_degree").input_value() == ""
@@ -379,7 +377,7 @@ def test_what_a_file_does_not_say_is_asked_for_and_not_made_up(form: Form) -> No
     assert form.cells("costs.forward") == [""]
 
 
-def test_wrong_types_in_a_file_are_the_services_business(form: Form) -> None:
+def test_wrong_types_in_a_file_are_reported_by_the_service(form: Form) -> None:
     wild = {
         "pp_degree": [4],
         "microbatches": {"a": 1},
@@ -414,7 +412,7 @@ def test_a_file_may_be_dropped_anywhere(form: Form) -> None:
     assert form.page.locator("#drop").is_hidden()
 
 
-def test_sliders_ask_what_if_and_may_become_the_form(form: Form) -> None:
+def test_what_if_sliders_change_the_form_only_on_request(form: Form) -> None:
     form.promised()
     form.page.locator("#what-if summary").click()
     slider = form.page.get_by_label("Memory limit", exact=True)
@@ -436,7 +434,7 @@ def test_sliders_ask_what_if_and_may_become_the_form(form: Form) -> None:
     assert form.problem()["memory"]["limit"] == 9.6
 
 
-def test_earlier_problems_are_changed_and_asked_again(form: Form, service: Service, plan: Plan) -> None:
+def test_the_form_opens_with_an_earlier_problem(form: Form, service: Service, plan: Plan) -> None:
     form.open(f"?from={plan.plan_id}")
     assert parse_problem(form.problem()) == plan.problem
     assert form.field("limit_fraction").input_value() == "1"
@@ -453,7 +451,7 @@ def test_earlier_problems_are_changed_and_asked_again(form: Form, service: Servi
     assert "found no search" in form.note()
 
 
-def test_a_request_that_got_lost_is_sent_again_under_the_same_name(form: Form) -> None:
+def test_a_lost_request_is_repeated_with_the_same_idempotency_key(form: Form) -> None:
     keys: list[str] = []
 
     def lose_the_first(route: Route, request: Request) -> None:
@@ -479,7 +477,7 @@ def test_a_request_that_got_lost_is_sent_again_under_the_same_name(form: Form) -
     assert "ERR_FAILED" in lost
 
 
-def test_what_was_typed_survives_a_session_that_ended(look: Callable[..., Look], service: Service) -> None:
+def test_input_survives_the_end_of_a_session(look: Callable[..., Look], service: Service) -> None:
     form = Form(look(service.url, has_clock=True))
     form.open()
     form.field("microbatches").fill("12")
@@ -493,7 +491,7 @@ def test_what_was_typed_survives_a_session_that_ended(look: Callable[..., Look],
     assert form.note() == "Restored from before you were signed out."
 
 
-def test_the_same_can_be_asked_from_a_script(form: Form, tmp_path: Path) -> None:
+def test_the_problem_can_be_copied_as_curl_or_downloaded(form: Form, tmp_path: Path) -> None:
     form.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     form.field("time_unit").fill("it's")
     form.says(READY)
@@ -509,7 +507,7 @@ def test_the_same_can_be_asked_from_a_script(form: Form, tmp_path: Path) -> None
     assert json.loads((tmp_path / "problem.json").read_text()) == form.problem()
 
 
-def test_without_javascript_it_says_what_to_do(look: Callable[..., Look], service: Service) -> None:
+def test_without_javascript_the_form_names_the_command(look: Callable[..., Look], service: Service) -> None:
     found = look(service.url, java_script_enabled=False)
     found.page.goto(f"{service.url}/new")
     assert "zbv-service submit problem.json" in found.page.locator("main").inner_text()

@@ -33,7 +33,7 @@ def test_the_front_page_leads_to_plans_and_searches_an_example(
     assert found.strangers() == []
 
 
-def test_an_unknown_plan_is_a_page_that_says_so(look: Callable[..., Look], service: Service) -> None:
+def test_an_unknown_plan_gets_an_error_page(look: Callable[..., Look], service: Service) -> None:
     found = look(service.url)
     answer = found.page.goto(f"{service.url}/plans/{'0' * 64}")
     assert answer is not None
@@ -58,7 +58,7 @@ def test_a_standalone_page_opens_from_disk_without_a_network(
     assert found.requests == [path.as_uri()]
 
 
-def test_a_token_signs_in_and_leads_to_what_was_asked_for(
+def test_a_token_signs_in_and_opens_the_requested_page(
     look: Callable[..., Look], service: Service, plan: Plan
 ) -> None:
     found = look(service.url, is_known=False)

@@ -77,7 +77,7 @@ def test_bars_are_where_the_plan_says(opened: Look, plan: Plan) -> None:
         assert tuple(screen[round(y + 10), round(x)]) == rgb(KIND_FILLS[line.kind[at]]), line.text(at)
 
 
-def test_hovering_an_action_tells_what_it_is_and_what_it_waited_for(opened: Look, plan: Plan) -> None:
+def test_a_tooltip_describes_an_action_and_its_wait(opened: Look, plan: Plan) -> None:
     known = Oracle(plan)
     waiting = [
         next(at for at in range(len(known.texts)) if known.waits[at][0] == by and known.idle(at) is not None)
@@ -98,7 +98,7 @@ def test_hovering_an_action_tells_what_it_is_and_what_it_waited_for(opened: Look
         assert (f"from rank {known.rank[awaited]}" in said["waited for"]) == (by == "input")
 
 
-def test_what_every_action_waited_for_is_what_the_plan_says(opened: Look, plan: Plan) -> None:
+def test_the_wait_of_every_action_matches_the_plan(opened: Look, plan: Plan) -> None:
     found = opened.page.evaluate(
         """() => {
           const { timeline } = zbv.chart.gantts[0];
@@ -112,7 +112,7 @@ def test_what_every_action_waited_for_is_what_the_plan_says(opened: Look, plan: 
     assert found == [[*known.waits[at], known.idle(at), 0] for at in range(len(known.texts))]
 
 
-def test_every_critical_path_is_the_plans(opened: Look, plan: Plan) -> None:
+def test_every_critical_path_matches_the_plan(opened: Look, plan: Plan) -> None:
     paths, spent = opened.page.evaluate(
         """() => {
           const { timeline } = zbv.chart.gantts[0];
@@ -127,7 +127,7 @@ def test_every_critical_path_is_the_plans(opened: Look, plan: Plan) -> None:
         assert sums["late"] == 0
 
 
-def test_the_memory_lines_are_what_the_plan_holds(opened: Look, plan: Plan) -> None:
+def test_memory_lines_match_the_plan(opened: Look, plan: Plan) -> None:
     lines = opened.page.evaluate(
         "() => zbv.chart.memory.drawn.map(({ steps }) => [steps.at, steps.held])",
     )
@@ -178,7 +178,7 @@ def test_clicking_an_action_shows_its_microbatch_and_its_critical_path(opened: L
     assert page.evaluate("() => zbv.chart.gantts[0].highlighted") is None
 
 
-def test_an_action_is_found_by_its_name_and_arrow_keys_lead_on(opened: Look, plan: Plan) -> None:
+def test_an_action_is_found_by_name_and_arrow_keys_step_on(opened: Look, plan: Plan) -> None:
     page, known = opened.page, Oracle(plan)
     field, head = page.get_by_label("Find action", exact=True), page.locator('[data-part="head"] b')
     field.fill("9Q9")
@@ -238,7 +238,7 @@ def test_the_whole_critical_path_is_drawn_and_its_time_accounted_for(opened: Loo
     assert opened.drawn("path.x") == []
 
 
-def test_idle_time_is_hatched_where_asked_for_and_summed_per_rank(opened: Look, plan: Plan) -> None:
+def test_idle_time_is_hatched_on_request_and_summed_per_rank(opened: Look, plan: Plan) -> None:
     page, known = opened.page, Oracle(plan)
     button = page.get_by_role("button", name="Idle time")
     button.click()
@@ -257,7 +257,7 @@ def test_idle_time_is_hatched_where_asked_for_and_summed_per_rank(opened: Look, 
     assert notes == [quantities.percent(share, 1) for share in idle_shares(plan)]
 
 
-def test_dragging_zooms_into_what_was_dragged_over(opened: Look) -> None:
+def test_dragging_zooms_into_the_range(opened: Look) -> None:
     before, numbers = opened.window(), opened.drawn("labels")
     left, top, width, height = opened.draw_area()
     mouse = opened.page.mouse
@@ -353,7 +353,7 @@ def test_the_overview_moves_and_zooms(opened: Look) -> None:
     assert opened.window() == pytest.approx((whole[1] / 2, 0.75 * whole[1]), rel=0.02)
 
 
-def test_the_legend_switches_memory_lines_off_and_hovering_tells_them(opened: Look, plan: Plan) -> None:
+def test_the_legend_hides_memory_lines_and_a_tooltip_names_them(opened: Look, plan: Plan) -> None:
     page = opened.page
     button = page.locator(".memory-legend").get_by_role("button", name="rank 1")
     assert button.get_attribute("aria-pressed") == "true"
@@ -385,7 +385,7 @@ def test_the_legend_switches_memory_lines_off_and_hovering_tells_them(opened: Lo
     assert said["held"] == quantities.figure(held)
 
 
-def test_what_is_shown_is_saved_as_a_picture(opened: Look) -> None:
+def test_the_view_is_saved_as_a_picture(opened: Look) -> None:
     with opened.page.expect_download() as download:
         opened.page.get_by_role("button", name="Save PNG").click()
     assert download.value.suggested_filename == "schedule.png"
@@ -438,7 +438,7 @@ def test_exports_are_linked_and_answer(opened: Look, plan: Plan) -> None:
         assert "attachment" in answer.headers.get("content-disposition", "") or url.endswith(plan.plan_id)
 
 
-def test_it_leads_on_from_the_plan(opened: Look, service: Service, plan: Plan) -> None:
+def test_the_page_links_to_what_a_reader_may_do_next(opened: Look, service: Service, plan: Plan) -> None:
     links = opened.page.locator(".next a")
     found = dict(
         zip(
@@ -455,7 +455,7 @@ def test_it_leads_on_from_the_plan(opened: Look, service: Service, plan: Plan) -
     }
 
 
-def test_nothing_is_complained_about_and_nothing_leaves_the_origin(opened: Look) -> None:
+def test_the_console_is_empty_and_no_request_leaves_the_origin(opened: Look) -> None:
     opened.page.get_by_role("button", name="Zoom in").click()
     opened.settle()
     assert opened.complaints == []
@@ -577,7 +577,7 @@ def test_a_large_plan_is_a_picture_that_turns_into_bars_when_zoomed_in(large: Lo
     found.keep("large-plan-zoomed", whole=False)
 
 
-def test_without_its_actions_the_page_says_so_and_keeps_the_rest(
+def test_without_its_actions_the_page_shows_an_error_and_the_rest(
     look: Callable[..., Look], service: Service, address: str
 ) -> None:
     found = look(service.url)
@@ -603,7 +603,7 @@ def test_before_it_is_drawn_the_chart_has_its_height(
     assert found.page.evaluate(height) == before
 
 
-def test_the_file_that_opens_from_disk_does_all_that_the_page_does(
+def test_the_standalone_file_has_every_function_of_the_page(
     look: Callable[..., Look], plan: Plan, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.html"

@@ -34,7 +34,7 @@ Call = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def call(browser: Browser) -> Call:
-    """Call a function in a page with nothing but the modules: ``zbv`` has what they export."""
+    """Call a function in a page that has only the modules; ``zbv`` has their exports."""
     page = browser.new_page()
     script = f"{one_module(CHART_MODULES)}\nglobalThis.zbv = {{ {', '.join(NAMES)} }};"
     page.add_script_tag(content=script, type="module")
@@ -84,7 +84,7 @@ NUMBERS = (
 )
 
 
-def test_numbers_are_written_as_the_server_writes_them(call: Call) -> None:
+def test_scripts_format_numbers_like_the_server(call: Call) -> None:
     values = [value for value in NUMBERS if np.isfinite(value)]
     for digits in (4, 9):
         said = call("([all, digits]) => all.map((each) => zbv.number(each, digits))", [values, digits])
@@ -115,7 +115,7 @@ def test_numbers_are_written_as_the_server_writes_them(call: Call) -> None:
         ([], []),
     ],
 )
-def test_numbers_of_an_axis_tell_its_ticks_apart(call: Call, ticks: list[float], texts: list[str]) -> None:
+def test_neighbouring_ticks_have_different_numbers(call: Call, ticks: list[float], texts: list[str]) -> None:
     assert call("(ticks) => zbv.axisNumbers(ticks)", ticks) == texts
 
 
@@ -123,9 +123,7 @@ READ = "const timeline = await zbv.loadTimeline(facts, { data });"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_actions_waited_for_and_their_paths_are_the_plans(
-    call: Call, plans: dict[str, Plan], kind: str
-) -> None:
+def test_waits_and_critical_paths_match_the_plan(call: Call, plans: dict[str, Plan], kind: str) -> None:
     plan = plans[kind]
     known = Oracle(plan)
     waits, paths, spent, texts, last, names = call(
@@ -155,7 +153,7 @@ def test_what_actions_waited_for_and_their_paths_are_the_plans(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_action_is_found_where_it_runs(call: Call, plans: dict[str, Plan], kind: str) -> None:
+def test_every_action_is_found_at_its_position(call: Call, plans: dict[str, Plan], kind: str) -> None:
     plan = plans[kind]
     line = timeline(plan)
     at = call(
@@ -175,8 +173,8 @@ def test_every_action_is_found_where_it_runs(call: Call, plans: dict[str, Plan],
           const tooFar = `${{facts.transfers.length + 1}}F0`;
           const texts = ["", "F", "0F", "0F99999", tooFar, "0Q0", "0F0 x", "-1F0", "0F1.5"];
           const after = timeline.makespan + 2;
-          const beside = [timeline.at(-1, 0), timeline.at(timeline.ranks, 0), timeline.at(0, after, 1)];
-          return [...beside, ...texts.map((text) => timeline.find(text))];
+          const outside = [timeline.at(-1, 0), timeline.at(timeline.ranks, 0), timeline.at(0, after, 1)];
+          return [...outside, ...texts.map((text) => timeline.find(text))];
         }}""",
         sent(plan),
     )
@@ -184,7 +182,7 @@ def test_every_action_is_found_where_it_runs(call: Call, plans: dict[str, Plan],
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_memory_of_every_action_is_the_plans(call: Call, plans: dict[str, Plan], kind: str) -> None:
+def test_the_memory_of_every_action_matches_the_plan(call: Call, plans: dict[str, Plan], kind: str) -> None:
     plan = plans[kind]
     held = call(
         f"async ([facts, data]) => {{ {READ} const {{ during, after }} = timeline.profile(); "
@@ -298,7 +296,7 @@ def test_measured_times_say_what_was_late(call: Call, plans: dict[str, Plan]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_in_view_is_all_that_overlaps_it(call: Call, plans: dict[str, Plan], kind: str) -> None:
+def test_all_actions_that_overlap_the_view_are_in_view(call: Call, plans: dict[str, Plan], kind: str) -> None:
     plan = plans[kind]
     line = timeline(plan)
     windows = [
@@ -330,7 +328,7 @@ def holdings(plan: Plan, rank: int, times: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("shares", [(0.0, 0.4), (0.3, 0.6)])
-def test_the_memory_lines_are_every_step_of_a_window(
+def test_a_memory_line_has_every_step_in_the_window(
     call: Call, plans: dict[str, Plan], shares: tuple[float, float]
 ) -> None:
     plan = plans["uneven, memory grows with I"]

@@ -18,7 +18,7 @@ def run(service: Service, plan: Plan) -> Iterator[PlayedRun]:
     played.end("stopped")
 
 
-def test_the_page_keeps_up_with_the_run_and_a_browser_stops_it(
+def test_the_page_follows_a_run_and_can_stop_it(
     look: Callable[..., Look], service: Service, plan: Plan, run: PlayedRun
 ) -> None:
     found = look(service.url, has_clock=True)
@@ -41,7 +41,7 @@ def test_the_page_keeps_up_with_the_run_and_a_browser_stops_it(
     page.get_by_text("Cancel run").click()
     run.beat(4)
     found.soon(state.get_by_text("All ranks have reported step 4 of 40."))
-    assert page.get_by_role("button", name="Stop all ranks").is_visible(), "what was opened stays open"
+    assert page.get_by_role("button", name="Stop all ranks").is_visible(), "open details stay open"
     page.get_by_role("button", name="Stop all ranks").click()
     page.get_by_text("Cancelling: its ranks are stopping").wait_for()
     run.end("stopped")
@@ -55,7 +55,7 @@ def test_the_page_keeps_up_with_the_run_and_a_browser_stops_it(
 
 @pytest.fixture(scope="module")
 def measured(service: Service, plan: Plan) -> Iterator[PlayedRun]:
-    """A run whose rank 2 takes longer for its W's."""
+    """A run with slow W actions on rank 2."""
     played = play(service, plan)
     played.beat(6)
     played.measured(traces(plan, slower(plan.problem, 2, 2.0)))
@@ -67,7 +67,7 @@ def number(text: str) -> float:
     return float("".join(text.split()).replace("−", "-").replace("+", ""))
 
 
-def test_the_plan_stands_above_what_was_measured_and_the_finding_is_said(
+def test_the_plan_and_the_measured_step_are_compared(
     look: Callable[..., Look], service: Service, plan: Plan, measured: PlayedRun
 ) -> None:
     found = look(service.url)
@@ -92,7 +92,7 @@ def test_the_plan_stands_above_what_was_measured_and_the_finding_is_said(
     assert found.strangers() == []
 
 
-def test_hovering_a_measured_action_says_what_was_planned(
+def test_the_tooltip_of_a_measured_action_has_its_planned_time(
     look: Callable[..., Look], service: Service, plan: Plan, measured: PlayedRun
 ) -> None:
     found = look(service.url)

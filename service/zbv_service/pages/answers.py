@@ -18,7 +18,7 @@ NO_STORE: Mapping[str, str] = MappingProxyType({"Cache-Control": "no-store"})
 
 
 def html(text: str, status: int = 200, headers: Mapping[str, str] = NO_STORE) -> HTMLResponse:
-    """A page whose policy lets a browser load only the service's own files."""
+    """A page with a policy that lets browsers load only the service's own files."""
     return HTMLResponse(text, status, {"Content-Security-Policy": CONTENT_SECURITY_POLICY, **headers})
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from jinja2 import Environment
 from zbv_solver import __version__
-from zbv_solver.export import report
+from zbv_solver.export import quantities, report
 
-from zbv_service.pages.views import words
+from zbv_service.pages.views import layers, measured_rows, words
 from zbv_service.security.scopes import allows
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -102,6 +102,13 @@ def render(template: str, shell: Shell, **values: Any) -> str:
 def _environment() -> Environment:
     environment = report.environment(Path(__file__).parent / "templates")
     environment.filters.update(
-        moment=words.moment, ago=words.ago, grouped=words.grouped, reached_step=words.reached_step
+        moment=words.moment,
+        ago=words.ago,
+        grouped=words.grouped,
+        reached_step=words.reached_step,
+        recomputed=layers.recomputed,
+        tone=measured_rows.tone,
+        time_unit=quantities.time_unit,
     )
+    environment.globals["bytes"] = layers.BYTES
     return environment

@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         "frontier",
         "search the best objective within every memory limit",
         "Search the problem at memory limits from the smallest feasible one to twice the memory of 1F1B,\n"
-        "whatever its own limit is. Layers are cut again at every limit, and recomputed as needed to fit.",
+        "ignoring its own limit. Layers are cut again at every limit, and recomputed as needed to fit.",
         epilog=EFFORTS,
     )
     _add_problem(frontier)

@@ -1,7 +1,7 @@
 """Trace Event Format: the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 One process, one thread per rank, one complete event per action, one memory counter per rank. Times are
-microseconds; a plan whose unit is none of ns, us, ms, s is written as if one of its units were one.
+microseconds; for other units of a plan, one unit counts as a microsecond.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _node(
 
 
 def _peer(placement: Placement, rank: int, stage: int) -> int | None:
-    """The rank of a neighbouring stage; None where there is none, or it is this rank."""
+    """The rank of a neighbouring stage; None if there is no such stage or it is on this rank."""
     if not 0 <= stage < placement.n_stages or placement.rank_of[stage] == rank:
         return None
     return placement.rank_of[stage]

@@ -29,7 +29,7 @@ NAMES: dict[str, str] = {
 }
 
 PALETTE_SHADES = 2
-
+"""Lightnesses per letter; the chunks of a rank alternate between them."""
 
 BACKGROUND = "#ffffff"
 TEXT = "#1b2230"
@@ -37,50 +37,11 @@ MUTED = "#566074"
 GRID = "#e4e8ef"
 """Colours around the data of a static picture, which is always light. Pages have theirs in ``zbv.css``."""
 
-
-def shade(chunk: int) -> int:
-    """Index of a chunk's lightness: chunks beyond the second alternate."""
-    return chunk % PALETTE_SHADES
-
-
-def fill(letter: str, chunk: int) -> str:
-    """Fill colour of an action, ``#rrggbb``."""
-    return FILLS[letter][shade(chunk)]
-
-
-def ink(chunk: int) -> str:
-    """Colour of text on an action of this chunk."""
-    return INKS[shade(chunk)]
-
-
-def kind(letter: int, chunk: int) -> int:
-    """Index of an action's fill in :data:`KIND_FILLS`, from its letter code."""
-    return PALETTE_SHADES * letter + shade(chunk)
-
-
-KIND_FILLS: tuple[str, ...] = tuple(
-    FILLS[letter][lightness] for letter in LETTERS for lightness in range(PALETTE_SHADES)
-)
-"""All fills, indexed by :func:`kind`."""
-
+KIND_FILLS: tuple[str, ...] = tuple(shade for letter in LETTERS for shade in FILLS[letter])
 KIND_INKS: tuple[str, ...] = INKS * len(LETTERS)
+"""Fills and inks by kind: ``PALETTE_SHADES * letter code + chunk % PALETTE_SHADES``."""
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
     """``#rrggbb`` as three numbers from 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of WCAG 2, from 0 (black) to 1 (white)."""
-    linear = [
-        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-        for value in (channel / 255 for channel in rgb(colour))
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    """Contrast ratio of WCAG 2, from 1 to 21."""
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)

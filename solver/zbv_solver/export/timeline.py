@@ -29,7 +29,7 @@ class Timeline:
     letter
         (n,) int8 codes, indices into ``LETTERS``.
     kind
-        (n,) uint8, index of the fill (see :func:`zbv_solver.export.palette.kind`).
+        (n,) uint8, index into :data:`zbv_solver.export.palette.KIND_FILLS`.
     during, after
         (n,) float64, memory of the action's rank while it runs and when it has ended.
     """

@@ -1,14 +1,14 @@
 """CSV with communication for PyTorch's ``torch.distributed.pipelining``.
 
-As :mod:`zbv_solver.export.torch_csv`, with what the runtime otherwise adds by itself: sends and receives, and
-per stage UNSHARD, REDUCE_GRAD and RESHARD. Read by ``_PipelineScheduleRuntime._load_csv(path,
+Like :mod:`zbv_solver.export.torch_csv`, plus the actions that the runtime otherwise adds: sends and receives,
+and per stage UNSHARD, REDUCE_GRAD and RESHARD. Read by ``_PipelineScheduleRuntime._load_csv(path,
 format="compute_comms")``, which adds nothing: without REDUCE_GRAD, for one, gradients would stay sums over
 the microbatches, and no error would say so.
 
 **The order of transfers.** The plan is executed once at its own costs. Every transfer has one place in that
 history, the end of the action that produces it, and both of its ranks list it there. So any two ranks list
 the transfers between them, in both directions, in one and the same order: a transport that matches messages
-by nothing else (one communicator per pair of ranks) carries them right. And no rank waits for ever, not even
+by nothing else (one communicator per pair of ranks) carries them right. And no rank waits forever, not even
 where a send waits for its receive: the history is an order that everybody can follow.
 :mod:`zbv_solver.verify.communication` checks it, and shares no code with this module.
 """
@@ -28,7 +28,7 @@ from zbv_solver.verify.communication import verify_comms
 
 
 def render(plan: Plan) -> str:
-    """The plan as CSV with communication; microbatches are those of ``torch-csv``."""
+    """The plan as CSV with communication; microbatches are numbered as in ``torch-csv``."""
     orders = relabelled(plan.orders, plan.problem.n_stages)
     lists = lowered(plan.problem, orders)
     verify_comms(plan.problem, orders, lists)
@@ -36,7 +36,7 @@ def render(plan: Plan) -> str:
 
 
 def lowered(problem: Problem, orders: Orders) -> list[list[str]]:
-    """What every rank executes, communication included, as PyTorch spells it.
+    """The actions of every rank, with communication, in PyTorch's spelling.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def lowered(problem: Problem, orders: Orders) -> list[list[str]]:
 
 
 class _Input(NamedTuple):
-    """What an action waits for: an activation (F) or a gradient (B), at a stage, of a microbatch."""
+    """The input of an action: an activation (F) or a gradient (B), at a stage, of a microbatch."""
 
     kind: str
     stage: int
@@ -140,6 +140,6 @@ class _History:
         for rank, (actions, done) in enumerate(zip(self._actions, self._next, strict=True)):
             if done < len(actions):
                 raise InvalidPlan(
-                    f"rank {rank} waits for ever at {actions[done]}: the orders deadlock. Check the plan "
+                    f"rank {rank} waits forever at {actions[done]}: the orders deadlock. Check the plan "
                     f"with `zbv check`."
                 )

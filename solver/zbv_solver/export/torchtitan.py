@@ -1,10 +1,10 @@
 """A plan for torchtitan: its settings, and the schedule CSV inside the same file.
 
 The file is TOML and holds the settings that a plan fixes. The CSV of :mod:`zbv_solver.export.torch_csv` is in
-it as comments, because torchtitan takes a schedule as a file of its own and refuses settings that it does
-not know; the head of the file says how to take it out, and gives the same settings as flags.
+it as comments, because torchtitan reads a schedule from a separate file and refuses settings that it does
+not know; the head of the file has the command that extracts it, and the same settings as flags.
 
-What the settings are for: torchtitan takes the order from ``pipeline_parallel_schedule_csv``, but cuts the
+Why these settings: torchtitan takes the order from ``pipeline_parallel_schedule_csv``, but cuts the
 model by ``pipeline_parallel_schedule`` (so a plan with V placement needs a V schedule named there), and takes
 the number of microbatches from ``local_batch_size`` over ``pipeline_parallel_microbatch_size``. A split
 backward works with neither ``torch.compile`` nor recomputation of single operators.
@@ -20,10 +20,10 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem, W
 
 CSV_MARK = "#csv "
-"""What precedes a row of the schedule in the file."""
+"""The prefix of a row of the schedule in the file."""
 
 _SCHEDULES = {"v": "ZBVZeroBubble", "loop": "Interleaved1F1B", "single": "1F1B"}
-"""Of torchtitan's schedules, one with the plan's placement; its order is not used."""
+"""A schedule of torchtitan with the plan's placement; its order is not used."""
 
 Settings = dict[str, dict[str, str | int | bool]]
 
@@ -53,7 +53,7 @@ def render(plan: Plan) -> str:
 
 
 def settings_of(plan: Plan, csv_name: str) -> Settings:
-    """What must be set for a plan, by section; raises as :func:`render`."""
+    """The settings of a plan, by section; raises like :func:`render`."""
     placement = plan.problem.placement
     if placement.kind == "loop" and placement.chunks != 2:
         raise InvalidInput.at(
@@ -101,7 +101,7 @@ def _head(plan: Plan, csv_name: str, settings: Settings) -> list[str]:
 
 
 def _cut(problem: Problem) -> list[str]:
-    """The layers of every stage, and what is recomputed: torchtitan knows neither of them by our names."""
+    """The layers and the recomputation of every stage, by our names, which torchtitan does not know."""
     model = problem.model
     if model is None:
         return []

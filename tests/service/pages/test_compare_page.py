@@ -1,4 +1,4 @@
-"""The page that compares: what stands beside a plan, and what is said when something cannot."""
+"""The comparison: its schedules, its offers, and the reasons for missing schedules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def titles(page: str) -> list[str]:
     return [lane["title"].partition(":")[0] for lane in lanes(page)]
 
 
-async def test_a_plan_stands_beside_the_usual_schedules_unless_others_are_chosen(serving: Serving) -> None:
+async def test_a_plan_is_compared_with_the_usual_schedules_by_default(serving: Serving) -> None:
     """The actions that are drawn are those schedules' own; stored plans are offered, those alike first."""
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
@@ -78,7 +78,7 @@ async def test_a_plan_stands_beside_the_usual_schedules_unless_others_are_chosen
         assert plan_id not in "".join(groups.values())
 
 
-async def test_other_problems_are_told_apart_and_what_cannot_be_drawn_is_left_out_with_a_reason(
+async def test_differences_of_problems_are_listed_and_schedules_that_fail_have_a_reason(
     serving: Serving,
 ) -> None:
     async with serving("immediate") as service:

@@ -1,4 +1,4 @@
-"""What is said of two problems that differ."""
+"""The differences of two problems, in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zbv_solver.problem.problem import Costs, Problem, Units
 
 
 @given(problems(), problems())
-def test_nothing_is_said_of_equal_problems_and_something_of_others(one: Problem, other: Problem) -> None:
+def test_only_different_problems_have_differences(one: Problem, other: Problem) -> None:
     assert differences(one, one) == ()
     assert bool(differences(one, other)) == (one != other)
     swapped = [(each.name, each.there, each.here) for each in differences(other, one)]
@@ -34,7 +34,7 @@ def test_every_quantity_is_named_with_both_sides() -> None:
     )
 
 
-def test_ranges_that_read_alike_are_told_apart_by_how_many_differ() -> None:
+def test_equal_ranges_with_different_values_are_counted() -> None:
     one = uniform(2, 4)
     costs = one.costs
     left = replace(one, costs=replace(costs, forward=(1.0, 2.0, 1.0, 1.0)))
@@ -42,7 +42,7 @@ def test_ranges_that_read_alike_are_told_apart_by_how_many_differ() -> None:
     assert differences(left, right) == (Difference("forward F", "1 to 2", "1 to 2, 2 of 4 differ"),)
 
 
-def test_ranges_of_different_lengths_that_read_alike_are_told_apart_by_these() -> None:
+def test_equal_ranges_of_different_lengths_show_their_lengths() -> None:
     short, long = (replace(uniform(p, 4), costs=_rising(uniform(p, 4))) for p in (2, 3))
     found = differences(short, long)
     assert Difference("forward F", "1 to 2, 4 values", "1 to 2, 6 values") in found
@@ -52,7 +52,7 @@ def _rising(problem: Problem) -> Costs:
     return replace(problem.costs, forward=(1.0, *problem.costs.forward[2:], 2.0))
 
 
-def test_layers_that_are_cut_otherwise_are_said() -> None:
+def test_a_different_cut_of_the_layers_is_a_difference() -> None:
     even, uneven = (cut_problem("abcd", sizes) for sizes in ([1, 1, 1, 1], [2, 0, 1, 1]))
     found = {each.name: (each.here, each.there) for each in differences(even, uneven)}
     assert found["layers"] == ("4 in 4 stages", "4 in 4 stages, different layers or stages")
@@ -68,7 +68,7 @@ def test_rounding_is_no_difference() -> None:
     assert differences(one, replace(one, costs=replace(one.costs, forward=(*near[:2], 1.0, 1.0)))) == ()
 
 
-def test_another_placement_with_the_same_numbers_differs_only_in_that() -> None:
+def test_another_placement_with_the_same_numbers_is_one_difference() -> None:
     one = uniform(2, 4)
     merged = merge_stages(one)
     assert [each.name for each in differences(one, merged)][:1] == ["placement"]

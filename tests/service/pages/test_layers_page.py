@@ -1,7 +1,8 @@
-"""Layers on pages, as text: what was asked of them, where a plan cuts them, and back into the form."""
+"""Layers on pages, as text: the problem, the cut of a plan, and the form for a new search."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -13,7 +14,7 @@ from support.problems import uniform
 from zbv_service.documents.problems import question_json, uncut
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.compare import compare_view
-from zbv_service.pages.views.layers import facts_of_layers, layers_table
+from zbv_service.pages.views.layers import facts_of_layers, recomputed
 from zbv_service.pages.views.new_search import start_from, start_from_layers
 from zbv_service.pages.views.search import Shortage, search_view
 from zbv_service.records.searches import SearchRecord
@@ -83,7 +84,7 @@ def page_of(found: SearchRecord, question: Problem | LayeredProblem) -> str:
     return render("search.html.j2", Shell(), view=view, row=found)
 
 
-def test_a_plan_says_the_layers_of_every_stage_and_what_is_proved_of_other_cuts() -> None:
+def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() -> None:
     view = layers_view(planned())
     assert view is not None
     assert view.summary == "8 layers in 4 stages, of which 2 are recomputed."
@@ -102,7 +103,7 @@ def test_a_plan_says_the_layers_of_every_stage_and_what_is_proved_of_other_cuts(
     assert (first.parameters, second.static) == ("800 B", "21.8 MiB")
 
 
-def test_copies_in_a_row_are_a_range_also_where_they_are_layers_of_their_own() -> None:
+def test_consecutive_copies_are_a_range_even_as_separate_layers() -> None:
     wide = [NAMES[:5], NAMES[5:6], NAMES[6:7], NAMES[7:]]
     apart = [
         {**LAYERED["layers"][1], "name": name, "repeat": None} if name.startswith("block") else layer
@@ -117,7 +118,7 @@ def test_copies_in_a_row_are_a_range_also_where_they_are_layers_of_their_own() -
         assert view.certificate == "", "a cut that was given proves nothing"
 
 
-def test_layers_whose_numbers_leave_some_out_are_no_range() -> None:
+def test_layers_with_gaps_in_their_numbers_are_no_range() -> None:
     names = ["embedding", *(f"block.{2 * copy}" for copy in range(6)), "head"]
     each = [LAYERED["layers"][0], *[{**LAYERED["layers"][1], "repeat": None}] * 6, LAYERED["layers"][2]]
     layers = [{**layer, "name": name} for name, layer in zip(names, each, strict=True)]
@@ -130,7 +131,7 @@ def test_layers_whose_numbers_leave_some_out_are_no_range() -> None:
     assert view.ranks[0].stages[0].layers == "embedding, block.0, block.2, block.4, block.6"
 
 
-def test_a_plan_that_meets_the_bound_of_every_cut_is_said_to() -> None:
+def test_a_plan_that_meets_the_bound_of_every_cut_is_called_best() -> None:
     view = layers_view(replace(planned(), cut=CutCertificate("moved", 8.0, 0.0)))
     assert view is not None
     assert view.certificate.startswith("Proved: no plan of any other cut is better")
@@ -175,20 +176,17 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
     assert facts["Memory limit"] == "24 MiB to 30 MiB"
     assert (facts["First stage"], facts["Last stage"]) == ("3 layers", "1 layer")
     assert (facts["In one stage"], facts["Empty stages"]) == ("embedding to block.0", "allowed")
-    table = layers_table(asked.model, asked.units)
-    assert [(line.name, line.copies) for line in table.lines] == [
-        ("embedding", ""),
-        ("block", "× 6"),
-        ("head", ""),
-    ]
-    assert table.lines[1].recomputed == "holds 0.2 MiB, 10 µs longer"
+    assert recomputed(asked.model.layers[1], asked.units) == "holds 0.2 MiB, 10 µs longer"
     slower = {**RECOMPUTED["layers"][1]["recompute"], "forward": 12}
     layers = [RECOMPUTED["layers"][0], {**RECOMPUTED["layers"][1], "recompute": slower}]
-    assert (
-        layers_table(layered(layers=layers).model, asked.units).lines[1].recomputed.endswith("12 µs longer")
-    )
-    assert (table.has_fused, table.has_recompute, table.is_long) == (False, True, False)
+    assert recomputed(layered(layers=layers).model.layers[1], asked.units).endswith("12 µs longer")
     text = page_of(record(), asked)
+    head, body = text.split('<table class="layers">')[1].split("</thead>")
+    assert ">B" not in head
+    assert "Recomputed" in head
+    names = re.findall(r'<th scope="row">(.*?)</th>', body)
+    assert names == ["embedding", 'block <span class="muted">× 6</span>', "head"]
+    assert "<details>" not in text
     assert "divide 8 layers into stages" in text
     assert "no plan of this problem is shorter, with any division into stages" in text
     # Of a cut that is given the layers are there, and nothing is said of others.
@@ -196,7 +194,7 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
     assert "wherever it is cut" not in page_of(record(), cut())
 
 
-def test_what_no_cut_fits_is_said_for_the_cut_that_lacks_the_least() -> None:
+def test_an_infeasible_limit_shows_the_need_of_the_closest_cut() -> None:
     error = {"title": "x", "detail": "y", "type": "/problems/infeasible-memory", "smallest_limit": [25, 24]}
     found = record(state="infeasible", plan_id=None, objective=None, error=error)
     view = search_view(found, layered(), AT)
@@ -211,7 +209,7 @@ def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
     assert (start.problem["memory"], start.limit_fraction) == ({"static": [1, 2], "limit": 24}, None)
     smallest = start_from_layers(asked, {}, "", limit=[25, 26])
     assert smallest.problem["memory"]["limit"] == [25, 26]
-    # A plan's problem is a cut: what was asked was its layers.
+    # The problem of a plan has a cut; the search asked for its layers.
     again = start_from(cut(), {}, "From a plan.")
     assert again.problem == {**start_from_layers(layered(), {}, "").problem}
     assert again.note == "From a plan. The planner chooses its stages again."
@@ -219,7 +217,7 @@ def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
         uncut(uniform(2, 4))
 
 
-def test_transfers_of_a_cut_that_follow_from_no_link_are_their_mean_in_the_form() -> None:
+def test_transfers_measured_for_a_cut_are_their_mean_in_the_form() -> None:
     measured = cut(costs={"p2p": [1, 2, 6]})
     assert measured.model is not None
     assert measured.model.link is None

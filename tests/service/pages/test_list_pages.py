@@ -1,4 +1,4 @@
-"""The lists as pages: the resources of /v1, with filters that are forms and ways on that are links."""
+"""The lists of /v1 as pages, with forms as filters and links to other pages."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ async def some_searches(service: Service, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LISTS)
-async def test_an_empty_list_says_how_to_fill_it_and_what_does_not_match_how_to_see_all(
-    serving: Serving, name: str
-) -> None:
+async def test_empty_lists_explain_how_to_fill_or_clear_them(serving: Serving, name: str) -> None:
     async with serving("immediate") as service:
         empty = await shown(service.http, f"/{name}")
         assert re.search(r"No (plans|searches|runs|agents) yet", empty)
@@ -56,7 +54,7 @@ async def test_an_empty_list_says_how_to_fill_it_and_what_does_not_match_how_to_
         assert f'href="/{name}">Show all' in nothing
 
 
-async def test_pages_are_links_that_lead_there_and_back(serving: Serving) -> None:
+async def test_pages_link_to_older_and_newer_ones(serving: Serving) -> None:
     async with serving("immediate") as service:
         ids = await some_searches(service, 5)
         first = await shown(service.http, "/searches?limit=2&pp_degree=2&q=&objective=")
@@ -64,19 +62,19 @@ async def test_pages_are_links_that_lead_there_and_back(serving: Serving) -> Non
         assert link(first, "prev") is None
         second = await shown(service.http, str(link(first, "next")))
         assert rows(second) == ids[2:4]
-        assert "pp_degree=2" in str(link(second, "next")), "filters go along"
+        assert "pp_degree=2" in str(link(second, "next")), "filters are kept"
         last = await shown(service.http, str(link(second, "next")))
         assert (rows(last), link(last, "next")) == (ids[4:], None)
         back = await shown(service.http, str(link(last, "prev")))
         assert rows(back) == ids[2:4]
-        # Back at the top, a page is a full one, whatever came in meanwhile.
+        # The first page is a full one, even if newer searches were added meanwhile.
         newer = await some_searches(service, 6)
         top = await shown(service.http, str(link(back, "prev")))
         assert rows(top) == ids[:2]
         assert rows(await shown(service.http, str(link(top, "prev")))) == newer[:2][-2:]
 
 
-async def test_a_list_shows_what_its_filters_say(serving: Serving) -> None:
+async def test_a_list_shows_the_entries_that_match_its_filters(serving: Serving) -> None:
     async with serving("immediate") as service:
         one = (await some_searches(service, 1))[0]
         wide = (await service.submit({**PROBLEM, "microbatches": 6, "objective": "makespan"})).json()["id"]
@@ -96,7 +94,7 @@ async def test_a_list_shows_what_its_filters_say(serving: Serving) -> None:
         assert '<option value="span" selected>' in await shown(service.http, "/searches?objective=span")
 
 
-async def test_a_wrong_filter_is_a_page_that_says_which(serving: Serving) -> None:
+async def test_a_wrong_filter_is_named_on_an_error_page(serving: Serving) -> None:
     async with serving("immediate") as service:
         text = await shown(service.http, "/plans?pp_degree=x&colour=red", 422)
         assert "<code>pp_degree</code>" in text
@@ -105,7 +103,7 @@ async def test_a_wrong_filter_is_a_page_that_says_which(serving: Serving) -> Non
         await shown(service.http, "/runs?cursor=x", 422)
 
 
-async def test_what_names_say_is_text(serving: Serving) -> None:
+async def test_names_are_escaped(serving: Serving) -> None:
     async with serving("immediate") as service:
         name = "<script>alert(1)</script>"
         node = {"name": name, "address": '"><b>', "port": 1, "slots": 1, "devices": ["A", "B", "A"]}
@@ -131,7 +129,7 @@ async def test_pages_under_a_prefix_link_under_it(serving: Serving) -> None:
                 assert text.count('aria-current="page"') == (0 if "nothing" in address else 1), address
 
 
-async def test_the_front_page_shows_what_goes_on(serving: Serving) -> None:
+async def test_the_front_page_shows_open_searches(serving: Serving) -> None:
     async with serving("held") as service:
         await some_searches_held(service)
         text = await shown(service.http, "/")
@@ -158,7 +156,7 @@ async def test_an_example_is_searched_at_once(serving: Serving) -> None:
         assert elsewhere.status_code == 403
 
 
-async def test_a_plan_has_a_small_picture_that_is_kept_for_good(serving: Serving) -> None:
+async def test_a_plan_has_an_immutable_thumbnail(serving: Serving) -> None:
     async with serving("honest") as service:
         ended = await service.ended((await service.submit()).json()["id"])
         address = f"/plans/{ended['plan_id']}/thumbnail.png"

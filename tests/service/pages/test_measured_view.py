@@ -1,12 +1,14 @@
-"""A measured step as its page tells it: what stands beside each other is about the same thing."""
+"""The view of a measured step: planned and measured values refer to the same quantity."""
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
 from support.rank_traces import trace_documents
 from zbv_service.pages.views.measured import MeasuredView, measured_view
+from zbv_service.pages.views.measured_rows import tone
 from zbv_service.runs.measurements import Measured, TraceSource, measure
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.orders import Orders
@@ -27,7 +29,7 @@ def planned(objective: Objective, costs: Any = COSTS) -> Plan:
 
 
 def view_of(plan: Plan, actual: Plan, *, steps: int = 1, ranks: tuple[int, ...] = (0, 1)) -> MeasuredView:
-    """What is told of a plan whose actions took as long as another's."""
+    """The view of a plan if its actions took as long as another plan's."""
     documents = trace_documents(actual.problem, actual.orders, plan_id=plan.plan_id, steps=steps)
     found = measure(plan, [parse_rank_trace(documents[rank]) for rank in ranks], None, TraceSource())
     assert isinstance(found, Measured)
@@ -35,7 +37,7 @@ def view_of(plan: Plan, actual: Plan, *, steps: int = 1, ranks: tuple[int, ...] 
 
 
 def idle_notes(view: MeasuredView) -> list[list[str]]:
-    """The idle shares beside the rows of each lane, the first rank first."""
+    """The idle shares next to the rows of each lane, by rank."""
     assert view.lanes is not None
     return [canvas.idle.replace("\u202f", "").split(" ") for canvas in view.lanes.canvases]
 
@@ -55,7 +57,7 @@ def test_a_step_that_went_as_planned_is_as_idle_as_planned(objective: Objective,
     assert above == below == [f"{100 * (1 - busy / length):.1f}%" for busy in (3, 13)]
 
 
-def test_what_is_said_of_one_rank_alone_is_planned_for_it_alone() -> None:
+def test_planned_values_of_a_rank_are_its_own() -> None:
     plan = planned("makespan")
     view = view_of(plan, plan, ranks=(1,))
     (idle,) = [card for card in view.cards if card.label == "Idle"]
@@ -63,7 +65,7 @@ def test_what_is_said_of_one_rank_alone_is_planned_for_it_alone() -> None:
     assert any("Rank 0 has not sent this step" in notice for notice in view.notices)
 
 
-def test_the_parts_that_are_shown_add_up_to_the_total() -> None:
+def test_the_parts_add_up_to_the_total() -> None:
     plan = planned("makespan")
     view = view_of(plan, planned("makespan", {**COSTS, "forward": [4, 2]}))
     for row in view.rows:
@@ -74,11 +76,12 @@ def test_the_parts_that_are_shown_add_up_to_the_total() -> None:
         )
 
 
-def test_an_action_that_was_to_take_nothing_has_no_ratio() -> None:
+def test_an_action_planned_to_take_no_time_has_no_ratio() -> None:
     costs = {**COSTS, "backward_input": 0}
     view = view_of(planned("span", costs), planned("span"))
     cells = dict(zip(view.letters, view.kinds[0].cells, strict=True))
     assert cells["I"] is not None
-    assert (cells["I"].ratio, cells["I"].tone) == ("–", "slow")
+    assert (cells["I"].ratio, tone(cells["I"].ratio)) == (inf, "slow")
     assert cells["F"] is not None
-    assert (cells["F"].ratio, cells["F"].tone) == ("1.00", "")
+    assert (cells["F"].ratio, tone(cells["F"].ratio)) == (1.0, "")
+    assert (tone(1.06), tone(0.94)) == ("slow", "fast")

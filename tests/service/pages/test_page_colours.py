@@ -6,7 +6,8 @@ import re
 from itertools import product
 
 import pytest
-from zbv_solver.export.palette import FILLS, INKS, contrast
+from support.contrast import contrast
+from zbv_solver.export.palette import FILLS, INKS
 from zbv_solver.export.report import STATIC
 
 STYLE = (STATIC / "zbv.css").read_text(encoding="utf-8")
@@ -47,7 +48,7 @@ def colours(theme: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_is_readable_on_what_is_behind_it(theme: str) -> None:
+def test_text_has_enough_contrast(theme: str) -> None:
     found = colours(theme)
     for text, background in TEXT:
         ratio = contrast(found[text], found[background])
@@ -55,14 +56,14 @@ def test_text_is_readable_on_what_is_behind_it(theme: str) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_what_must_be_seen_stands_out(theme: str) -> None:
+def test_shapes_have_enough_contrast(theme: str) -> None:
     found = colours(theme)
     for shape, background in SHAPES:
         ratio = contrast(found[shape], found[background])
         assert ratio >= 2.95, f"{shape} on {background} has {ratio:.2f}"  # 3:1, less 8-bit rounding
 
 
-def test_every_colour_is_held_to_a_contrast() -> None:
+def test_every_colour_has_a_contrast_rule() -> None:
     held = {name for pair in (*TEXT, *SHAPES) for name in pair} | DECORATION
     assert set(colours("light")) == held, "add the pairs in which a new token is used"
     others = {name for name in TOKENS if name not in colours("light")}

@@ -29,7 +29,7 @@ def test_a_style_takes_its_colours_from_the_tokens(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_strict_and_leaves_themes_to_the_one_that_knows(path: Path) -> None:
+def test_scripts_are_strict_and_only_one_reads_the_theme(path: Path) -> None:
     script = path.read_text(encoding="utf-8")
     assert ('"use strict";' in script) == (path.name in CLASSIC), "modules are strict by themselves"
     assert not re.search(

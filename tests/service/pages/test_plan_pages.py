@@ -44,12 +44,12 @@ async def test_a_chart_loads_the_actions_of_its_plan_once(serving: Serving) -> N
 
 
 @pytest.mark.parametrize("path", ["", "/actions"])
-async def test_what_is_not_there_is_not_found(serving: Serving, path: str) -> None:
+async def test_an_unknown_plan_is_not_found(serving: Serving, path: str) -> None:
     async with serving("immediate") as service:
         assert (await service.http.get(f"/plans/{UNKNOWN}{path}")).status_code == 404
 
 
-async def test_scripts_and_styles_are_kept_for_good_under_the_address_of_their_version(
+async def test_scripts_and_styles_are_immutable_below_their_version(
     serving: Serving,
 ) -> None:
     async with serving("immediate") as service:
@@ -108,7 +108,7 @@ async def test_every_address_is_under_the_prefix_of_a_proxy(serving: Serving) ->
     assert [address for address in addresses if not address.startswith("/planner/")] == []
 
 
-def test_who_may_not_search_is_not_invited_to() -> None:
+def test_a_reader_without_the_scope_search_gets_no_link_to_the_form() -> None:
     view = report.plan_view(baseline_plan("1f1b", parse_problem(PROBLEM)))
     for scopes, is_invited in ((frozenset(), True), (frozenset({"read"}), False), ({"read", "search"}, True)):
         text = plan_page(view, Shell(may=frozenset(scopes)))

@@ -1,4 +1,4 @@
-"""Errors as pages for browsers, as documents for everybody else."""
+"""Errors are pages for browsers and documents for other clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
         ("GET", "/problems/nothing", 404, "found no type of error"),
     ],
 )
-async def test_a_browser_gets_a_page_in_the_frame_of_all(
+async def test_a_browser_gets_errors_as_pages_and_others_as_documents(
     serving: Serving, method: str, address: str, status: int, told: str
 ) -> None:
     async with serving("immediate") as service:
@@ -40,7 +40,7 @@ async def test_a_browser_gets_a_page_in_the_frame_of_all(
         document = await service.http.request(method, address)
         assert document.headers["content-type"] == "application/problem+json"
         assert document.status_code == status
-        assert document.json()["type"] in answer.text, "leads to what it means"
+        assert document.json()["type"] in answer.text, "links to the explanation"
         for name in ("allow", "retry-after"):
             assert answer.headers.get(name) == document.headers.get(name)
 
@@ -48,7 +48,7 @@ async def test_a_browser_gets_a_page_in_the_frame_of_all(
 @pytest.mark.parametrize(
     ("error", "status", "kind"), [(DatabaseAway, 503, "not-ready"), (RuntimeError, 500, "internal-error")]
 )
-async def test_what_may_pass_can_be_tried_again(
+async def test_a_temporary_error_has_a_link_to_try_again(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int, kind: str
 ) -> None:
     async with serving("immediate") as service:
@@ -65,7 +65,7 @@ async def test_what_may_pass_can_be_tried_again(
         assert kind_of(await service.http.get("/searches")) == kind
 
 
-async def test_wrong_parameters_can_be_left_out_but_a_wrong_form_is_no_address(serving: Serving) -> None:
+async def test_an_error_page_links_to_the_address_without_its_wrong_parameters(serving: Serving) -> None:
     async with serving("immediate") as service:
         answer = await service.http.get("/searches?limit=x", headers=BROWSER)
         assert answer.status_code == 422
@@ -79,7 +79,7 @@ async def test_wrong_parameters_can_be_left_out_but_a_wrong_form_is_no_address(s
         assert "Without the parameters" not in answer.text
 
 
-async def test_who_may_not_see_something_is_told_so_in_the_frame(serving: Serving) -> None:
+async def test_a_missing_scope_is_an_error_page(serving: Serving) -> None:
     async with serving("immediate", auth="tokens") as service:
         answer = await service.http.get(
             "/plans", headers={**BROWSER, **await add(service, "agent", name="agent-only")}

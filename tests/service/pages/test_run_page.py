@@ -1,4 +1,4 @@
-"""A run's page: what is known of it, at every stage of its life, and what a browser may do about it."""
+"""The page of a run in every state, and the actions that a browser may take."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def send(
     assert answer.status_code == 204, answer.text
 
 
-async def test_a_run_that_waits_says_for_what(serving: Serving) -> None:
+async def test_a_waiting_run_shows_the_reason(serving: Serving) -> None:
     async with serving("held") as service:
         run_id = (await submit(service)).json()["id"]
         seen = await words(service, f"/runs/{run_id}")
@@ -71,7 +71,7 @@ async def test_a_run_that_waits_says_for_what(serving: Serving) -> None:
         assert (await service.http.get(f"/runs/{'e' * 32}/measured")).status_code == 404
 
 
-async def test_a_run_that_goes_on_shows_its_ranks_steps_and_losses(serving: Serving) -> None:
+async def test_a_running_run_shows_its_ranks_steps_and_losses(serving: Serving) -> None:
     async with serving("immediate") as service:
         plan_id = await import_plan(service, TIMED)
         run_id, first, second = await started(service, plan_id=plan_id)
@@ -105,7 +105,7 @@ async def test_a_run_that_goes_on_shows_its_ranks_steps_and_losses(serving: Serv
         assert (await service.http.get(f"/runs/{run_id}/measured?generation=-1")).status_code == 422
 
 
-async def test_a_loss_is_that_of_its_own_step_and_the_newest_events_are_shown(
+async def test_a_loss_belongs_to_its_step_and_the_newest_events_are_shown(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "EVENTS", 1)
@@ -123,7 +123,7 @@ async def test_a_loss_is_that_of_its_own_step_and_the_newest_events_are_shown(
         assert shown == told[-1:]
 
 
-async def test_only_what_ranks_have_sent_is_measured(serving: Serving) -> None:
+async def test_missing_ranks_and_unusable_traces_are_reported(serving: Serving) -> None:
     async with serving("immediate") as service:
         plan_id = await import_plan(service, TIMED)
         run_id, first, second = await started(service, plan_id=plan_id)
@@ -151,7 +151,7 @@ async def test_only_what_ranks_have_sent_is_measured(serving: Serving) -> None:
         assert "not its list of plan" in seen
 
 
-async def test_a_run_that_failed_says_why_and_where_its_logs_are(serving: Serving) -> None:
+async def test_a_failed_run_shows_the_reason_and_links_to_its_logs(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         failure = {"kind": "error", "rank": 0, "step": 3, "action": "0F1", "detail": "<b>boom</b>"}
@@ -203,7 +203,7 @@ async def test_a_browser_cancels_a_run_and_takes_an_offer(serving: Serving) -> N
         assert unknown.status_code == 404
 
 
-async def test_what_ranks_left_behind_stays_when_the_run_begins_anew(serving: Serving) -> None:
+async def test_logs_and_traces_of_earlier_generations_are_kept(serving: Serving) -> None:
     async with serving("immediate") as service:
         plan_id = await import_plan(service, TIMED)
         run_id, first, second = await started(service, plan_id=plan_id, retries=1)
@@ -223,7 +223,7 @@ async def test_what_ranks_left_behind_stays_when_the_run_begins_anew(serving: Se
         assert "as long as planned" in await words(service, f"/runs/{run_id}/measured?generation=0")
 
 
-async def test_who_may_not_launch_is_not_offered_to(serving: Serving) -> None:
+async def test_cancelling_a_run_needs_the_scope_launch(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id = (await submit(service)).json()["id"]
         run = await service.app.state.application.runs.get(run_id)
@@ -233,7 +233,7 @@ async def test_who_may_not_launch_is_not_offered_to(serving: Serving) -> None:
             assert ("Cancel run" in text) == expected
 
 
-def test_of_steps_that_not_all_ranks_have_those_of_the_most_ranks_count() -> None:
+def test_steps_measured_by_the_most_ranks_count() -> None:
     problem = parse_problem(TIMED)
     documents = trace_documents(problem, orders_of(problem), steps=4)
     for document, kept in zip(documents, ((0, 1, 2), (1, 2, 3)), strict=True):

@@ -1,4 +1,4 @@
-"""The pages of asking for a search and of following one, as text: what they say of every state."""
+"""The form for a new search and the page of a search in every state, as text."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
     assert json.loads(data[1])["seconds"] == 12.5
 
 
-def test_only_who_may_search_is_offered_to_change_one() -> None:
+def test_actions_on_searches_need_the_scope_search() -> None:
     text = page_of(RECORD, may=frozenset({"read"}))
     assert 'id="stop"' not in text
     assert 'id="delete"' not in text
     assert 'id="stop"' in page_of(RECORD, may=frozenset({"admin"}))
 
 
-def test_only_a_proof_is_called_one() -> None:
+def test_only_a_stored_plan_without_a_gap_is_called_optimal() -> None:
     done = replace(RECORD, state="done", plan_id="b" * 64, finished_at=AT)
     assert "Proved optimal" not in page_of(done)
     assert "lower bound" in page_of(done)
@@ -87,12 +87,12 @@ def test_only_a_proof_is_called_one() -> None:
     assert not search_view(early, uniform(2, 4, limit=3)).optimal
 
 
-def test_how_a_method_was_set_is_told_whole() -> None:
+def test_nested_parameters_of_a_method_are_shown_whole() -> None:
     view = search_view(replace(RECORD, method="windows(greedy-v(a=1))"), uniform(2, 4))
     assert (view.method, view.details) == ("windows", "greedy-v(a=1)")
 
 
-def test_what_ended_without_a_plan_says_why_and_what_to_do() -> None:
+def test_a_search_without_a_plan_shows_the_reason_and_the_next_step() -> None:
     nothing = replace(RECORD, objective=None, lower_bound=None, gap=None, method=None)
     assert "Stopped before a plan was found" in page_of(replace(nothing, state="cancelled"))
     error = {
@@ -112,7 +112,7 @@ def test_what_ended_without_a_plan_says_why_and_what_to_do() -> None:
     assert 'id="course-panel"' not in failed
 
 
-def test_ranks_that_lack_memory_are_listed_together() -> None:
+def test_neighbouring_ranks_with_the_same_shortage_share_a_row() -> None:
     problem = parse_problem({**problem_json(uniform(4, 4, limit=1)), "pp_degree": 4})
     limited = replace(problem, memory=replace(problem.memory, limit=(1.0, 1.0, 5.0, 1.5)))
     view = search_view(replace(RECORD, state="infeasible"), limited)
@@ -146,7 +146,7 @@ def test_every_preset_can_be_searched(preset: Any) -> None:
         assert found.facts.fits
 
 
-def test_an_earlier_limit_is_a_fraction_where_it_is_a_round_one() -> None:
+def test_an_earlier_limit_becomes_a_fraction_if_it_is_round() -> None:
     static = parse_problem({**PROBLEM, "memory": {**PROBLEM["memory"], "static": [1, 3], "limit": None}})
     start = start_from(at_fraction(static, 0.7), {}, "")
     assert (start.limit_fraction, start.problem["memory"]["limit"]) == (0.7, None)
@@ -159,7 +159,7 @@ def test_an_earlier_limit_is_a_fraction_where_it_is_a_round_one() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_form_begins_with_what_its_address_names(serving: Serving) -> None:
+async def test_the_form_begins_with_the_search_plan_or_preset_in_its_address(serving: Serving) -> None:
     def start(text: str) -> dict[str, Any]:
         data = re.search(r'id="new-search">(.*?)</script>', text)
         assert data is not None

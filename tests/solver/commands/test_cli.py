@@ -38,7 +38,7 @@ def write(path: Path, document: object) -> Path:
     return path
 
 
-def test_plan_writes_a_plan_and_says_how_good_it_is(problem: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_plan_writes_a_plan_and_reports_its_quality(problem: Path, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "plan.json"
     assert main(["plan", str(problem), "-o", str(path)]) == 0
     out, err = capsys.readouterr()
@@ -193,7 +193,7 @@ def test_on_a_terminal_a_plan_is_summarised(
     assert "not saved" in out
 
 
-def test_help_says_what_efforts_do_and_how_long_they_take(capsys: Capture) -> None:
+def test_help_describes_the_efforts_and_their_durations(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     shown = capsys.readouterr().out

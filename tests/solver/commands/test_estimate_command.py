@@ -51,7 +51,7 @@ def test_flags_replace_what_the_file_says(config: Path, capsys: Capture) -> None
     assert not any("recompute" in layer for layer in problem["layers"])
 
 
-def test_tables_go_where_the_problem_does_not(config: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_tables_go_to_the_stream_without_the_problem(config: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main(["estimate", "--config", str(config), "--table"]) == 0
     out, err = capsys.readouterr()
     json.loads(out)
@@ -79,7 +79,7 @@ def test_presets_are_listed(capsys: Capture) -> None:
     assert [line.split()[0] for line in lines if "Qwen3 32B" in line] == ["qwen3-32b"]
 
 
-def test_without_a_configuration_it_says_what_to_give(capsys: Capture) -> None:
+def test_a_missing_configuration_is_reported_with_the_flags(capsys: Capture) -> None:
     assert main(["estimate"]) == 2
     assert "--config, --preset: found neither; give one" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What is said of a cut on the terminal."""
+"""The summary of a cut on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def summary(problem: LayeredProblem) -> list[str]:
     return cut_summary(search(problem, QUICK)).splitlines()
 
 
-def test_a_line_says_which_layers_a_rank_has_and_what_they_cost() -> None:
+def test_a_line_names_the_layers_of_a_rank_and_their_cost() -> None:
     lines = summary(layered(placement="single", cut={"first": 6}))
     assert lines[0] == "  rank 0: embedding … block.4; 27 a microbatch"
     assert lines[1] == "  rank 1: block.5 … head; 30 a microbatch"
@@ -30,7 +30,7 @@ def test_recomputed_and_empty_stages_are_named() -> None:
     assert "nothing" in shown
 
 
-def test_layers_too_coarse_to_go_up_evenly_are_told_of() -> None:
+def test_layers_too_coarse_to_divide_evenly_are_reported() -> None:
     coarse = summary(layered(layers=[{**BLOCK, "repeat": 5}]))
     assert "some rank has at least 20% more than the mean" in coarse[-1]
     even = summary(layered(layers=[{**BLOCK, "repeat": 8}]))

@@ -55,7 +55,7 @@ def renamed(plan: Plan) -> Orders:
 
 
 @given(plans)
-def test_the_schedule_in_the_settings_is_the_plans(plan: Plan) -> None:
+def test_the_schedule_in_the_settings_matches_the_plan(plan: Plan) -> None:
     rows = [line[5:] for line in export(plan, "torchtitan").splitlines() if line.startswith("#csv ")]
     orders = Orders.from_text([row.split(",") for row in rows])
     assert orders == renamed(plan)
@@ -120,7 +120,7 @@ def test_more_than_two_stages_per_rank_are_refused_with_a_way_out() -> None:
         export(plan, "torchtitan")
 
 
-def test_the_stages_of_layers_are_named_and_what_is_recomputed_is_said() -> None:
+def test_stages_are_named_by_layers_and_recomputation_is_noted() -> None:
     cut = {"partition": [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]], "memory": {}}
     for flags, is_said in (([False, True, False, True], True), ([False] * 4, False)):
         problem = parse_any_problem({**RECOMPUTED, **cut, "recompute": flags})
@@ -184,7 +184,7 @@ def unmixed(orders: Orders) -> list[list[Action]]:
 
 
 @given(plans)
-def test_nodes_read_back_to_the_plans_orders(plan: Plan) -> None:
+def test_nodes_read_back_as_the_orders_of_the_plan(plan: Plan) -> None:
     orders = read_back(nodes_of(plan))
     assert orders == Orders.from_actions(unmixed(renamed(plan)))
     verify_orders(plan.problem, orders)
@@ -222,7 +222,7 @@ def test_peers_of_nodes_name_each_other(plan: Plan) -> None:
         assert source.send_peer_stage == (None if local else node.stage)
 
 
-def test_letters_are_the_forks_own() -> None:
+def test_letters_are_translated_to_the_forks() -> None:
     plan = plan_of([["0F0", "0F1", "1F0", "1F1", "1I0", "1W0", "1B1", "0I0", "0W0", "0B1"]])
     found = [f"{n.layer_group_idx}{n.type}{n.microbatch}" for n in nodes_of(plan)[0]]
     assert found == ["0F0", "0F1", "1F0", "1F1", "1B0", "1W0", "1BW1", "0B0", "0W0", "0BW1"]

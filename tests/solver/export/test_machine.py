@@ -40,7 +40,7 @@ def problem_of(p: int, m: int, placement: PlacementKind = "v", **more: Any) -> P
 
 
 def random_plan(problem: Problem, random: Random) -> Plan:
-    """A valid plan whose ranks take whatever is ready, in any order of microbatches."""
+    """A valid plan: every rank runs any ready action, in any order of microbatches."""
     rank_of, last = problem.placement.rank_of, problem.n_stages - 1
     ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
     ready = [Action(0, "F", j) for j in range(problem.microbatches)]
@@ -183,7 +183,7 @@ def test_trace_has_every_action_at_its_time(plan: Plan) -> None:
     assert [event["tid"] for event in events] == plan.orders.rank_index().tolist()
 
 
-def test_trace_events_say_what_they_are() -> None:
+def test_trace_events_name_their_action() -> None:
     event = of_phase(trace_of(random_plan(problem_of(2, 1), Random(3))), "X")[0]
     assert event["name"] == "0F0"
     assert event["args"] == {"stage": 0, "chunk": 0, "microbatch": 0, "letter": "F"}

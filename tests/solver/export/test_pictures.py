@@ -78,7 +78,7 @@ def test_svg_draws_every_action_in_its_colour(plan: Plan) -> None:
     assert bars_by_fill(svg_of(plan)) == expected
 
 
-def test_svg_names_ranks_and_says_what_the_plan_achieves(plan: Plan) -> None:
+def test_svg_names_ranks_and_the_plans_metrics(plan: Plan) -> None:
     found = texts(svg_of(plan))
     assert [text for text in found if text.startswith("rank")] == ["rank 0", "rank 1", "rank 2"]
     assert found[0].startswith("3 ranks, 5 microbatches: span ")
@@ -114,7 +114,7 @@ def test_svg_of_a_large_plan_is_of_bounded_size() -> None:
     assert len(text) < 2_000_000
 
 
-def test_svg_escapes_what_a_user_wrote() -> None:
+def test_svg_escapes_text_from_users() -> None:
     root = svg_of(sequential_plan(1, 1, units={"time": "<b>&"}))
     assert "time [<b>&]" in texts(root)
 
@@ -146,7 +146,7 @@ def test_the_columns_of_a_raster_add_up_to_the_busy_time(p: int, m: int, columns
 def test_a_raster_column_inside_an_action_has_its_colour_and_idle_time_is_transparent() -> None:
     line = timeline(sequential_plan(2, 1))
     pixels = image(line, 200).view(np.uint8).reshape(2, 200, 4)
-    assert tuple(pixels[0, 1]) == (*palette.rgb(palette.fill("F", 0)), 255)
+    assert tuple(pixels[0, 1]) == (*palette.rgb(palette.FILLS["F"][0]), 255)
     assert pixels[1, 1, 3] == 0  # rank 1 waits for the first activation
 
 
@@ -154,7 +154,7 @@ def test_a_raster_column_inside_an_action_has_its_colour_and_idle_time_is_transp
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
-def test_the_columns_of_actions_can_be_read_by_what_the_facts_say(plan: Plan, is_measured: bool) -> None:
+def test_the_facts_describe_the_packed_columns(plan: Plan, is_measured: bool) -> None:
     line = timeline(plan)
     facts = timeline_facts(line, plan.problem, is_measured=is_measured)
     packed, n = timeline_bytes(line, is_measured=is_measured), len(line)
@@ -218,7 +218,7 @@ def test_the_page_claims_optimality_only_when_it_is_proved() -> None:
     assert "optimal" not in notes[1]
 
 
-def test_a_gap_too_small_to_be_told_is_not_told_as_none() -> None:
+def test_a_tiny_gap_is_not_shown_as_zero() -> None:
     plan = sequential_plan(1, 1)
     for gap, told in ((2e-9, "< 0.01\u202f%"), (1e-4, "0.01\u202f%"), (0.25, "25.00\u202f%")):
         metrics = replace(plan.metrics, gap=gap, status="feasible")
@@ -226,7 +226,7 @@ def test_a_gap_too_small_to_be_told_is_not_told_as_none() -> None:
         assert (card.value, card.tone) == (told, "")
 
 
-def test_memory_that_no_limit_allows_is_bad() -> None:
+def test_memory_with_a_limit_of_zero_is_marked_as_bad() -> None:
     plan = sequential_plan(1, 1, memory={**MEMORY, "static": 0, "limit": None})
     for limit, note, tone in ((2.0, "200\u202f%", "bad"), (8.0, "50\u202f%", ""), (0.0, "∞", "bad")):
         problem = replace(plan.problem, memory=replace(plan.problem.memory, limit=(limit,)))
@@ -242,11 +242,11 @@ def test_memory_that_no_limit_allows_is_bad() -> None:
         ({"placement": "loop", "chunks": 3}, "dark: even chunks, light: odd ones"),
     ],
 )
-def test_the_legend_says_what_dark_and_light_are(more: dict[str, Any], told: str) -> None:
+def test_the_legend_explains_dark_and_light(more: dict[str, Any], told: str) -> None:
     assert plan_view(sequential_plan(2, 1, **more)).shades == told
 
 
-def test_of_ranks_without_memory_no_peak_is_told() -> None:
+def test_without_memory_costs_ranks_show_no_peak() -> None:
     assert {rank.peak for rank in plan_view(sequential_plan(2, 1)).ranks} == {""}
     assert {rank.peak for rank in plan_view(sequential_plan(2, 1, memory=MEMORY)).ranks} == {"5"}
 
@@ -270,7 +270,7 @@ def test_memory_over_the_limit_is_marked() -> None:
     assert [bar.over for bar in memory_bars(replace(unlimited, problem=limited)).bars] == [True, False]
 
 
-def test_a_limit_out_of_the_picture_is_only_told() -> None:
+def test_a_limit_far_above_the_bars_is_only_mentioned() -> None:
     memory = pictures_of(plan_view(plan_of(2, 4, memory={**MEMORY, "limit": 1000})))["memory"]
     assert [bar.limit for bar in memory.bars] == [None, None]
     assert "of 1\u202f000." in memory.summary
@@ -291,7 +291,7 @@ def test_the_bubble_rate_is_the_mean_of_the_ranks_idle_shares(p: int, m: int) ->
     assert [bar.height for bar in picture.bars] == pytest.approx([96 * x / idlest for x in shares], abs=0.01)
 
 
-def test_a_plan_that_takes_no_time_idles_none() -> None:
+def test_a_plan_that_takes_no_time_has_no_idle_time() -> None:
     plan = sequential_plan(2, 1, costs={"forward": 0, "backward_input": 0, "backward_weight": 0})
     assert idle_shares(plan) == [0, 0]
     assert [bar.height for bar in pictures_of(plan_view(plan))["idle"].bars] == [0, 0]
@@ -304,7 +304,7 @@ def test_a_large_plan_lists_the_beginning_of_every_rank_and_draws_a_picture() ->
     assert view.ranks[0].text.startswith("0F0 3F0 3I0")
 
 
-def test_the_table_says_what_fits_and_how_long_each_takes() -> None:
+def test_the_table_shows_fit_and_relative_time() -> None:
     plan = plan_of(2, 6, memory={**MEMORY, "limit": 7})
     slowest = max(plan.metrics.span, *(b.span for b in plan.baselines))
     rows = {row.name: row for row in plan_view(plan).baselines}
@@ -320,7 +320,7 @@ def test_rows_are_high_enough_to_point_at_and_few_ranks_take_little_room() -> No
     assert [gantt_canvas(ranks).rows for ranks in (1, 8, 64, 300)] == [34, 272, 640, 2100]
 
 
-def test_a_canvas_says_how_idle_each_rank_is(plan: Plan) -> None:
+def test_a_canvas_has_the_idle_share_of_each_rank(plan: Plan) -> None:
     canvas = plan_view(plan).canvas
     assert canvas.idle.split(" ") == [quantities.percent(share, 1) for share in idle_shares(plan)]
     assert (canvas.axis, canvas.height) == ("time [µs]", canvas.top + canvas.rows + canvas.bottom)
@@ -349,7 +349,7 @@ def test_the_standalone_page_contains_every_module_without_imports(plan: Plan) -
     assert len(set(names)) == len(names), "modules share one scope: no name may be defined twice"
 
 
-def test_the_standalone_page_escapes_what_a_user_wrote() -> None:
+def test_the_standalone_page_escapes_text_from_users() -> None:
     assert "<b>evil" not in export(sequential_plan(1, 1, units={"time": "<b>evil"}), "html")
 
 

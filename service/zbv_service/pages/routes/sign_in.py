@@ -1,4 +1,4 @@
-"""Signing in with a browser: ``/sign-in``, ``/sign-out``, and links that begin a session."""
+"""Signing in with a browser: ``/sign-in``, ``/sign-out``, and sign-in links."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def install(app: FastAPI) -> None:
 
 @router.get("/sign-in", dependencies=[ANYBODY], include_in_schema=False)
 async def get_sign_in(request: Request, token: str = "", next: str = "/") -> Response:
-    """The page on which a token is pasted; with a link's token, the session begins at once."""
+    """The page with a field for a token; a sign-in link begins the session at once."""
     if state_of(request).access.is_open:
         return _see_other(request, "/")
     if not token:
@@ -100,11 +100,11 @@ async def post_sign_out(request: Request) -> Response:
     dependencies=[ANY_TOKEN],
     summary="Get a link that signs a browser in, once",
     status_code=201,
-    response_description="Whoever opens it first may do what the token may.",
+    response_description="The first browser that opens the link gets the scopes of the token.",
     responses=documented(),
 )
 async def create_sign_in_link(request: Request) -> SignInLink:
-    """The browser may do what the token may that asks for the link, and for as long."""
+    """A link that gives a browser the scopes and the expiry of the caller's token."""
     found, base = state_of(request), str(request.base_url)
     grant = grant_of(request)
     expires_at = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
@@ -116,7 +116,7 @@ async def create_sign_in_link(request: Request) -> SignInLink:
 
 @router.get("/openapi.json", dependencies=[ANY_TOKEN], include_in_schema=False)
 async def get_openapi(request: Request) -> Response:
-    """What this API takes and answers; written once, as that takes longer than others should wait."""
+    """The OpenAPI document; generated once, outside the event loop, because it takes long."""
     app = request.app
     if getattr(app.state, "openapi_text", None) is None:
         write = state_of(request).computations.write
@@ -131,7 +131,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
         return response_to(error)
     query = f"?{request.url.query}" if request.url.query else ""
     path = request.url.path.removeprefix(root_of(request))
-    # A browser that still has the cookie of a session that ended can sign in whatever its pages have asked.
+    # A sign-in page also replaces the pages of a session that has ended, because its cookie is still sent.
     complaint = error.detail if isinstance(error, TooManyAttempts) else ""
     answer = _sign_in_page(request, path + query, error.kind.status, complaint)
     answer.headers.update(error.headers)
@@ -167,6 +167,6 @@ def _see_other(request: Request, destination: str) -> RedirectResponse:
 
 
 def _inside(destination: str) -> str:
-    """A path of this service: nobody is sent elsewhere after signing in."""
+    """A path of this service, so that nobody is redirected to another site after signing in."""
     is_path = destination.startswith("/") and not destination.startswith(("//", "/\\"))
     return destination if is_path and destination.isprintable() else "/"

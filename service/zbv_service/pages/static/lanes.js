@@ -1,5 +1,5 @@
-// Several schedules above each other on one time axis: those of a comparison, or a plan above what was measured. A
-// click on an action highlights its microbatch in all of them; Escape, or a click beside the actions, ends that.
+// Several schedules above each other on one time axis: those of a comparison, or a plan and a measured step. A click
+// on an action highlights its microbatch in all of them; Escape, or a click next to the actions, ends that.
 
 import { Chart } from "./chart.js";
 import { number, time } from "./numbers.js";

@@ -1,4 +1,4 @@
-// Reloads the page after the milliseconds that the script element names: what the page is to show is not ready yet.
+// Reloads a page with content that is not ready yet, after the milliseconds that the script element names.
 "use strict";
 
 (() => {

@@ -30,7 +30,7 @@ class Lane:
     is_measured
         Whether the times were measured.
     idle
-        The share of its time that each rank is idle, (p,), shown beside its row.
+        The idle share of each rank, (p,), shown next to its row.
     """
 
     title: str

@@ -149,7 +149,7 @@ def _notices(found: Measured, units: Units) -> Iterator[str]:
         yield (
             f"The clocks of the ranks disagree: {conflict.count} of {conflict.inputs} inputs arrived before "
             f"being sent, by up to {quantities.time(conflict.worst, units)}. Times within a rank are right, "
-            f"but ranks are shifted against each other, and transfer cannot be told from waiting."
+            f"but ranks are shifted against each other, and transfer and waiting cannot be separated."
         )
     if not found.has_named_unit:
         yield (

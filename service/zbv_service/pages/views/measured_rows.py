@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from math import isfinite
 
 from zbv_solver.export import quantities
 
@@ -42,22 +41,11 @@ class AccountRow:
 
 
 @dataclass(frozen=True)
-class KindCell:
-    """A rank's actions of one letter; ``tone`` is slow, fast or empty."""
-
-    planned: str
-    measured: str
-    ratio: str
-    tone: str
-    count: int
-
-
-@dataclass(frozen=True)
 class KindRow:
     """A rank's actions by letter; None for letters that it does not run."""
 
     rank: int
-    cells: tuple[KindCell | None, ...]
+    cells: tuple[KindTimes | None, ...]
 
 
 def account_rows(ranks: Sequence[RankAccount]) -> Iterator[AccountRow]:
@@ -103,20 +91,14 @@ def _gains_and_losses(parts: Parts) -> tuple[float, float]:
 
 def kind_rows(kinds: Sequence[KindTimes], letters: Sequence[str]) -> Iterator[KindRow]:
     """Durations: a row per rank, a cell per letter."""
-    cells = {(kind.rank, kind.letter): _kind_cell(kind) for kind in kinds}
+    cells = {(kind.rank, kind.letter): kind for kind in kinds}
     for rank in sorted({kind.rank for kind in kinds}):
         yield KindRow(rank, tuple(cells.get((rank, letter)) for letter in letters))
 
 
-def _kind_cell(kind: KindTimes) -> KindCell:
-    tone = "slow" if kind.ratio > 1 + NOTICEABLE else "fast" if kind.ratio < 1 - NOTICEABLE else ""
-    return KindCell(
-        planned=quantities.figure(kind.planned),
-        measured=quantities.figure(kind.measured),
-        ratio=f"{kind.ratio:.2f}" if isfinite(kind.ratio) else "–",
-        tone=tone,
-        count=kind.count,
-    )
+def tone(ratio: float) -> str:
+    """``slow`` or ``fast`` if a measured duration differs noticeably from its plan, else empty."""
+    return "slow" if ratio > 1 + NOTICEABLE else "fast" if ratio < 1 - NOTICEABLE else ""
 
 
 def signed(value: float) -> str:

@@ -18,7 +18,7 @@ def plan_page(view: report.PlanView, shell: Shell) -> str:
             f"{shell.root}/new?from={view.plan_id}",
             "A new search that begins with this plan's problem",
         ),
-        report.PageLink("Compare", f"{page}/compare", "Beside other schedules on one time axis"),
+        report.PageLink("Compare", f"{page}/compare", "With other schedules on one time axis"),
         report.PageLink("Memory and time", f"{page}/frontier", "The best span at every memory limit"),
         report.PageLink(
             "Trace for Perfetto",

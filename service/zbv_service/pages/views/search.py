@@ -10,10 +10,10 @@ from zbv_solver.frontiers import memory_fraction
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import exceeds
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import Problem, Units
 
 from zbv_service.documents.problems import Question
-from zbv_service.pages.views.layers import LayersTable, facts_of_layers, layers_table
+from zbv_service.pages.views.layers import facts_of_layers
 from zbv_service.pages.views.words import shape_of
 from zbv_service.records.searches import FINISHED, SearchRecord
 
@@ -48,7 +48,7 @@ class SearchView:
         Groups of ranks whose memory limit no plan fits, and the number of groups that are not listed.
     fraction
         The smallest feasible limit as a fraction of 1F1B's memory; empty if there is none.
-    layers
+    model
         The model's layers, if the problem has any.
     every_cut
         Whether the search divides the layers, so that the bound holds for every cut.
@@ -57,7 +57,6 @@ class SearchView:
     title: str
     subtitle: str
     is_open: bool
-    unit: str
     seconds: float | None
     best: str
     bound: str
@@ -69,7 +68,8 @@ class SearchView:
     hidden_shortages: int
     fraction: str
     facts: tuple[tuple[str, str], ...]
-    layers: LayersTable | None
+    model: Model | None
+    units: Units
     every_cut: bool
 
 
@@ -87,7 +87,6 @@ def search_view(record: SearchRecord, problem: Question, now: datetime | None = 
         title=shape_of(problem),
         subtitle=_subtitle(problem),
         is_open=record.state not in FINISHED,
-        unit=quantities.time_unit(units),
         seconds=_seconds(record, now or datetime.now(UTC)),
         best="–" if value is None else quantities.time(value, units),
         bound="–" if bound is None else quantities.time(bound, units),
@@ -99,7 +98,8 @@ def search_view(record: SearchRecord, problem: Question, now: datetime | None = 
         hidden_shortages=max(0, len(shortages) - LISTED_RANKS),
         fraction=_smallest_fraction(problem) if shortages and isinstance(problem, Problem) else "",
         facts=(*facts, *_options(record)),
-        layers=None if model is None else layers_table(model, units),
+        model=model,
+        units=units,
         every_cut=isinstance(problem, LayeredProblem),
     )
 

@@ -35,5 +35,5 @@ class Box:
 
 
 def percent(part: float) -> float:
-    """A share of a chart's side as a percentage, rounded to what a screen can show."""
+    """A share of a chart's side as a percentage, rounded to the resolution of a screen."""
     return round(100 * part, 3)

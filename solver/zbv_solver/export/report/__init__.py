@@ -192,7 +192,10 @@ def environment(*directories: Path) -> Environment:
         chart_modules=CHART_MODULES,
     )
     found.filters.update(
-        time=lambda value, unit: quantities.time(value, Units(time=unit)), percent=quantities.percent
+        time=lambda value, unit: quantities.time(value, Units(time=unit)),
+        memory=quantities.memory,
+        figure=quantities.figure,
+        percent=quantities.percent,
     )
     return found
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbv_solver.export import palette, quantities
+from zbv_solver.export import quantities
+from zbv_solver.export.palette import PALETTE_SHADES
 from zbv_solver.export.per_rank import accounts_for_memory
 from zbv_solver.plans.plan import Plan
 
@@ -69,6 +70,6 @@ def action_lists(plan: Plan) -> list[RankLine]:
 def _chips(plan: Plan, rank: int) -> list[Chip]:
     chunk_of = plan.problem.placement.chunk_of
     return [
-        Chip(str(action), f"{action.letter}{palette.shade(chunk_of[action.stage])}")
+        Chip(str(action), f"{action.letter}{chunk_of[action.stage] % PALETTE_SHADES}")
         for action in plan.orders.actions(rank)
     ]

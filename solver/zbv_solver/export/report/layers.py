@@ -1,4 +1,4 @@
-"""The division of a model into stages: the layers of every rank, and what is proved about other cuts."""
+"""The division of a model into stages: the layers of every rank, and the bound on other cuts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LayersView:
     Attributes
     ----------
     certificate
-        What is proved about all other cuts; empty if the problem fixed the cut.
+        The bound on all other cuts, in words; empty if the problem fixed the cut.
     mean
         Length of the mean rank's bar, from 0 to 1.
     """

@@ -37,7 +37,7 @@ export class Layers {
     return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== undefined));
   }
 
-  // The costs of stages follow from the layers; only transfers have costs of their own.
+  // The costs of stages follow from the layers; only transfers have separate costs.
   #costs() {
     const { costs } = this;
     if (!this.hasCut || !isObject(costs)) {

@@ -58,7 +58,7 @@ export function moveByPointer(surface, select) {
   });
 
   /**
-   * Two fingers: what was below each stays below it.
+   * Two fingers: each keeps the time below it.
    * @param {PointerEvent} before
    * @param {PointerEvent} now
    * @param {PointerEvent} other

@@ -185,7 +185,7 @@ export class Memory {
   }
 
   /**
-   * The terms and values of the line under a pointer; none where there is no line.
+   * The terms and values of the line under a pointer; none if there is no line.
    * @param {{ clientX: number, clientY: number }} event
    * @returns {[string, string][]}
    */
@@ -224,7 +224,7 @@ function peaksOf(timeline) {
 }
 
 /**
- * Every change of what a rank holds in a window, and what it holds from then on.
+ * Every change of a rank's memory in a window, with the memory held from then on.
  * @param {Timeline} timeline
  * @param {number} rank
  * @param {number} start
@@ -272,7 +272,7 @@ export function columnPeaks(timeline, rank, start, end, columns) {
   let holds = timeline.heldBefore(rank, first);
   let column = low;
   for (let action = first; action <= stop; action += 1) {
-    // First what is held until the action starts, then what is held while it runs.
+    // First the memory held until the action starts, then the memory held while it runs.
     const begins = action < stop ? Math.min(high, Math.floor((starts[action] - start) * perColumn)) : high;
     for (; column < begins; column += 1) {
       highest[column] = Math.max(highest[column], holds);

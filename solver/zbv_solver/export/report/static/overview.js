@@ -85,7 +85,7 @@ export class Overview {
   }
 
   /**
-   * Take hold of what is under the pointer. Returns what every move then does.
+   * Take hold of the part under the pointer. Returns the function to call on every move.
    * @param {PointerEvent} event
    */
   #grip(event) {

@@ -1,4 +1,4 @@
-// A box next to the pointer that describes what is under it.
+// A box next to the pointer that describes the action under it.
 
 import { make } from "./dom.js";
 import { time } from "./numbers.js";

@@ -199,7 +199,7 @@ async def test_any_idle_agent_replaces_a_lost_one(serving: Serving) -> None:
         assert "agent host-b" in lost["detail"]
 
 
-async def test_a_heartbeat_of_an_unknown_run_gets_the_order_to_stop(serving: Serving) -> None:
+async def test_the_heartbeat_of_an_unknown_run_is_answered_with_stop(serving: Serving) -> None:
     async with serving("immediate") as service:
         agent = await register(service, "a")
         answer = await beat(service, agent, "f" * 32)

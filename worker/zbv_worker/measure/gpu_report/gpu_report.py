@@ -107,7 +107,9 @@ def gpu_report(options: ReportOptions) -> dict[str, Any]:
         If a rank fails.
     """
     facts = device_facts(options.device)
-    answers = measure_on_ranks("zbv_worker.measure.gpu_report.rank", options, options.ranks, _LONGEST_SECONDS)
+    answers = measure_on_ranks(
+        ["zbv_worker.measure.gpu_report.rank"], asdict(options), options.ranks, _LONGEST_SECONDS
+    )
     ranks = [read_rank(answer["profile"]) for answer in answers]
     actions = [Timed(**action) for answer in answers for action in answer["actions"]]
     links = {(link.sender, link.receiver): link for rank in ranks for link in rank.links}

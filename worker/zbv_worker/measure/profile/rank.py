@@ -26,7 +26,7 @@ from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.planned_cut import PlannedCut, even_partition, require_layered
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.measure.profile.captured import Capture, Captured, split_into_layers
+from zbv_worker.measure.profile.captured import Captured, capture, split_into_layers
 from zbv_worker.measure.profile.links import LinkProfiler
 from zbv_worker.measure.profile.profile import (
     PROGRESS_MARK,
@@ -85,12 +85,12 @@ class RankProfiler:
         stages = build_stages(self._model, self._plan, self._device)
         for stage in stages.values():
             use_main_gradients(stage.module.parameters())  # as in training
-        captures = {index: Capture(stage) for index, stage in stages.items()}
+        releases = {index: capture(stage) for index, stage in stages.items()}
         options = ExecutorOptions(look_ahead=1)
         Executor(
             self._plan, stages, self._model, transport, device=self._device, timeout=timeout, options=options
         ).step(0)
-        captured = {index: each.release() for index, each in captures.items()}
+        captured = {index: release() for index, release in releases.items()}
         sizes = {
             index: (tensor_bytes([each.input]), tensor_bytes([each.gradient]))
             for index, each in captured.items()

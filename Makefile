@@ -9,13 +9,13 @@ MINUTES ?= 10
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test suite lint style scripts types format docs prose bench soak explore browser postgres picture \
+.PHONY: help run test programs suite lint style scripts types format docs prose bench soak explore browser postgres picture \
   pictures openapi client freeze clean install
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-install: $(VENV)/.installed ## Create .venv with the pinned versions
+install: $(VENV)/.compiled ## Create .venv with the pinned versions
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -23,15 +23,24 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet hatchling editables
 	$(PIP) install --quiet --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# Without the compiled kernels, the first plan would take almost a minute longer.
+$(VENV)/.compiled: $(VENV)/.installed
 	$(BIN)/python -m zbv_solver.commands.warm_up
 	@touch $@
 
 run: install ## Plan, train and compare on this machine; ARGS=--exit exits after the summary
 	$(BIN)/python -m zbv_worker.demo $(ARGS)
 
-# Tests often wait, so the type check runs at the same time and adds little.
-test: install browser postgres style ## Run all checks and tests; ARGS go to pytest
+# Downloads, compilation and tests often wait, so what does not depend on each other runs at the same time.
+test: ## Install everything, and run all checks and tests; ARGS go to pytest
+	@$(MAKE) --no-print-directory --jobs 3 install programs style
 	@$(MAKE) --no-print-directory --jobs 2 types suite
+
+programs: # Two recipes, because apt-get runs once at a time.
+	@$(MAKE) --no-print-directory browser
+	@$(MAKE) --no-print-directory postgres
 
 # One process more than CI has cores, because many tests wait for child processes.
 # After a large change of the tests, run `make suite ARGS=--store-durations` and commit tests/durations.json.
@@ -62,7 +71,7 @@ explore: install ## Run property tests with random seeds until one fails or the 
 
 lint: style types ## Check only style and types
 
-style: install scripts
+style: $(VENV)/.installed scripts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
@@ -76,7 +85,7 @@ scripts:
 node_modules/.package-lock.json: package.json package-lock.json
 	npm ci --silent --no-audit --no-fund
 
-types: install
+types: $(VENV)/.installed
 	$(BIN)/mypy
 
 format: install ## Format the code

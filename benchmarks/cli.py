@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zbv_solver.commands import contradiction
+from zbv_solver.commands.messages import contradiction
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput
 from zbv_worker.errors import InvalidRun, WorkerError
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = parsed.run(parsed)
     except ContradictedBound as error:
-        _complain(contradiction.report(error))
+        _complain(contradiction(error))
         return CONTRADICTION
     except InvalidInput as error:
         for message in (*error.issues, *filter(None, [error.rest])):

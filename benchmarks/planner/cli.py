@@ -8,7 +8,8 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from zbv_solver.commands.searching import spinner, useful_workers
+from zbv_solver.commands.cli import useful_workers
+from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, output, read_json
 
 if TYPE_CHECKING:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zbv_solver.problem.numeric import OPTIMAL_GAP, SAME_FIGURE
+from zbv_solver.problem.numeric import OPTIMAL_GAP
 
 from benchmarks.planner.measure import Outcome
 from benchmarks.planner.suite import Peer
 
 Verdict = Literal["win", "tie", "loss", "no peer"]
+
+SAME_FIGURE = 1e-6
+"""Relative to a figure: published results tie within this, because authors print few digits."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from zbv_solver.plans.plan import Plan
     from zbv_solver.problem.problem import Problem
-    from zbv_worker.execution.computation import Batches
+    from zbv_worker.execution.binding import Batches
     from zbv_worker.execution.executor import Executor
     from zbv_worker.execution.whole_plan import WholePlan
     from zbv_worker.transport.channels import Transport

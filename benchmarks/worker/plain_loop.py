@@ -18,6 +18,7 @@ from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.channels import ChannelKey
 from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.sends import SendWork
 
 from benchmarks.worker.torch_schedules import StepData
 
@@ -107,8 +108,9 @@ class BareLoop(PlainLoop):
         program = lower(plan)
         self._sources = {i.action: i.source.channel for i in program if isinstance(i.source, Remote)}
         self._sinks = {i.action: i.sink.channel for i in program if isinstance(i.sink, Remote)}
-        self._in = {key: transport.wire_from(key) for key in set(self._sources.values())}
-        self._out = {key: transport.wire_to(key) for key in set(self._sinks.values())}
+        # The transport's own wires, without what it adds to them.
+        self._in = {key: transport._wires_in[key] for key in set(self._sources.values())}
+        self._out = {key: transport._senders[key].wire for key in set(self._sinks.values())}
         self._counts = Counter(self._sources.values())
         self._buffers = [torch.empty_like(tensor) for _ in range(look_ahead)]
 
@@ -116,7 +118,7 @@ class BareLoop(PlainLoop):
     def step(self, step: int) -> None:
         self._left = dict(self._counts)
         self._posted: dict[ChannelKey, deque[dist.Work]] = {key: deque() for key in self._in}
-        self._sent: list[dist.Work] = []
+        self._sent: list[SendWork] = []
         for key in self._in:
             for _ in range(self._look_ahead):
                 self._post(key)

@@ -6,19 +6,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
-from starlette.types import ASGIApp
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from zbv_solver import __version__
 
 from zbv_service.api import openapi
 from zbv_service.api.bodies import BodyMemory
 from zbv_service.api.error_handlers import install as install_error_handlers
+from zbv_service.api.error_handlers import on_crash
 from zbv_service.api.limits import Limited
 from zbv_service.api.rank_fetches import RankFetches
 from zbv_service.api.readiness import Readiness
 from zbv_service.api.routers import agents as agent_routes
 from zbv_service.api.routers import health, problem_checks
-from zbv_service.api.routers import metrics as metric_routes
 from zbv_service.api.routers import plans as plan_routes
 from zbv_service.api.routers import runs as run_routes
 from zbv_service.api.routers import search_events as search_event_routes
@@ -46,10 +46,9 @@ from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
 from zbv_service.pages import routes as pages
-from zbv_service.pages.routes import problem_pages, problem_types, sign_in
+from zbv_service.pages.routes import problems, sign_in
 from zbv_service.pages.shell import assets
 from zbv_service.plans.compared import ComparedPlans
-from zbv_service.plans.pictures import PlanPictures
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.schedules import Schedules
 from zbv_service.problems.compare import Comparisons
@@ -70,23 +69,28 @@ from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
 from zbv_service.security.headers import SecurityHeaders
 from zbv_service.security.hosts import KnownHosts, host_names
-from zbv_service.security.scheme import require_declared, scopes_of
+from zbv_service.security.scheme import require_declared
 from zbv_service.security.sign_in import SignIn
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
 from zbv_service.settings import Settings
 
+_ROUTERS = (
+    search_routes.router,
+    search_event_routes.router,
+    problem_checks.router,
+    problem_checks.former_router,
+    plan_routes.router,
+    run_routes.router,
+    agent_routes.router,
+    health.router,
+    *pages.ROUTERS,
+)
+"""Every route of the service.
 
-class Application(FastAPI):
-    """The web application inside of what observes it."""
-
-    def build_middleware_stack(self) -> ASGIApp:
-        """All that answers, around it what protects, and around that what gives ids, counts and logs."""
-        routes = (route for route in plan_routes.router.routes if isinstance(route, APIRoute))
-        route = next(route for route in routes if route.name == "get_rank")
-        served = RankFetches(super().build_middleware_stack(), self, route, scopes_of(route) or ())
-        guarded = KnownHosts(served, host_names(self.state.settings))
-        return Observed(SecurityHeaders(Limited(guarded)), self.state.metrics)
+``include_router`` would build each route again for every application and search for it twice for every
+request, so the application gets the routes themselves.
+"""
 
 
 def create_app(
@@ -100,12 +104,14 @@ def create_app(
     Parameters
     ----------
     search
-        What search processes run; the solver's search unless a test has a better idea.
+        The function that search processes run; tests replace it.
     local_token
-        May do everything in this process, and is in no database: for commands on this machine.
+        A token with all scopes that is in no database, for commands on this machine.
     """
     settings = settings or Settings()
     metrics = Metrics()
+    for router in _ROUTERS:
+        require_declared(router)
     preload("zbv_service.api.preload")
 
     @asynccontextmanager
@@ -134,16 +140,27 @@ def create_app(
         finally:
             await database.close()
 
-    app = Application(
+    app = FastAPI(
         title="zbv",
         version=__version__,
         summary="Plans zero-bubble V schedules for pipeline-parallel training.",
         lifespan=lifespan,
-        openapi_url=None,  # a route of ours, for those who have a token
+        routes=[route for router in _ROUTERS for route in router.routes],
+        middleware=[
+            Middleware(Observed, metrics),
+            Middleware(SecurityHeaders),
+            Middleware(Limited),
+            Middleware(KnownHosts, host_names(settings)),
+            # Starlette's own handler of crashes is outside of all middleware, so its response would lack the
+            # request's id and the security headers.
+            Middleware(ExceptionMiddleware, handlers={Exception: problems.as_page(on_crash)}),
+            Middleware(RankFetches),
+        ],
+        openapi_url=None,  # replaced by a route that requires a token
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        # Our own metrics and logs say it; looking for providers costs every request more than they do.
+        # The service has its own metrics and logs. Looking for providers would cost every request more time.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.metrics = metrics
@@ -151,26 +168,8 @@ def create_app(
     app.state.body_memory = BodyMemory()
     install_error_handlers(app)
     sign_in.install(app)
-    for router in (
-        search_routes.router,
-        search_event_routes.router,
-        problem_checks.router,
-        problem_checks.former_router,
-        plan_routes.router,
-        run_routes.router,
-        agent_routes.router,
-        health.router,
-        metric_routes.router,
-        problem_types.router,
-        *pages.ROUTERS,
-        sign_in.router,
-    ):
-        require_declared(router)
-        # As they are: FastAPI makes the routes of an included router once more, for every application, and
-        # looks for them twice at every request.
-        app.router.routes.extend(router.routes)
     pages.mount_static(app)
-    problem_pages.install(app)
+    problems.install(app)
     openapi.install(app)
     return app
 
@@ -184,9 +183,9 @@ def _build_state(
 ) -> ApplicationState:
     """The parts of the service on an open database."""
     agents, runs, run_plans = AgentTable(database), RunTable(database), RunPlanTable(database)
-    searches_table, plan_table, parts = SearchTable(database), PlanTable(database), PartTable(database)
+    plan_table, parts = PlanTable(database), PartTable(database)
     events = SearchEvents(SearchEventTable(database))
-    searches_table.listen(events.changed)
+    searches_table = SearchTable(database, events.changed)
     runner = Runner(searches_table, settings, search, metrics)
     computations = Computations()
     searches = Searches(searches_table, runner, settings, computations)
@@ -196,8 +195,16 @@ def _build_state(
     dispatcher = Dispatcher(runs, run_plans, replanner, watch, settings)
     heartbeats = Heartbeats(HeartbeatTable(database))
     token_table = TokenTable(database)
-    schedules, run_parts = Schedules(computations), RunParts(parts, computations)
+    schedules = Schedules(computations)
     tokens = Tokens(token_table, local_token)
+    keep = Keep(
+        ended=settings.keep_days,
+        failed=settings.keep_failed_days,
+        plans=settings.keep_plan_days,
+        runs=settings.keep_run_days,
+        agents=settings.keep_agent_days,
+        tokens=settings.keep_token_days,
+    )
     return ApplicationState(
         settings=settings,
         database=database,
@@ -211,30 +218,17 @@ def _build_state(
         frontiers=Frontiers(plan_table, searches_table, searches, schedules, computations),
         compared=ComparedPlans(plans, schedules),
         plans=plans,
-        pictures=PlanPictures(plans),
         dispatcher=dispatcher,
         heartbeats=heartbeats,
         agents=Agents(agents, runs, heartbeats, dispatcher),
         runs=Runs(runs, run_plans, plan_table, plans, searches, dispatcher, computations, settings),
-        parts=run_parts,
-        steps=RunSteps(run_parts, computations),
-        measurements=Measurements(run_parts, plans, computations),
-        sweeper=Sweeper(Retention(database), _keep(settings), plans.used),
+        parts=RunParts(parts, computations),
+        steps=RunSteps(parts, computations),
+        measurements=Measurements(parts, plans, computations),
+        sweeper=Sweeper(Retention(database), keep, plans.used),
         metrics=metrics,
         readiness=Readiness(database, runner, dispatcher),
         assets=assets(),
         access=Access(tokens, is_open=settings.auth == "none"),
         sign_in=SignIn(token_table, tokens, 3600 * settings.session_hours),
-    )
-
-
-def _keep(settings: Settings) -> Keep:
-    """The retention times of the settings."""
-    return Keep(
-        ended=settings.keep_days,
-        failed=settings.keep_failed_days,
-        plans=settings.keep_plan_days,
-        runs=settings.keep_run_days,
-        agents=settings.keep_agent_days,
-        tokens=settings.keep_token_days,
     )

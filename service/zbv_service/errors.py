@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 from zbv_solver.errors import (
     MOST_ISSUES,
     ContradictedBound,
     InfeasibleMemory,
 )
 
-from zbv_service.observability.context import REQUEST_ID
+from zbv_service.observability.context import REQUEST_ID, ROOT_PATH
 
 MEDIA_TYPE = "application/problem+json"
 _PREFIX = "/problems/"
@@ -46,6 +46,10 @@ class ProblemDetails(BaseModel):
     request_id: str | None = Field(
         None, description="Names the request in the service's log; also in X-Request-ID."
     )
+
+    @field_serializer("type")
+    def _as_address(self, name: str) -> str:
+        return _address(name)
 
 
 @dataclass(frozen=True)
@@ -160,8 +164,19 @@ def contradicted(error: ContradictedBound, problem: str | None = None) -> dict[s
     return found if problem is None else {**found, "problem": problem}
 
 
+def located(document: dict[str, Any]) -> dict[str, Any]:
+    """A problem document with its type as an address below the root path of the current request."""
+    return {**document, "type": _address(document["type"])}
+
+
+def _address(name: str) -> str:
+    """The address of a type; ``about:blank`` has no page."""
+    return ROOT_PATH.get() + name if name.startswith("/") else name
+
+
 def problem_response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     """An answer that carries a problem document."""
+    content = located(content)
     request_id = REQUEST_ID.get()
     if request_id is not None:
         content = {**content, "request_id": request_id}

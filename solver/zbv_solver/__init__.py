@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from zbv_solver.plans.plan import Baseline, Metrics, Plan
     from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
     from zbv_solver.problem.problem import Problem
+    from zbv_solver.problem.reading import load_problem
+    from zbv_solver.problem.reading import parse_any_problem as parse
+    from zbv_solver.search.assemble import compare
     from zbv_solver.search.claims import CheckedPlan
     from zbv_solver.search.options import Effort
     from zbv_solver.search.pipeline import Progress
@@ -69,55 +72,31 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Baseline": "plans.plan",
-    "CheckedPlan": "search.claims",
-    "FrontierPoint": "frontiers.frontier",
-    "LayeredProblem": "problem.layered_problem",
-    "Metrics": "plans.plan",
-    "Orders": "plans.orders",
-    "Plan": "plans.plan",
-    "Problem": "problem.problem",
-    "Progress": "search.pipeline",
+    "Baseline": "plans.plan.Baseline",
+    "CheckedPlan": "search.claims.CheckedPlan",
+    "FrontierPoint": "frontiers.frontier.FrontierPoint",
+    "LayeredProblem": "problem.layered_problem.LayeredProblem",
+    "Metrics": "plans.plan.Metrics",
+    "Orders": "plans.orders.Orders",
+    "Plan": "plans.plan.Plan",
+    "Problem": "problem.problem.Problem",
+    "Progress": "search.pipeline.Progress",
+    "compare": "search.assemble.compare",
+    "load_problem": "problem.reading.load_problem",
+    "parse": "problem.reading.parse_any_problem",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first used."""
+    """Import a class or function when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    module, _, own_name = _HOMES[name].rpartition(".")
+    return getattr(import_module(f"{__name__}.{module}"), own_name)
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def parse(document: Any) -> AnyProblem:
-    """A problem from a decoded JSON document.
-
-    Raises
-    ------
-    InvalidInput
-        With one issue per broken rule.
-    """
-    from zbv_solver.problem.reading import parse_any_problem
-
-    return parse_any_problem(document)
-
-
-def load_problem(path: str | Path) -> AnyProblem:
-    """Read a problem file.
-
-    Raises
-    ------
-    InvalidInput
-        When the file is not JSON or breaks a rule.
-    OSError
-        When the file cannot be read.
-    """
-    from zbv_solver.problem.reading import load_problem
-
-    return load_problem(path)
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -210,17 +189,6 @@ def check(document: Any, problem: AnyProblem | None = None, *, prove: bool = Fal
     from zbv_solver.search.claims import check_plan
 
     return check_plan(document, problem, prove=prove)
-
-
-def compare(problem: Problem) -> tuple[Baseline, ...]:
-    """What the classical schedules achieve on a problem: GPipe, 1F1B, eager and interleaved 1F1B, and ZB-H1.
-
-    They ignore the memory limit; :attr:`Baseline.fits` says which of them keep it. Every plan has them as
-    ``plan.baselines``.
-    """
-    from zbv_solver.search.assemble import compare
-
-    return compare(problem)
 
 
 def frontier(

@@ -67,11 +67,10 @@ class InvalidInput(ZbvError):
         self.issues = tuple(issues[:MOST_ISSUES])
         self.more = more + len(issues) - len(self.issues)
         self.is_partial = is_partial
-        super().__init__(" ".join([*map(str, self.issues), *([self.rest] if self.rest else [])]))
+        super().__init__(self.issues, self.more, is_partial)  # pickle passes these to the constructor
 
-    def __reduce__(self) -> tuple[type[InvalidInput], tuple[tuple[Issue, ...], int, bool]]:
-        # Needed to pickle an exception whose constructor takes other arguments.
-        return type(self), (self.issues, self.more, self.is_partial)
+    def __str__(self) -> str:
+        return " ".join(filter(None, [*map(str, self.issues), self.rest]))
 
     @property
     def rest(self) -> str:
@@ -120,27 +119,24 @@ class InfeasibleMemory(ZbvError):
         of_cut: bool = False,
         is_proved: bool = True,
     ):
-        self.smallest = smallest
-        self.limits = limits
+        self.smallest, self.limits = smallest, limits
         self.of_cut, self.is_proved = of_cut, is_proved
         self.ranks = tuple(r for r, (s, limit) in enumerate(zip(smallest, limits, strict=True)) if limit < s)
-        shown = ", ".join(f"rank {r}: {limits[r]:.15g} < {smallest[r]:.15g}" for r in self.ranks[:4])
-        more = f" and {len(self.ranks) - 4} more ranks" if len(self.ranks) > 4 else ""
-        what = "the smallest feasible limit per rank is"
-        if of_cut:
-            what = "the closest cut would need, per rank,"
-        begin, end = "no plan fits", ""
-        if not is_proved:
-            begin, end = "found no plan that fits", " It is not proved that no other cut fits."
-        super().__init__(
-            f"{begin} memory.limit ({shown}{more}). A rank must hold its static memory and the forwards of "
-            f"one microbatch on all of its stages; {what} {[_plain(value) for value in smallest]}.{end}"
-        )
+        super().__init__(smallest, limits, of_cut, is_proved)
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[InfeasibleMemory], tuple[tuple[float, ...], tuple[float, ...], bool, bool]]:
-        return type(self), (self.smallest, self.limits, self.of_cut, self.is_proved)
+    def __str__(self) -> str:
+        found = "no plan fits" if self.is_proved else "found no plan that fits"
+        pairs = [f"rank {r}: {self.limits[r]:.15g} < {self.smallest[r]:.15g}" for r in self.ranks[:4]]
+        more = f" and {len(self.ranks) - 4} more ranks" if len(self.ranks) > 4 else ""
+        need = "the smallest feasible limit per rank is"
+        if self.of_cut:
+            need = "the closest cut would need, per rank,"
+        smallest = ", ".join(f"{value:.15g}" for value in self.smallest)
+        end = "" if self.is_proved else " It is not proved that no other cut fits."
+        return (
+            f"{found} memory.limit ({', '.join(pairs)}{more}). A rank must hold its static memory and the "
+            f"forwards of one microbatch on all of its stages; {need} [{smallest}].{end}"
+        )
 
 
 class InvalidPlan(ZbvError):
@@ -167,19 +163,15 @@ class ContradictedBound(ZbvError):
 
     def __init__(self, problem: Mapping[str, Any], objective: float, bound: float, source: str):
         self.problem, self.objective, self.bound, self.source = dict(problem), objective, bound, source
-        super().__init__(
-            f"a verified plan has the objective {objective:.17g}, below the lower bound {bound:.17g} "
-            f"({source}). One of the two is wrong, so zbv returns no plan. This is a bug in zbv: please "
-            f"report it with the problem that you searched."
-        )
+        super().__init__(self.problem, objective, bound, source)
 
-    def __reduce__(self) -> tuple[type[ContradictedBound], tuple[dict[str, Any], float, float, str]]:
-        return type(self), (self.problem, self.objective, self.bound, self.source)
+    def __str__(self) -> str:
+        return (
+            f"a verified plan has the objective {self.objective:.17g}, below the lower bound "
+            f"{self.bound:.17g} ({self.source}). One of the two is wrong, so zbv returns no plan. This is a "
+            f"bug in zbv: please report it with the problem that you searched."
+        )
 
 
 class MissingDependency(ZbvError):
     """A command needs a package that is not installed."""
-
-
-def _plain(value: float) -> float | int:
-    return int(value) if value == int(value) else value

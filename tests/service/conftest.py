@@ -53,6 +53,13 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresDatab
     shared.close()
 
 
+@pytest.fixture(scope="session")
+def postgres_database(postgres: PostgresDatabases) -> Iterator[str]:
+    """A PostgreSQL database of this process, with all tables; for :func:`any_database_url`."""
+    with postgres.migrated() as url:
+        yield url
+
+
 @pytest.fixture(params=KINDS)
 def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A database of every kind in turn, with all tables and nothing in them."""
@@ -61,9 +68,9 @@ def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
         sqlite: SqliteDatabases = request.getfixturevalue("sqlite_databases")
         yield sqlite.migrated(tmp_path)
         return
-    postgres: PostgresDatabases = request.getfixturevalue("postgres")
-    with postgres.migrated() as url:
-        yield url
+    url: str = request.getfixturevalue("postgres_database")
+    PostgresDatabases.clear(url)
+    yield url
 
 
 @pytest.fixture(params=KINDS)

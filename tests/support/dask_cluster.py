@@ -19,10 +19,10 @@ class DaskCluster:
     Parameters
     ----------
     environment
-        Environment of the processes, unless a worker gets another one; None for that of this process.
+        Environment of the processes.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None):
+    def __init__(self, folder: Path, environment: Mapping[str, str]):
         self._folder = folder
         self._environment = environment
         self._stack = ExitStack()
@@ -37,24 +37,22 @@ class DaskCluster:
         self.address = wait_for_line(process, log, r"Scheduler at:\s+(tcp://\S+)")
         return process
 
-    def start_worker(self, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start_worker(self) -> subprocess.Popen[bytes]:
         """Start a worker for one search at a time, without waiting for it."""
         options = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--death-timeout", str(DEADLINE))
-        return self._start("dask_worker", self.address, *options, environment=environment)[0]
+        return self._start("dask_worker", self.address, *options)[0]
 
     def close(self) -> None:
         """Kill everything."""
         self._stack.close()
 
-    def _start(
-        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> tuple[subprocess.Popen[bytes], Path]:
+    def _start(self, module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
         self._count += 1
         path = self._folder / f"{module}-{self._count}.log"
         command = [sys.executable, "-m", f"distributed.cli.{module}", *arguments]
         with path.open("w") as log:
             process = subprocess.Popen(
-                command, cwd=self._folder, stdout=log, stderr=log, env=environment or self._environment
+                command, cwd=self._folder, stdout=log, stderr=log, env=self._environment
             )
         self._stack.enter_context(process)
         self._stack.callback(process.kill)

@@ -18,6 +18,7 @@ from sqlalchemy import Engine, NullPool, create_engine, make_url, text
 from sqlalchemy.exc import IntegrityError, ProgrammingError
 from zbv_service import database
 from zbv_service.database.migrate import upgrade
+from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
 
 Kind = Literal["sqlite", "postgresql"]
@@ -68,6 +69,14 @@ class PostgresDatabases:
         """As :meth:`empty`, with all tables."""
         with self._a_database(self._template()) as url:
             yield url
+
+    @staticmethod
+    def clear(url: str) -> None:
+        """Remove every row from the tables of a database, which is faster than a new database."""
+        engine = create_engine(async_url(url), poolclass=NullPool)
+        with engine.connect() as connection, connection.begin():
+            for table in reversed(Base.metadata.sorted_tables):
+                connection.execute(table.delete())
 
     def _url(self, name: str) -> str:
         return self._server.set(database=name).render_as_string(hide_password=False)

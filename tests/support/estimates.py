@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from zbv_solver.estimate.config import EstimateConfig, ModelConfig, parse_config
 from zbv_solver.estimate.presets import with_presets
+
+Config = TypeVar("Config", bound=BaseModel)
 
 DEVICE = {
     "achieved_tflops": 100,
@@ -14,6 +17,11 @@ DEVICE = {
     "tensor_parallel_bandwidth": 100,
     "tensor_parallel_latency": 5,
 }
+
+
+def but(config: Config, **changes: Any) -> Config:
+    """A copy with changed values, which is not validated."""
+    return config.model_copy(update=changes)
 
 
 def gpt(**changes: Any) -> ModelConfig:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from zbv_service.documents.problems import Question
-from zbv_service.searches.executors.task import ProgressLike, SearchFunction, solver_search
+from zbv_service.searches.executors.task import SearchFunction, solver_search
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Metrics, Plan, Provenance
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.search import Progress, make_plan
 
 DEADLINE = 120.0
 
@@ -61,22 +61,12 @@ def plan_of(problem: Problem, method: str = "fake") -> Plan:
 
 
 @dataclass(frozen=True)
-class FakeProgress:
-    objective: float
-    lower_bound: float
-    gap: float
-    method: str
-    orders: Orders
-    problem: Problem
-
-
-@dataclass(frozen=True)
 class Arguments:
     """The arguments of a search; layers are already divided into stages."""
 
     problem: Problem
     options: dict[str, Any]
-    on_progress: Callable[[ProgressLike], None]
+    on_progress: Callable[[Progress], None]
     cancelled: Callable[[], bool]
     incumbent: Orders | Plan | None
 
@@ -88,7 +78,7 @@ def fake(search: Callable[[Arguments], Plan]) -> SearchFunction:
     def call(
         problem: Question,
         options: dict[str, Any],
-        on_progress: Callable[[ProgressLike], None],
+        on_progress: Callable[[Progress], None],
         cancelled: Callable[[], bool],
         incumbent: Orders | Plan | None,
     ) -> Plan:
@@ -122,7 +112,7 @@ def hold(given: Arguments) -> Plan:
     if given.incumbent is not None:
         orders = given.incumbent.orders if isinstance(given.incumbent, Plan) else given.incumbent
         (here / "resumed").write_text("\n".join(orders.text(0)))
-    given.on_progress(FakeProgress(9.0, 4.0, 1.25, "held", orders_of(given.problem), given.problem))
+    given.on_progress(Progress(9.0, 4.0, 1.25, "held", 0.0, orders_of(given.problem), given.problem))
     until = time.monotonic() + DEADLINE
     while not (here / "release").exists() and not given.cancelled():
         if time.monotonic() > until:
@@ -171,13 +161,13 @@ def contradicted(given: Arguments) -> Plan:
 def undercutting(given: Arguments) -> Plan:
     """Reports a bound, and after the file ``release`` a plan that is better, with another bound."""
     stages = given.problem
-    given.on_progress(FakeProgress(9.0, 8.5, 0.5 / 8.5, "first", orders_of(stages), stages))
+    given.on_progress(Progress(9.0, 8.5, 0.5 / 8.5, "first", 0.0, orders_of(stages), stages))
     until = time.monotonic() + DEADLINE
     while not (directory() / "release").exists():
         if time.monotonic() > until:
             raise TimeoutError("the test did not release its search.")
         time.sleep(0.01)
-    given.on_progress(FakeProgress(8.0, 8.0, 0.0, "second", orders_of(stages), stages))
+    given.on_progress(Progress(8.0, 8.0, 0.0, "second", 0.0, orders_of(stages), stages))
     while not given.cancelled() and time.monotonic() < until:
         time.sleep(0.01)
     return plan_of(stages)

@@ -15,9 +15,10 @@ from zbv_service.app import create_app
 from zbv_service.commands import serving
 from zbv_service.commands.cli import main
 from zbv_service.documents.problems import Question
-from zbv_service.searches.executors.task import ProgressLike, solver_search
+from zbv_service.searches.executors.task import solver_search
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
+from zbv_solver.search.search import Progress
 
 WAIT_SECONDS = 600.0
 
@@ -25,7 +26,7 @@ WAIT_SECONDS = 600.0
 def patient(
     problem: Question,
     options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
+    on_progress: Callable[[Progress], None],
     cancelled: Callable[[], bool],
     incumbent: Orders | Plan | None,
 ) -> Plan:

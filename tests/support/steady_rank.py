@@ -8,8 +8,6 @@ from pathlib import Path
 from random import Random
 
 import torch
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.stage.stage import Stage
@@ -17,6 +15,7 @@ from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.distributed import DistributedTransport
 from zbv_worker.transport.world import World
 
+from support.plans import unit_problem
 from support.selfcheck import hard_model, random_orders
 
 STEPS = 4
@@ -24,13 +23,16 @@ TIMEOUT = 60.0
 CPU = torch.device("cpu")
 
 
+def allocated(transport: DistributedTransport) -> int:
+    pools = transport._buffers._pools.values()
+    return sum(buffer.tensor.nbytes for pool in pools for buffer in pool)
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = World.from_environment()
     transport = DistributedTransport(world, "gloo", CPU, TIMEOUT)
-    placement = Placement.of("v", world.world_size)
-    ones = (1.0,) * placement.n_stages
-    problem = Problem(placement, 6, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    problem = unit_problem(world.world_size, 6)
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(5), 0.3), world.rank)
     transport.open([key_of(channel) for channel in plan.channels], TIMEOUT)
     model, n = hard_model(), plan.placement.n_stages
@@ -48,12 +50,12 @@ def main(folder: Path) -> None:
     taken, received = [], 0
     for step in range(STEPS):
         received = sum(record.received for record in executor.step(step).records)
-        taken.append(transport.buffer_bytes)
+        taken.append(allocated(transport))
     losses = executor.evaluate(0)
     transport.flush(TIMEOUT)
     transport.barrier(TIMEOUT)
     transport.close()
-    found = {"taken": taken, "received": received, "losses": losses, "after_close": transport.buffer_bytes}
+    found = {"taken": taken, "received": received, "losses": losses, "after_close": allocated(transport)}
     (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import event
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy import Engine, event
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable
 from zbv_service.database.models import Base
 from zbv_service.records.runs import NewAgent, NewRun
@@ -94,10 +93,9 @@ class Counts:
 
 
 @contextmanager
-def counting(database: Database) -> Iterator[Counts]:
+def counting() -> Iterator[Counts]:
     """Count while the block runs."""
-    found, engine = Counts(), database._engine
-    assert isinstance(engine, AsyncEngine)
+    found = Counts()
 
     def executed(*_: object) -> None:
         found.statements += 1
@@ -105,10 +103,10 @@ def counting(database: Database) -> Iterator[Counts]:
     def loaded(row: object, _: object) -> None:
         found.loaded[type(row).__name__] += 1
 
-    event.listen(engine.sync_engine, "before_cursor_execute", executed)
+    event.listen(Engine, "before_cursor_execute", executed)
     event.listen(Base, "load", loaded, propagate=True)
     try:
         yield found
     finally:
-        event.remove(engine.sync_engine, "before_cursor_execute", executed)
+        event.remove(Engine, "before_cursor_execute", executed)
         event.remove(Base, "load", loaded)

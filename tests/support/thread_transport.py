@@ -17,8 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from typing_extensions import override
-from zbv_worker.transport.channels import ChannelKey, Pending, Reduction, TensorSpec, Transport
-from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.channels import (
+    ChannelKey,
+    Pending,
+    Receive,
+    Reduction,
+    Send,
+    TensorSpec,
+    Transport,
+)
+from zbv_worker.transport.world import Layout
 
 
 @dataclass(eq=False)
@@ -65,19 +73,27 @@ class ThreadTransport(Transport):
                 self._hub.queues.setdefault((self.replica, key), _Queue())
 
     @override
-    def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
-        with self._hub.changed:
-            queue = self._hub.queues[self.replica, key]
-            queue.waiting[queue.sent] = tensor.detach()
-            queue.sent += 1
-            self._hub.changed.notify_all()
+    def sender(self, key: ChannelKey) -> Send:
+        queue = self._hub.queues[self.replica, key]
+
+        def send(tensor: Tensor, label: object) -> None:
+            with self._hub.changed:
+                queue.waiting[queue.sent] = tensor.detach()
+                queue.sent += 1
+                self._hub.changed.notify_all()
+
+        return send
 
     @override
-    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
-        with self._hub.changed:
-            queue = self._hub.queues[self.replica, key]
-            queue.posted += 1
-            return _Posted(self._hub, queue, self._at(key.sender), queue.posted - 1)
+    def receiver(self, key: ChannelKey) -> Receive:
+        queue, sender = self._hub.queues[self.replica, key], self._at(key.sender)
+
+        def receive(spec: TensorSpec) -> Pending:
+            with self._hub.changed:
+                queue.posted += 1
+                return _Posted(self._hub, queue, sender, queue.posted - 1)
+
+        return receive
 
     @override
     def check(self) -> None:

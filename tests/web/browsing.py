@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
-from playwright.sync_api import FloatRect, Locator, Page
+from playwright.sync_api import FloatRect, Locator, Page, TimeoutError
 from support.paths import ROOT
 from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan, plan_json
@@ -47,6 +48,7 @@ BROWSER_FLAGS = (
 SCRIPT = Path(sys.executable).with_name("zbv-service")
 START_SECONDS = 120.0
 SEARCH_SECONDS = 120.0
+SOON_SECONDS = 60.0
 # A remark on how fast the machine is.
 HARMLESS = re.compile("was preloaded using link preload but not used within")
 
@@ -73,6 +75,18 @@ class Look:
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             self.page.goto(json.load(answer)["url"])
+
+    def soon(self, wanted: Locator, state: Literal["visible", "detached"] = "visible") -> None:
+        """Wait for an element of a page with a controlled clock, whose timers need not wait."""
+        until = time.monotonic() + SOON_SECONDS
+        while True:
+            self.page.clock.fast_forward(3000)
+            try:
+                wanted.wait_for(state=state, timeout=50)
+                return
+            except TimeoutError:
+                if time.monotonic() > until:
+                    raise
 
     def strangers(self) -> list[str]:
         """Requests that left the origin."""
@@ -109,6 +123,10 @@ class Look:
     def drawn(self, what: str, at: int = 0) -> Any:
         """What a Gantt chart shows: ``bars``, ``labels``, ``idle.left``, ``path.x`` and so on."""
         return self.page.evaluate(f"(at) => zbv.chart.gantts[at].drawn.{what}", at)
+
+    def screen(self) -> NDArray[np.uint8]:
+        """The window as it is painted: (height, width, 3)."""
+        return np.asarray(Image.open(io.BytesIO(self.page.screenshot())).convert("RGB"))
 
     def colour_at(self, x: float, y: float) -> tuple[int, ...]:
         """Red, green and blue of a point of the window, as it is painted."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield found
 
 
-@pytest.fixture
-def empty_service(tmp_path: Path) -> Iterator[Service]:
-    with serving(tmp_path) as found:
-        yield found
-
-
 # Playwright runs an event loop in this thread until it ends. It must end with its module: tests of other
 # modules in the same process have loops of their own.
 @pytest.fixture(scope="module")
@@ -42,6 +35,12 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=path, args=list(BROWSER_FLAGS))
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def signed_in() -> dict[str, StorageState]:
+    """The cookies of signed-in profiles by origin, so that one sign-in serves all tests."""
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +66,21 @@ def _tests_close_what_they_open(request: pytest.FixtureRequest) -> Iterator[None
 
 
 @pytest.fixture(scope="module")
-def look(browser: Browser, profiles: list[Look]) -> Callable[..., Look]:
-    """Open a fresh profile of somebody who has signed in: ``look(origin, color_scheme="dark", …)``."""
-    signed_in: dict[str, StorageState] = {}
+def look(browser: Browser, profiles: list[Look], signed_in: dict[str, StorageState]) -> Callable[..., Look]:
+    """Open a new profile, signed in unless ``is_known`` is false: ``look(origin, color_scheme="dark", …)``.
 
-    def make(origin: str, *, is_known: bool = True, **options: Any) -> Look:
+    With ``has_clock`` the test controls the page's clock: see :meth:`Look.soon`.
+    """
+
+    def make(origin: str, *, is_known: bool = True, has_clock: bool = False, **options: Any) -> Look:
         known = signed_in.get(origin) if is_known else None
         chosen = {"viewport": {"width": 1280, "height": 900}, "storage_state": known, **options}
         context = browser.new_context(**chosen)
         context.set_default_timeout(60_000)
         found = Look(context.new_page(), origin)
         page = found.page
+        if has_clock:
+            page.clock.install()
         page.on("pageerror", lambda error: found.complaints.append(str(error)))
         page.on(
             "console",

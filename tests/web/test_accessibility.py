@@ -9,7 +9,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, ViewportSize
 from web.browsing import Look, Service
-from web.played_runs import play
+from web.played_runs import play, slower, traces
 from zbv_solver.plans.plan import Plan
 
 KINDS = (
@@ -29,7 +29,7 @@ KINDS = (
     "problem type",
     "sign-in",
 )
-CHARTS = {"plan", "compare"}
+CHARTS = {"plan", "compare", "measured"}
 SERIOUS = {"serious", "critical"}
 WIDE: ViewportSize = {"width": 1280, "height": 900}
 PHONE: ViewportSize = {"width": 390, "height": 844}
@@ -41,6 +41,7 @@ def addresses(service: Service, plan: Plan) -> dict[str, str]:
     search = service.call(f"/v1/searches?q={plan.plan_id}&limit=1")["searches"][0]["id"]
     run = play(service, plan, steps=4)
     run.beat(1)
+    run.measured(traces(plan, slower(plan.problem, 2, 2.0)))
     paths = {
         "home": "/",
         "new": "/new",
@@ -124,7 +125,7 @@ def test_a_page_can_be_used_by_keys_in_light_and_dark_and_on_a_phone(
     page.emulate_media(color_scheme="light")
     seen.complaints.clear()
     seen.open(addresses[kind])
-    if kind in CHARTS:  # while what they show is made, such pages come again by themselves
+    if kind in CHARTS:  # these pages reload until their schedules are computed
         page.wait_for_selector('#chart[data-state="ready"]')
     assert page.locator("h1").count() == 1
     assert page.title().endswith("zbv") or kind == "home"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from web.browsing import PROBLEM, Look, Service
 from zbv_solver.plans.plan import Plan
 
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 LANES = '() => JSON.parse(document.getElementById("chart-lanes").textContent).map((lane) => lane.title)'
 
 
@@ -93,19 +91,3 @@ def test_without_javascript_the_numbers_are_there(
     found.page.goto(address)
     assert "The chart needs JavaScript" in found.page.locator("main").inner_text()
     assert found.page.locator("[aria-labelledby=numbers] tbody tr").count() == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("dark", {"color_scheme": "dark"}), ("phone", PHONE)], ids=["dark", "phone"]
-)
-def test_it_is_dark_at_night_and_fits_a_phone(
-    look: Callable[..., Look], address: str, name: str, options: dict[str, Any]
-) -> None:
-    found = opened(look(address.partition("/plans")[0], **options), address)
-    page = found.page
-    assert page.evaluate("() => document.documentElement.scrollWidth") == page.evaluate("() => innerWidth")
-    left, top, width, _ = found.draw_area(1)
-    background = found.colour_at(left + width - 3, top + 2)  # rank 0 has long ended
-    assert background == ((11, 14, 20) if name == "dark" else (255, 255, 255))
-    found.keep(f"compare-{name}")
-    assert found.complaints == []

@@ -8,8 +8,6 @@ import pytest
 from web.browsing import PROBLEM, Look, Service
 from zbv_solver.plans.plan import Plan
 
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-
 
 @pytest.fixture(scope="module")
 def tight(service: Service) -> Plan:
@@ -20,7 +18,7 @@ def tight(service: Service) -> Plan:
 def test_missing_points_are_searched_and_the_picture_fills_in(
     look: Callable[..., Look], service: Service, tight: Plan
 ) -> None:
-    found = look(service.url)
+    found = look(service.url, has_clock=True)
     page = found.page
     found.open(f"{service.url}/plans/{tight.plan_id}/frontier")
     points = page.locator("[aria-labelledby=limits] tbody tr").count()
@@ -35,14 +33,7 @@ def test_missing_points_are_searched_and_the_picture_fills_in(
     if effort.count():  # what is given stays given while the picture fills in around it
         effort.select_option("thorough")
         effort.focus()
-    page.wait_for_function(
-        """() => {
-          const limits = document.querySelector("[aria-labelledby=limits]").innerText;
-          return document.querySelector("[data-live=frontier]").dataset.open === undefined
-            && !limits.includes("not searched yet");
-        }""",
-        timeout=120_000,
-    )
+    found.soon(page.locator("[data-live=frontier]:not([data-open])").filter(has_not_text="not searched yet"))
     assert page.locator(".plot a").count() > before, "without being loaded again"
     if effort.count():
         assert effort.input_value() == "thorough"
@@ -70,19 +61,6 @@ def test_a_point_leads_to_its_plan_by_mouse_and_keyboard(
     page.go_back()
     page.locator(".plot a path.own").click()
     page.wait_for_url(f"{service.url}/plans/{tight.plan_id}")
-
-
-@pytest.mark.parametrize("name", ["dark", "phone"])
-def test_it_is_dark_at_night_and_fits_a_phone(
-    look: Callable[..., Look], service: Service, tight: Plan, name: str
-) -> None:
-    options = PHONE if name == "phone" else {"color_scheme": "dark"}
-    found = look(service.url, **options)
-    found.open(f"{service.url}/plans/{tight.plan_id}/frontier")
-    page = found.page
-    assert page.evaluate("() => document.documentElement.scrollWidth") == page.evaluate("() => innerWidth")
-    found.keep(f"frontier-{name}")
-    assert found.complaints == []
 
 
 def test_it_needs_no_javascript(look: Callable[..., Look], service: Service, tight: Plan) -> None:

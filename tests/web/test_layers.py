@@ -17,7 +17,7 @@ READY = "Ready to search."
 
 @pytest.fixture(scope="module")
 def shared(look: Callable[..., Look], service: Service) -> Iterator[Look]:
-    found = look(service.url)
+    found = look(service.url, has_clock=True)
     yield found
     assert found.complaints == []
     assert found.strangers() == []
@@ -33,8 +33,8 @@ def begin(shared: Look, document: dict[str, Any], name: str = "layers.json") -> 
     return page
 
 
-def says(page: Page, text: str) -> None:
-    page.locator('#verdict[aria-busy="false"]').filter(has_text=text).wait_for()
+def says(look: Look, text: str) -> None:
+    look.soon(look.page.locator('#verdict[aria-busy="false"]').filter(has_text=text))
 
 
 def shown(page: Page) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def shown(page: Page) -> dict[str, Any]:
 
 def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     page = begin(shared, LAYERED)
-    says(page, READY)
+    says(shared, READY)
     assert page.locator("#layers-panel").is_visible()
     assert not page.locator("#costs-panel").is_visible()
     rows = page.locator("#table-layers tbody tr").all_inner_texts()
@@ -53,7 +53,7 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     said = page.locator("#layers-said").inner_text()
     assert "Transfers have a latency of 1 µs and a bandwidth of 100 B per µs." in said
     assert "embedding, block.0 stay together" in said
-    page.locator("#bars .own").wait_for()
+    shared.soon(page.locator("#bars .own"))
     assert "Histogram cut" in page.locator("#bars").inner_text()
 
     # Amounts are told in their unit, and those of files from `zbv estimate` are bytes.
@@ -68,9 +68,9 @@ def test_from_a_file_of_layers_to_the_plan_that_cuts_them(shared: Look) -> None:
     page.select_option("#limit_kind", "amount")
     page.fill('[id="memory.limit-0"]', "60")
     page.select_option("#effort", "quick")
-    says(page, READY)
+    says(shared, READY)
     assert "one stage per rank" in page.locator("#facts").inner_text()
-    page.locator("#bars:not(.stale) .own").wait_for()
+    shared.soon(page.locator("#bars:not(.stale) .own"))
     assert "504" not in page.locator("#bars .own").inner_text()  # which is what four microbatches take
     shared.keep("new-search-of-layers")
     asked = shown(page)
@@ -120,40 +120,40 @@ def test_a_plan_leads_back_to_its_layers_and_a_cut_of_a_file_can_be_kept(
 ) -> None:
     partition = [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]
     page = begin(shared, {**RECOMPUTED, "partition": partition, "recompute": [False, True, True, False]})
-    says(page, READY)
+    says(shared, READY)
     assert shown(page)["partition"] == partition
     assert "holds 0.2" in page.locator("#table-layers").inner_text()
     page.uncheck("#keep_cut")
-    says(page, READY)
+    says(shared, READY)
     assert "partition" not in shown(page)
     assert "recompute" not in shown(page)
     page.check("#keep_cut")
     page.fill("#pp_degree", "3")
-    says(page, "/problem/partition")  # which has the stages of two ranks
+    says(shared, "/problem/partition")  # which has the stages of two ranks
 
     # What stages cost follows from the layers; transfers that were measured are their mean elsewhere.
     measured = {**RECOMPUTED, "costs": {"p2p": [1, 2, 6]}, "partition": partition, "recompute": [False] * 4}
     page = begin(shared, {**measured, "memory": {}}, "measured.json")
-    says(page, READY)
+    says(shared, READY)
     assert shown(page)["costs"] == {"p2p": [1, 2, 6]}
     page.uncheck("#keep_cut")
-    says(page, READY)
+    says(shared, READY)
     assert shown(page)["costs"] == {"p2p": 3}
 
     plan = service.search({**LAYERED, "microbatches": 5, "placement": "auto"})
     page = begin(shared, problem_json(plan.problem), "of-a-plan.json")
-    says(page, READY)
+    says(shared, READY)
     page.uncheck("#keep_cut")
-    says(page, READY)
+    says(shared, READY)
     assert shown(page)["costs"] == LAYERED["costs"]
     page.goto(f"{shared.origin}/new?from={plan.plan_id}")
-    says(page, READY)
+    says(shared, READY)
     asked = shown(page)
     assert "partition" not in asked
     assert [layer["name"] for layer in asked["layers"]] == ["embedding", "block", "head"]
     assert (asked["costs"], asked["placement"]) == (LAYERED["costs"], "auto")
     page.select_option("#preset", "equal-stages")
-    says(page, READY)
+    says(shared, READY)
     assert page.locator("#costs-panel").is_visible()
     assert "layers" not in shown(page)
 
@@ -172,19 +172,19 @@ def test_names_as_long_as_a_modules_path_are_broken_and_no_markup(shared: Look, 
 def test_a_wrong_layer_is_said_and_what_is_no_number_is_shown_as_it_is(shared: Look) -> None:
     wrong = [{**LAYERED["layers"][0], "forward": "<b>a lot</b>"}, *LAYERED["layers"][1:]]
     page = begin(shared, {**LAYERED, "layers": wrong})
-    says(page, "/problem/layers/0/forward")
+    says(shared, "/problem/layers/0/forward")
     assert "<b>a lot</b>" in page.locator("#table-layers").inner_text()
     page.click("#submit")
     page.locator("#summary").filter(has_text="/problem/layers/0/forward").wait_for()
 
     many = [{"name": f"layer {place}"} for place in range(500)]
     page = begin(shared, {**LAYERED, "layers": many, "cut": {}}, "many.json")
-    says(page, "100 errors to correct.")  # the service tells no more
+    says(shared, "100 errors to correct.")  # the service tells no more
     assert "/problem/layers/2/forward" in page.locator("#verdict").inner_text()
     assert page.locator("#verdict").inner_text().endswith("And 92 more.")
     assert "/problem/layers/3/" not in page.locator("#verdict").inner_text()
     many = [{"name": f"layer {place}"} for place in range(600)]
     page = begin(shared, {**LAYERED, "layers": many, "cut": {}}, "more.json")
-    says(page, "/problem/layers")
+    says(shared, "/problem/layers")
     assert page.locator("#table-layers tbody tr").count() == 513
     assert page.locator("#table-layers tbody tr").last.inner_text() == "and 88 more"

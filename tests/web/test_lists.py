@@ -15,8 +15,8 @@ LONG = {**PROBLEM, "pp_degree": 8, "microbatches": 160, "memory": {**PROBLEM["me
 
 @pytest.fixture(scope="module")
 def reader(look: Callable[..., Look], service: Service, plan: Plan) -> Look:
-    """Somebody who is signed in, and a service with a plan in it."""
-    return look(service.url)
+    """A signed-in reader of a service with a plan in it."""
+    return look(service.url, has_clock=True)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def test_what_goes_on_is_followed_where_it_is_listed(reader: Look, service: Serv
     with going_on(service) as search_id:
         reader.open(f"{service.url}/searches")
         row = page.locator(f'[data-live="search-{search_id}"]')
-        row.locator('[data-label="best"]').wait_for()
+        reader.soon(row.locator('[data-label="best"]'))
         row.locator("a").first.focus()
         reader.open(service.url)
         assert page.locator(f'[data-live="now"] [data-live="search-{search_id}"]').count() == 1
@@ -105,10 +105,10 @@ def test_what_goes_on_is_followed_where_it_is_listed(reader: Look, service: Serv
         reader.open(f"{service.url}/searches?state=running&state=cancelled")
         assert row.locator(".state").inner_text() == "running"
         row.locator("a").first.focus()
-    row.locator(".state.cancelled").wait_for()
+    reader.soon(row.locator(".state.cancelled"))
     assert row.locator("a").first.evaluate("link => link === document.activeElement"), "the focus stays"
     reader.open(service.url)
-    page.locator(f'[data-live="search-{search_id}"]').wait_for(state="detached")
+    reader.soon(page.locator(f'[data-live="search-{search_id}"]'), "detached")
     assert reader.complaints == []
 
 

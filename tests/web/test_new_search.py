@@ -14,7 +14,6 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.reading import parse_problem
 
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 READY = "Ready to search."
 
 
@@ -41,12 +40,12 @@ class Form:
 
     def says(self, text: str) -> None:
         """Wait until it says something of what is in the fields now."""
-        self.page.locator('#verdict[aria-busy="false"]').filter(has_text=text).wait_for()
+        self.look.soon(self.page.locator('#verdict[aria-busy="false"]').filter(has_text=text))
 
     def issue(self, name: str) -> str:
         """What is said at a field, once something is."""
         found = self.page.locator(f'[id="issue-{name}"]:not(:empty)')
-        found.wait_for()
+        self.look.soon(found)
         return found.inner_text()
 
     def problem(self) -> dict[str, Any]:
@@ -56,7 +55,7 @@ class Form:
 
     def promised(self) -> list[str]:
         """The bars of what can be expected, once they are there."""
-        self.page.locator("#bars .own").wait_for()
+        self.look.soon(self.page.locator("#bars .own"))
         return self.page.locator("#bars li").all_inner_texts()
 
     def upload(self, name: str, content: str) -> None:
@@ -70,7 +69,7 @@ class Form:
 
 @pytest.fixture(scope="module")
 def shared(look: Callable[..., Look], service: Service) -> Form:
-    return Form(look(service.url))
+    return Form(look(service.url, has_clock=True))
 
 
 @pytest.fixture
@@ -423,7 +422,7 @@ def test_sliders_ask_what_if_and_may_become_the_form(form: Form) -> None:
     for _ in range(4):
         slider.press("PageDown")
     assert slider.get_attribute("aria-valuetext") == "0.6 × 1F1B"
-    form.page.locator("#bars.compared").wait_for()
+    form.look.soon(form.page.locator("#bars.compared"))
     own = form.page.locator("#bars .own").inner_text()
     assert "+" in own, "less memory, more time"
     assert "±0" in form.page.locator("#bars li").filter(has_text="GPipe").inner_text()
@@ -481,7 +480,7 @@ def test_a_request_that_got_lost_is_sent_again_under_the_same_name(form: Form) -
 
 
 def test_what_was_typed_survives_a_session_that_ended(look: Callable[..., Look], service: Service) -> None:
-    form = Form(look(service.url))
+    form = Form(look(service.url, has_clock=True))
     form.open()
     form.field("microbatches").fill("12")
     form.says(READY)
@@ -515,15 +514,3 @@ def test_without_javascript_it_says_what_to_do(look: Callable[..., Look], servic
     found.page.goto(f"{service.url}/new")
     assert "zbv-service submit problem.json" in found.page.locator("main").inner_text()
     assert found.page.locator("#app").is_hidden()
-
-
-def test_it_fits_a_phone_and_the_dark(look: Callable[..., Look], service: Service) -> None:
-    form = Form(look(service.url, color_scheme="dark", **PHONE))
-    form.open("?preset=heavy-head")
-    form.promised()
-    assert form.page.evaluate("document.documentElement.scrollWidth") == 390
-    form.look.keep("new-search-phone")
-    form.page.set_viewport_size({"width": 1280, "height": 900})
-    form.look.keep("new-search-dark")
-    assert form.look.complaints == []
-    assert form.look.strangers() == []

@@ -1,4 +1,4 @@
-"""The front page, error pages, and the file that opens from disk."""
+"""The front page, signing in, error pages, and the file that opens from disk."""
 
 from __future__ import annotations
 
@@ -7,35 +7,28 @@ from pathlib import Path
 
 import pytest
 from web.browsing import Look, Service
+from zbv_service.client.tokens import find
 from zbv_solver.export import export
 from zbv_solver.plans.plan import Plan
 
-
-def test_the_front_page_of_a_new_service_leads_to_its_first_plan(
-    look: Callable[..., Look], empty_service: Service
-) -> None:
-    found = look(empty_service.url)
-    page = found.page
-    found.open(empty_service.url)
-    assert "No plans yet" in page.locator("main").inner_text()
-    assert "zbv-service submit problem.json --server http://" in page.locator("main").inner_text()
-    found.keep("home-empty")
-    page.get_by_role("button", name="Search an example").click()
-    page.wait_for_url("**/searches/*")
-    empty_service.ended(page.url.rsplit("/", 1)[1])
-    found.open(empty_service.url)
-    assert page.get_by_role("link", name="4 ranks, 16 microbatches").count() == 1
-    assert found.complaints == []
-    assert found.strangers() == []
+UNAUTHORISED = "error: Failed to load resource: the server responded with a status of 401 (Unauthorized)"
 
 
 @pytest.mark.usefixtures("plan")
-def test_the_front_page_leads_to_plans(look: Callable[..., Look], service: Service) -> None:
+def test_the_front_page_leads_to_plans_and_searches_an_example(
+    look: Callable[..., Look], service: Service
+) -> None:
     found = look(service.url)
+    page = found.page
     found.open(service.url)
-    newest = service.call("/v1/plans?limit=1")["plans"][0]["plan_id"]  # others' tests store plans, too
-    found.page.get_by_role("link", name=newest[:12]).click()
-    found.page.wait_for_selector('#chart[data-state="ready"]')
+    newest = service.call("/v1/plans?limit=1")["plans"][0]["plan_id"]  # other tests store plans, too
+    page.get_by_role("link", name=newest[:12]).click()
+    page.wait_for_selector('#chart[data-state="ready"]')
+    found.open(service.url)
+    page.get_by_role("button", name="Search an example").click()
+    page.wait_for_url("**/searches/*")
+    assert page.locator("h1").inner_text() == "4 ranks × 16 microbatches"
+    service.call(f"/v1/searches/{page.url.rsplit('/', 1)[1]}/cancel", {})
     assert found.complaints == []
     assert found.strangers() == []
 
@@ -63,3 +56,37 @@ def test_a_standalone_page_opens_from_disk_without_a_network(
     assert found.page.locator(".card").count() == 5
     assert found.complaints == []
     assert found.requests == [path.as_uri()]
+
+
+def test_a_token_signs_in_and_leads_to_what_was_asked_for(
+    look: Callable[..., Look], service: Service, plan: Plan
+) -> None:
+    found = look(service.url, is_known=False)
+    page = found.page
+    found.open(f"{service.url}/plans/{plan.plan_id}")
+    found.keep("sign-in")
+    page.get_by_label("Token").fill("zbv_wrong")
+    page.get_by_role("button", name="Sign in").click()
+    assert "Unknown, expired or revoked token" in page.get_by_role("alert").inner_text()
+
+    found.open(f"{service.url}/plans/{plan.plan_id}")
+    page.get_by_label("Token").fill(str(find(service.url)))
+    page.get_by_role("button", name="Sign in").click()
+    page.wait_for_selector('#chart[data-state="ready"]')
+    assert page.url == f"{service.url}/plans/{plan.plan_id}"
+    assert set(found.complaints) == {UNAUTHORISED}, "nothing that the policy of the page forbids"
+    assert found.strangers() == []
+
+    page.get_by_role("button", name="Sign out").click()
+    page.wait_for_url(f"{service.url}/sign-in")
+    found.open(service.url)
+    assert page.get_by_label("Token").count() == 1
+
+
+def test_a_link_on_another_site_leads_to_the_page(look: Callable[..., Look], service: Service) -> None:
+    found = look(service.url)
+    elsewhere = service.url.replace("127.0.0.1", "localhost")
+    found.page.goto(f"{elsewhere}/sign-in")
+    found.page.evaluate(f"() => {{ location.href = '{service.url}/' }}")
+    found.page.wait_for_selector("[aria-labelledby=submit]")
+    assert found.page.url == f"{service.url}/"

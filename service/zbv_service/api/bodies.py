@@ -7,23 +7,18 @@ of the command line.
 from __future__ import annotations
 
 import asyncio
-import email.message
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import malformed, parse_json, parse_medium, too_large
-from zbv_service.errors import (
-    BODY_TOO_SLOW,
-    NOT_READY,
-    UNSUPPORTED_MEDIA_TYPE,
-    ProblemError,
-)
+from zbv_service.errors import BODY_TOO_SLOW, NOT_READY, UNSUPPORTED_MEDIA_TYPE, ProblemError
 from zbv_service.observability.context import CALLER, CLIENT_GONE
 
 T = TypeVar("T")
@@ -31,14 +26,13 @@ T = TypeVar("T")
 SMALL = 64 * 1024
 """Bodies up to this many bytes are decoded in this process, so that agents' reports do not queue."""
 MEDIUM = 1024**2
-MEDIUM_VALUES = 100_000
-"""Bytes of the body of a run or an agent, and values of an agent's; other bodies may be larger."""
+"""Most bytes in the body of a run or an agent; other bodies may be larger."""
 IN_MEMORY, IN_MEMORY_EACH = 192 * 1024**2, 96 * 1024**2
-"""Most bytes of bodies in memory at the same time: of all requests, and of one caller's."""
+"""Most bytes of bodies in memory at the same time: of all requests, and of one caller."""
 FREE = 64 * 1024
 """Bytes of each body that are not counted, because connections are limited too."""
 SLOWEST = 16 * 1024
-"""Bytes per second below which a body is given up after a while."""
+"""Bytes per second; slower bodies are refused after ``settings.request_seconds``."""
 
 
 async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T:
@@ -59,7 +53,7 @@ async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T
     async with read_text(request, min(limit, MEDIUM)) as body:
         if len(body) <= SMALL:
             return read(parse_json(body))
-        return cast("T", await request.app.state.application.computations.for_client(_OfMedium(read), body))
+        return await state_of(request).computations.for_client(partial(_read_medium, read), body)
 
 
 @asynccontextmanager
@@ -71,7 +65,11 @@ async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
     ProblemError
         413: the body is larger. 415: it is not declared as JSON. 503: too many bodies are in memory.
     """
-    _require_json(request)
+    kind = _media_type(request)
+    if not (kind == "application/json" or kind.endswith("+json")):
+        raise ProblemError(
+            UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send JSON as application/json."
+        )
     async with _reading(request, limit) as body:
         yield body
 
@@ -102,7 +100,7 @@ async def read_form(request: Request, limit: int) -> str:
     ProblemError
         413: the body is larger. 415: it is not a form.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = _media_type(request)
     if kind != "application/x-www-form-urlencoded":
         raise ProblemError(
             UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does."
@@ -111,25 +109,12 @@ async def read_form(request: Request, limit: int) -> str:
         return body.decode("latin-1")
 
 
-@dataclass(frozen=True)
-class _OfMedium(Generic[T]):
-    """Turns a function of a decoded document into a function of its text, importable in another process."""
-
-    read: Callable[[Any], T]
-
-    def __call__(self, body: bytes | bytearray) -> T:
-        return self.read(parse_medium(body))
+def _read_medium(read: Callable[[Any], T], body: bytes | bytearray) -> T:
+    return read(parse_medium(body))
 
 
-def _require_json(request: Request) -> None:
-    header = request.headers.get("content-type", "")
-    message = email.message.Message()
-    message["content-type"] = header or "none"
-    kind = message.get_content_type()
-    if not header or not (kind == "application/json" or kind.endswith("+json")):
-        raise ProblemError(
-            UNSUPPORTED_MEDIA_TYPE, f"found content type {header!r}; send JSON as application/json."
-        )
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 class BodyMemory:
@@ -144,7 +129,7 @@ class BodyMemory:
     def reserved(self, size: int) -> Iterator[None]:
         """Reserve bytes within the block; raises :class:`ProblemError` 503 if too many are in use."""
         size, caller = max(0, size - FREE), CALLER.get() or ""
-        # A single body is always accepted, whatever size the operator allows.
+        # A single body is always accepted, because the operator may allow bodies larger than these limits.
         if size and (
             (self._held[caller] and self._held[caller] + size > self._most_each)
             or (self._held.total() and self._held.total() + size > self._most)
@@ -206,15 +191,11 @@ async def _read(request: Request, limit: int) -> bytearray:
                     raise too_large(limit)
                 patience.reschedule(until + len(body) / SLOWEST)
     except TimeoutError:
-        raise _too_slow(len(body)) from None
+        raise ProblemError(
+            BODY_TOO_SLOW,
+            f"The body stopped arriving after {len(body)} bytes; send it again, faster.",
+            headers={"Connection": "close"},
+        ) from None
     except ClientDisconnect:
         raise malformed("it ends before its declared length") from None
     return body
-
-
-def _too_slow(size: int) -> ProblemError:
-    return ProblemError(
-        BODY_TOO_SLOW,
-        f"The body stopped arriving after {size} bytes; send it again, faster.",
-        headers={"Connection": "close"},
-    )

@@ -1,8 +1,8 @@
 """Limits on connections before the application sees a request.
 
-uvicorn reads request heads of any size for any time: an attacker could fill its
-memory, or hold all connections open by sending a byte now and then. It also sends its errors as
-plain text. It offers no setting for this, so this module subclasses its protocol; tests pin the behaviour.
+uvicorn reads request heads of any size for any time: an attacker could fill its memory, or hold all
+connections open by sending a byte now and then. It also sends its errors as plain text. It has no settings
+for this, so this module subclasses its protocol.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
             self._bytes_of_no_body = 0
             super().on_body(body)
 
-        def send_400_response(self, msg: str) -> None:
+        def send_400_response(self, msg: str) -> None:  # called by uvicorn
             self._refuse(MALFORMED_REQUEST, "The request is not HTTP/1.1. Check the scheme of the address.")
 
         def _refuse(self, kind: Kind, detail: str) -> None:
@@ -98,7 +98,7 @@ def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
                 return
             self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
             self._stop_watching()
-            if self._is_silenced():
+            if self._stop_response():
                 self.transport.close()
                 return
             self.transport.write(_answer(kind, detail))
@@ -106,8 +106,8 @@ def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
                 self.transport.write_eof()
             self.flow.resume_reading()
 
-        def _is_silenced(self) -> bool:
-            """Whether the current request already has an answer, the rest of which is dropped."""
+        def _stop_response(self) -> bool:
+            """Stop the current response, if there is one; whether a part of it was already sent."""
             if self.cycle is None or self.cycle.response_complete:
                 return False
             self.cycle.disconnected = True

@@ -1,6 +1,6 @@
 """Turns every error of the application into a problem document (RFC 9457).
 
-This includes the errors of the framework: unknown routes, wrong methods and crashes.
+This includes errors of the framework, such as unknown routes and wrong methods, and crashes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from zbv_solver.documents.text import canonical_json
-from zbv_solver.errors import (
-    ContradictedBound,
-    InvalidInput,
-    InvalidPlan,
-    MissingDependency,
-)
+from zbv_solver.errors import ContradictedBound, InvalidInput, InvalidPlan, MissingDependency
 
 from zbv_service.database import DatabaseAway
 from zbv_service.errors import (
-    BODY_TOO_LARGE,
     INTERNAL,
     INVALID_BODY,
     INVALID_PARAMETER,
@@ -45,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of an application a problem document."""
+    """Make every expected error of an application a problem document; :func:`on_crash` is for the others."""
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(InvalidInput, _on_invalid_input)
     app.add_exception_handler(InvalidPlan, _on_invalid_plan)
@@ -54,7 +48,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(DatabaseAway, on_database_away)
     app.add_exception_handler(RequestValidationError, _on_parameters)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_crash)
 
 
 def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
@@ -69,19 +62,17 @@ def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
 
 
 async def _on_problem(_request: Request, error: Exception) -> Response:
-    return response_to(cast("ProblemError", error))  # registered for this class alone
+    return response_to(cast("ProblemError", error))
 
 
 async def _on_invalid_input(_request: Request, error: Exception) -> Response:
-    error = cast("InvalidInput", error)
-    errors = [{"pointer": issue.pointer, "detail": issue.detail} for issue in error.issues]
-    return problem_response(problem_document(INVALID_BODY, str(error), errors))
+    issues = cast("InvalidInput", error).issues
+    errors = [{"pointer": issue.pointer, "detail": issue.detail} for issue in issues]
+    return _response(INVALID_BODY, str(error), errors)
 
 
 async def _on_invalid_plan(_request: Request, error: Exception) -> Response:
-    return problem_response(
-        problem_document(INVALID_PLAN, str(error), [{"pointer": "/ranks", "detail": str(error)}])
-    )
+    return _response(INVALID_PLAN, str(error), [{"pointer": "/ranks", "detail": str(error)}])
 
 
 async def _on_contradicted_bound(request: Request, error: Exception) -> Response:
@@ -92,7 +83,7 @@ async def _on_contradicted_bound(request: Request, error: Exception) -> Response
 
 
 async def _on_missing_dependency(_request: Request, error: Exception) -> Response:
-    return problem_response(problem_document(NOT_IMPLEMENTED, str(error)))
+    return _response(NOT_IMPLEMENTED, str(error))
 
 
 async def _on_parameters(_request: Request, error: Exception) -> Response:
@@ -104,7 +95,7 @@ async def _on_parameters(_request: Request, error: Exception) -> Response:
         message = f"found {str(entry['input'])[:60]!r}; {entry['msg'][0].lower()}{entry['msg'][1:]}."
         errors.append({"parameter": name, "detail": message})
     detail = "; ".join(f"{entry['parameter']}: {entry['detail']}" for entry in errors)
-    return problem_response(problem_document(INVALID_PARAMETER, detail, errors))
+    return _response(INVALID_PARAMETER, detail, errors)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -112,24 +103,21 @@ async def _on_http(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 404:
         detail = f"found no {request.url.path} here; the addresses are in /openapi.json."
-        return problem_response(problem_document(NOT_FOUND, detail), headers)
+        return _response(NOT_FOUND, detail, headers=headers)
     if error.status_code == 405:
         headers["Allow"] = allowed = ", ".join(_allowed(request))
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
         detail = f"found {request.method}; {request.url.path} accepts {allowed}."
-        return problem_response(problem_document(METHOD_NOT_ALLOWED, detail), headers)
-    known = {413: BODY_TOO_LARGE}.get(error.status_code)
-    if known is not None:
-        return problem_response(problem_document(known, str(error.detail)), headers)
-    # RFC 9457: a problem without a type of its own.
+        return _response(METHOD_NOT_ALLOWED, detail, headers=headers)
+    # RFC 9457, section 4.2.1: a problem that means no more than its status.
     phrase = HTTPStatus(error.status_code).phrase
     plain = {"type": "about:blank", "title": phrase, "status": error.status_code}
     return problem_response({**plain, "detail": str(error.detail)}, headers)
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods that an address accepts; each method has its own route, so this tries all."""
+    """The methods that an address accepts. Each method has its own route, so this tries them all."""
     found = [
         method
         for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -146,13 +134,23 @@ async def on_database_away(request: Request, error: Exception) -> Response:
     """The response to a request while the database is away."""
     logger.warning("%s %s was not answered: %s", request.method, request.url.path, error)
     detail = f"The database does not answer now. {_repeating(request)}"
-    return problem_response(problem_document(NOT_READY, detail), {"Retry-After": "1"})
+    return _response(NOT_READY, detail, headers={"Retry-After": "1"})
 
 
-async def _on_crash(request: Request, error: Exception) -> Response:
+async def on_crash(request: Request, error: Exception) -> Response:
+    """The response to a request that failed unexpectedly."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     detail = f"An error of the service, not of the request; its log has the details. {_repeating(request)}"
-    return problem_response(problem_document(INTERNAL, detail))
+    return _response(INTERNAL, detail)
+
+
+def _response(
+    kind: Kind,
+    detail: str,
+    errors: list[dict[str, str]] | None = None,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    return problem_response(problem_document(kind, detail, errors), headers)
 
 
 def _repeating(request: Request) -> str:

@@ -11,18 +11,15 @@ from typing import Any
 
 from fastapi import Request
 
-from zbv_service.errors import (
-    INVALID_IDEMPOTENCY_KEY,
-    ProblemError,
-)
+from zbv_service.errors import INVALID_IDEMPOTENCY_KEY, ProblemError
 from zbv_service.searches.idempotency import fingerprint_of
+from zbv_service.security.grants import grant_of
 
 HEADER = "Idempotency-Key"
 MAX_LENGTH = 255
 _QUOTED = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
 _ESCAPED = re.compile(r'\\(["\\])')
 _BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]+")
-
 
 KEY_PARAMETER: dict[str, Any] = {
     "name": HEADER,
@@ -36,20 +33,8 @@ KEY_PARAMETER: dict[str, Any] = {
 """The OpenAPI parameter of a route that accepts the header."""
 
 
-def key_hash_of(request: Request, owner: str) -> str | None:
-    """The hash of a caller and the key of its request; None without a key.
-
-    Raises
-    ------
-    ProblemError
-        400 as :func:`idempotency_key`.
-    """
-    key = idempotency_key(request)
-    return None if key is None else fingerprint_of([owner, key])
-
-
-def idempotency_key(request: Request) -> str | None:
-    """The key of a request, None without one.
+def request_key(request: Request) -> str | None:
+    """The hash of the caller and its key for the request, None without a key.
 
     Raises
     ------
@@ -60,19 +45,19 @@ def idempotency_key(request: Request) -> str | None:
     if not values:
         return None
     if len(values) > 1:
-        raise _wrong(f"found {len(values)} of them; send one.")
+        raise _invalid(f"found {len(values)} of them; send one.")
     value = values[0].strip()
     quoted = _QUOTED.fullmatch(value)
     key = _ESCAPED.sub(r"\1", quoted[1]) if quoted else value
     if not (quoted or _BARE.fullmatch(value)):
-        raise _wrong(
+        raise _invalid(
             "it must be visible ASCII characters in double quotes; without quotes also no comma, semicolon, "
             "backslash or space. Send a UUID."
         )
     if not 1 <= len(key) <= MAX_LENGTH:
-        raise _wrong(f"found {len(key)} characters; it must have 1 to {MAX_LENGTH}. Send a UUID.")
-    return key
+        raise _invalid(f"found {len(key)} characters; it must have 1 to {MAX_LENGTH}. Send a UUID.")
+    return fingerprint_of([grant_of(request).owner, key])
 
 
-def _wrong(why: str) -> ProblemError:
+def _invalid(why: str) -> ProblemError:
     return ProblemError(INVALID_IDEMPOTENCY_KEY, f"{HEADER}: {why}")

@@ -1,4 +1,4 @@
-"""Refuses requests with too long addresses or headers, and requests above the limit of connections."""
+"""Refuses requests with a long address or long headers, and requests above the limit of connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ MAX_HEADERS = 32 * 1024
 """Bytes of all header fields together."""
 SLICE = 128 * 1024
 """Bytes of a response that are passed to the server at a time."""
-RETRY_SECONDS = 1
 
 
 class Limited:
@@ -63,19 +62,12 @@ def _refusal(scope: Scope) -> ProblemError | None:
         return ProblemError(
             TOO_MANY_CONNECTIONS,
             "The service has reached its limit of connections; try again in a moment.",
-            headers={"Retry-After": str(RETRY_SECONDS), "Connection": "close"},
+            headers={"Retry-After": "1", "Connection": "close"},
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_ADDRESS:
         return ProblemError(
             ADDRESS_TOO_LONG, f"The address is longer than {MAX_ADDRESS} bytes; send a shorter one."
         )
-    if _size(scope["headers"]) > MAX_HEADERS:
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
         return ProblemError(HEADERS_TOO_LARGE, f"The header fields exceed {MAX_HEADERS} bytes; send less.")
     return None
-
-
-def _size(headers: list[tuple[bytes, bytes]]) -> int:
-    size = 0
-    for name, value in headers:
-        size += len(name) + len(value)
-    return size

@@ -1,24 +1,38 @@
-"""Query parameters of lists, and the redirect of browsers to pages."""
+"""Lists by pages: query parameters, cursors, and responses."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlencode
 
 from fastapi import Request, Response
-from fastapi.responses import RedirectResponse
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from zbv_solver.problem.layered_problem import PlacementChoice
 from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Objective
 
-from zbv_service.api.negotiation import VARY
+from zbv_service.api.negotiation import VARY, root_of, to_page, wants_page
+from zbv_service.api.state import state_of
+from zbv_service.errors import INVALID_PARAMETER, ProblemError
 from zbv_service.records.runs import AGENT_PRESENT, AgentFilter, AgentState, RunFilter, RunState
-from zbv_service.records.searches import PlanFilter, SearchFilter, SearchState
+from zbv_service.records.searches import Page, PlanFilter, Position, SearchFilter, SearchState
 
 LARGEST_PAGE = 1000
 MOST_AGENTS = 10_000
+_CURSOR = re.compile(
+    r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{6})?\+00:00) ([0-9a-z]{1,64})( newer)?", re.ASCII
+)
+_ANY_STATE = "One of these states; may be repeated."
+
+T = TypeVar("T")
 
 
 def _in_utc(moment: datetime) -> datetime:
@@ -28,12 +42,11 @@ def _in_utc(moment: datetime) -> datetime:
         raise ValueError("must be a moment of the years 1 to 9999 in UTC") from None
 
 
-Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
-
-
+Moment = Annotated[
+    Annotated[AwareDatetime, AfterValidator(_in_utc)] | None,
+    Field(description="With a time zone offset, such as Z."),
+]
 Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")]
-_CURSOR = Field(None, max_length=200, description="Taken from the addresses in `next` and `previous`.")
-_ANY_STATE = "One of these states; may be repeated."
 
 
 class PageQuery(BaseModel):
@@ -42,7 +55,9 @@ class PageQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     limit: int = Field(100, ge=1, le=LARGEST_PAGE, description="Entries on a page, at most.")
-    cursor: str | None = _CURSOR
+    cursor: str | None = Field(
+        None, max_length=200, description="Taken from the addresses in `next` and `previous`."
+    )
 
 
 class ListQuery(PageQuery):
@@ -52,11 +67,11 @@ class ListQuery(PageQuery):
     pp_degree: int | None = Field(None, ge=1, le=MAX_PP_DEGREE)
     microbatches: int | None = Field(None, ge=1, le=MAX_CELLS)
     objective: Objective | None = None
-    created_after: Moment | None = Field(None, description="With a time zone offset, such as Z.")
-    created_before: Moment | None = Field(None, description="With a time zone offset, such as Z.")
+    created_after: Moment = None
+    created_before: Moment = None
 
-
-_OTHERWISE = frozenset({"limit", "cursor", "q", "state"})
+    def _filters(self) -> dict[str, Any]:
+        return {"text": self.q, **self.model_dump(exclude={"limit", "cursor", "q", "state"})}
 
 
 class SearchListQuery(ListQuery):
@@ -70,8 +85,7 @@ class SearchListQuery(ListQuery):
     @property
     def filter(self) -> SearchFilter:
         """The filter for the database."""
-        shape = self.model_dump(exclude=set(_OTHERWISE))
-        return SearchFilter(**shape, text=self.q, states=frozenset(self.state))
+        return SearchFilter(**self._filters(), states=frozenset(self.state))
 
 
 class PlanListQuery(ListQuery):
@@ -83,7 +97,7 @@ class PlanListQuery(ListQuery):
     @property
     def filter(self) -> PlanFilter:
         """The filter for the database."""
-        return PlanFilter(**self.model_dump(exclude=set(_OTHERWISE)), text=self.q)
+        return PlanFilter(**self._filters())
 
 
 class RunListQuery(PageQuery):
@@ -93,8 +107,8 @@ class RunListQuery(PageQuery):
         None, description="Prefix of the id of the run, its plan or its search, or a part of the factory."
     )
     state: list[RunState] = Field([], description=_ANY_STATE)
-    created_after: Moment | None = Field(None, description="With a time zone offset, such as Z.")
-    created_before: Moment | None = Field(None, description="With a time zone offset, such as Z.")
+    created_after: Moment = None
+    created_before: Moment = None
 
     @property
     def filter(self) -> RunFilter:
@@ -122,8 +136,78 @@ class AgentListQuery(PageQuery):
         return AgentFilter(states=frozenset(self.state) or AGENT_PRESENT, text=self.q)
 
 
-def page_at(request: Request, path: str) -> Response:
-    """Redirect a browser from a resource to its page, keeping the query."""
-    root = str(request.scope.get("root_path", "")).rstrip("/")
-    query = f"?{request.url.query}" if request.url.query else ""
-    return RedirectResponse(f"{root}{path}{query}", 303, {**VARY, "Cache-Control": "no-store"})
+@dataclass(frozen=True)
+class Neighbours:
+    """Addresses of the previous and next page, None without such a page.
+
+    As in all bodies, they assume a service at the root of its host.
+    """
+
+    next: str | None
+    previous: str | None
+
+
+def position_of(cursor: str | None) -> Position | None:
+    """The position of a cursor, None without one; raises :class:`ProblemError` 422 if it is invalid."""
+    if cursor is None:
+        return None
+    try:
+        text = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode()
+        found = _CURSOR.fullmatch(text)
+        if found is not None:
+            return Position(datetime.fromisoformat(found[1]), found[2], found[3] is not None)
+    except (binascii.Error, ValueError):
+        pass  # invalid like any other text
+    detail = f"found {cursor[:60]!r}; it must come from an earlier page. Leave it out to start at the newest."
+    raise ProblemError(INVALID_PARAMETER, f"cursor: {detail}", [{"parameter": "cursor", "detail": detail}])
+
+
+def neighbours(request: Request, page: Page[Any]) -> Neighbours:
+    """The addresses of the pages before and after the one that answers a request."""
+    query = [
+        (name, value) for name, value in request.query_params.multi_items() if name != "cursor" and value
+    ]
+    path = request.scope["path"].removeprefix(root_of(request))
+
+    def address(position: Position | None) -> str | None:
+        if position is None:
+            return None
+        text = f"{position.created_at.isoformat()} {position.id}{' newer' if position.is_newer else ''}"
+        cursor = base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+        return f"{path}?{urlencode([*query, ('cursor', cursor)])}"
+
+    return Neighbours(address(page.next), address(page.previous))
+
+
+async def list_response(
+    request: Request,
+    query: PageQuery,
+    load: Callable[[int, Position | None], Awaitable[Page[T]]],
+    write: Callable[[Sequence[T], Neighbours], str | bytes],
+) -> Response:
+    """One page of a list, with its neighbours in the header ``Link`` (RFC 8288).
+
+    Parameters
+    ----------
+    load
+        Reads at most so many entries from a position on.
+    write
+        The JSON of a page; it runs in a thread.
+    """
+    if wants_page(request):
+        return to_page(request)
+    computations = state_of(request).computations
+    async with computations.listing(query.limit):
+        page = await load(query.limit, position_of(query.cursor))
+    around = neighbours(request, page)
+    headers = {**VARY, "Cache-Control": "no-store"}
+    links = [
+        f'<{root_of(request)}{address}>; rel="{name}"'
+        for address, name in ((around.previous, "prev"), (around.next, "next"))
+        if address is not None
+    ]
+    if links:
+        headers["Link"] = ", ".join(links)
+    # The thread gets the context of the request, because errors in the list contain its root path.
+    text = await computations.write(copy_context().run, write, page.items, around)
+    return Response(text, headers=headers, media_type="application/json")

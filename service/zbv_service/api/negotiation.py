@@ -1,16 +1,20 @@
-"""Content negotiation: the representation that a caller prefers (RFC 9110, section 12.5.1: ``Accept``)."""
+"""Content negotiation (RFC 9110, section 12.5.1: ``Accept``), and the redirect of browsers to pages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.responses import RedirectResponse
 
 HTML, JSON, EVENT_STREAM = "text/html", "application/json", "text/event-stream"
 _WEIGHT = re.compile(r"0?\.\d{1,3}|0\.?|1(?:\.0{0,3})?", re.ASCII)
 VARY = {"Vary": "Accept"}
 """Sent with every response of an address that has several representations, for caches."""
+SEE_PAGE: dict[int | str, dict[str, Any]] = {303: {"description": "For callers that prefer HTML: the page."}}
+"""The ``responses`` entry of resources that have a page."""
 
 
 def preferred(request: Request, offered: Sequence[str]) -> str:
@@ -32,6 +36,19 @@ def wants_page(request: Request) -> bool:
     return preferred(request, (JSON, HTML)) == HTML
 
 
+def to_page(request: Request) -> Response:
+    """Redirect a browser from a resource to its page, which has the same address without ``/v1``."""
+    root = root_of(request)
+    path = request.url.path.removeprefix(root).removeprefix("/v1")
+    query = f"?{request.url.query}" if request.url.query else ""
+    return RedirectResponse(f"{root}{path}{query}", 303, {**VARY, "Cache-Control": "no-store"})
+
+
+def root_of(request: Request) -> str:
+    """The prefix under which a proxy serves the application, without a trailing slash."""
+    return str(request.scope.get("root_path", "")).rstrip("/")
+
+
 def _media_range(part: str) -> tuple[str, float] | None:
     """A media range in lower case and its quality; None if the part is invalid."""
     media_type, *parameters = (piece.strip().lower() for piece in part.split(";"))
@@ -41,13 +58,8 @@ def _media_range(part: str) -> tuple[str, float] | None:
     for parameter in parameters:
         name, _, value = parameter.partition("=")
         if name.strip() == "q":
-            return media_type, _weight(value.strip())
+            return media_type, float(value) if _WEIGHT.fullmatch(value.strip()) else 0.0
     return media_type, 1.0
-
-
-def _weight(text: str) -> float:
-    """A quality value from 0 to 1 with up to three digits; 0 if it is invalid."""
-    return float(text) if _WEIGHT.fullmatch(text) else 0.0
 
 
 def _quality(media_type: str, ranges: Sequence[tuple[str, float]]) -> float:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, completed with the schemas of bodies that the service reads itself."""
+"""The OpenAPI document: FastAPI's, completed with scopes, errors and the schemas of request bodies."""
 
 from __future__ import annotations
 
@@ -6,17 +6,38 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from zbv_solver.measure.rank_trace import RankTraceDocument
 
+from zbv_service.api.error_handlers import documented
+from zbv_service.api.idempotency import HEADER
 from zbv_service.api.openapi_extras import enrich
-from zbv_service.api.openapi_security import describe
-from zbv_service.errors import ProblemDetails
+from zbv_service.errors import (
+    BODY_TOO_LARGE,
+    BODY_TOO_SLOW,
+    IDEMPOTENCY_KEY_IN_USE,
+    IDEMPOTENCY_KEY_REUSED,
+    INSUFFICIENT_SCOPE,
+    INVALID_IDEMPOTENCY_KEY,
+    INVALID_PARAMETER,
+    MALFORMED_JSON,
+    NOT_FOUND,
+    OTHER_ORIGIN,
+    TOO_MANY_ATTEMPTS,
+    UNAUTHENTICATED,
+    UNKNOWN_HOST,
+    UNSUPPORTED_MEDIA_TYPE,
+    Kind,
+    ProblemDetails,
+)
 from zbv_service.plans.documents import PlanDocument, RankDocument
 from zbv_service.problems.documents import CheckRequest, CompareRequest, EstimateRequest
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, NodeEnd, RankEvents
 from zbv_service.runs.documents import PlanChange, RunRequest
 from zbv_service.searches.documents import SearchRequest
+from zbv_service.security.scheme import SCHEME
+from zbv_service.security.scopes import SCOPES
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (
@@ -52,34 +73,65 @@ def document(app: FastAPI) -> dict[str, Any]:
         )
         for name, schema in ours["$defs"].items():
             schemas.setdefault(name, schema)
-        _drop_framework_errors(made)
-        describe(made)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        for path, methods in made["paths"].items():
+            for method, operation in methods.items():
+                _add_errors(method, path, operation)
+                if "security" in operation:
+                    (needed,) = operation["security"]
+                    operation["security"] = _alternatives(needed[SCHEME])
         enrich(made)
         made["components"]["schemas"] = dict(sorted(schemas.items()))
         app.openapi_schema = made
     return app.openapi_schema
 
 
-def _drop_framework_errors(made: dict[str, Any]) -> None:
-    """Remove FastAPI's own validation error from every route, because the service never sends it."""
-    for methods in made["paths"].values():
-        for operation in methods.values():
-            answer = operation["responses"].get("422", {})
-            if "application/json" in answer.get("content", {}):
-                del operation["responses"]["422"]
-    for name in ("HTTPValidationError", "ValidationError"):
-        made["components"]["schemas"].pop(name, None)
+def _add_errors(method: str, path: str, operation: dict[str, Any]) -> None:
+    """Replace FastAPI's validation error, which the service never sends, by the errors that can occur."""
+    responses = operation["responses"]
+    if "application/json" in responses.get("422", {}).get("content", {}):
+        del responses["422"]
+    for status, answer in documented(*_common_errors(method, path, operation)).items():
+        known = responses.setdefault(str(status), answer)
+        if answer["description"] not in known["description"]:
+            known["description"] += f"; or: {answer['description']}"
+
+
+def _common_errors(method: str, path: str, operation: dict[str, Any]) -> list[Kind]:
+    """The errors that follow from the parameters, body and scopes of an operation."""
+    kinds = [UNKNOWN_HOST]
+    if "security" in operation:
+        kinds += [UNAUTHENTICATED, INSUFFICIENT_SCOPE, TOO_MANY_ATTEMPTS]
+        kinds += [] if method == "get" else [OTHER_ORIGIN]
+    if "requestBody" in operation:
+        kinds += [MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, BODY_TOO_SLOW]
+    if "{" in path:
+        kinds.append(NOT_FOUND)
+    for parameter in operation.get("parameters", ()):
+        if parameter["name"] == HEADER:
+            kinds += [INVALID_IDEMPOTENCY_KEY, IDEMPOTENCY_KEY_IN_USE, IDEMPOTENCY_KEY_REUSED]
+        elif parameter["in"] != "path" or parameter["schema"]["type"] != "string":
+            kinds.append(INVALID_PARAMETER)
+    return kinds
+
+
+def _alternatives(scopes: list[str]) -> list[dict[str, list[str]]]:
+    """One entry per scope, because one scope suffices; scopes in the same entry would all be required."""
+    if set(scopes) == set(SCOPES):
+        return [{SCHEME: []}]
+    return [{SCHEME: [scope]} for scope in scopes]
+
+
+def operation_id(route: APIRoute) -> str:
+    """The id of an operation: the name of its function, by which generated clients call it."""
+    return route.name
 
 
 def body_of(model: type) -> dict[str, Any]:
     """The ``openapi_extra`` of a route that reads a body of this model itself."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def text_body() -> dict[str, Any]:
-    """The ``openapi_extra`` of a route that reads plain text."""
-    return {"requestBody": {"required": True, "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 def content_of(model: type, description: str) -> dict[str, Any]:

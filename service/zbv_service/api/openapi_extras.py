@@ -1,4 +1,4 @@
-"""Tags, examples and links of the OpenAPI document, which do not follow from the routes.
+"""Tags, examples and links of the OpenAPI document, which cannot be derived from the routes.
 
 A link names a value of a response and the operation that takes it as a parameter.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 TAGS = {
-    "searches": "Searches for plans: durable and resumable, followed by events or by polling.",
-    "plans": "Plans, immutable under the hash of problem and orders; whole, by rank, or in other formats.",
-    "problems": "Checks, estimates and comparisons of problems without a stored search.",
-    "runs": "Plans that run on agents: started, restarted after failures, replanned from measured costs.",
-    "agents": "Nodes that run ranks; the calls of `zbv-worker agent`.",
+    "searches": "Searches for plans: durable, resumable, followed by events or by polling.",
+    "plans": "Plans, identified by the hash of problem and orders: whole, by rank, or in other formats.",
+    "problems": "Checks, estimates and comparisons of problems; nothing is stored.",
+    "runs": "Training runs: scheduled on agents, restarted after failures, replanned from measured costs.",
+    "agents": "Nodes that run ranks; used by `zbv-worker agent`.",
     "access": "Signing in.",
     "health": "Health and metrics.",
 }
@@ -94,7 +94,7 @@ LINKS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "submit_run": _OF_RUN,
     "register_agent": _OF_AGENT,
 }
-"""For each operation: the operations that its response links to, their parameter, and its source."""
+"""For each operation: the linked operations, their parameter, and the source of the value."""
 
 
 def enrich(document: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Imported once by the fork server, so that forked processes start with all code that they may run.
 
-Importing the planner and the drawing code, and loading their machine code, takes seconds.
+It takes seconds to import the planner and the drawing code and to load their machine code.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
 
 from zbv_service.frontier import frontier
-from zbv_service.plans import pictures
+from zbv_service.plans import renderings
 from zbv_service.problems import check, compare, estimate
 from zbv_service.runs import measurements
 from zbv_service.searches.executors import connection
 
-PRELOADED = (check, compare, connection, estimate, frontier, measurements, pictures)
+PRELOADED = (check, compare, connection, estimate, frontier, measurements, renderings)
 
 _COSTS = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 search(parse_problem({"pp_degree": 2, "microbatches": 2, "costs": _COSTS}), SearchOptions("quick"))
-pictures.load()
+renderings.load()

@@ -1,45 +1,37 @@
-"""The short way of the one request that thousands send at once: a rank's part of a plan.
+"""A fast path for the request that thousands of ranks send at once: a rank's part of a plan.
 
-The framework's way through routing, parameters and dependencies takes several times as long as the answer
-itself. What is in memory already is answered here, with headers made once; everything else (an unknown
-plan, a first fetch, a wrong rank, other methods) goes the ordinary way, to
-:func:`zbv_service.api.routers.plans.get_rank`. Both ask :class:`zbv_service.security.access.Access` first.
+The framework's routing, parameters and dependencies take several times as long as the response itself.
+This middleware serves rank plans that are in memory. It leaves all other requests (an unknown plan, a first
+fetch, a wrong rank, other methods) to :func:`zbv_service.api.routers.plans.get_rank`. Both authorize requests
+with :class:`zbv_service.security.access.Access`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from starlette.applications import Starlette
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zbv_service.api.caching import REVALIDATED
 from zbv_service.api.error_handlers import on_database_away
+from zbv_service.api.routers.plans import get_rank, router
 from zbv_service.database import DatabaseAway
 from zbv_service.errors import ProblemError, response_to
 from zbv_service.plans.plans import rank_tag
+from zbv_service.security.scheme import scopes_of
 
 _PATH = re.compile(r"/v1/plans/([0-9a-f]{64})/ranks/(0|[1-9][0-9]{0,5})")
+_ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.endpoint is get_rank)
+_SCOPES = scopes_of(_ROUTE) or ()
 
 
 class RankFetches:
-    """Answers fetches of known rank plans in place of an application.
+    """Serves cached rank plans in place of the route; the caller needs the scopes of the route."""
 
-    Parameters
-    ----------
-    route
-        What the route that it stands for is called in metrics.
-    scopes
-        Of which a caller needs one, as the route declares them.
-    """
-
-    def __init__(self, app: ASGIApp, owner: Starlette, route: object, scopes: Sequence[str]):
+    def __init__(self, app: ASGIApp):
         self._app = app
-        self._owner = owner
-        self._route = route
-        self._scopes = tuple(scopes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -47,16 +39,16 @@ class RankFetches:
         if found is None or scope["method"] != "GET" or scope.get("root_path"):
             await self._app(scope, receive, send)
             return
-        application = self._owner.state.application
+        application = scope["app"].state.application
         plan_id, rank = found[1], int(found[2])
         body = application.plans.known_rank(plan_id, rank)
         if body is None or any(name == b"if-none-match" for name, _ in scope["headers"]):
             await self._app(scope, receive, send)
             return
-        scope["route"] = self._route
+        scope["route"] = _ROUTE
         request = Request(scope)
         try:
-            await application.access.require(request, self._scopes)
+            await application.access.require(request, _SCOPES)
         except ProblemError as error:
             await response_to(error)(scope, receive, send)
             return

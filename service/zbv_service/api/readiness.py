@@ -1,4 +1,4 @@
-"""Whether the service can work: its database answers, and searches and runs are looked after."""
+"""Checks whether the service can work: the database answers, and the loops for searches and runs work."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from zbv_service.searches.runner import Runner
 
 PING_SECONDS = 5.0
 FRESH_SECONDS = 1.0
-"""How long what was found answers the next who ask."""
+"""Seconds for which a result of the database's check is reused."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FailedCheck:
-    """What keeps the service from working: the check ``database``, ``searches`` or ``runs``, and why."""
+    """A check that fails, ``database``, ``searches`` or ``runs``, and why."""
 
     check: str
     detail: str
 
 
 class Readiness:
-    """Answers any number of requests; only changes are logged.
+    """Checks for any number of requests; only changes are logged.
 
-    Nobody needs a token to ask, so asking must not take connections to the database from those who work: one
-    look answers all who ask within ``FRESH_SECONDS``.
+    Requests need no token, so they must not take database connections from other requests: one ping serves
+    all requests within :data:`FRESH_SECONDS`.
     """
 
     def __init__(self, database: Database, runner: Runner, dispatcher: Dispatcher):
@@ -42,35 +42,26 @@ class Readiness:
         self._failing: frozenset[str] = frozenset()
 
     async def failed_checks(self) -> list[FailedCheck]:
-        """The checks that fail now, of the database a moment ago; none when the service is ready."""
-        failed, reasons = [], []
-        why = await self._why_database_is_away()
-        if why is not None:
-            failed.append(FailedCheck("database", "The database does not answer; the log says why."))
-            reasons.append(why)
-        if not self._runner.is_working:
-            failed.append(FailedCheck("searches", "Searches are not run: the service starts or stops."))
-        elif (trouble := self._runner.trouble) is not None:
-            failed.append(FailedCheck("searches", f"Searches wait: {trouble}"))
-        if not self._dispatcher.is_working:
-            failed.append(FailedCheck("runs", "Runs are not looked after: the service starts or stops."))
-        self._tell(failed, reasons)
-        return failed
-
-    async def _why_database_is_away(self) -> str | None:
+        """The checks that fail; empty if the service is ready."""
         now = asyncio.get_running_loop().time()
         if self._pinging is None or (self._pinging.done() and now >= self._fresh_until):
-            # A task of its own: a caller who goes away takes nothing from the others.
             self._pinging = asyncio.create_task(self._ping())
-        return await asyncio.shield(self._pinging)
+        # The task is shared: a request that is cancelled must not cancel it.
+        trouble = await asyncio.shield(self._pinging)
+        failed = []
+        if trouble is not None:
+            failed.append(FailedCheck("database", "The database does not answer; the log says why."))
+        if not self._runner.is_working:
+            failed.append(FailedCheck("searches", "Searches are not run: the service starts or stops."))
+        elif self._runner.trouble is not None:
+            failed.append(FailedCheck("searches", f"Searches wait: {self._runner.trouble}"))
+        if not self._dispatcher.is_working:
+            failed.append(FailedCheck("runs", "Runs are not advanced: the service starts or stops."))
+        self._log(failed, trouble)
+        return failed
 
     async def _ping(self) -> str | None:
-        try:
-            return await self._reason()
-        finally:
-            self._fresh_until = asyncio.get_running_loop().time() + FRESH_SECONDS
-
-    async def _reason(self) -> str | None:
+        """Why the database does not answer, None if it does."""
         try:
             async with asyncio.timeout(PING_SECONDS):
                 await self._database.ping()
@@ -78,13 +69,16 @@ class Readiness:
             return f"The database does not answer within {PING_SECONDS:g} s."
         except DatabaseAway as error:
             return " ".join(str(error).split())  # drivers write paragraphs
+        finally:
+            self._fresh_until = asyncio.get_running_loop().time() + FRESH_SECONDS
         return None
 
-    def _tell(self, failed: list[FailedCheck], reasons: list[str]) -> None:
+    def _log(self, failed: list[FailedCheck], trouble: str | None) -> None:
         failing = frozenset(found.check for found in failed)
         if failing and failing != self._failing:
-            known = [found.detail for found in failed if found.check != "database"]
-            logger.warning("not ready (%s): %s", ", ".join(sorted(failing)), " ".join([*reasons, *known]))
+            # Clients do not see the reason why the database is away; the log does.
+            details = [trouble if found.check == "database" else found.detail for found in failed]
+            logger.warning("not ready (%s): %s", ", ".join(sorted(failing)), " ".join(map(str, details)))
         elif self._failing and not failing:
             logger.info("ready again")
         self._failing = failing

@@ -32,20 +32,13 @@ if TYPE_CHECKING:
     from zbv_service.client.synchronous.client import Client
 
 _MODULES = {
-    "AgentClient": "agent",
-    "HeartbeatReply": "agent",
-    "NodeWork": "agent",
-    "Registration": "agent",
-    "Check": "answers",
-    "Estimate": "answers",
-    "Event": "answers",
-    "RankPlan": "answers",
-    "Run": "answers",
-    "Search": "answers",
-    "AsyncClient": "asynchronous.client",
-    "Retries": "retries",
-    "Client": "synchronous.client",
+    "agent": ("AgentClient", "HeartbeatReply", "NodeWork", "Registration"),
+    "answers": ("Check", "Estimate", "Event", "RankPlan", "Run", "Search"),
+    "asynchronous.client": ("AsyncClient",),
+    "retries": ("Retries",),
+    "synchronous.client": ("Client",),
 }
+"""Where the names are; all others are in ``errors``."""
 
 __all__ = [
     "AgentClient",
@@ -79,7 +72,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+    module = next((module for module, names in _MODULES.items() if name in names), "errors")
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
-from zbv_service.client.answers import member, read_object
-from zbv_service.client.calls import Call, as_json, below, decoded
+from zbv_service.client.answers import as_type, member, parse
+from zbv_service.client.calls import Call, as_nothing, below, decoded
 from zbv_service.client.errors import AgentGone, InvalidRequest
 from zbv_service.client.synchronous.client import Client
 
+T = TypeVar("T")
 _COMPRESSION = 3
 """A low gzip level: it compresses nearly as well and leaves the processor to the ranks."""
 
@@ -71,21 +72,17 @@ class AgentClient(Client):
 
     def register_agent(self, agent: Mapping[str, Any]) -> Registration:
         """Offer a node; ``agent`` is an AgentRequest of the API."""
-        answer = self._call(Call("POST", "/v1/agents", as_json(read_object), json=dict(agent)))
-        return Registration(
-            float(member(answer, "heartbeat_seconds")), float(member(answer, "timeout_seconds"))
-        )
+        return self._call(Call("POST", "/v1/agents", as_type(Registration), json=dict(agent)))
 
     def next_work(self, agent_id: str, wait: float) -> NodeWork | None:
         """The agent's next work; None when there is none for ``wait`` seconds."""
-        answer = self._agent_call("GET", below("agents", agent_id, "work"), params={"wait": wait})
-        return None if answer is None else _read_work(answer)
+        path = below("agents", agent_id, "work")
+        return self._agent_call("GET", path, _work_or_none, params={"wait": wait})
 
     def heartbeat(self, agent_id: str, body: Mapping[str, Any]) -> HeartbeatReply:
         """Report that the agent is alive; ``body`` is a Heartbeat of the API."""
-        answer = self._agent_call("POST", below("agents", agent_id, "heartbeat"), json=dict(body))
-        cause, plan_id = member(answer, "cause"), member(answer, "plan_id")
-        return HeartbeatReply(bool(member(answer, "stop")), cause, str(member(answer, "reason")), plan_id)
+        path = below("agents", agent_id, "heartbeat")
+        return self._agent_call("POST", path, as_type(HeartbeatReply), json=dict(body))
 
     def put_trace(self, agent_id: str, work: NodeWork, rank: int, text: bytes) -> None:
         """Send a rank's measurements, the JSON text that the rank wrote."""
@@ -103,47 +100,33 @@ class AgentClient(Client):
         of_run = ("runs", work.run_id, "generations", str(work.generation), "ranks", str(rank), kind)
         path = below("agents", agent_id, *of_run)
         headers = {"Content-Type": media_type, "Content-Encoding": "gzip"}
-        self._agent_call("PUT", path, content=gzip.compress(text, _COMPRESSION), headers=headers)
+        self._agent_call("PUT", path, as_nothing, content=gzip.compress(text, _COMPRESSION), headers=headers)
 
     def report_end(self, agent_id: str, body: Mapping[str, Any]) -> None:
         """Report how the node's part of a run ended. Reporting it twice changes nothing."""
-        self._agent_call("POST", below("agents", agent_id, "ended"), json=dict(body))
+        self._agent_call("POST", below("agents", agent_id, "ended"), as_nothing, json=dict(body))
 
     def drain_agent(self, agent_id: str) -> None:
         """Accept no more work."""
-        self._agent_call("POST", below("agents", agent_id, "drain"))
+        self._agent_call("POST", below("agents", agent_id, "drain"), as_nothing)
 
     def remove_agent(self, agent_id: str) -> None:
         """Deregister."""
-        self._agent_call("DELETE", below("agents", agent_id))
+        self._agent_call("DELETE", below("agents", agent_id), as_nothing)
 
-    def _agent_call(self, method: str, path: str, **arguments: Any) -> Any:
-        """The decoded answer; None for an empty one."""
+    def _agent_call(self, method: str, path: str, read: Callable[[httpx.Response], T], **more: Any) -> T:
         try:
-            return self._call(Call(method, path, _decoded_or_none, errors=_GONE, **arguments))
+            return self._call(Call(method, path, read, **more))
         except InvalidRequest as error:
-            if error.kind == _OWNED_BY_ANOTHER:  # the agent's token was replaced since it registered
+            # Another token owns the agent if its own token was replaced after it had registered.
+            if error.status in (404, 410) or error.kind.endswith("/problems/agent-of-others"):
                 raise AgentGone(error.document) from None
             raise
 
 
-_GONE = {404: AgentGone, 410: AgentGone}
-_OWNED_BY_ANOTHER = "/problems/agent-of-others"
-
-
-def _decoded_or_none(response: httpx.Response) -> Any:
-    return None if response.status_code == 204 else decoded(response)
-
-
-def _read_work(answer: Any) -> NodeWork:
-    return NodeWork(
-        run_id=str(member(answer, "run_id")),
-        generation=int(member(answer, "generation")),
-        node_rank=int(member(answer, "node_rank")),
-        nodes=int(member(answer, "nodes")),
-        ranks_per_node=int(member(answer, "ranks_per_node")),
-        rendezvous=str(member(answer, "rendezvous")),
-        plan_id=str(member(answer, "plan_id")),
-        factory=str(member(member(answer, "model"), "factory")),
-        document=dict(answer),
-    )
+def _work_or_none(response: httpx.Response) -> NodeWork | None:
+    if response.status_code == 204:
+        return None
+    answer = parse(dict[str, Any], decoded(response))
+    factory = member(member(answer, "model"), "factory")
+    return parse(NodeWork, {**answer, "factory": factory, "document": answer})

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
 
+import httpx
+from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
 from zbv_solver.plans.orders import Action
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
 
+from zbv_service.client.calls import decoded
 from zbv_service.client.errors import InvalidAnswer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,8 @@ class SearchPage:
     """One page of the list of searches, newest first; ``next`` is the next page's path, None at the end."""
 
     searches: tuple[Search, ...]
-    next: str | None
+    # A path, because the client would send its token to any other address.
+    next: Annotated[str, Field(pattern="^/v1/")] | None
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ class RankPlan:
     peers: tuple[int, ...]
     channels: tuple[Channel, ...]
     partition: tuple[tuple[str, ...], ...] | None = None
-    recompute: tuple[bool, ...] | None = None
+    recompute: tuple[StrictBool, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +178,42 @@ class Run:
         return list((self.error or {}).get("failures") or [])
 
 
+@dataclass(frozen=True)
+class RankChannel:
+    """A channel as the service describes it to one of its two ranks."""
+
+    peer: int
+    direction: Literal["send", "receive"]
+    kind: ChannelKind
+    transfers: tuple[str, ...]
+
+    def seen_from(self, rank: int) -> Channel:
+        """The channel of ``rank``; raises :class:`InvalidInput` for a malformed transfer."""
+        sender, receiver = (rank, self.peer) if self.direction == "send" else (self.peer, rank)
+        return Channel(sender, receiver, self.kind, tuple(map(Transfer.parse, self.transfers)))
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def parse(kind: type[T], answer: Any) -> T:
+    """A decoded answer as an object of a type; raises :class:`InvalidAnswer`.
+
+    Unknown members are ignored, because a newer service may send more.
+    """
+    try:
+        result: T = _adapter(kind).validate_python(answer)  # type: ignore[arg-type]  # classes are hashable
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "/".join(map(str, first["loc"]))
+        raise InvalidAnswer(
+            f"the answer breaks a rule at {place!r}: {first['msg']}. Is this a zbv service?"
+        ) from None
+    return result
+
+
 def member(answer: Any, key: str) -> Any:
     """A required member of an answer; raises :class:`InvalidAnswer`."""
     if not isinstance(answer, dict) or key not in answer:
@@ -177,81 +221,20 @@ def member(answer: Any, key: str) -> Any:
     return answer[key]
 
 
-def read_object(answer: Any) -> dict[str, Any]:
-    """An answer that must be a JSON object; raises :class:`InvalidAnswer`."""
-    if not isinstance(answer, dict):
-        raise InvalidAnswer(f"found {type(answer).__name__}; it must be an object. Is this a zbv service?")
-    return answer
+def as_type(kind: type[T], key: str | None = None) -> Callable[[httpx.Response], T]:
+    """A reader of JSON responses: :func:`parse` of the answer, or of its member ``key``."""
+
+    def read(response: httpx.Response) -> T:
+        answer = decoded(response)
+        return parse(kind, answer if key is None else member(answer, key))
+
+    return read
 
 
-_SEARCH = (
-    "id",
-    "state",
-    "objective",
-    "lower_bound",
-    "gap",
-    "plan_id",
-    "error",
-    "method",
-    "attempts",
-    "options",
-)
-
-
-def read_search(answer: Any) -> Search:
-    """Read a search."""
-    fields = {name: member(answer, name) for name in _SEARCH}
-    try:
-        created_at = datetime.fromisoformat(member(answer, "created_at"))
-    except (TypeError, ValueError):
-        raise InvalidAnswer(
-            f"found created_at {answer['created_at']!r}; it must be a date and time."
-        ) from None
-    return Search(**fields, created_at=created_at)
-
-
-def read_search_page(answer: Any) -> SearchPage:
-    """Read a page of searches."""
-    searches, after = member(answer, "searches"), member(answer, "next")
-    if not isinstance(searches, list):
-        raise InvalidAnswer(f"found {type(searches).__name__} for searches; it must be a list.")
-    # The client would send its token to an address elsewhere.
-    if not (after is None or (isinstance(after, str) and after.startswith("/v1/"))):
-        raise InvalidAnswer(f"found {after!r} as the next page; it must be a path of this service.")
-    return SearchPage(tuple(map(read_search, searches)), after)
-
-
-def read_check(answer: Any) -> Check:
-    """Read the check of a problem."""
-    issues, facts = member(answer, "issues"), member(answer, "facts")
-    if not isinstance(issues, list):
-        raise InvalidAnswer(f"found {type(issues).__name__} for issues; it must be a list.")
-    found = (Issue(str(member(each, "pointer")), str(member(each, "detail"))) for each in issues)
-    layers, plan = answer.get("layers"), answer.get("plan")
-    return Check(
-        tuple(found),
-        None if facts is None else read_object(facts),
-        None if layers is None else read_object(layers),
-        None if plan is None else read_object(plan),
-    )
-
-
-def read_estimate(answer: Any) -> Estimate:
-    """Read an estimate."""
-    bound, plan = member(answer, "lower_bound"), member(answer, "plan")
-    baselines = member(answer, "baselines")
-    if not isinstance(bound, int | float) or not isinstance(baselines, list):
-        raise InvalidAnswer(
-            "the answer is not an estimate: lower_bound must be a number, and baselines a list."
-        )
-    metrics = None if plan is None else read_object(plan)
-    return Estimate(float(bound), metrics, tuple(map(read_object, baselines)))
-
-
-def read_plan(plan_id: str, answer: Any) -> Plan:
+def read_plan(plan_id: str, answer: dict[str, Any]) -> Plan:
     """Read a plan and verify that it hashes to its id."""
     try:
-        plan = parse_plan(read_object(answer))
+        plan = parse_plan(answer)
     except InvalidInput as error:
         raise InvalidAnswer(f"the service's plan {plan_id} is not a valid plan: {error}") from error
     if plan.plan_id != plan_id:
@@ -261,61 +244,17 @@ def read_plan(plan_id: str, answer: Any) -> Plan:
 
 def read_rank(answer: Any) -> RankPlan:
     """Read one rank's part of a plan."""
+    rank = parse(int, member(answer, "rank"))
+    found = parse(tuple[RankChannel, ...], member(answer, "channels"))
+    actions = parse(tuple[str, ...], member(answer, "actions"))
     try:
-        rank = int(member(answer, "rank"))
-        return RankPlan(
-            plan_id=str(member(answer, "plan_id")),
-            rank=rank,
-            pp_degree=int(member(answer, "pp_degree")),
-            microbatches=int(member(answer, "microbatches")),
-            placement=str(member(answer, "placement")),
-            chunks=int(member(answer, "chunks")),
-            stages=tuple(member(answer, "stages")),
-            actions=tuple(map(Action.parse, member(answer, "actions"))),
-            peers=tuple(member(answer, "peers")),
-            channels=tuple(_channel(rank, entry) for entry in member(answer, "channels")),
-            partition=_partition(answer.get("partition")),
-            recompute=_flags(answer.get("recompute")),
-        )
-    except (InvalidInput, TypeError, ValueError) as error:
+        channels = tuple(channel.seen_from(rank) for channel in found)
+        parsed = {"actions": tuple(map(Action.parse, actions)), "channels": channels}
+    except InvalidInput as error:
         raise InvalidAnswer(f"cannot read the answer for a rank: {error}") from error
+    return parse(RankPlan, {**answer, **parsed})
 
 
 def read_run(answer: Any) -> Run:
     """Read a run."""
-    fields = {name: member(answer, name) for name in ("id", "state", "plan_id", "error")}
-    return Run(**fields, document=dict(answer))
-
-
-def read_runs(answer: Any) -> list[Run]:
-    """Read a list of runs."""
-    return [read_run(entry) for entry in member(answer, "runs")]
-
-
-def _partition(answer: Any) -> tuple[tuple[str, ...], ...] | None:
-    if answer is None:
-        return None
-    is_valid = isinstance(answer, list) and all(
-        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in answer
-    )
-    if not is_valid:
-        raise InvalidAnswer("found a partition that is not a list of lists of layer names.")
-    return tuple(map(tuple, answer))
-
-
-def _flags(answer: Any) -> tuple[bool, ...] | None:
-    if answer is None:
-        return None
-    if not isinstance(answer, list) or not all(isinstance(flag, bool) for flag in answer):
-        raise InvalidAnswer(f"found recompute {answer!r}; it must be a list of booleans.")
-    return tuple(answer)
-
-
-def _channel(rank: int, entry: Any) -> Channel:
-    peer, kind = int(member(entry, "peer")), member(entry, "kind")
-    known: dict[str, ChannelKind] = {"activation": "activation", "gradient": "gradient"}
-    if kind not in known:
-        raise InvalidAnswer(f"found channel kind {kind!r}; must be one of {', '.join(known)}.")
-    is_sender = member(entry, "direction") == "send"
-    transfers = tuple(map(Transfer.parse, member(entry, "transfers")))
-    return Channel(rank if is_sender else peer, peer if is_sender else rank, known[kind], transfers)
+    return parse(Run, {**parse(dict[str, Any], answer), "document": answer})

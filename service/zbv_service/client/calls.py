@@ -33,10 +33,6 @@ class Call(Generic[T]):
     ----------
     read
         Converts a successful response into the result.
-    errors
-        The error to raise for a status, where it differs from the default.
-    is_immutable
-        Whether the answer never changes, so that a copy with the same ETag may be reused.
     """
 
     method: str
@@ -46,8 +42,6 @@ class Call(Generic[T]):
     params: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     content: bytes | None = None
-    errors: Mapping[int, type[ServiceError]] = field(default_factory=dict)
-    is_immutable: bool = False
 
     @property
     def request(self) -> dict[str, Any]:
@@ -68,19 +62,17 @@ def below(*parts: str) -> str:
     return "/v1/" + "/".join(safe)
 
 
-def checked(
-    response: httpx.Response, errors: Mapping[int, type[ServiceError]] | None = None
-) -> httpx.Response:
-    """Return a successful response, 304 included.
+def checked(response: httpx.Response) -> httpx.Response:
+    """Return a successful response.
 
     Raises
     ------
     ServiceError
-        When the response is a problem document. ``errors`` overrides the error for a status.
+        When the response is a problem document.
     InvalidAnswer
         When it is an error without a problem document.
     """
-    if response.is_success or response.status_code == 304:
+    if response.is_success:
         return response
     try:
         document = response.json()
@@ -92,7 +84,7 @@ def checked(
             f"is this a zbv service?"
         )
     document["status"] = response.status_code  # the document's own copy may be anything
-    kinds: dict[int, type[ServiceError]] = {404: NotFound, 429: Overloaded, **(errors or {})}
+    kinds: dict[int, type[ServiceError]] = {404: NotFound, 429: Overloaded}
     otherwise = ServiceFailed if response.status_code >= 500 else InvalidRequest
     raise kinds.get(response.status_code, otherwise)(document)
 

@@ -1,4 +1,4 @@
-"""Types of arguments for argparse, which adds the flag's name to their messages."""
+"""Flags, and types of arguments for argparse, which adds the flag's name to their messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import json
 from argparse import ArgumentTypeError
 from math import isfinite
 from typing import Any
+
+
+def flag_of(name: str) -> str:
+    """The flag for a setting or an option of the API: ``--time-limit`` for ``time_limit``."""
+    return "--" + name.replace("_", "-")
 
 
 def finite(text: str) -> float:

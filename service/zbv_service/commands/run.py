@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import finite, json_object
+from zbv_service.commands.arguments import finite, flag_of, json_object
 from zbv_service.commands.connection import connected, refused
 from zbv_service.commands.ending import DONE, FAILED, INTERRUPTED, Stop, WrongInput
 from zbv_service.commands.files import read_json
@@ -39,62 +39,37 @@ exit status: 0 the run succeeded; 1 it failed or was cancelled, or the service c
 2 the input is wrong; 130 interrupted, and the run continues."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """A flag for the run option of the same name."""
-
-    flag: str
-    help: str
-    more: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The option's name in the API."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-
-_OPTIONS = (
-    Option("--backend", "gloo for CPUs, nccl for GPUs (default: gloo)", {"choices": ("gloo", "nccl")}),
-    Option(
-        "--timeout",
-        "how long a rank waits for a tensor (default: 120)",
-        {"type": finite, "metavar": "SECONDS"},
-    ),
-    Option("--threads", "compute threads per rank on CPUs", {"type": int, "metavar": "N"}),
-    Option("--data-parallel", "replicas of the pipeline (default: 1)", {"type": int, "metavar": "N"}),
-    Option(
-        "--shard",
+_COUNT = {"type": int, "metavar": "N"}
+_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "backend": ("gloo for CPUs, nccl for GPUs (default: gloo)", {"choices": ("gloo", "nccl")}),
+    "timeout": ("how long a rank waits for a tensor (default: 120)", {"type": finite, "metavar": "SECONDS"}),
+    "threads": ("compute threads per rank on CPUs", _COUNT),
+    "data_parallel": ("replicas of the pipeline (default: 1)", _COUNT),
+    "shard": (
         "shard parameters and optimizer state over the replicas",
         {"action": "store_const", "const": True},
     ),
-    Option(
-        "--precision",
+    "precision": (
         "precision of the computation (default: float32)",
         {"choices": ("float32", "bfloat16", "float16")},
     ),
-    Option("--clip-norm", "clip the norm of the whole gradient to this", {"type": finite, "metavar": "NORM"}),
-    Option(
-        "--non-finite",
+    "clip_norm": ("clip the norm of the whole gradient to this", {"type": finite, "metavar": "NORM"}),
+    "non_finite": (
         "what to do with a step whose loss or gradients are not finite (default: fail)",
         {"choices": ("fail", "skip", "continue")},
     ),
-    Option("--evaluate-every", "steps between evaluations", {"type": int, "metavar": "N"}),
-    Option(
-        "--retries",
-        "how often to restart the run after a failure (default: 3)",
-        {"type": int, "metavar": "N"},
-    ),
-    Option(
-        "--replan",
+    "evaluate_every": ("steps between evaluations", _COUNT),
+    "retries": ("how often to restart the run after a failure (default: 3)", _COUNT),
+    "replan": (
         "when measured costs favour another plan: switch to it, suggest it, or do nothing (default: off)",
         {"choices": ("auto", "ask", "off")},
     ),
-    Option(
-        "--replan-threshold",
+    "replan_threshold": (
         "relative difference between measured and planned costs that starts replanning (default: 0.05)",
         {"type": finite, "metavar": "SHARE"},
     ),
-)
+}
+"""The options of a run that have a flag: its help, and the other arguments of ``add_argument``."""
 _SEARCH = ("effort", "time_limit", "seed")
 _SOURCES = {
     "/plan_id": "--plan",
@@ -103,10 +78,10 @@ _SOURCES = {
     "/model/seed": "--model-seed",
     "/nodes": "--nodes",
     "/steps": "--steps",
-    **{f"/options/{option.name}": option.flag for option in _OPTIONS},
+    **{f"/options/{name}": flag_of(name) for name in _OPTIONS},
     "/options/checkpoint/directory": "--checkpoint-dir",
     "/options/checkpoint/every": "--checkpoint-every",
-    **{f"/search_options/{name}": f"--{name.replace('_', '-')}" for name in _SEARCH},
+    **{f"/search_options/{name}": flag_of(name) for name in _SEARCH},
 }
 """The flags from which the parts of the request come."""
 
@@ -139,8 +114,8 @@ def add_run(commands: Any) -> None:
         "--cancel-on-interrupt", action="store_true", help="Ctrl-C cancels the run instead of leaving it"
     )
     options = run.add_argument_group("options of the run")
-    for option in _OPTIONS:
-        options.add_argument(option.flag, help=option.help, **option.more)
+    for name, (text, arguments) in _OPTIONS.items():
+        options.add_argument(flag_of(name), help=text, **arguments)
     options.add_argument(
         "--checkpoint-dir",
         metavar="DIR",
@@ -194,11 +169,7 @@ def execute(parsed: argparse.Namespace) -> int:
 
 def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
     """The API's request for the flags, without plan and problem; raises :class:`WrongInput`."""
-    options = {
-        option.name: getattr(parsed, option.name)
-        for option in _OPTIONS
-        if getattr(parsed, option.name) is not None
-    }
+    options = _given(parsed, _OPTIONS)
     if parsed.checkpoint_dir is None and parsed.checkpoint_every is not None:
         raise WrongInput("found --checkpoint-every without --checkpoint-dir; give both.")
     if parsed.checkpoint_dir is not None:
@@ -209,14 +180,17 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
             )
         every = 100 if parsed.checkpoint_every is None else parsed.checkpoint_every
         options["checkpoint"] = {"directory": parsed.checkpoint_dir, "every": every}
-    search = {name: getattr(parsed, name) for name in _SEARCH if getattr(parsed, name) is not None}
     return {
         "model": {"factory": parsed.model, "arguments": parsed.model_args, "seed": parsed.model_seed},
         "nodes": parsed.nodes,
         "steps": parsed.steps,
         "options": options,
-        "search_options": search or None,
+        "search_options": _given(parsed, _SEARCH) or None,
     }
+
+
+def _given(parsed: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
 
 
 def _follow_or_leave(client: Client, run: Run, *, cancels: bool) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from zbv_service.commands.arguments import flag_of
 from zbv_service.commands.ending import DONE, WrongInput
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Declared:
     @property
     def flag(self) -> str:
         """The flag of ``zbv-service serve``."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def variable(self) -> str:
@@ -169,7 +170,7 @@ def _place(entry: Any) -> str:
     if not entry["loc"]:  # a rule about several settings, whose message names them
         return ""
     name = str(entry["loc"][0])
-    return f"--{name.replace('_', '-')} (ZBV_{name.upper()}): found {entry['input']!r}; "
+    return f"{flag_of(name)} (ZBV_{name.upper()}): found {entry['input']!r}; "
 
 
 def _rule(entry: Any) -> str:

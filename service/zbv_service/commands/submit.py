@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import finite
+from zbv_service.commands.arguments import finite, flag_of
 from zbv_service.commands.connection import connected, refused
 from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, INTERRUPTED, Stop
 from zbv_service.commands.files import output, read_json
@@ -72,7 +72,7 @@ def _submit(parsed: argparse.Namespace) -> int:
 
     problem = read_json(parsed.problem)
     options = {"effort": parsed.effort, "time_limit": parsed.time_limit, "seed": parsed.seed}
-    sources = {f"/options/{name}": f"--{name.replace('_', '-')}" for name in options}
+    sources = {f"/options/{name}": flag_of(name) for name in options}
     with output(parsed.output) as write, connected(parsed.server) as client:
         try:
             search = client.submit(problem, options)

@@ -54,10 +54,37 @@ def add_token(commands: Any) -> None:
     )
     actions = token.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_create(actions)
-    _add_list(actions)
-    _add_revoke(actions)
-    _add_link(actions)
-    _add_show_local(actions)
+    listing = actions.add_parser(
+        "list", help="show all tokens", description="Show all tokens, without their secrets."
+    )
+    listing.on_use = _add_database
+    listing.set_defaults(run=_list)
+    revoke = actions.add_parser(
+        "revoke",
+        help="revoke a token",
+        description="Revoke a token and the browser sessions that began with it. It stops working within "
+        "about a second, even in running services.",
+    )
+    revoke.add_argument("token", metavar="NAME|ID", help="name or id from `zbv-service token list`")
+    revoke.on_use = _add_database
+    revoke.set_defaults(run=_revoke)
+    link = actions.add_parser(
+        "link",
+        help="create a link that signs a browser in",
+        description="Print a link that signs one browser in, once, with the permissions of this command's "
+        "token.",
+    )
+    add_server(link)
+    link.set_defaults(run=_link)
+    local = actions.add_parser(
+        "show-local",
+        help="print the token that commands use",
+        description="Print the token that your commands send to a service, for programs such as curl.",
+        epilog=_SHOW_LOCAL_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_server(local)
+    local.set_defaults(run=_show_local)
 
 
 def _add_create(commands: Any) -> None:
@@ -101,49 +128,6 @@ def _add_create(commands: Any) -> None:
     )
     create.on_use = _add_database
     create.set_defaults(run=_create)
-
-
-def _add_list(commands: Any) -> None:
-    listing = commands.add_parser(
-        "list", help="show all tokens", description="Show all tokens, without their secrets."
-    )
-    listing.on_use = _add_database
-    listing.set_defaults(run=_list)
-
-
-def _add_revoke(commands: Any) -> None:
-    revoke = commands.add_parser(
-        "revoke",
-        help="revoke a token",
-        description="Revoke a token and the browser sessions that began with it. It stops working within "
-        "about a second, even in running services.",
-    )
-    revoke.add_argument("token", metavar="NAME|ID", help="name or id from `zbv-service token list`")
-    revoke.on_use = _add_database
-    revoke.set_defaults(run=_revoke)
-
-
-def _add_link(commands: Any) -> None:
-    link = commands.add_parser(
-        "link",
-        help="create a link that signs a browser in",
-        description="Print a link that signs one browser in, once, with the permissions of this command's "
-        "token.",
-    )
-    add_server(link)
-    link.set_defaults(run=_link)
-
-
-def _add_show_local(commands: Any) -> None:
-    local = commands.add_parser(
-        "show-local",
-        help="print the token that commands use",
-        description="Print the token that your commands send to a service, for programs such as curl.",
-        epilog=_SHOW_LOCAL_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_server(local)
-    local.set_defaults(run=_show_local)
 
 
 def _add_database(command: argparse.ArgumentParser) -> None:

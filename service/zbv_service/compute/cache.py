@@ -34,9 +34,10 @@ class Cache(Generic[T]):
     Parameters
     ----------
     size
-        How many.
+        The largest number of values.
     most_bytes, weigh
-        Most bytes of all values, and the size of one. Newer values replace older ones; the newest stays.
+        The most bytes of all values, and the function that measures one. The oldest values go first; the
+        newest always stays.
     """
 
     def __init__(self, size: int, most_bytes: float = math.inf, weigh: Callable[[T], int] = lambda _: 0):
@@ -47,10 +48,10 @@ class Cache(Generic[T]):
         self._bytes: dict[str, int] = {}
 
     async def get(self, key: str, make: Callable[[], Awaitable[T]]) -> T:
-        """The value of a key; made once. A failure to make it is not kept."""
+        """The value of a key, computed once. A failure is not cached."""
         future = self._values.get(key)
         if future is None:
-            # A task of its own, so that a reader who goes away takes nothing from the others.
+            # A separate task, so that a reader that is cancelled does not cancel it for the others.
             future = asyncio.ensure_future(make())
             future.add_done_callback(lambda done: self._made(key, done))
             self._values[key] = future
@@ -60,7 +61,7 @@ class Cache(Generic[T]):
         return await asyncio.shield(future)
 
     def known(self, key: str) -> T | None:
-        """The value of a key, where it is made already."""
+        """The value of a key if it has been computed, else None."""
         future = self._values.get(key)
         if future is None or not future.done() or future.cancelled() or future.exception() is not None:
             return None
@@ -68,7 +69,7 @@ class Cache(Generic[T]):
         return future.result()
 
     def _made(self, key: str, done: asyncio.Future[T]) -> None:
-        failed = done.cancelled() or done.exception() is not None
+        failed = done.cancelled() or done.exception() is not None  # asking for it marks it as retrieved
         if self._values.get(key) is not done:
             return
         if failed:

@@ -38,7 +38,7 @@ class FairQueue:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """The number of waiting turns."""
         return sum(map(len, self._queues.values()))
 
     @asynccontextmanager

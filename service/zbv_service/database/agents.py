@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime
 
 from sqlalchemy import Update as UpdateStatement
@@ -10,7 +10,8 @@ from sqlalchemy import or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.engine import Database
+from zbv_service.database.engine import BaseTable
+from zbv_service.database.models import record_of
 from zbv_service.database.paging import begins, page_after, page_of
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, node_of
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
@@ -21,11 +22,8 @@ _PRESENT = tuple(sorted(AGENT_PRESENT))
 _TRIES = 3
 
 
-class AgentTable:
+class AgentTable(BaseTable):
     """The agents of one database."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def add(self, new: NewAgent) -> tuple[AgentRecord, bool]:
         """Register an agent, and say whether it is new; a repeated registration adds nothing."""
@@ -33,20 +31,20 @@ class AgentTable:
             async with self._database.writing() as session:
                 known = await session.get(AgentRow, new.id)
                 if known is not None:
-                    return _record(known), False
+                    return record_of(AgentRecord, known), False
                 now = await self._database.now(session)
                 row = AgentRow(**asdict(new), state="live", run_id=None, created_at=now, seen_at=now)
                 session.add(row)
         except IntegrityError:  # the same request arrived twice at once
             async with self._database.reading() as session:
-                return _record(await session.get_one(AgentRow, new.id)), False
-        return _record(row), True
+                return record_of(AgentRecord, await session.get_one(AgentRow, new.id)), False
+        return record_of(AgentRecord, row), True
 
     async def get(self, agent_id: str) -> AgentRecord | None:
         """An agent by id."""
         async with self._database.reading() as session:
             row = await session.get(AgentRow, agent_id)
-            return None if row is None else _record(row)
+            return None if row is None else record_of(AgentRecord, row)
 
     async def owned(self, agent_id: str, by: str) -> str | None:
         """The owner of an agent; ``by`` becomes the owner if it has none. None for an unknown agent."""
@@ -59,10 +57,6 @@ class AgentTable:
         record = await self.get(agent_id)
         return None if record is None else record.owner
 
-    async def newest(self, limit: int) -> list[AgentRecord]:
-        """The agents that are present, newest first."""
-        return list((await self.page(AgentFilter(), limit)).items)
-
     async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
         """One page of agents, newest first, starting at a position."""
         query = select(AgentRow).where(AgentRow.state.in_(sorted(wanted.states)))
@@ -73,7 +67,7 @@ class AgentTable:
             query = query.where(or_(*named, *begins(wanted.text, AgentRow.id, AgentRow.run_id)))
         query = page_after(query, AgentRow.created_at, AgentRow.id, limit, after)
         async with self._database.reading() as session:
-            records = [_record(row) for row in await session.scalars(query)]
+            records = [record_of(AgentRecord, row) for row in await session.scalars(query)]
         return page_of(records, limit, after, lambda agent: (agent.created_at, agent.id))
 
     async def drain(self, agent_id: str) -> AgentRecord | None:
@@ -95,18 +89,16 @@ class AgentTable:
 
     async def lose(self, timeout_seconds: float, before: datetime) -> list[AgentRecord]:
         """Declare agents lost that were last seen before a moment; their runs fail and name them."""
-        silent = select(AgentRow).where(AgentRow.state.in_(_PRESENT), AgentRow.seen_at < before)
-        async with self._database.reading() as session:
-            found = [row.id for row in await session.scalars(silent)]
+        silent = select(AgentRow.id).where(AgentRow.state.in_(_PRESENT), AgentRow.seen_at < before)
         lost = []
-        for agent_id in found:
+        for (agent_id,) in await self._database.rows(silent):
             async with self._database.writing() as session:
                 row = await session.get(AgentRow, agent_id)
                 if row is None or row.seen_at >= before:
                     continue  # it came back
                 reason = f"gave no sign of life for {timeout_seconds:g} s"
                 if await _remove(session, agent_id, "lost", reason, before):
-                    lost.append(_record(row))
+                    lost.append(record_of(AgentRecord, row))
         return lost
 
 
@@ -155,7 +147,3 @@ def _places(node: NodeRow) -> str:
 
 def _present(agent_id: str) -> UpdateStatement:
     return update(AgentRow).where(AgentRow.id == agent_id, AgentRow.state.in_(_PRESENT))
-
-
-def _record(row: AgentRow) -> AgentRecord:
-    return AgentRecord(**{field.name: getattr(row, field.name) for field in fields(AgentRecord)})

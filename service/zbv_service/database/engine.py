@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from alembic.util.exc import CommandError
 from sqlalchemy import URL, Connection, Row, Select, create_engine, event, text
@@ -38,9 +38,11 @@ STATEMENT_SECONDS = 30.0
 QUICK_READERS = 2
 """Threads that each run a single query on a SQLite file. Such a query takes less than a millisecond."""
 
+Ts = TypeVarTuple("Ts")
+
 _RETRY_SECONDS = 0.02
 _ONE_STATE = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-"""By default each statement of a PostgreSQL transaction sees what was committed before that statement."""
+"""By default each statement of a PostgreSQL transaction sees the commits before that statement."""
 _MIGRATION_LOCK = 6_451_203
 """The advisory lock under which one service at a time migrates PostgreSQL; the number is arbitrary."""
 
@@ -67,7 +69,11 @@ class Database:
         self._file = sqlite_file(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         if self.is_sqlite:
-            self._engine = create_async_engine(parsed, connect_args={"timeout": BUSY_SECONDS})
+            # Sessions end their transactions, so a returned connection has nothing to roll back. By default
+            # the pool would do it all the same, with two more hand-overs to the connection's thread.
+            self._engine = create_async_engine(
+                parsed, connect_args={"timeout": BUSY_SECONDS}, pool_reset_on_return=None
+            )
             _prepare_sqlite(self._engine)
         else:
             self._engine = create_async_engine(parsed, **_postgres_options())
@@ -116,7 +122,7 @@ class Database:
             self._quick.close()
         await self._engine.dispose()
 
-    async def rows(self, query: Select[Any], **values: Any) -> Sequence[Row[Any]]:
+    async def rows(self, query: Select[*Ts], **values: Any) -> Sequence[Row[*Ts]]:
         """The rows of one query with these parameters; raises :class:`DatabaseAway`.
 
         A single statement sees one consistent state, so it needs no transaction.
@@ -126,8 +132,7 @@ class Database:
                 return await self._quick.rows(query, values)
             async with self._engine.connect() as connection:
                 await connection.execution_options(isolation_level="AUTOCOMMIT")
-                found: Sequence[Row[Any]] = (await connection.execute(query, values)).all()
-                return found
+                return (await connection.execute(query, values)).all()
 
     async def now(self, session: AsyncSession) -> datetime:
         """The current time by the database's clock, the only one that several services can compare.
@@ -164,6 +169,13 @@ class Database:
                 yield session
 
 
+class BaseTable:
+    """Base of the classes that read and write one kind of rows."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+
 class _QuickReader:
     """Runs a query on a SQLite file in one hop to a thread; the asynchronous driver needs one per step."""
 
@@ -172,7 +184,7 @@ class _QuickReader:
         event.listen(self._engine, "connect", _without_transactions)
         self._threads = ThreadPoolExecutor(QUICK_READERS, thread_name_prefix="zbv-sqlite")
 
-    async def rows(self, query: Select[Any], values: dict[str, Any]) -> Sequence[Row[Any]]:
+    async def rows(self, query: Select[*Ts], values: dict[str, Any]) -> Sequence[Row[*Ts]]:
         """The rows of a query."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, query, values)
 
@@ -181,7 +193,7 @@ class _QuickReader:
         self._threads.shutdown()
         self._engine.dispose()
 
-    def _read(self, query: Select[Any], values: dict[str, Any]) -> Sequence[Row[Any]]:
+    def _read(self, query: Select[*Ts], values: dict[str, Any]) -> Sequence[Row[*Ts]]:
         with self._engine.connect() as connection:
             return connection.execute(query, values).all()
 
@@ -234,7 +246,7 @@ def _open_once(path: str) -> None:
     The asynchronous driver would raise the same error, but its thread then outlives the event loop and
     writes a traceback to standard error.
     """
-    with suppress(OSError):  # sqlite3 reports what is wrong
+    with suppress(OSError):  # sqlite3 reports the reason
         if path != ":memory:":
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     sqlite3.connect(path, timeout=BUSY_SECONDS).close()
@@ -275,17 +287,6 @@ def _prepare_sqlite(engine: AsyncEngine) -> None:
         for pragma in ("synchronous=NORMAL", "foreign_keys=ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
-
-    dialect = engine.dialect
-    rollback = dialect.do_rollback
-
-    def roll_back_what_was_begun(connection: Any) -> None:
-        # Everything asked of a connection is a hand-over to its thread and back; after a read without a
-        # transaction there would be two that change nothing.
-        if connection.driver_connection.in_transaction:
-            rollback(connection)
-
-    dialect.do_rollback = roll_back_what_was_begun  # type: ignore[assignment, method-assign]
 
     @event.listens_for(engine.sync_engine, "begin")
     def begin(connection: Connection) -> None:

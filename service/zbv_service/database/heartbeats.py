@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from sqlalchemy import Select, Table, bindparam, case, func, or_, select, update
 
-from zbv_service.database.engine import Database
+from zbv_service.database.engine import BaseTable
+from zbv_service.database.models import columns_of, record_of
 from zbv_service.database.run_end import add_event, lock_run
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
 from zbv_service.records.runs import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
@@ -46,21 +47,13 @@ _PLACES = (
 _FOUND = select(_AGENTS.c.id, _AGENTS.c.name, _AGENTS.c.state).where(
     _AGENTS.c.id.in_(bindparam("agents", expanding=True))
 )
-_ORDERS = select(
-    RunRow.id,
-    RunRow.state,
-    RunRow.generation,
-    RunRow.cancel_requested,
-    RunRow.stop_requested,
-    RunRow.target_plan_id,
-).where(RunRow.id.in_(bindparam("runs", expanding=True)))
+_ORDERS = select(RunRow.id, RunRow.state, RunRow.generation, *columns_of(RunOrders, RunRow)).where(
+    RunRow.id.in_(bindparam("runs", expanding=True))
+)
 
 
-class HeartbeatTable:
+class HeartbeatTable(BaseTable):
     """The latest heartbeat of each agent in one database."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def store(self, beats: Sequence[Beat]) -> list[BeatAnswer]:
         """Record that agents are alive and where their ranks are; returns an answer per heartbeat, in order.
@@ -77,8 +70,8 @@ class HeartbeatTable:
             )
             named = await connection.execute(_FOUND, {"agents": [beat.agent_id for beat in ordered]})
             agents = {row.id: row for row in named}
-            told = (await connection.execute(_ORDERS, {"runs": run_ids})).all() if run_ids else ()
-        runs = {row.id: row for row in told}
+            orders = (await connection.execute(_ORDERS, {"runs": run_ids})).all() if run_ids else ()
+        runs = {row.id: row for row in orders}
         await self._store_places(
             [beat for beat in ordered if beat.agent_id in agents and beat.run_id in runs], runs
         )
@@ -109,23 +102,20 @@ class HeartbeatTable:
         The states of the nodes are already committed, so at least one of two services sees the last node.
         """
         for run_id in run_ids:
-            async with self._database.reading() as session:
-                if await session.scalar(_somebody_is_missing(run_id)):
-                    continue
+            if await self._database.rows(_nodes_not_running(run_id)):
+                continue
             async with self._database.writing() as session:
                 run = await lock_run(session, run_id)
-                if (
-                    run is None
-                    or run.state != "starting"
-                    or await session.scalar(_somebody_is_missing(run_id))
-                ):
+                if run is None or run.state != "starting":
+                    continue
+                if (await session.execute(_nodes_not_running(run_id))).first() is not None:
                     continue
                 now = await self._database.now(session)
                 run.state, run.started_at, run.updated_at = "running", now, now
                 add_event(session, run_id, "running", "every node has reported a step")
 
 
-def _somebody_is_missing(run_id: str) -> Select[Any]:
+def _nodes_not_running(run_id: str) -> Select[Any]:
     """A query for one node of the run's current generation that is not in a step yet."""
     query = select(NodeRow.node_rank).join(RunRow, NodeRow.run_id == RunRow.id)
     of_it = (RunRow.id == run_id, NodeRow.generation == RunRow.generation, NodeRow.state != "running")
@@ -137,11 +127,5 @@ def _answer(beat: Beat, agents: Mapping[str, Any], runs: Mapping[str, Any]) -> B
     return BeatAnswer(
         name="" if agent is None else agent.name,
         state=None if agent is None else agent.state,
-        orders=None
-        if run is None
-        else RunOrders(
-            cancel_requested=run.cancel_requested,
-            stop_requested=run.stop_requested,
-            target_plan_id=run.target_plan_id,
-        ),
+        orders=None if run is None else record_of(RunOrders, run),
     )

@@ -12,18 +12,15 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import delete, select
 
-from zbv_service.database.engine import Database
+from zbv_service.database.engine import BaseTable
 from zbv_service.database.run_models import ListenerRow
 
 _REMEMBERED = 4
 """A service that stays away for this many agent timeouts is forgotten."""
 
 
-class ListenerTable:
+class ListenerTable(BaseTable):
     """The services that listen to the agents of one database."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def look(self, listener_id: str, silence: timedelta, *, paused: bool) -> datetime | None:
         """Record that a service listens, and return the moment before which a silent agent was last seen.

@@ -1,12 +1,18 @@
-"""The tables of searches and plans. ``migrations`` has their history; a test compares the two."""
+"""The tables of searches, plans and tokens. ``migrations`` has their history; a test compares the two."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import JSON, DateTime, Dialect, Double, ForeignKey, Index, LargeBinary, String, TypeDecorator
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -32,6 +38,17 @@ class Base(DeclarativeBase):
     """The declarative base of all tables."""
 
     type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), float: Double()}  # noqa: RUF012
+
+
+def record_of(kind: type[R], row: Base, **values: Any) -> R:
+    """A record with the values of a row's columns of the same names, and with other values."""
+    names = (field.name for field in fields(kind) if field.name not in values)
+    return kind(**{name: getattr(row, name) for name in names}, **values)
+
+
+def columns_of(kind: type[DataclassInstance], table: type[Base]) -> tuple[Any, ...]:
+    """The columns of a table that have the names of a record's fields, in their order."""
+    return tuple(getattr(table, field.name) for field in fields(kind))
 
 
 class PlanRow(Base):
@@ -147,3 +164,28 @@ class IdempotencyRow(Base):
     expires_at: Mapped[datetime]
 
     __table_args__ = (Index("ix_idempotency_keys_expires_at", "expires_at"),)
+
+
+class TokenRow(Base):
+    """A token, a browser session, or a sign-in link that becomes a session.
+
+    A session or link ends with the token that made it: ``parent_id``, or ``local_id`` for the local token,
+    which is in no database. Only a hash of the secret is stored.
+    """
+
+    __tablename__ = "tokens"
+
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16))
+    name: Mapped[str] = mapped_column(String(200))
+    secret_hash: Mapped[str] = mapped_column(String(64))
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    parent_id: Mapped[str | None] = mapped_column(String(16), ForeignKey("tokens.id"))
+    local_id: Mapped[str | None] = mapped_column(String(16))
+    max_searches: Mapped[int | None]
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+    used_at: Mapped[datetime | None]
+
+    __table_args__ = (Index("ix_tokens_name", "name"), Index("ix_tokens_parent_id", "parent_id"))

@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, Select, or_, tuple_
 from sqlalchemy.orm import InstrumentedAttribute
 
+from zbv_service.database.models import PlanRow, SearchRow
+from zbv_service.database.run_models import RunRow
+from zbv_service.records.runs import RunFilter
 from zbv_service.records.searches import Page, Position, Shape
 
 T = TypeVar("T")
@@ -57,27 +60,27 @@ def begins(text: str | None, *columns: InstrumentedAttribute[Any]) -> list[Colum
     return [or_(*(column.startswith(text.lower(), autoescape=True) for column in columns))]
 
 
-def of_shape(
-    shape: Shape,
-    *,
-    pp_degree: InstrumentedAttribute[int],
-    microbatches: InstrumentedAttribute[int],
-    placement: InstrumentedAttribute[str],
-    objective: InstrumentedAttribute[str],
-    created_at: InstrumentedAttribute[datetime],
+def created_between(
+    wanted: Shape | RunFilter, row: type[PlanRow] | type[SearchRow] | type[RunRow]
 ) -> list[ColumnElement[bool]]:
-    """The conditions of a filter on the columns it refers to."""
+    """The conditions of a filter on the time of creation."""
     found: list[ColumnElement[bool]] = []
-    if shape.pp_degree is not None:
-        found.append(pp_degree == shape.pp_degree)
-    if shape.microbatches is not None:
-        found.append(microbatches == shape.microbatches)
-    if shape.placement is not None:
-        found.append(placement == shape.placement)
-    if shape.objective is not None:
-        found.append(objective == shape.objective)
-    if shape.created_after is not None:
-        found.append(created_at > shape.created_after)
-    if shape.created_before is not None:
-        found.append(created_at < shape.created_before)
+    if wanted.created_after is not None:
+        found.append(row.created_at > wanted.created_after)
+    if wanted.created_before is not None:
+        found.append(row.created_at < wanted.created_before)
     return found
+
+
+def of_shape(
+    wanted: Shape, row: type[PlanRow] | type[SearchRow], objective: InstrumentedAttribute[str]
+) -> list[ColumnElement[bool]]:
+    """The conditions of a filter on the problem of a plan or search, and on the time of its creation."""
+    equal: tuple[tuple[InstrumentedAttribute[Any], Any], ...] = (
+        (row.pp_degree, wanted.pp_degree),
+        (row.microbatches, wanted.microbatches),
+        (row.placement, wanted.placement),
+        (objective, wanted.objective),
+    )
+    found = [column == value for column, value in equal if value is not None]
+    return found + created_between(wanted, row)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime
 
 from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.engine import Database
-from zbv_service.database.models import PlanRow
+from zbv_service.database.engine import BaseTable
+from zbv_service.database.models import PlanRow, columns_of
 from zbv_service.database.paging import begins, of_shape, page_after, page_of
 from zbv_service.records.searches import NewPlan, Page, PlanFilter, PlanSummary, Position
 
 
-class PlanTable:
+class PlanTable(BaseTable):
     """The plans of one database."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def add(self, plan: NewPlan) -> bool:
         """Store a plan; returns False if it was already stored."""
@@ -43,14 +40,7 @@ class PlanTable:
 
     async def page(self, wanted: PlanFilter, limit: int, after: Position | None = None) -> Page[PlanSummary]:
         """One page of plans, newest first, starting at a position."""
-        conditions = of_shape(
-            wanted,
-            pp_degree=PlanRow.pp_degree,
-            microbatches=PlanRow.microbatches,
-            placement=PlanRow.placement,
-            objective=PlanRow.objective,
-            created_at=PlanRow.created_at,
-        )
+        conditions = of_shape(wanted, PlanRow, PlanRow.objective)
         if wanted.status is not None:
             conditions.append(PlanRow.status == wanted.status)
         conditions += begins(wanted.text, PlanRow.plan_id)
@@ -62,11 +52,7 @@ class PlanTable:
 
     async def best(self, problem_key: str) -> PlanSummary | None:
         """The best plan of a problem; ties go to the oldest."""
-        query = select(*_SUMMARY).where(PlanRow.problem_key == problem_key)
-        query = query.order_by(PlanRow.value, PlanRow.created_at).limit(1)
-        async with self._database.reading() as session:
-            row = (await session.execute(query)).one_or_none()
-            return None if row is None else PlanSummary(*row)
+        return (await self.best_of([problem_key])).get(problem_key)
 
     async def best_of(self, problem_keys: Collection[str]) -> dict[str, PlanSummary]:
         """The best plan of each of these problems, by problem key; problems without a plan are left out."""
@@ -75,12 +61,11 @@ class PlanTable:
         ranked = select(PlanRow.plan_id, place.label("place")).where(PlanRow.problem_key.in_(problem_keys))
         found = ranked.subquery()
         query = select(PlanRow.problem_key, *_SUMMARY).join(found, PlanRow.plan_id == found.c.plan_id)
-        async with self._database.reading() as session:
-            rows = await session.execute(query.where(found.c.place == 1))
-            return {key: PlanSummary(*row) for key, *row in rows}
+        rows = await self._database.rows(query.where(found.c.place == 1))
+        return {key: PlanSummary(*row) for key, *row in rows}
 
 
-_SUMMARY = tuple(getattr(PlanRow, field.name) for field in fields(PlanSummary))
+_SUMMARY = columns_of(PlanSummary, PlanRow)
 
 
 async def insert_plan(session: AsyncSession, plan: NewPlan, now: datetime) -> bool:

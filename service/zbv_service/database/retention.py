@@ -16,10 +16,9 @@ from sqlalchemy import ColumnElement, Select, delete, func, inspect, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
-from zbv_service.database.engine import Database
-from zbv_service.database.models import Base, IdempotencyRow, PlanRow, SearchEventRow, SearchRow
+from zbv_service.database.engine import BaseTable
+from zbv_service.database.models import Base, IdempotencyRow, PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
-from zbv_service.database.token_models import TokenRow
 from zbv_service.records.runs import AGENT_ENDED, RUN_ENDED
 from zbv_service.records.searches import FINISHED
 
@@ -59,11 +58,8 @@ class Keep:
     tokens: float
 
 
-class Retention:
+class Retention(BaseTable):
     """Removes old rows from one database."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def note_uses(self, plan_ids: Collection[str]) -> None:
         """Record that plans were used now."""

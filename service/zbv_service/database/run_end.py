@@ -43,7 +43,7 @@ async def nodes_of(session: AsyncSession, run: RunRow) -> list[NodeRow]:
 
 
 async def node_of(session: AsyncSession, run: RunRow, agent_id: str) -> NodeRow | None:
-    """The node of an agent in a run's current generation; reads one row, whatever the size of the run."""
+    """The node of an agent in a run's current generation; reads one row for a run of any size."""
     of_it = (NodeRow.agent_id == agent_id, NodeRow.run_id == run.id, NodeRow.generation == run.generation)
     query = select(NodeRow).where(*of_it).order_by(NodeRow.node_rank.desc()).limit(1)
     return await session.scalar(query.execution_options(populate_existing=True))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
+from typing import cast
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import undefer
 
-from zbv_service.database.engine import Database
+from zbv_service.database.engine import BaseTable
+from zbv_service.database.models import columns_of, record_of
 from zbv_service.database.run_end import add_event, change_plan, lock_run
 from zbv_service.database.run_models import EventRow, NodeRow, PartRow, RunRow
 from zbv_service.records.runs import RUN_ENDED, NewPart, PartInfo, PartKind
@@ -18,22 +19,16 @@ MAX_NOTED = 1000
 """Most events of one kind per run. Without a limit, a run with bad values would fill the database."""
 
 
-class PartTable:
+class PartTable(BaseTable):
     """The traces and logs of one database."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def ranks_of(self, agent_id: str, run_id: str, generation: int) -> range | None:
         """The ranks of an agent in a generation of a run, None if it had none."""
         query = select(NodeRow.node_rank, RunRow.ranks_per_node).join(RunRow, NodeRow.run_id == RunRow.id)
-        query = query.where(NodeRow.run_id == run_id, NodeRow.generation == generation)
-        async with self._database.reading() as session:
-            found = (await session.execute(query.where(NodeRow.agent_id == agent_id))).one_or_none()
-        if found is None:
-            return None
-        node_rank, ranks = found
-        return range(node_rank * ranks, (node_rank + 1) * ranks)
+        of_agent = (NodeRow.run_id == run_id, NodeRow.generation == generation, NodeRow.agent_id == agent_id)
+        for node_rank, ranks in await self._database.rows(query.where(*of_agent)):
+            return range(node_rank * ranks, (node_rank + 1) * ranks)
+        return None
 
     async def put(self, new: NewPart) -> None:
         """Store a part, replacing an earlier one.
@@ -78,8 +73,8 @@ class PartTable:
         query = select(func.max(PartRow.generation)).where(PartRow.run_id == run_id, PartRow.kind == kind)
         if rank is not None:
             query = query.where(PartRow.rank == rank)
-        async with self._database.reading() as session:
-            return await session.scalar(query)
+        ((generation,),) = await self._database.rows(query)
+        return cast("int | None", generation)
 
     async def read(
         self, run_id: str, generation: int, kind: PartKind, ranks: Sequence[int] | None = None
@@ -90,15 +85,13 @@ class PartTable:
         if ranks is not None:
             query = query.where(PartRow.rank.in_(ranks))
         async with self._database.reading() as session:
-            return [_part(row) for row in await session.scalars(query)]
+            return [record_of(NewPart, row) for row in await session.scalars(query)]
 
     async def index(self, run_id: str) -> list[PartInfo]:
         """The list of a run's parts in all generations, without their content."""
-        columns = [getattr(PartRow, field.name) for field in fields(PartInfo)]
-        query = select(*columns).where(PartRow.run_id == run_id)
-        async with self._database.reading() as session:
-            found = await session.execute(query.order_by(PartRow.generation, PartRow.rank))
-            return [PartInfo(*row) for row in found]
+        query = select(*columns_of(PartInfo, PartRow)).where(PartRow.run_id == run_id)
+        found = await self._database.rows(query.order_by(PartRow.generation, PartRow.rank))
+        return [PartInfo(*row) for row in found]
 
     async def first_replica(self, run_id: str, generation: int, plan_id: str) -> dict[int, tuple[int, int]]:
         """The first replica's traces of a plan, without their content.
@@ -114,11 +107,6 @@ class PartTable:
             PartRow.plan_id == plan_id,
             PartRow.replica == 0,
         )
-        async with self._database.reading() as session:
-            found = await session.execute(query)
-            # A trace without a step has no new step.
-            return {p: (rank, -1 if step is None else step) for p, rank, step in found if p is not None}
-
-
-def _part(row: PartRow) -> NewPart:
-    return NewPart(**{field.name: getattr(row, field.name) for field in fields(NewPart)})
+        found = await self._database.rows(query)
+        # A trace without a step has no new step.
+        return {p: (rank, -1 if step is None else step) for p, rank, step in found if p is not None}

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import select
 
-from zbv_service.database.engine import Database
+from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import SearchRow
 from zbv_service.database.run_end import add_event, end_run, lock_run
 from zbv_service.database.run_models import RunRow
@@ -25,21 +25,17 @@ _CONSIDERED = 200
 """Runs per pass."""
 
 
-class RunPlanTable:
+class RunPlanTable(BaseTable):
     """The plans of the runs in one database."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def settle_planned(self) -> tuple[int, int]:
         """Advance runs that waited for a search which has ended: they wait for agents now, or fail.
 
         Returns the number of advanced runs, and of runs that still wait for a search.
         """
-        async with self._database.reading() as session:
-            query = select(RunRow.id, SearchRow.state).join(SearchRow, RunRow.search_id == SearchRow.id)
-            query = query.where(RunRow.state == "planning").order_by(RunRow.created_at).limit(_CONSIDERED)
-            found = (await session.execute(query)).all()
+        query = select(RunRow.id, SearchRow.state).join(SearchRow, RunRow.search_id == SearchRow.id)
+        query = query.where(RunRow.state == "planning").order_by(RunRow.created_at).limit(_CONSIDERED)
+        found = await self._database.rows(query)
         ended = [run_id for run_id, state in found if state in FINISHED]
         for run_id in ended:
             await self._settle(run_id)
@@ -60,11 +56,10 @@ class RunPlanTable:
 
     async def replanned(self) -> list[str]:
         """Active runs that want to be replanned when their measured costs drift."""
-        query = select(RunRow.id).where(RunRow.state == "running")
-        async with self._database.reading() as session:
-            wanted = RunRow.options["replan"].as_string().in_(["auto", "ask"])
-            found = await session.scalars(query.where(wanted).order_by(RunRow.created_at).limit(_CONSIDERED))
-            return list(found)
+        wanted = RunRow.options["replan"].as_string().in_(["auto", "ask"])
+        query = select(RunRow.id).where(RunRow.state == "running", wanted)
+        found = await self._database.rows(query.order_by(RunRow.created_at).limit(_CONSIDERED))
+        return [run_id for (run_id,) in found]
 
     async def remember(self, run_id: str, before: Replanning | None, after: Replanning) -> bool:
         """Store the state of replanning; False if another service has changed it in the meantime."""

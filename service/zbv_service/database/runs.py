@@ -6,7 +6,7 @@ Every change locks the run's row. So if two nodes end at the same time, the seco
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -14,10 +14,10 @@ from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.engine import Database
-from zbv_service.database.models import SearchRow
+from zbv_service.database.engine import BaseTable
+from zbv_service.database.models import SearchRow, columns_of, record_of
 from zbv_service.database.named_requests import answered_with, remember
-from zbv_service.database.paging import begins, page_after, page_of
+from zbv_service.database.paging import begins, created_between, page_after, page_of
 from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, node_of, nodes_of
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.records.runs import (
@@ -60,11 +60,8 @@ class Scheduler(Protocol):
         """Why a run cannot start."""
 
 
-class RunTable:
+class RunTable(BaseTable):
     """The runs of one database."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def add(self, new: NewRun, named: NamedRequest | None = None) -> RunRecord:
         """Store a new run, which waits for agents or for its plan, together with its Idempotency-Key.
@@ -133,14 +130,10 @@ class RunTable:
             return None if row is None else _record(row, await nodes_of(session, row))
 
     async def brief(self, run_id: str) -> RunRecord | None:
-        """A run by id without its nodes; reads one row, whatever the size of the run."""
+        """A run by id without its nodes; reads one row for a run of any size."""
         async with self._database.reading() as session:
             row = await session.get(RunRow, run_id)
             return None if row is None else _record(row, ())
-
-    async def newest(self, limit: int) -> list[RunRecord]:
-        """The newest runs, newest first."""
-        return list((await self.page(RunFilter(), limit)).items)
 
     async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
         """One page of runs, newest first, starting at a position."""
@@ -154,17 +147,14 @@ class RunTable:
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
         """The events of a run after a given event, oldest first."""
-        query = select(EventRow).where(EventRow.run_id == run_id, EventRow.id > after)
-        async with self._database.reading() as session:
-            rows = await session.scalars(query.order_by(EventRow.id).limit(limit))
-            return [EventRecord(row.id, row.at, row.kind, row.detail) for row in rows]
+        newer = (EventRow.run_id == run_id, EventRow.id > after)
+        query = select(*_EVENT).where(*newer).order_by(EventRow.id).limit(limit)
+        return [EventRecord(*row) for row in await self._database.rows(query)]
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
         """The latest events of a run, newest first."""
-        query = select(EventRow).where(EventRow.run_id == run_id).order_by(EventRow.id.desc())
-        async with self._database.reading() as session:
-            rows = await session.scalars(query.limit(limit))
-            return [EventRecord(row.id, row.at, row.kind, row.detail) for row in rows]
+        query = select(*_EVENT).where(EventRow.run_id == run_id).order_by(EventRow.id.desc()).limit(limit)
+        return [EventRecord(*row) for row in await self._database.rows(query)]
 
     async def request_cancel(self, run_id: str) -> RunRecord | None:
         """Cancel a run without nodes at once; for any other unfinished run, stop its nodes first."""
@@ -225,7 +215,9 @@ class RunTable:
             if run is None:
                 return None
             mine = await node_of(session, run, agent_id)
-            return None if mine is None or mine.state == "ended" else Work(_record(run, [mine]), _node(mine))
+            if mine is None or mine.state == "ended":
+                return None
+            return Work(_record(run, [mine]), record_of(NodeRecord, mine))
 
     async def with_work(self, agent_ids: Sequence[str]) -> list[str]:
         """The ids of those agents that have a node."""
@@ -241,6 +233,9 @@ class RunTable:
                 await end_node(session, run, node, report.outcome, report.failures)
 
 
+_EVENT = columns_of(EventRecord, EventRow)
+
+
 def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
     if wanted.states:
@@ -249,11 +244,7 @@ def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
         factory = RunRow.model["factory"].as_string()
         ids = begins(wanted.text, RunRow.id, RunRow.plan_id, RunRow.search_id)
         found.append(or_(*ids, factory.icontains(wanted.text, autoescape=True)))
-    if wanted.created_after is not None:
-        found.append(RunRow.created_at > wanted.created_after)
-    if wanted.created_before is not None:
-        found.append(RunRow.created_at < wanted.created_before)
-    return found
+    return found + created_between(wanted, RunRow)
 
 
 async def _nodes_of_all(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, list[NodeRow]]:
@@ -333,13 +324,8 @@ def _available_agent(agent: AgentRow) -> AvailableAgent:
     )
 
 
-def _node(row: NodeRow) -> NodeRecord:
-    return NodeRecord(**{field.name: getattr(row, field.name) for field in fields(NodeRecord)})
-
-
 def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunRecord:
-    names = [field.name for field in fields(RunRecord) if field.name != "members"]
-    return RunRecord(**{name: getattr(row, name) for name in names}, members=tuple(map(_node, nodes)))
+    return record_of(RunRecord, row, members=tuple(record_of(NodeRecord, node) for node in nodes))
 
 
 async def _held_search(session: AsyncSession, search_id: str) -> bool:

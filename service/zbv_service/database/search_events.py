@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy import and_, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.engine import Database
-from zbv_service.database.models import SearchEventRow, SearchRow
+from zbv_service.database.engine import BaseTable
+from zbv_service.database.models import SearchEventRow, SearchRow, columns_of
 from zbv_service.records.searches import EventKind, SearchEvent
 
 KEPT_EVENTS = 1000
@@ -25,19 +25,15 @@ _PER_QUERY = 500
 """Databases limit the number of parameters of a statement."""
 
 
-class SearchEventTable:
+class SearchEventTable(BaseTable):
     """The events of one database's searches."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def last_numbers(self, search_ids: Iterable[str]) -> dict[str, int]:
         """The number of each search's newest event; removed searches are left out."""
         found: dict[str, int] = {}
-        async with self._database.reading() as session:
-            for ids in _portions(search_ids, _PER_QUERY):
-                query = select(SearchRow.id, SearchRow.last_event).where(SearchRow.id.in_(ids))
-                found.update((search_id, number) for search_id, number in await session.execute(query))
+        for ids in _portions(search_ids, _PER_QUERY):
+            query = select(SearchRow.id, SearchRow.last_event).where(SearchRow.id.in_(ids))
+            found.update((search_id, number) for search_id, number in await self._database.rows(query))
         return found
 
     async def after(self, positions: Mapping[str, int]) -> list[SearchEvent]:
@@ -47,8 +43,8 @@ class SearchEventTable:
         async with self._database.reading() as session:
             for ids in _portions(positions, _PER_QUERY // 2):
                 newer = (and_(row.search_id == key, row.number > positions[key]) for key in ids)
-                query = select(row.search_id, row.number, row.at, row.kind, row.data)
-                query = query.where(or_(*newer)).order_by(row.search_id, row.number)
+                query = select(*columns_of(SearchEvent, row)).where(or_(*newer))
+                query = query.order_by(row.search_id, row.number)
                 found.extend(SearchEvent(*event) for event in await session.execute(query))
         return found
 

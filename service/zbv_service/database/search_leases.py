@@ -10,33 +10,35 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import fields
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import undefer
 from zbv_solver.plans.certificate import gap_of
 
-from zbv_service.database.engine import Database
-from zbv_service.database.models import SearchRow
+from zbv_service.database.engine import BaseTable, Database
+from zbv_service.database.models import SearchRow, record_of
 from zbv_service.database.plans import insert_plan
 from zbv_service.database.search_events import tell_end, tell_found, tell_state, times_since_found
 from zbv_service.documents.packing import contradicts, finite, supported_bound, unpack
 from zbv_service.records.searches import Claim, NewPlan, Refusal, SearchState, Update
 
 
-class SearchLeases:
-    """The searches of one database, for runners."""
+class SearchLeases(BaseTable):
+    """The searches of one database, for runners.
 
-    def __init__(self, database: Database):
-        self._database = database
-        self._listeners: list[Callable[[str], None]] = []
+    Parameters
+    ----------
+    changed
+        Called with the id of each search that this object has changed.
+    """
 
-    def listen(self, listener: Callable[[str], None]) -> None:
-        """Call a listener with a search's id whenever this object has changed the search."""
-        self._listeners.append(listener)
+    def __init__(self, database: Database, changed: Callable[[str], None] = lambda _: None):
+        super().__init__(database)
+        self._changed = changed
 
     async def claim(
         self,
@@ -58,17 +60,18 @@ class SearchLeases:
         queued = select(SearchRow).where(SearchRow.state == "queued")
         if cancelled_only:
             queued = queued.where(SearchRow.cancel_requested)
-        async with self._database.reading() as session:
-            # Reading blocks nobody, so the write lock is taken only if the queue is not empty.
-            if await session.scalar(queued.with_only_columns(SearchRow.id).limit(1)) is None:
-                return None
+        # Reading blocks nobody, so the write lock is taken only if the queue is not empty.
+        if not await self._database.rows(queued.with_only_columns(SearchRow.id).limit(1)):
+            return None
         first = queued.order_by(SearchRow.turn, SearchRow.created_at, SearchRow.id).limit(1)
         first = first.options(undefer(SearchRow.problem), undefer(SearchRow.incumbent))
         first = first.with_for_update(skip_locked=True)
         async with self._database.writing() as session:
             row, busy = None, [] if share is None else await _callers_running(session, share)
             if busy:
-                row = await session.scalar(first.where(_of_none_of(busy)))
+                # An anonymous caller (null) counts as one caller.
+                others = func.coalesce(SearchRow.created_by, "").not_in([caller or "" for caller in busy])
+                row = await session.scalar(first.where(others))
             row = row or await session.scalar(first)
             if row is None:
                 return None
@@ -80,8 +83,8 @@ class SearchLeases:
             row.started_at = row.started_at or now
             row.updated_at = now
             await tell_state(session, row, now, "started")
-            claim = Claim(**{field.name: getattr(row, field.name) for field in fields(Claim)})
-        self._tell(claim.id)
+            claim = record_of(Claim, row)
+        self._changed(claim.id)
         return claim
 
     async def renew(self, owner: str, fences: Mapping[str, int], lease_seconds: float) -> set[str]:
@@ -103,11 +106,8 @@ class SearchLeases:
             return set()
         query = select(SearchRow.id, SearchRow.fence).where(SearchRow.id.in_(fences))
         query = query.where(SearchRow.state == "running", SearchRow.cancel_requested.is_(False))
-        async with self._database.reading() as session:
-            wanted = {
-                search_id for search_id, fence in await session.execute(query) if fence == fences[search_id]
-            }
-        return set(fences) - wanted
+        found = await self._database.rows(query)
+        return set(fences) - {search_id for search_id, fence in found if fence == fences[search_id]}
 
     async def requeue_expired(self) -> int:
         """Requeue every running search with an expired lease; returns their number."""
@@ -122,8 +122,7 @@ class SearchLeases:
     async def owners(self) -> set[str]:
         """The owners of running searches."""
         query = select(SearchRow.lease_owner).where(SearchRow.state == "running").distinct()
-        async with self._database.reading() as session:
-            return {owner for owner in await session.scalars(query) if owner is not None}
+        return {owner for (owner,) in await self._database.rows(query) if owner is not None}
 
     async def progressed(self, search_id: str, fence: int, found: Update) -> bool:
         """Store a better plan or bound; False if the caller no longer holds the search.
@@ -136,11 +135,7 @@ class SearchLeases:
         ContradictedBound
             A plan undercuts a bound of this attempt or an earlier one. Nothing was stored.
         """
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
-            await _absorb(session, row, now, found)
-
-        return await self._change(search_id, fence, change)
+        return await self._change(search_id, fence, partial(_absorb, found=found))
 
     async def release(
         self, search_id: str, fence: int, found: Update | None, reason: str = "service-stopped"
@@ -154,32 +149,34 @@ class SearchLeases:
 
         return await self._change(search_id, fence, change)
 
-    async def crashed(
-        self, search_id: str, fence: int, found: Update | None, most: int, error: Mapping[str, Any]
+    async def retry(
+        self,
+        search_id: str,
+        fence: int,
+        found: Update | None,
+        reason: str,
+        most: int,
+        error: Mapping[str, Any],
     ) -> bool:
-        """Requeue a search after its process died, or fail it with ``error`` after too many crashes."""
+        """Requeue a search that lost its process, or fail it with ``error`` after ``most`` times.
 
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
-            if found is not None:
-                await _absorb(session, row, now, found)
-            row.crashes += 1
-            await _queue_or_fail(session, row, now, "process-died", row.crashes < most, error)
-
-        return await self._change(search_id, fence, change)
-
-    async def evicted(
-        self, search_id: str, fence: int, found: Update | None, most: int, error: Mapping[str, Any]
-    ) -> bool:
-        """Requeue a search after its worker was told to end; fail it after ``most`` times in a row.
-
-        Progress restarts the count.
+        Parameters
+        ----------
+        reason
+            ``process-died`` counts every time, ``worker-ended`` the times since the search's last progress.
         """
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
             if found is not None:
                 await _absorb(session, row, now, found)
-            times = 1 + await times_since_found(session, row, "worker-ended")
-            await _queue_or_fail(session, row, now, "worker-ended", times < most, error)
+            if reason == "process-died":
+                times = row.crashes = row.crashes + 1
+            else:
+                times = 1 + await times_since_found(session, row, reason)
+            if times < most:
+                await _queue(session, row, now, reason)
+            else:
+                await _fail(session, row, now, error)
 
         return await self._change(search_id, fence, change)
 
@@ -214,10 +211,11 @@ class SearchLeases:
         """End a search without a plan. A failed one gives up its request key, an infeasible one keeps it."""
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
-            row.error = dict(error)
-            if state != "infeasible":
-                row.request_key = None
-            await _end(session, row, now, state)
+            if state == "failed":
+                await _fail(session, row, now, error)
+            else:
+                row.error = dict(error)
+                await _end(session, row, now, state)
 
         return await self._change(search_id, fence, change)
 
@@ -229,8 +227,7 @@ class SearchLeases:
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
             _forget_found(row)
-            row.error, row.request_key = dict(error), None
-            await _end(session, row, now, "failed")
+            await _fail(session, row, now, error)
 
         return await self._change(search_id, fence, change)
 
@@ -244,14 +241,13 @@ class SearchLeases:
             now = await self._database.now(session)
             row.updated_at = now
             await change(session, row, now)
-        self._tell(search_id)
+        self._changed(search_id)
         return True
 
     async def _requeue(self, lost: ColumnElement[bool]) -> int:
         condition = (SearchRow.state == "running", lost)
-        async with self._database.reading() as session:
-            if await session.scalar(select(SearchRow.id).where(*condition).limit(1)) is None:
-                return 0
+        if not await self._database.rows(select(SearchRow.id).where(*condition).limit(1)):
+            return 0
         async with self._database.writing() as session:
             query = select(SearchRow).where(*condition).with_for_update(skip_locked=True)
             rows, now = list(await session.scalars(query)), await self._database.now(session)
@@ -259,12 +255,8 @@ class SearchLeases:
                 row.updated_at = now
                 await _queue(session, row, now, "service-lost")
         for row in rows:
-            self._tell(row.id)
+            self._changed(row.id)
         return len(rows)
-
-    def _tell(self, search_id: str) -> None:
-        for listener in self._listeners:
-            listener(search_id)
 
 
 _Change = Callable[[AsyncSession, SearchRow, datetime], Awaitable[None]]
@@ -315,31 +307,13 @@ async def _callers_running(session: AsyncSession, least: int) -> list[str | None
     return list(await session.scalars(query.having(func.count() >= least)))
 
 
-def _of_none_of(callers: Collection[str | None]) -> ColumnElement[bool]:
-    """Whether none of these callers asked for a search; an anonymous caller (None) counts as one."""
-    column = SearchRow.created_by
-    named = [caller for caller in callers if caller is not None]
-    if None in callers:
-        return column.is_not(None) if not named else column.not_in(named)
-    return or_(column.is_(None), column.not_in(named))
-
-
 async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: str) -> None:
     row.state, row.lease_owner, row.leased_until = "queued", None, None
     await tell_state(session, row, now, reason)
 
 
-async def _queue_or_fail(
-    session: AsyncSession,
-    row: SearchRow,
-    now: datetime,
-    reason: str,
-    goes_on: bool,
-    error: Mapping[str, Any],
-) -> None:
-    if goes_on:
-        await _queue(session, row, now, reason)
-        return
+async def _fail(session: AsyncSession, row: SearchRow, now: datetime, error: Mapping[str, Any]) -> None:
+    """Fail a search; from now on the same request starts a new search."""
     row.error, row.request_key = dict(error), None
     await _end(session, row, now, "failed")
 

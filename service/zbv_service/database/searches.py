@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -11,7 +11,7 @@ from sqlalchemy import Row, Select, and_, bindparam, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.models import SearchRow
+from zbv_service.database.models import SearchRow, columns_of, record_of
 from zbv_service.database.named_requests import answered_with, remember
 from zbv_service.database.paging import begins, of_shape, page_after, page_of
 from zbv_service.database.retention import remove_searches
@@ -118,8 +118,8 @@ class SearchTable(SearchLeases):
             and_(row.turn == turn, row.created_at == record.created_at, row.id < record.id),
         )
         query = select(func.count()).select_from(row).where(row.state == "queued", earlier)
-        async with self._database.reading() as session:
-            return await session.scalar(query) or 0
+        ((count,),) = await self._database.rows(query)
+        return int(count)
 
     async def problem(self, search_id: str) -> bytes | None:
         """The packed problem document of a search."""
@@ -135,22 +135,11 @@ class SearchTable(SearchLeases):
                 return _record(row), True
         return _only(await self._database.rows(_BY_REQUEST, key=request_key)), named is None
 
-    async def newest(self, limit: int) -> list[SearchRecord]:
-        """The newest searches, newest first."""
-        return list((await self.page(SearchFilter(), limit)).items)
-
     async def page(
         self, wanted: SearchFilter, limit: int, after: Position | None = None
     ) -> Page[SearchRecord]:
         """One page of searches, newest first, starting at a position."""
-        conditions = of_shape(
-            wanted,
-            pp_degree=SearchRow.pp_degree,
-            microbatches=SearchRow.microbatches,
-            placement=SearchRow.placement,
-            objective=SearchRow.problem_objective,
-            created_at=SearchRow.created_at,
-        )
+        conditions = of_shape(wanted, SearchRow, SearchRow.problem_objective)
         if wanted.states:
             conditions.append(SearchRow.state.in_(sorted(wanted.states)))
         conditions += begins(wanted.text, SearchRow.id, SearchRow.plan_id)
@@ -173,7 +162,7 @@ class SearchTable(SearchLeases):
                 return _record(row)
             await _give_up(session, row, await self._database.now(session))
             record = _record(row)
-        self._tell(search_id)
+        self._changed(search_id)
         return record
 
     async def cancel_unwanted(self, search_id: str) -> bool:
@@ -189,7 +178,7 @@ class SearchTable(SearchLeases):
             if await session.scalar(_waiting_run(search_id)) is not None:
                 return False
             await _give_up(session, row, await self._database.now(session))
-        self._tell(search_id)
+        self._changed(search_id)
         return True
 
     async def _want(self, search_id: str) -> bool:
@@ -216,7 +205,7 @@ class SearchTable(SearchLeases):
             if waiting is not None:
                 raise SearchInUse(waiting)
             await remove_searches(session, [search_id])
-        self._tell(search_id)
+        self._changed(search_id)
         return True
 
 
@@ -279,7 +268,7 @@ async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | No
 
 
 # Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
-_RECORDS = select(*(getattr(SearchRow, field.name) for field in fields(SearchRecord)))
+_RECORDS = select(*columns_of(SearchRecord, SearchRow))
 _BY_ID = _RECORDS.where(SearchRow.id == bindparam("id"))
 _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))
 
@@ -291,8 +280,7 @@ def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
 def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
     summary, created_at = new.summary, new.created_at or now
     return SearchRow(
-        **{field.name: getattr(new, field.name) for field in fields(new) if field.name != "created_at"},
-        created_at=created_at,
+        **{**asdict(new), "created_at": created_at},
         turn=turn,
         pp_degree=summary["pp_degree"],
         microbatches=summary["microbatches"],
@@ -309,4 +297,4 @@ def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
 
 
 def _record(row: SearchRow) -> SearchRecord:
-    return SearchRecord(**{field.name: getattr(row, field.name) for field in fields(SearchRecord)})
+    return record_of(SearchRecord, row)

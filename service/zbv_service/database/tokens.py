@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, cast
 
 from sqlalchemy import ColumnElement, CursorResult, and_, delete, or_, select, update
 from sqlalchemy.orm import aliased
 
-from zbv_service.database.engine import Database
-from zbv_service.database.token_models import TokenRow
+from zbv_service.database.engine import BaseTable
+from zbv_service.database.models import TokenRow, record_of
 from zbv_service.records.tokens import NewToken, TokenRecord
 
 
@@ -18,11 +18,8 @@ class TokenNameTaken(Exception):
     """A valid token already has this name."""
 
 
-class TokenTable:
+class TokenTable(BaseTable):
     """The tokens of one database."""
-
-    def __init__(self, database: Database):
-        self._database = database
 
     async def add(self, new: NewToken) -> TokenRecord:
         """Store a token, session or link, and remove expired sessions and links.
@@ -32,8 +29,7 @@ class TokenTable:
         TokenNameTaken
             A valid token already has this name.
         """
-        values = {field.name: getattr(new, field.name) for field in fields(new)}
-        row = TokenRow(**{**values, "scopes": list(new.scopes)})
+        row = TokenRow(**asdict(new))
         now = datetime.now(UTC)
         async with self._database.writing() as session:
             await session.execute(
@@ -71,8 +67,7 @@ class TokenTable:
     async def has_any(self) -> bool:
         """Whether a valid token exists."""
         query = select(TokenRow.id).where(TokenRow.kind == "token", _live(datetime.now(UTC))).limit(1)
-        async with self._database.reading() as session:
-            return await session.scalar(query) is not None
+        return bool(await self._database.rows(query))
 
     async def revoke(self, name_or_id: str) -> list[TokenRecord]:
         """Revoke the valid tokens with this name or id, together with their sessions and links."""
@@ -111,5 +106,4 @@ def _live(now: datetime) -> ColumnElement[bool]:
 
 
 def _record(row: TokenRow) -> TokenRecord:
-    values = {field.name: getattr(row, field.name) for field in fields(TokenRecord)}
-    return TokenRecord(**{**values, "scopes": tuple(row.scopes)})
+    return record_of(TokenRecord, row, scopes=tuple(row.scopes))

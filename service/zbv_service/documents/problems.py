@@ -8,13 +8,12 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Tag
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.layered_document import LayeredProblemDocument
+from zbv_solver.problem.documents import LayeredProblemDocument, ProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem, PlacementChoice
 from zbv_solver.problem.limits import MAX_CELLS
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem as parse_question
 from zbv_solver.problem.reading import to_cut_problem, to_layered, to_problem
-from zbv_solver.problem.stage_document import ProblemDocument
 from zbv_solver.problem.writing import layered_json, problem_json
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a frontier consists of: limits, what is known within each, and what was asked of them."""
+"""The parts of a frontier: its limits, the best known plan and bound at each, and the searches."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Point:
     Attributes
     ----------
     at
-        Its place among what plans need: a fraction of 1F1B's memory; where layers are cut anew, ``limit``.
+        The limit as a fraction of 1F1B's memory; equal to ``limit`` if layers are cut again for every limit.
     limit
-        The largest of any rank, in the problem's memory unit.
+        The largest limit of any rank, in the problem's memory unit.
     problem
-        The document whose search tells of it.
+        The problem document to search.
     best
-        The best plan that fits, None while there is none.
+        The best known plan that fits; None if there is none.
     bound
         No plan within the limit has a smaller objective; None until it is computed.
     search
-        The last one for exactly this limit, None when there was none.
+        The most important search for exactly this limit; None if there was none.
     is_searched
         Whether a search for exactly this limit has ended with an answer.
     """
@@ -47,25 +47,25 @@ class Point:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is being searched."""
+        """Whether a search is queued or running."""
         return self.search is not None and self.search.state not in FINISHED
 
     @property
     def is_proved(self) -> bool:
-        """Whether nothing better can be found."""
+        """Whether the best plan reaches the bound."""
         if self.best is None or self.bound is None:
             return False
         return gap_of(self.best.value, self.bound) == 0
 
     @property
     def is_missing(self) -> bool:
-        """Whether a search would tell something that nobody has asked yet."""
+        """Whether a search could improve the point, and there has been none."""
         return not (self.is_searched or self.is_open or self.is_proved)
 
 
 @dataclass(frozen=True)
 class CutSummary:
-    """How a plan has cut its layers, in short."""
+    """How the layers of a plan are cut into stages."""
 
     placement: str
     chunks: int
@@ -74,25 +74,25 @@ class CutSummary:
 
     @classmethod
     def of(cls, problem: Mapping[str, Any]) -> CutSummary:
-        """That of a plan's problem document."""
+        """Summarise a plan's problem document."""
         stages, recompute = len(problem["partition"]), problem.get("recompute", [])
         return cls(problem["placement"], stages // problem["pp_degree"], stages, sum(recompute))
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """What is known of a model's objective over memory.
+    """The best known objective of a model as a function of memory.
 
     Attributes
     ----------
     own
-        The plan itself.
+        The plan for which the frontier was made.
     plans
-        All stored plans that were found, the plan itself among them, by plan id.
+        All stored plans that were found, including ``own``; their names are plan ids.
     baselines
-        The classical schedules, and of layers other cuts and placements.
+        The classical schedules; for layers, also other cuts and placements.
     cuts
-        Of every plan that was found, where layers are cut anew for every limit; None where they are not.
+        For each plan id, how the layers are cut; None unless layers are cut again for every limit.
     """
 
     problem: Problem
@@ -104,29 +104,23 @@ class Frontier:
 
     @property
     def missing(self) -> tuple[Point, ...]:
-        """Points that nobody has searched yet."""
+        """Points that still need a search."""
         return tuple(point for point in self.points if point.is_missing)
 
     @property
     def open(self) -> tuple[Point, ...]:
-        """Points that are being searched."""
+        """Points with a queued or running search."""
         return tuple(point for point in self.points if point.is_open)
 
 
 def newest(requests: Mapping[str, float], found: Mapping[str, SearchRecord]) -> dict[float, SearchRecord]:
-    """The search of every limit that matters most: one that goes on, else the newest."""
-    chosen: dict[float, SearchRecord] = {}
-    for key, record in sorted(found.items(), key=lambda item: _urgency(item[1])):
-        chosen[requests[key]] = record
-    return chosen
-
-
-def _urgency(record: SearchRecord) -> tuple[bool, Any]:
-    return record.state not in FINISHED, record.created_at
+    """The most important search of every limit: an unfinished one, otherwise the newest."""
+    ascending = sorted(found.items(), key=lambda item: (item[1].state not in FINISHED, item[1].created_at))
+    return {requests[key]: record for key, record in ascending}
 
 
 def tightened(points: Sequence[Point]) -> tuple[Point, ...]:
-    """A bound at a larger limit holds at every smaller one.
+    """The points, with the bounds of larger limits, which hold at smaller ones, too.
 
     Raises
     ------

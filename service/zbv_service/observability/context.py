@@ -20,6 +20,8 @@ CALLER: ContextVar[str | None] = ContextVar("zbv_caller", default=None)
 CLIENT_GONE: ContextVar[asyncio.Event | None] = ContextVar("zbv_client_gone", default=None)
 """Happens when the client of a request with a body hangs up."""
 SEARCH_ID: ContextVar[str | None] = ContextVar("zbv_search_id", default=None)
+ROOT_PATH: ContextVar[str] = ContextVar("zbv_root_path", default="")
+"""The prefix under which a proxy serves the application, without a trailing slash."""
 
 _SANE = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")
 """What callers may choose: nothing that could break out of a header, a log line or a page."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from zbv_service.observability.context import REQUEST_ID, request_id_of
+from zbv_service.observability.context import REQUEST_ID, ROOT_PATH, request_id_of
 from zbv_service.observability.metrics import Metrics
 
 UNKNOWN = "unknown"
@@ -38,6 +38,7 @@ class Observed:
             await self._app(scope, receive, send)
             return
         request_id = request_id_of(scope["headers"])
+        ROOT_PATH.set(str(scope.get("root_path", "")).rstrip("/"))
         token = REQUEST_ID.set(request_id)
         answer = _Answer(send, request_id.encode(), scope["method"] == "HEAD", self._metrics)
         # A copy: the server looks at the method to know that HEAD has no body.
@@ -45,10 +46,6 @@ class Observed:
         started = time.perf_counter()
         try:
             await self._app(inner, answer.receiving(receive), answer.send)
-        except Exception:
-            # Answered with a 500, and logged, inside. An answer cut off is the server's to report.
-            if answer.status != 500 or not answer.is_complete:
-                raise
         finally:
             self._note(scope["method"], inner, answer, started)
             REQUEST_ID.reset(token)

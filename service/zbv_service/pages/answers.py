@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from zbv_service.api.negotiation import VARY
-from zbv_service.errors import ProblemError, problem_document
-from zbv_service.observability.context import REQUEST_ID
-from zbv_service.pages.shell import CONTENT_SECURITY_POLICY, Shell
-from zbv_service.pages.views.problem import problem_page
+from zbv_service.api.negotiation import VARY, root_of
+from zbv_service.pages.shell import CONTENT_SECURITY_POLICY, Shell, render
+from zbv_service.pages.views.problem import problem_values
 from zbv_service.security.grants import Grant
 
-
-def page(text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> HTMLResponse:
-    """The text of a page as an answer whose policy lets a browser load only the service's own files."""
-    return HTMLResponse(text, status, {"Content-Security-Policy": CONTENT_SECURITY_POLICY, **(headers or {})})
+NO_STORE: Mapping[str, str] = MappingProxyType({"Cache-Control": "no-store"})
 
 
-def problem_answer(
-    error: ProblemError, request: Request, headers: Mapping[str, str] | None = None
-) -> HTMLResponse:
-    """An error as a page."""
-    request_id = REQUEST_ID.get()
-    more = {} if request_id is None else {"request_id": request_id}
-    found = problem_document(error.kind, error.detail, error.errors, **more)
-    return document_page(found, request, {**error.headers, **(headers or {})})
+def html(text: str, status: int = 200, headers: Mapping[str, str] = NO_STORE) -> HTMLResponse:
+    """A page whose policy lets a browser load only the service's own files."""
+    return HTMLResponse(text, status, {"Content-Security-Policy": CONTENT_SECURITY_POLICY, **headers})
 
 
-def document_page(
-    found: Mapping[str, Any], request: Request, headers: Mapping[str, str] | None = None
-) -> HTMLResponse:
+def page(request: Request, template: str, **values: Any) -> HTMLResponse:
+    """A template rendered for the reader who sent a request."""
+    return html(render(template, shell_of(request), **values))
+
+
+def problem_answer(document: Mapping[str, Any], request: Request, headers: Mapping[str, str]) -> HTMLResponse:
     """A problem document (RFC 9457) as a page."""
     shell = shell_of(request)
     again = f"{shell.path}?{request.url.query}" if request.url.query else shell.path
-    text = problem_page(found, shell, again if request.method == "GET" else None)
-    return page(text, int(found["status"]), {**VARY, "Cache-Control": "no-store", **(headers or {})})
+    values = problem_values(document, again if request.method == "GET" else None)
+    text = render("problem.html.j2", shell, **values)
+    return html(text, int(document["status"]), {**VARY, **NO_STORE, **headers})
 
 
 def shell_of(request: Request) -> Shell:
@@ -51,8 +46,3 @@ def shell_of(request: Request) -> Shell:
         may=frozenset() if grant is None else grant.scopes,
         path=request.url.path.removeprefix(root_of(request)),
     )
-
-
-def root_of(request: Request) -> str:
-    """The prefix under which a proxy serves the application, without a trailing slash."""
-    return str(request.scope.get("root_path", "")).rstrip("/")

@@ -1,22 +1,18 @@
-"""What all pages share: their surroundings, their policy, and the files that they load.
-
-Routes serve pages as ``text/html; charset=utf-8`` with :data:`CONTENT_SECURITY_POLICY` and mount
-:data:`STATIC_DIRECTORIES`.
-"""
+"""The surroundings of all pages, their content security policy, and the files that they load."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from zbv_solver import __version__
 from zbv_solver.export import report
 
+from zbv_service.pages.views import words
 from zbv_service.security.scopes import allows
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -31,10 +27,10 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-"""Exactly what the pages need: nothing inline, no eval, nothing from other origins."""
+"""Nothing inline, no eval, nothing from other origins."""
 
 STATIC_DIRECTORIES: tuple[Path, ...] = (Path(__file__).parent / "static", report.STATIC)
-"""Directories of files that pages load, served as one: those of the pages, and the picture of a plan."""
+"""Directories of files that pages load, served as one; the solver's has the picture of a plan."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +42,9 @@ class Shell:
     root
         The prefix under which a proxy serves the application (ASGI's ``root_path``); no trailing slash.
     base_url
-        The address of the service as a reader would type it, for examples; no trailing slash.
+        The address that the reader's browser uses, for examples of commands; no trailing slash.
     account
-        The name of the reader who is signed in; None if the service needs no sign-in.
+        The name of the signed-in reader; None if the service needs no sign-in.
     may
         The scopes of the reader, which decide what a page offers; empty if there was no sign-in.
     path
@@ -63,15 +59,24 @@ class Shell:
 
     @property
     def may_search(self) -> bool:
-        """Whether to offer actions that need the scope ``search``; also without a sign-in."""
-        return not self.may or allows(self.may, ["search"])
+        """Whether to offer actions that need the scope ``search``."""
+        return self.allows("search")
+
+    @property
+    def may_launch(self) -> bool:
+        """Whether to offer actions that need the scope ``launch``."""
+        return self.allows("launch")
+
+    def allows(self, scope: str) -> bool:
+        """Whether the reader has a scope; without a sign-in, everybody has all."""
+        return not self.may or allows(self.may, [scope])
 
 
 @cache
 def assets() -> str:
-    """A digest of the version and of all style sheets and scripts, twelve hexadecimal digits.
+    """A digest of the version and of all style sheets and scripts: twelve hexadecimal digits.
 
-    It is part of addresses that browsers cache for good.
+    It is part of addresses that browsers cache without asking again.
     """
     digest = sha256(__version__.encode())
     for directory in STATIC_DIRECTORIES:
@@ -93,23 +98,10 @@ def render(template: str, shell: Shell, **values: Any) -> str:
     return _environment().get_template(template).render(**surroundings, **values)
 
 
-def _moment(at: datetime) -> str:
-    """A time in UTC for the lists; naive times are UTC already."""
-    return (at if at.tzinfo is None else at.astimezone(UTC)).strftime("%Y-%m-%d %H:%M")
-
-
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=ChoiceLoader(
-            [FileSystemLoader(Path(__file__).parent / "templates"), report.template_loader()]
-        ),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    environment = report.environment(Path(__file__).parent / "templates")
+    environment.filters.update(
+        moment=words.moment, ago=words.ago, grouped=words.grouped, reached_step=words.reached_step
     )
-    environment.filters.update(report.FILTERS)
-    environment.globals.update(report.GLOBALS)
-    environment.filters["moment"] = _moment
     return environment

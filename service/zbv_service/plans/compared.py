@@ -1,4 +1,4 @@
-"""What a plan is compared with: classical schedules of its problem, and other stored plans."""
+"""Comparisons of a plan with classical schedules of its problem and with other stored plans."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zbv_service.plans.schedules import Schedules
 from zbv_service.records.searches import PlanFilter, PlanSummary
 
 USUAL = ("1f1b", "interleaved-1f1b", "zb-h1")
-"""What a plan is compared with unless somebody chose."""
+"""The default schedules for a comparison."""
 MOST = 8
-"""Schedules beside a plan: more are no comparison."""
+"""Largest number of schedules in a comparison, besides the plan itself."""
 PATIENCE_SECONDS = 2.0
-"""How long a page waits for schedules; it asks again for those that take longer."""
+"""How long a page waits for schedules; it loads again for those that take longer."""
 OFFERED = 60
-"""Stored plans that are offered."""
+"""Number of stored plans to choose from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +33,9 @@ class ComparedPlan:
     Attributes
     ----------
     name
-        That of a classical schedule, or the id of a stored plan.
+        The name of a classical schedule, or the id of a stored plan.
     plan
-        None while it is made, or when ``complaint`` says why there is none.
+        None while it is computed, or if ``complaint`` says why there is none.
     """
 
     name: str
@@ -45,37 +45,39 @@ class ComparedPlan:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it is still being made."""
+        """Whether the schedule is still being computed."""
         return self.plan is None and not self.complaint
 
 
 class ComparedPlans:
-    """Finds and makes what plans are compared with."""
+    """Finds the stored plans and computes the schedules for comparisons."""
 
     def __init__(self, plans: Plans, schedules: Schedules):
         self._plans = plans
         self._schedules = schedules
 
     async def of(self, plan: Plan, names: Sequence[str]) -> tuple[ComparedPlan, ...]:
-        """The named schedules, in their order and each once; those that take long are awaited."""
+        """The named schedules, in this order and without repetitions; waits for those that take long."""
         wanted = [name for name in dict.fromkeys(names) if name != plan.plan_id]
-        tasks = [asyncio.ensure_future(self._one(plan, name)) for name in wanted[:MOST]]
-        await wait_a_while(tasks, PATIENCE_SECONDS)
+        tasks = {name: asyncio.ensure_future(self._one(plan, name)) for name in wanted[:MOST]}
+        await wait_a_while(tasks.values(), PATIENCE_SECONDS)
+        too_many = f"a plan is compared with at most {MOST} schedules at once; leave some out."
         found = []
-        for name, task in zip(wanted[:MOST], tasks, strict=True):
-            # One that is not done goes on, and the next page finds it made.
-            found.append(task.result() if task.done() else ComparedPlan(name, name in BASELINES, None))
-        for name in wanted[MOST:]:
-            complaint = f"a plan is compared with at most {MOST} schedules at once; leave some out."
-            found.append(ComparedPlan(name, name in BASELINES, None, complaint))
+        for name in wanted:
+            if name not in tasks:
+                found.append(ComparedPlan(name, name in BASELINES, None, too_many))
+            elif tasks[name].done():
+                found.append(tasks[name].result())
+            else:  # it continues, and is ready when the page is loaded again
+                found.append(ComparedPlan(name, name in BASELINES, None))
         return tuple(found)
 
     async def baseline(self, plan: Plan, name: str) -> Plan | None:
-        """A classical schedule of a plan's problem; None when there is none of this name."""
+        """A classical schedule of a plan's problem; None if no schedule has this name."""
         return await self._schedules.baseline(plan.problem, name) if name in BASELINES else None
 
     async def offered(self, plan: Plan) -> tuple[list[PlanSummary], list[PlanSummary]]:
-        """Stored plans to choose from, the newest first: those of the same shape, and others."""
+        """Stored plans to choose from, newest first: plans of the same shape, and others."""
         shape = PlanFilter(pp_degree=plan.problem.pp_degree, microbatches=plan.problem.microbatches)
         alike = (await self._plans.page(shape, OFFERED, None)).items
         known = {plan.plan_id, *(each.plan_id for each in alike)}
@@ -98,8 +100,8 @@ class ComparedPlans:
         mine, theirs = plan.problem.units.time, other.problem.units.time
         if mine != theirs:
             complaint = (
-                f"its times are in {theirs or 'no unit'}, those of this plan in {mine or 'no unit'}; on one "
-                f"axis they would say nothing."
+                f"its times are in {theirs or 'no unit'}, those of this plan in {mine or 'no unit'}, so they "
+                f"cannot share an axis."
             )
             return ComparedPlan(name, is_baseline, None, complaint)
         return ComparedPlan(name, is_baseline, other)

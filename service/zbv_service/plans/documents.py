@@ -12,10 +12,7 @@ from zbv_solver.problem.problem import Objective
 from zbv_solver.search.claims import Claim
 
 from zbv_service.documents.problems import QuestionDocument
-from zbv_service.documents.shared import (
-    NEXT,
-    PREVIOUS,
-)
+from zbv_service.documents.shared import NEXT, PREVIOUS
 from zbv_service.records.searches import PlanSummary
 
 

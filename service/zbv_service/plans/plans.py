@@ -1,36 +1,38 @@
-"""Reads, imports and exports plans, and serves each rank its part."""
+"""Reads, imports, draws and exports plans, and serves each rank its part."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zbv_solver import __version__
-from zbv_solver.documents.text import canonical_json
-from zbv_solver.plans.channels import Channel, channels
 from zbv_solver.plans.plan import Plan
-from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
-from zbv_solver.problem.problem import Problem
+from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.search.claims import Claim
 
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
 from zbv_service.database import PlanTable
-from zbv_service.documents.packing import pack_plan, unpack, unpack_text
+from zbv_service.documents.packing import pack_plan, unpack_text
 from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import require_size
 from zbv_service.errors import NOT_FOUND, ProblemError
 from zbv_service.plans.documents import ClaimDocument, ImportedPlan
+from zbv_service.plans.renderings import actions_of, export_of, plan_of, ranks_of, thumbnail_of, view_of
 from zbv_service.records.searches import NewPlan, Page, PlanFilter, PlanSummary, Position
 from zbv_service.settings import Settings
+
+if TYPE_CHECKING:
+    from zbv_solver.export.report import PlanView
 
 CACHED_PLANS = 16
 CACHED_EXPORTS = 32
 CACHED_BYTES = 64 * 1024**2
-"""Most bytes of plans in one form; the largest plan takes half of it."""
+"""Largest size of each cache; the largest plan takes half of it."""
 CACHED_THUMBNAILS = 256
 T = TypeVar("T")
 _ID = re.compile(r"[0-9a-z]{1,64}")
@@ -60,6 +62,8 @@ class Plans:
         self._ranks: Cache[list[bytes]] = Cache(
             CACHED_PLANS, CACHED_BYTES, lambda ranks: sum(map(len, ranks))
         )
+        self._views: Cache[PlanView] = Cache(CACHED_PLANS)
+        self._actions: Cache[bytes] = Cache(CACHED_PLANS, CACHED_BYTES, len)
         self._exports: Cache[bytes] = Cache(CACHED_EXPORTS, CACHED_BYTES, len)
         self._thumbnails: Cache[bytes] = Cache(CACHED_THUMBNAILS)
 
@@ -75,7 +79,7 @@ class Plans:
         """A plan's document as JSON text; raises :class:`ProblemError` 404."""
 
         async def load() -> bytes:
-            # Unpacking lets other threads go on.
+            # In a thread, because decompression releases the GIL.
             return await asyncio.to_thread(unpack_text, await self._packed(plan_id))
 
         text = await self._texts.get(plan_id, load)
@@ -101,19 +105,13 @@ class Plans:
 
     async def plan(self, plan_id: str) -> Plan:
         """A plan; raises :class:`ProblemError` 404."""
-
         plan = await self._plans.get(plan_id, lambda: self.compute(plan_of, plan_id))
         self.used.add(plan_id)
         return plan
 
     async def rank(self, plan_id: str, rank: int) -> bytes:
-        """What one rank executes, as JSON text; raises :class:`ProblemError` 404."""
-
-        async def load() -> list[bytes]:
-            joined = await self.compute(joined_ranks_of, plan_id)
-            return await asyncio.to_thread(_separate, joined)
-
-        ranks = await self._ranks.get(plan_id, load)
+        """One rank's part of a plan, as JSON text; raises :class:`ProblemError` 404."""
+        ranks = await self._ranks.get(plan_id, lambda: self.compute(ranks_of, plan_id))
         self.used.add(plan_id)
         if not 0 <= rank < len(ranks):
             raise ProblemError(
@@ -153,9 +151,16 @@ class Plans:
         )
         return answer, await self._table.add(plan)
 
+    async def view(self, plan_id: str) -> PlanView:
+        """The content of a plan's page, without links; raises :class:`ProblemError` 404."""
+        return await self._views.get(plan_id, lambda: self.compute(view_of, plan_id))
+
+    async def actions(self, plan_id: str) -> bytes:
+        """A plan's actions for the script of its page; raises :class:`ProblemError` 404."""
+        return await self._actions.get(plan_id, lambda: self.compute(actions_of, plan_id))
+
     async def thumbnail(self, plan_id: str) -> bytes:
         """A thumbnail of a plan as PNG; raises :class:`ProblemError` 404."""
-
         return await self._thumbnails.get(plan_id, lambda: self.compute(thumbnail_of, plan_id))
 
     async def export(self, plan_id: str, name: str) -> tuple[bytes, str, str]:
@@ -171,13 +176,6 @@ class Plans:
         export = partial(export_of, name)
         text = await self._exports.get(f"{plan_id} {name}", lambda: self.compute(export, plan_id))
         return text, target.media_type, f"plan-{plan_id[:12]}{target.suffix}"
-
-
-def plan_of(packed: bytes) -> Plan:
-    """A packed plan."""
-    plan = parse_plan(unpack(packed))
-    _ = plan.plan_id  # computes the cached hash here, in the other process
-    return plan
 
 
 def import_text(max_cells: int, text: bytes | bytearray) -> tuple[NewPlan, tuple[Claim, ...]]:
@@ -201,89 +199,9 @@ def import_plan(body: Any, max_cells: int) -> tuple[NewPlan, tuple[Claim, ...]]:
         seed=provenance.seed,
         seconds=provenance.seconds,
     )
-    return pack_plan(plan.with_baselines(compare(problem))), checked.claims
-
-
-def export_of(name: str, packed: bytes) -> bytes:
-    """A packed plan in another format."""
-    # Imported here because formats need heavy packages.
-    from zbv_solver.export import FORMATS
-
-    return FORMATS[name].render(parse_plan(unpack(packed))).encode()
-
-
-def thumbnail_of(packed: bytes) -> bytes:
-    """A thumbnail of a packed plan as PNG."""
-    # Imported here because only this needs Pillow and the drawing code.
-    from zbv_service.plans.thumbnail import thumbnail
-
-    return thumbnail(parse_plan(unpack(packed)))
-
-
-def joined_ranks_of(packed: bytes) -> bytes:
-    """The texts of all ranks of a packed plan: a line of lengths, then the texts one after another."""
-    texts = rank_texts(parse_plan(unpack(packed)))
-    return b"".join([" ".join(str(len(text)) for text in texts).encode(), b"\n", *texts])
-
-
-def _separate(joined: bytes) -> list[bytes]:
-    """The texts that :func:`joined_ranks_of` has joined."""
-    end = joined.index(b"\n")
-    texts, begin = [], end + 1
-    for length in map(int, joined[:end].split()):
-        texts.append(joined[begin : begin + length])
-        begin += length
-    return texts
+    return pack_plan(replace(plan, baselines=compare(problem))), checked.claims
 
 
 def _bytes_of(plan: Plan) -> int:
     """Approximate memory of a plan in bytes: 9 per action, and the costs of its stages."""
     return 9 * len(plan.orders) + 400 * plan.problem.n_stages
-
-
-def rank_texts(plan: Plan) -> list[bytes]:
-    """The parts of all ranks of a plan as JSON texts."""
-    every = channels(plan.problem, plan.orders)
-    ends: list[list[Channel]] = [[] for _ in range(plan.problem.pp_degree)]
-    for channel in every:
-        ends[channel.sender].append(channel)
-        ends[channel.receiver].append(channel)
-    return [canonical_json(rank_document(plan, rank, found)).encode() for rank, found in enumerate(ends)]
-
-
-def cut_json(problem: Problem) -> dict[str, Any]:
-    """The layers of each stage, and which stages are recomputed; empty if the stages were given."""
-    model = problem.model
-    if model is None:
-        return {}
-    document: dict[str, Any] = {"partition": [list(names) for names in model.partition]}
-    if model.model.can_recompute:
-        document["recompute"] = list(model.cut.recompute)
-    return document
-
-
-def rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str, Any]:
-    """The actions of one rank, and its channels."""
-    problem, placement = plan.problem, plan.problem.placement
-    listed = [
-        {
-            "peer": channel.receiver if channel.sender == rank else channel.sender,
-            "direction": "send" if channel.sender == rank else "receive",
-            "kind": channel.kind,
-            "transfers": [str(transfer) for transfer in channel.transfers],
-        }
-        for channel in found
-    ]
-    return {
-        "plan_id": plan.plan_id,
-        "rank": rank,
-        "pp_degree": problem.pp_degree,
-        "microbatches": problem.microbatches,
-        "placement": placement.kind,
-        "chunks": placement.chunks,
-        "stages": list(placement.stages_of[rank]),
-        "actions": plan.orders.text(rank),
-        "peers": sorted({channel["peer"] for channel in listed}),
-        "channels": listed,
-        **cut_json(plan.problem),
-    }

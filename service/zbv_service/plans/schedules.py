@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.frontiers import memory_fraction
@@ -20,12 +20,16 @@ from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
 from zbv_service.documents.problems import Question, require_stages
 
+T = TypeVar("T")
 CACHED_PLANS = 24
 CACHED_BOUNDS = 256
 
 
 class Schedules:
-    """Computes schedules and bounds in other processes, and caches them; a large one takes half a second."""
+    """Computes schedules and bounds in other processes, and caches them; a large one takes half a second.
+
+    All methods raise :class:`ProblemError` 503 when too many computations are waiting.
+    """
 
     def __init__(self, computations: Computations):
         self._computations = computations
@@ -39,13 +43,9 @@ class Schedules:
         ------
         InvalidInput
             The problem has too many stages.
-        ProblemError
-            503: too many computations are waiting.
         """
         require_stages(problem)
-        asked = _Asked.of(problem)
-        run = self._computations.run
-        return await self._plans.get(f"{name} {asked.key}", lambda: run(partial(baseline_of, name), asked))
+        return await self._made(self._plans, baseline_of, problem, name)
 
     async def bounds(self, problem: Problem, fractions: Sequence[float]) -> tuple[float, ...]:
         """A lower bound of the objective at each fraction of 1F1B's memory.
@@ -54,12 +54,9 @@ class Schedules:
         ------
         InvalidInput
             The problem has too many stages.
-        ProblemError
-            503: too many computations are waiting.
         """
         require_stages(problem)
-        asked = _Asked.of(without_limit(problem))
-        return await self._bounds_of(asked, "bounds", partial(bounds_of, tuple(fractions)), fractions)
+        return await self._made(self._bounds, bounds_of, without_limit(problem), *fractions)
 
     async def limits(self, problem: LayeredProblem) -> tuple[float, ...]:
         """The memory limits of a frontier of layers in increasing order, from the smallest feasible one.
@@ -68,81 +65,63 @@ class Schedules:
         ------
         InvalidInput
             The layers have no memory.
-        ProblemError
-            503: too many computations are waiting.
         """
-        return await self._bounds_of(_Asked.of(replace(problem, limit=None)), "limits", limits_of, ())
+        return await self._made(self._bounds, limits_of, replace(problem, limit=None))
 
     async def floors(self, problem: LayeredProblem, limits: Sequence[float]) -> tuple[float, ...]:
-        """For each limit per rank, a lower bound on the objective of all cuts that fit.
+        """For each limit per rank, a lower bound on the objective of all cuts that fit."""
+        return await self._made(self._bounds, floors_of, replace(problem, limit=None), *limits)
 
-        Raises
-        ------
-        ProblemError
-            503: too many computations are waiting.
-        """
-        asked = _Asked.of(replace(problem, limit=None))
-        return await self._bounds_of(asked, "floors", partial(floors_of, tuple(limits)), limits)
-
-    async def _bounds_of(
-        self,
-        asked: _Asked,
-        what: str,
-        make: Callable[[_Asked], tuple[float, ...]],
-        places: Sequence[float],
-    ) -> tuple[float, ...]:
-        key = f"{what} {asked.key} {' '.join(map(repr, places))}"
-        return await self._bounds.get(key, lambda: self._computations.run(make, asked))
+    async def _made(
+        self, cache: Cache[T], make: Callable[..., T], question: Question, *arguments: str | float
+    ) -> T:
+        """The cached result of ``make(packed question, *arguments)``."""
+        packed = _pack(question)
+        key = f"{make.__name__} {hashlib.sha256(packed).hexdigest()} {arguments}"
+        run = partial(_with_arguments, make, arguments)
+        return await cache.get(key, lambda: self._computations.run(run, packed))
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A problem without its derived values, for another process."""
-
-    key: str
-    content: bytes
-
-    @classmethod
-    def of(cls, question: Question) -> _Asked:
-        """Take a problem apart, which is much faster than writing its document for many stages."""
-        parts = {each.name: getattr(question, each.name) for each in fields(question)}
-        content = pickle.dumps((type(question), parts), protocol=5)
-        return cls(hashlib.sha256(content).hexdigest(), content)
-
-    @property
-    def question(self) -> Any:
-        """The problem."""
-        kind, parts = pickle.loads(self.content)
-        return kind(**parts)
+def _with_arguments(make: Callable[..., T], arguments: Sequence[str | float], packed: bytes) -> T:
+    return make(_unpack(packed), *arguments)
 
 
-def baseline_of(name: str, asked: _Asked) -> Plan:
-    """A classical schedule of a problem; runs in another process."""
+def _pack(question: Question) -> bytes:
+    """The fields of a problem without derived values; much faster than its document for many stages."""
+    parts = {each.name: getattr(question, each.name) for each in fields(question)}
+    return pickle.dumps((type(question), parts), protocol=5)
+
+
+def _unpack(packed: bytes) -> Any:
+    kind, parts = pickle.loads(packed)
+    return kind(**parts)
+
+
+def baseline_of(problem: Problem, name: str) -> Plan:
+    """A classical schedule of a problem; this and the functions below run in another process."""
     # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.search.search import baseline_plan
 
-    return baseline_plan(name, asked.question)
+    return baseline_plan(name, problem)
 
 
-def bounds_of(fractions: Sequence[float], asked: _Asked) -> tuple[float, ...]:
-    """Bounds of a problem at these fractions; runs in another process."""
+def bounds_of(problem: Problem, *fractions: float) -> tuple[float, ...]:
+    """Lower bounds of a problem at fractions of 1F1B's memory."""
     from zbv_solver.bounds import lower_bound
 
-    problem = asked.question
     limited = (memory_fraction.at_fraction(problem, fraction) for fraction in fractions)
     return tuple(lower_bound(each).value for each in limited)
 
 
-def limits_of(asked: _Asked) -> tuple[float, ...]:
-    """The limits of a frontier of layers; runs in another process."""
+def limits_of(problem: LayeredProblem) -> tuple[float, ...]:
+    """The limits of a frontier of layers."""
     from zbv_solver.frontiers.by_layers import limits
 
-    return tuple(limits(asked.question))
+    return tuple(limits(problem))
 
 
-def floors_of(limits: Sequence[float], asked: _Asked) -> tuple[float, ...]:
-    """Bounds on the cuts of layers at these limits; runs in another process."""
+def floors_of(problem: LayeredProblem, *limits: float) -> tuple[float, ...]:
+    """Bounds on all cuts of layers at limits per rank."""
     from zbv_solver.frontiers.by_layers import floor
 
-    problem = asked.question
     return tuple(floor(at_limit(problem, limit)) for limit in limits)

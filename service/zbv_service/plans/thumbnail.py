@@ -1,6 +1,6 @@
-"""Thumbnails of plans for lists: the bars of the schedule and nothing else.
+"""Thumbnails of plans for lists: only the bars of the schedule.
 
-Idle time is transparent, so that it looks right on light and dark.
+Idle time is transparent, so that thumbnails suit light and dark pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zbv_solver.export.timeline import Timeline, timeline
 from zbv_solver.plans.plan import Plan
 
 WIDTH, HEIGHT = 600, 150
-"""In pixels; lists show it at half that size, for sharp screens."""
+"""Size in pixels. Lists show thumbnails at half this size, so that they are sharp on dense screens."""
 
 _NARROWEST_BAR = 5.0
 _ROWS_WITH_GAPS = HEIGHT // 6
@@ -22,7 +22,7 @@ _ROWS_WITH_GAPS = HEIGHT // 6
 
 def thumbnail(plan: Plan) -> bytes:
     """The schedule as a PNG of :data:`WIDTH` by :data:`HEIGHT` pixels."""
-    from PIL import Image  # only thumbnails wait for it
+    from PIL import Image  # only thumbnails need it
 
     line = timeline(plan)
     pixels = image(line, WIDTH)
@@ -35,7 +35,7 @@ def thumbnail(plan: Plan) -> bytes:
 
 
 def _part_bars(line: Timeline, pixels: NDArray[np.uint32]) -> None:
-    """Where a bar is wide enough, let its first column be empty: neighbours can be told apart."""
+    """Clear the first column of every bar that is wide enough, so that neighbours are distinct."""
     if line.makespan <= 0:
         return
     scale = WIDTH / line.makespan
@@ -45,7 +45,7 @@ def _part_bars(line: Timeline, pixels: NDArray[np.uint32]) -> None:
 
 
 def _rows(pixels: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """One row per rank as rows of pixels of the picture's height."""
+    """Stretch or shrink one row per rank to the picture's height."""
     ranks = len(pixels)
     if ranks > HEIGHT:
         return _averaged(pixels)
@@ -58,7 +58,7 @@ def _rows(pixels: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def _averaged(pixels: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Fewer rows than ranks: each the mean of some, weighted by how busy they are."""
+    """Shrink to the picture's height: each row is the mean of several ranks, weighted by opacity."""
     channels = pixels.view(np.uint8).reshape(*pixels.shape, 4).astype(np.float64)
     weighted = np.concatenate([channels[..., :3] * channels[..., 3:], channels[..., 3:]], axis=2)
     starts = np.arange(HEIGHT) * len(pixels) // HEIGHT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from zbv_solver.plans.plan import baseline_json
+from zbv_solver.documents.text import plain
 from zbv_solver.problem.reading import parse_problem
 
 from zbv_service.compute.cache import Cache
@@ -78,5 +78,5 @@ def baselines_of(packed: bytes) -> dict[str, Any]:
     problem = parse_problem(unpack(packed))
     return {
         "lower_bound": lower_bound(problem, "quick").value,
-        "baselines": [baseline_json(baseline) for baseline in compare(problem)],
+        "baselines": [plain(baseline) for baseline in compare(problem)],
     }

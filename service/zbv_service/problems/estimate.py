@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from zbv_solver.documents.text import plain
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.plans.certificate import gap_of
-from zbv_solver.plans.plan import Plan, baseline_json
+from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.options import SearchOptions
@@ -93,7 +94,7 @@ def estimate_of(packed: bytes) -> dict[str, Any]:
     else:
         found = search(problem, SearchOptions("quick", time_limit=SECONDS))
         bound, plan, baselines = found.metrics.lower_bound, _figures(found), found.baselines
-    return {"lower_bound": bound, "plan": plan, "baselines": [baseline_json(each) for each in baselines]}
+    return {"lower_bound": bound, "plan": plan, "baselines": [plain(each) for each in baselines]}
 
 
 def estimate_of_cut(packed: bytes) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def estimate_of_cut(packed: bytes) -> dict[str, Any]:
     return {
         "lower_bound": bound,
         "plan": plan,
-        "baselines": [] if found is None else [baseline_json(each) for each in found.baselines],
+        "baselines": [] if found is None else [plain(each) for each in found.baselines],
     }
 
 

@@ -8,7 +8,7 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.layered_document import LayeredProblemDocument
+from zbv_solver.problem.documents import LayeredProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import to_layered
 

@@ -1,4 +1,4 @@
-"""Agents and runs as plain frozen records: what goes into the database and comes out of it."""
+"""Agents and runs, as they enter and leave the database."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ RUN_STATES: tuple[str, ...] = get_args(RunState)
 RUN_ENDED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 """States that never change again."""
 AGENT_PRESENT: frozenset[str] = frozenset({"live", "draining"})
-"""States of agents that are there."""
+"""States of agents that can work."""
 AGENT_ENDED: frozenset[str] = frozenset({"left", "lost"})
-"""States that an agent leaves only by registering anew."""
+"""States that an agent leaves only by registering again."""
 FAILURE_KINDS: tuple[str, ...] = get_args(FailureKind)
-"""From cause to consequence: of a run's failures, the first in this order explains the others."""
+"""Ordered from cause to consequence: the first of a run's failures in this order explains the others."""
 FINAL_FAILURES: frozenset[str] = frozenset({"invalid"})
-"""Failures that trying again would only repeat: the input is wrong. Other agents may take a refused run."""
+"""Failures that a retry would repeat, because the input is wrong. Other agents may accept a refused run."""
 DEFAULT_RETRIES = 3
 
 StopCause = Literal["cancelled", "failed", "unknown-run"]
-"""Why an agent is to end its ranks."""
+"""Why an agent must end its ranks."""
 PartKind = Literal["trace", "log"]
-"""What a rank leaves behind."""
+"""The artifacts of a rank."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class NewAgent:
     Attributes
     ----------
     id
-        Chosen by the agent, so that a repeated registration is the same agent.
+        Chosen by the agent, so that a repeated registration adds no second agent.
     address, port
-        Where the ranks of a run meet when this node is its first.
+        The rendezvous of a run with this agent as its first node.
     slots
-        Ranks that the node takes at the same time.
+        The most ranks of the node at the same time.
     allowed_models, checkpoint_directories
-        Patterns of what the node may load, and where its ranks may write checkpoints, None when it does not
-        say; the node itself enforces both.
+        Patterns of models that the node may load, and of directories for checkpoints (None if the agent did
+        not report any). The node itself enforces both.
     owner
-        The token that registers it, see :attr:`zbv_service.security.grants.Grant.owner`; None of agents that
-        were registered before owners were stored.
+        The token that registered it (:attr:`zbv_service.security.grants.Grant.owner`); None for agents of
+        versions that did not store owners.
     """
 
     id: str
@@ -67,7 +67,7 @@ class NewAgent:
 
 @dataclass(frozen=True)
 class AgentRecord(NewAgent):
-    """A registered agent; ``run_id`` is the run that holds it, ``seen_at`` its last sign of life."""
+    """A registered agent: ``run_id`` is the run that it is assigned to, ``seen_at`` its last heartbeat."""
 
     state: AgentState
     run_id: str | None
@@ -77,14 +77,14 @@ class AgentRecord(NewAgent):
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life of an agent.
+    """A heartbeat of an agent.
 
     Attributes
     ----------
     port
-        That is free there now; None leaves it as it was.
+        A free port of its node; None leaves the stored one.
     run_id, ranks
-        The run that it works on, and the ``rank``, ``step`` and ``action`` of each of its ranks there.
+        The run that it works on, and the ``rank``, ``step`` and ``action`` of each of its ranks.
     """
 
     agent_id: str
@@ -94,13 +94,13 @@ class Beat:
 
     @property
     def is_running(self) -> bool:
-        """Whether every one of its ranks has begun a step."""
+        """Whether all of its ranks have begun a step."""
         return bool(self.ranks) and all(place["step"] is not None for place in self.ranks)
 
 
 @dataclass(frozen=True)
 class RunOrders:
-    """What a run wants of its agents; as :class:`RunRecord` has it."""
+    """The part of a :class:`RunRecord` that its agents act on."""
 
     cancel_requested: bool
     stop_requested: bool
@@ -109,7 +109,7 @@ class RunOrders:
 
 @dataclass(frozen=True)
 class BeatAnswer:
-    """What an agent gets to hear: its own state, None when it is unknown, and its run's orders, if any."""
+    """The answer to a heartbeat: the agent's state (None if it is unknown) and the orders of its run."""
 
     name: str
     state: AgentState | None
@@ -123,17 +123,17 @@ class NewRun:
     Attributes
     ----------
     plan_id
-        None until the search ``search_id`` has found it. Of a plan and a search, a new run has one.
+        None until the search ``search_id`` has found it. A new run has either a plan or a search.
     search_options
-        Of that search, and of later ones for measured costs; None leaves the defaults.
+        Options of that search and of later searches for measured costs; None for the defaults.
     model
         ``factory``, ``arguments`` and ``seed``.
     nodes, ranks_per_node
         Their product is the number of ranks of all replicas.
     options
-        As :class:`zbv_service.runs.options.RunOptionsDocument` has them.
+        The fields of :class:`zbv_service.runs.options.RunOptionsDocument`.
     created_by
-        Name of the token that asked for it; None where nobody has to say who they are.
+        Name of the token that submitted it; None without authentication.
     """
 
     id: str
@@ -177,21 +177,21 @@ class RunRecord(NewRun):
     Attributes
     ----------
     generation
-        How often it was begun anew.
+        The number of restarts.
     stop_requested
-        Its nodes are being stopped, whatever for.
+        Whether its nodes are being stopped, for any reason.
     target_plan_id
-        What it is to change over to, None when nothing is.
+        The plan that it will change to; None without a pending change.
     offer
         A plan that is better under the measured costs: ``plan_id``, ``objective_now``, ``objective_then``.
     replanning
-        What the service remembers of its looks at the measured costs; see :class:`Replanning`.
+        The fields of :class:`Replanning`.
     failures
-        The cause of every generation that failed, the oldest first; they stay when a later one succeeds.
+        The cause of every generation that failed, oldest first, even if a later generation succeeds.
     refusals
-        Agents that refused the run, which does not get them again.
+        Agents that refused the run. They are not assigned to it again.
     waits_for
-        What a waiting run lacks, for people; None before it was looked at, and in every other state.
+        What a waiting run lacks, as text; None before the first check, and in any other state.
     """
 
     state: RunState
@@ -213,12 +213,12 @@ class RunRecord(NewRun):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFilter:
-    """Which runs a list shows; None and nothing let everything through.
+    """Which runs a list shows; empty fields do not restrict it.
 
     Attributes
     ----------
     text
-        How the id of the run, its plan or its search begins, or a part of the model's factory.
+        The beginning of the id of the run, its plan or its search, or a part of the model's factory.
     """
 
     states: frozenset[str] = frozenset()
@@ -229,12 +229,12 @@ class RunFilter:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentFilter:
-    """Which agents a list shows: those that are there, unless ``states`` says otherwise.
+    """Which agents a list shows; by default those that can work.
 
     Attributes
     ----------
     text
-        A part of the name or the address, or how the id of the agent or of its run begins.
+        A part of the name or the address, or the beginning of the id of the agent or its run.
     """
 
     states: frozenset[str] = AGENT_PRESENT
@@ -243,7 +243,7 @@ class AgentFilter:
 
 @dataclass(frozen=True)
 class Work:
-    """What one agent is to do: its node of a generation of a run."""
+    """The work of one agent: its node in a generation of a run."""
 
     run: RunRecord
     node: NodeRecord
@@ -256,7 +256,7 @@ class NewPart:
     Attributes
     ----------
     plan_id, pp_rank, replica, last_step
-        Of a trace: the plan that was measured, the rank's place in it, and the newest step.
+        For a trace: the measured plan, the place of the rank in it, and the newest step.
     """
 
     run_id: str
@@ -272,7 +272,7 @@ class NewPart:
 
 @dataclass(frozen=True)
 class PartInfo:
-    """What is known of a part without reading it; as :class:`NewPart`."""
+    """A part without its content; see :class:`NewPart`."""
 
     generation: int
     rank: int
@@ -286,18 +286,18 @@ class PartInfo:
 
 @dataclass(frozen=True)
 class Replanning:
-    """What is remembered of looks at a run's measured costs.
+    """The state of replanning a run for its measured costs.
 
     Attributes
     ----------
     plan_id, generation, step
-        Where the last look was: only later steps of the same plan and generation are new.
+        The last steps that were examined; only later steps of the same plan and generation are new.
     search_id
-        The last search of a measured problem for this plan, None before the first.
+        The last search with measured costs for this plan; None before the first.
     is_open
-        Whether that search's answer is still to be looked at.
+        Whether the result of that search has not been handled yet.
     searches
-        Of measured problems of this run, for whatever plan.
+        The number of searches with measured costs in this run, for any plan.
     """
 
     plan_id: str
@@ -309,24 +309,24 @@ class Replanning:
 
 
 def place_of(failure: Mapping[str, Any]) -> str:
-    """Where a failure happened, for people: rank, step, action and peer, as far as they are known.
+    """Where a failure happened, as text: rank, step, action and peer, as far as they are known.
 
-    A step that only a heartbeat reported may lag behind, and is called so.
+    A step from a heartbeat may lag behind, so the text says that it was reported.
     """
     step, last = failure.get("step"), failure.get("last_step")
     action = failure.get("action") or (failure.get("last_action") if step is None else None)
-    told = (
+    known = (
         None if failure.get("rank") is None else f"rank {failure['rank']}",
         f"step {step}" if step is not None else None if last is None else f"last reported step {last}",
         action and f"at {action}",
         None if failure.get("peer") is None else f"waiting for rank {failure['peer']}",
     )
-    return ", ".join(text for text in told if text)
+    return ", ".join(text for text in known if text)
 
 
 @dataclass(frozen=True)
 class EventRecord:
-    """Something that happened to a run; ids grow."""
+    """An event of a run; ids increase."""
 
     id: int
     at: datetime
@@ -336,7 +336,7 @@ class EventRecord:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """How a node's part of a generation ended; ``failures`` are documents of its ranks' failures."""
+    """How a node ended in a generation; ``failures`` are the failure documents of its ranks."""
 
     run_id: str
     generation: int
@@ -346,7 +346,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class WaitingRun:
-    """What a waiting run needs to start: ``nodes`` agents with ``ranks_per_node`` slots each.
+    """The agents that a waiting run needs: ``nodes`` agents with ``ranks_per_node`` slots each.
 
     Attributes
     ----------

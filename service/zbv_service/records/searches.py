@@ -1,4 +1,4 @@
-"""What goes into the database and comes out of it, as plain frozen records."""
+"""Searches and plans, as they enter and leave the database."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class NewSearch:
     Attributes
     ----------
     request_key
-        Hash of problem, options and version: equal keys ask the same question.
+        Hash of problem, options and version; requests with equal keys share one search.
     problem
         The normalised problem document, packed.
     summary
         The few numbers of the problem that lists show.
     created_at
-        None for the moment at which it is stored, on the database's clock.
+        None for the time of storing it, by the database's clock.
     created_by
-        Name of the token that asked for it; None where nobody has to say who they are.
+        Name of the token that submitted it; None without authentication.
     """
 
     id: str
@@ -48,13 +48,13 @@ class SearchRecord:
     Attributes
     ----------
     objective, lower_bound, gap
-        Of the best plan known so far; None before there is one.
+        Of the best plan known so far; None without a plan.
     attempts
         How often the search was started.
     crashes
         How often its process died.
     is_wanted_by_client
-        Whether anybody has submitted it for itself; else runs have that wait for its plan.
+        Whether a client has submitted it. Otherwise only runs that wait for its plan have.
     """
 
     id: str
@@ -80,7 +80,18 @@ class SearchRecord:
 
 @dataclass(frozen=True)
 class Claim:
-    """A search leased to one owner: what is needed to run it, and the fence its writes must carry."""
+    """A search that a runner has leased, as it is sent to an executor.
+
+    Attributes
+    ----------
+    fence
+        The runner's writes must carry it, so that they fail after the lease was lost.
+    problem, incumbent
+        Packed documents: the problem, and the ranks of the best plan known
+        (:func:`zbv_service.documents.packing.pack_incumbent`).
+    options
+        Those of the request; the runner adds ``workers``, the number of threads.
+    """
 
     id: str
     fence: int
@@ -93,14 +104,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A stored incumbent does not fit its problem; the search started without it.
+    """A stored incumbent does not fit its problem, so the search started without it.
 
     Attributes
     ----------
     digest
         SHA-256 of the packed incumbent, in hexadecimal.
     reason
-        Which rule it breaks.
+        The rule that it breaks.
     """
 
     digest: str
@@ -114,9 +125,9 @@ class Update:
     Attributes
     ----------
     incumbent
-        The plan's ranks, packed, or an object of problem and ranks where layers were cut.
+        The plan's packed ranks; for a problem given by layers, an object of problem and ranks.
     refusal
-        Set where the search could not use its stored incumbent: what is stored with it is void.
+        Set if the search could not use its stored incumbent; the results stored with that one are void.
     """
 
     objective: float
@@ -129,7 +140,7 @@ class Update:
 
 @dataclass(frozen=True)
 class SearchEvent:
-    """Something that happened to a search; ``number`` counts from 1 within it, perhaps with gaps."""
+    """An event of a search; ``number`` increases from 1 within the search, possibly with gaps."""
 
     search_id: str
     number: int
@@ -139,21 +150,21 @@ class SearchEvent:
 
 
 RequestKind = Literal["search", "run"]
-"""What a request that may carry an Idempotency-Key creates."""
+"""The resource that a request with an Idempotency-Key creates."""
 
 
 @dataclass(frozen=True)
 class NamedRequest:
-    """A request that its caller gave a name to (the header Idempotency-Key).
+    """A request with an Idempotency-Key.
 
     Attributes
     ----------
     key_hash
-        Hash of the caller and the name.
+        Hash of the caller and the key.
     fingerprint
-        Hash of the body: the same name must come with the same one.
+        Hash of the body. A key must always come with the same body.
     kind
-        What the request creates: the same name must come to the same address.
+        The resource that the request creates. A key must always come to the same address.
     """
 
     key_hash: str
@@ -190,10 +201,10 @@ class NewPlan:
     document
         The whole plan document, packed.
     problem_key
-        Hash of its problem (:func:`zbv_service.documents.packing.problem_key`): plans of equal keys can be
+        Hash of its problem (:func:`zbv_service.documents.packing.problem_key`); plans with equal keys can be
         compared.
     cut_bound
-        Where layers were cut: no plan of any cut has a smaller objective.
+        For a problem given by layers: a lower bound on the objective over all cuts.
     refusal
         As in :class:`Update`.
     """
@@ -206,7 +217,7 @@ class NewPlan:
 
     @property
     def search_bound(self) -> float:
-        """The bound of what was searched, which for layers is that of every cut."""
+        """The lower bound of the search, which for layers holds for every cut."""
         return self.summary.lower_bound if self.cut_bound is None else self.cut_bound
 
 
@@ -215,9 +226,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """A place in a list that is sorted by creation, the newest first; ``id`` tells equal moments apart.
+    """A position in a list sorted by creation, newest first; ``id`` breaks ties.
 
-    What follows it is older, or newer where ``is_newer`` says so.
+    The items after it are older, or newer if ``is_newer`` is set.
     """
 
     created_at: datetime
@@ -227,12 +238,12 @@ class Position:
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """Some of a list, the newest first.
+    """A part of a list, newest first.
 
     Attributes
     ----------
     next, previous
-        Positions from which older and newer items follow; None where there are none.
+        Positions of the older and the newer items; None if there are none.
     """
 
     items: tuple[T, ...]
@@ -242,12 +253,12 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What lists of searches and of plans are filtered by; None and nothing let everything through.
+    """The filter of lists of searches and plans; empty fields do not restrict them.
 
     Attributes
     ----------
     text
-        How the id begins, or that of a search's plan.
+        The beginning of the id, or of the id of a search's plan.
     """
 
     text: str | None = None
@@ -261,7 +272,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchFilter(Shape):
-    """Which searches a list shows: those of all these ``states``, or of any state when there are none."""
+    """Which searches a list shows: those in one of these states, or in any state if ``states`` is empty."""
 
     states: frozenset[str] = frozenset()
 

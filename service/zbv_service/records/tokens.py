@@ -1,4 +1,4 @@
-"""Tokens as plain frozen records: what goes into the database and comes out of it."""
+"""Tokens, as they enter and leave the database."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class NewToken:
     Attributes
     ----------
     kind
-        A token that somebody holds; a browser's session; or a link that becomes a session, once.
+        A token of a user, a browser's session, or a link that becomes a session once.
     name
-        Under which its searches and runs are noted. Of the tokens that work, no two have the same.
+        Recorded with its searches and runs. The names of valid tokens are unique.
     parent_id
-        The token that a session or link was made with; None when that was a local token.
+        The token that created a session or link; None if a local token did.
     local_id
-        The local token that a session or link was made with; None when that was a stored token.
+        The local token that created a session or link; None if a stored token did.
     max_searches
-        Unfinished searches it may have; None leaves it to the service.
+        The limit of its unfinished searches; None for the service's default.
     """
 
     id: str
@@ -39,20 +39,10 @@ class NewToken:
     expires_at: datetime | None = None
 
 
-@dataclass(frozen=True)
-class TokenRecord:
+@dataclass(frozen=True, kw_only=True)
+class TokenRecord(NewToken):
     """A stored token. A link's ``used_at`` is when it became a session."""
 
-    id: str
-    kind: TokenKind
-    name: str
-    secret_hash: str
-    scopes: tuple[str, ...]
-    parent_id: str | None
-    local_id: str | None
-    max_searches: int | None
-    created_at: datetime
-    expires_at: datetime | None
     revoked_at: datetime | None
     used_at: datetime | None
 

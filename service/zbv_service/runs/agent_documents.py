@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field
 
 from zbv_service.documents.shared import NEXT, PREVIOUS, RequestDocument
 from zbv_service.records.runs import (
-    AgentRecord,
     AgentState,
     FailureKind,
     NewAgent,
@@ -17,11 +16,10 @@ from zbv_service.records.runs import (
     StopCause,
     Work,
 )
-from zbv_service.runs.documents import ModelDocument
+from zbv_service.runs.documents import ModelDocument, RecordDocument
 from zbv_service.runs.options import RunOptionsDocument
 
 Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""Text of one line."""
 Directory = Annotated[str, Field(max_length=4000, pattern=r"^/[^\x00-\x1f\x7f]*$")]
 Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
 Identifier = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -63,15 +61,15 @@ class AgentRequest(RequestDocument):
     @property
     def new_agent(self) -> NewAgent:
         """The agent as it is stored."""
-        told = self.allows or AllowsDocument(models=self.allowed_models)
+        allows = self.allows or AllowsDocument(models=self.allowed_models)
         return NewAgent(
             **self.model_dump(exclude={"allowed_models", "allows"}),
-            allowed_models=told.models,
-            checkpoint_directories=told.checkpoint_directories,
+            allowed_models=allows.models,
+            checkpoint_directories=allows.checkpoint_directories,
         )
 
 
-class AgentDocument(BaseModel):
+class AgentDocument(RecordDocument):
     """A registered agent."""
 
     id: str
@@ -89,11 +87,6 @@ class AgentDocument(BaseModel):
     run_id: str | None = Field(description="The run that it works for.")
     created_at: datetime
     seen_at: datetime = Field(description="The time of its last heartbeat.")
-
-    @classmethod
-    def of(cls, record: AgentRecord) -> AgentDocument:
-        """The document of a stored agent."""
-        return cls(**{name: getattr(record, name) for name in cls.model_fields})
 
 
 class RegisteredAgent(BaseModel):
@@ -175,27 +168,26 @@ class HeartbeatAnswer(BaseModel):
     )
 
 
-class FailureFacts(RequestDocument):
-    """The known facts about a failure."""
-
+class _FailurePlace(RequestDocument):
     rank: Count | None = None
     step: Count | None = None
     action: Annotated[str, Field(max_length=32)] | None = None
     peer: Count | None = Field(None, description="The rank that this rank waited for.")
+
+
+class FailureFacts(_FailurePlace):
+    """The known facts about a failure."""
+
     message: Text | None = None
 
 
-class RankFailure(RequestDocument):
+class RankFailure(_FailurePlace):
     """Why a rank ended, or why no rank was started (``rank`` is null then).
 
     Facts may be given here or in ``failure``, which takes precedence.
     """
 
     kind: FailureKind
-    rank: Count | None = None
-    step: Count | None = None
-    action: Annotated[str, Field(max_length=32)] | None = None
-    peer: Count | None = Field(None, description="The rank that this rank waited for.")
     detail: Text = ""
     failure: FailureFacts | None = None
 

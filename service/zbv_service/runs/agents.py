@@ -1,13 +1,14 @@
-"""Registers agents, hands out their work, and takes their heartbeats and reports."""
+"""Registers agents, assigns their work, and takes their heartbeats and reports."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from dataclasses import replace
 
 from zbv_service.compute.waiting import happened
 from zbv_service.database import AgentTable, RunTable
-from zbv_service.errors import AGENT_GONE, NOT_FOUND, ProblemError
+from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, NOT_FOUND, ProblemError
 from zbv_service.records.runs import (
     AGENT_ENDED,
     AgentFilter,
@@ -17,20 +18,20 @@ from zbv_service.records.runs import (
     BeatAnswer,
     NodeReport,
     RunOrders,
-    StopCause,
     Work,
 )
 from zbv_service.records.searches import Page, Position
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
-from zbv_service.runs.agent_owners import AgentOwners
 from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
 from zbv_service.security.grants import Grant
 
+OWNERS_CACHED = 16_384
+
 
 class Agents:
-    """The agents of a service."""
+    """The agents of a service. Only the token that registered an agent, or an admin token, may act for it."""
 
     def __init__(self, agents: AgentTable, runs: RunTable, heartbeats: Heartbeats, dispatcher: Dispatcher):
         self._agents = agents
@@ -38,10 +39,11 @@ class Agents:
         self._heartbeats = heartbeats
         self._dispatcher = dispatcher
         self._assignments = Assignments(runs, dispatcher)
-        self.owners = AgentOwners(agents)
+        # An owner changes only if an agent that is gone registers again with its id.
+        self._owners: OrderedDict[str, str] = OrderedDict()
 
     async def register(self, request: AgentRequest, grant: Grant) -> tuple[AgentRecord, bool]:
-        """The agent of a request, and whether it is new.
+        """Register an agent; returns its record and whether it is new.
 
         Raises
         ------
@@ -50,12 +52,40 @@ class Agents:
         """
         record, is_new = await self._agents.add(replace(request.new_agent, owner=grant.owner))
         if is_new:
-            self.owners.forget(record.id)
+            self._owners.pop(record.id, None)
         else:
-            await self.owners.require(grant, record.id)
+            await self.require_owner(grant, record.id)
         self._dispatcher.wake()
         _require_present(record.id, record.name, record.state)
         return record, is_new
+
+    async def require_owner(self, grant: Grant, agent_id: str) -> None:
+        """Require that a caller may act for an agent; anyone may act for an unknown agent.
+
+        An agent that was registered before owners were stored gets as its owner the first token that
+        acts for it, other than one with the scope admin.
+
+        Raises
+        ------
+        ProblemError
+            403: the caller may not.
+        """
+        if "admin" in grant.scopes:
+            return
+        owner = self._owners.get(agent_id)
+        if owner is None:
+            owner = await self._agents.owned(agent_id, grant.owner)
+            if owner is None:
+                return
+            self._owners[agent_id] = owner
+            if len(self._owners) > OWNERS_CACHED:
+                self._owners.popitem(last=False)
+        if owner != grant.owner:
+            raise ProblemError(
+                AGENT_OF_OTHERS,
+                f"agent {agent_id} was registered with another token; only that token, or one with the scope "
+                f"admin, may act for it. Register this node under a new id.",
+            )
 
     async def get(self, agent_id: str) -> AgentRecord:
         """An agent; raises :class:`ProblemError` 404."""
@@ -118,18 +148,14 @@ class Agents:
 
 
 def _answer_of(orders: RunOrders | None) -> HeartbeatAnswer:
-    """The answer to a heartbeat."""
+    """The answer to a heartbeat of an agent that works on a run."""
     if orders is None:
-        return _stop("unknown-run", "the service does not know this run")
+        return HeartbeatAnswer(stop=True, cause="unknown-run", reason="the service does not know this run")
     if orders.cancel_requested:
-        return _stop("cancelled", "the run was cancelled")
+        return HeartbeatAnswer(stop=True, cause="cancelled", reason="the run was cancelled")
     if orders.stop_requested:
-        return _stop("failed", "the run failed elsewhere")
+        return HeartbeatAnswer(stop=True, cause="failed", reason="the run failed elsewhere")
     return HeartbeatAnswer(stop=False, plan_id=orders.target_plan_id)
-
-
-def _stop(cause: StopCause, reason: str) -> HeartbeatAnswer:
-    return HeartbeatAnswer(stop=True, cause=cause, reason=reason)
 
 
 def _found(record: AgentRecord | None, agent_id: str) -> AgentRecord:

@@ -1,4 +1,4 @@
-"""Wakes agents that wait for work, with one query for all of them."""
+"""Wakes agents that wait for work; one query serves all of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Assignments:
         event = asyncio.Event()
         self._waiting.setdefault(agent_id, set()).add(event)
         if self._looker is None or self._looker.done():
-            self._looker = asyncio.create_task(self._look_on(), name="zbv-assignments")
+            self._looker = asyncio.create_task(self._look_on(), name="zbv-waiting-agents")
         try:
             yield event
         finally:

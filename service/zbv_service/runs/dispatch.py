@@ -1,6 +1,6 @@
 """Advances runs: takes plans from their searches, assigns agents, and notices lost agents.
 
-The database is the source of truth: several services may do this at once, and any of them may die.
+The database is the source of truth: several services may do this at once, and any of them may crash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Assigns runs to agents between :meth:`start` and :meth:`stop`.
+    """Runs the loops between :meth:`start` and :meth:`stop`.
 
     Attributes
     ----------
@@ -44,19 +44,18 @@ class Dispatcher:
     ):
         self._runs = runs
         self._run_plans = run_plans
-        self._replanner = replanner
+        self.replanner = replanner
         self._watch = watch
         self._settings = settings
         self._changed = asyncio.Event()
         self._submitted = asyncio.Event()
-        self._looking = asyncio.Lock()
         self._stopped = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
         self.assigned = asyncio.Event()
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the service stops, so that nobody should wait."""
+        """Whether the service is stopping, so that no request may wait."""
         return self._stopped.is_set()
 
     @property
@@ -65,9 +64,9 @@ class Dispatcher:
         return bool(self._loops) and not any(loop.done() for loop in self._loops)
 
     async def start(self) -> None:
-        """Begin."""
+        """Start the loops."""
         for step, name in (
-            (self._assign, "gangs"),
+            (self._assign, "assignments"),
             (self._watch_agents, "agents"),
             (self._take_plans, "plans"),
             (self._replan, "replanning"),
@@ -75,14 +74,14 @@ class Dispatcher:
             self._loops.append(asyncio.create_task(self._forever(step), name=f"zbv-{name}"))
 
     def hang_up(self) -> None:
-        """Answer all agents that wait for work, because the service stops."""
+        """Answer all agents that wait for work, because the service is stopping."""
         self._stopped.set()
         self._changed.set()
         self._submitted.set()
         self._ring()
 
     async def stop(self) -> None:
-        """Let the loops end by themselves, so that no transaction is interrupted."""
+        """Wait until the loops end, so that no transaction is interrupted."""
         self.hang_up()
         if not self._loops:
             return
@@ -91,7 +90,7 @@ class Dispatcher:
             loop.cancel()
 
     def wake(self) -> None:
-        """Notice that a run waits or an agent is free."""
+        """Look for work at once: a run was submitted or an agent became free."""
         self._changed.set()
         self._submitted.set()
 
@@ -124,13 +123,8 @@ class Dispatcher:
             self._changed.set()
         await happened(self._submitted, _PLANNING_SECONDS if waiting else POLL_SECONDS)
 
-    async def look(self) -> None:
-        """Check the measured costs of runs now."""
-        async with self._looking:
-            await self._replanner.step()
-
     async def _replan(self) -> None:
-        await self.look()
+        await self.replanner.step()
         await happened(self._stopped, POLL_SECONDS)
 
     async def _watch_agents(self) -> None:

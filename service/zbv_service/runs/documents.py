@@ -5,25 +5,23 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from zbv_service.documents.problems import QuestionDocument
 from zbv_service.documents.shared import NEXT, PREVIOUS, OptionsDocument, RequestDocument
 from zbv_service.errors import ProblemDetails
-from zbv_service.records.runs import (
-    EventRecord,
-    FailureKind,
-    NodeOutcome,
-    NodeRecord,
-    NodeState,
-    RunRecord,
-    RunState,
-)
+from zbv_service.records.runs import FailureKind, NodeOutcome, NodeState, RunState
 from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
 
 MAX_NODES = 4096
 
 PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class RecordDocument(BaseModel):
+    """Base of documents that are made from the attributes of a stored record."""
+
+    model_config = ConfigDict(from_attributes=True)
 
 
 class ModelDocument(RequestDocument):
@@ -66,27 +64,15 @@ class OfferDocument(BaseModel):
     objective_then: float = Field(description="Objective of the offered plan for the same costs.")
 
 
-class NodeDocument(BaseModel):
+class NodeDocument(RecordDocument):
     """One node of a run, and the places of its ranks."""
 
     node_rank: int
     agent_id: str
-    agent: str = Field(description="The agent's name.")
+    agent: str = Field(validation_alias="agent_name", description="The agent's name.")
     state: NodeState
     outcome: NodeOutcome | None
     ranks: list[dict[str, Any]] = Field(description="rank, step and action, as last reported.")
-
-    @classmethod
-    def of(cls, record: NodeRecord) -> NodeDocument:
-        """The document of a stored node."""
-        return cls(
-            node_rank=record.node_rank,
-            agent_id=record.agent_id,
-            agent=record.agent_name,
-            state=record.state,
-            outcome=record.outcome,
-            ranks=record.ranks,
-        )
 
 
 class CauseDocument(BaseModel):
@@ -117,7 +103,7 @@ class RefusalDocument(BaseModel):
     message: str
 
 
-class RunDocument(BaseModel):
+class RunDocument(RecordDocument):
     """A training run in any state."""
 
     id: str
@@ -147,21 +133,6 @@ class RunDocument(BaseModel):
     updated_at: datetime
     finished_at: datetime | None
 
-    @classmethod
-    def of(cls, record: RunRecord) -> RunDocument:
-        """The document of a stored run."""
-        made = ("model", "options", "members", "error", "offer", "failures", "refusals")
-        return cls(
-            **{name: getattr(record, name) for name in cls.model_fields if name not in made},
-            offer=None if record.offer is None else OfferDocument.model_validate(record.offer),
-            model=ModelDocument.model_validate(record.model),
-            options=RunOptionsDocument.model_validate(record.options),
-            members=[NodeDocument.of(node) for node in record.members],
-            failures=[CauseDocument.model_validate(cause) for cause in record.failures],
-            refusals=[RefusalDocument.model_validate(refusal) for refusal in record.refusals],
-            error=None if record.error is None else ProblemDetails.model_validate(record.error),
-        )
-
 
 class RunList(BaseModel):
     """A page of runs, newest first."""
@@ -171,18 +142,13 @@ class RunList(BaseModel):
     previous: str | None = PREVIOUS
 
 
-class EventDocument(BaseModel):
+class EventDocument(RecordDocument):
     """An event of a run."""
 
     id: int
     at: datetime
     kind: str
     detail: str
-
-    @classmethod
-    def of(cls, record: EventRecord) -> EventDocument:
-        """The document of a stored event."""
-        return cls(id=record.id, at=record.at, kind=record.kind, detail=record.detail)
 
 
 class EventList(BaseModel):

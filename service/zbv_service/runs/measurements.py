@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from zbv_solver.errors import InvalidInput
@@ -13,6 +13,7 @@ from zbv_solver.plans.plan import Plan
 
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.database import PartTable
 from zbv_service.plans.plans import Plans
 from zbv_service.records.runs import PartInfo, RunRecord
 from zbv_service.runs.measured.accounts import Account, KindTimes, account, kind_times
@@ -26,11 +27,11 @@ from zbv_service.runs.measured.step import (
     step_length,
     typical,
 )
-from zbv_service.runs.parts import RunParts, parse_traces
+from zbv_service.runs.parts import parse_traces
 
 MANY_ACTIONS = 100_000
 FEW_STEPS = 5
-"""For plans with more actions than this, only the newest steps are considered."""
+"""For plans with more than :data:`MANY_ACTIONS` actions, only so many of the newest steps are considered."""
 CACHED = 8
 
 
@@ -51,8 +52,18 @@ class NothingMeasured:
     detail: str
 
 
-@dataclass(frozen=True, eq=False)
-class Measured:
+@dataclass(frozen=True, kw_only=True)
+class TraceSource:
+    """The generation and replica of some traces, and all generations and replicas that have traces."""
+
+    generation: int = 0
+    generations: tuple[int, ...] = (0,)
+    replica: int = 0
+    replicas: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Measured(TraceSource):
     """A step of a run, compared with its plan.
 
     Attributes
@@ -68,10 +79,6 @@ class Measured:
     """
 
     plan: Plan
-    generation: int
-    generations: tuple[int, ...]
-    replica: int
-    replicas: tuple[int, ...]
     lengths: dict[int, float]
     step: MeasuredStep
     is_typical: bool
@@ -87,7 +94,7 @@ class Measured:
 class Measurements:
     """Reads and analyses measured steps, and caches the results."""
 
-    def __init__(self, parts: RunParts, plans: Plans, computations: Computations):
+    def __init__(self, parts: PartTable, plans: Plans, computations: Computations):
         self._computations = computations
         self._parts = parts
         self._plans = plans
@@ -100,93 +107,78 @@ class Measurements:
         if not generations:
             return _nothing_yet(run)
         generation = generations[-1] if chosen.generation is None else chosen.generation
-        there = [part for part in index if part.generation == generation]
-        mine = _of_one_plan([part for part in there if part.replica == chosen.replica])
-        if not mine:
+        present = [part for part in index if part.generation == generation]
+        parts = _of_one_plan([part for part in present if part.replica == chosen.replica])
+        if not parts:
             return NothingMeasured(
                 "unknown",
                 f"Generation {generation} has sent no trace of replica {chosen.replica}. There are traces of "
                 f"{_listed('generation', generations)}, replicas from 0.",
             )
-        replicas = tuple(sorted({part.replica for part in there if part.replica is not None}))
-        newest = max(part.updated_at for part in mine).isoformat()
-        key = f"{run.id} {generation} {chosen.replica} {chosen.step} {newest} {len(mine)}"
-        return await self._made.get(key, lambda: self._make(run, chosen, mine, generations, replicas))
+        replicas = tuple(sorted({part.replica for part in present if part.replica is not None}))
+        source = TraceSource(
+            generation=generation, generations=generations, replica=chosen.replica, replicas=replicas
+        )
+        newest = max(part.updated_at for part in parts).isoformat()
+        key = f"{run.id} {generation} {chosen.replica} {chosen.step} {newest} {len(parts)}"
+        return await self._made.get(key, lambda: self._measure(run.id, chosen.step, source, parts))
 
-    async def _make(
-        self,
-        run: RunRecord,
-        chosen: Chosen,
-        parts: Sequence[PartInfo],
-        generations: tuple[int, ...],
-        replicas: tuple[int, ...],
+    async def _measure(
+        self, run_id: str, step: int | None, source: TraceSource, parts: Sequence[PartInfo]
     ) -> Measured | NothingMeasured:
         plan = await self._plans.plan(parts[0].plan_id or "")
-        generation = parts[0].generation
-        packed = await self._parts.packed_traces(run.id, generation, [part.rank for part in parts])
-        read = partial(measure_packed, plan, chosen, generation, generations, replicas)
+        ranks = [part.rank for part in parts]
+        traces = await self._parts.read(run_id, source.generation, "trace", ranks)
         try:
-            return await self._computations.run(read, [packed[rank] for rank in sorted(packed)])
+            return await self._computations.run(
+                partial(measure_packed, plan, step, source), [trace.body for trace in traces]
+            )
         except InvalidInput as error:
             return NothingMeasured("foreign", f"The traces do not fit the run's plan: {error}")
 
 
 def measure_packed(
-    plan: Plan,
-    chosen: Chosen,
-    generation: int,
-    generations: tuple[int, ...],
-    replicas: tuple[int, ...],
-    packed: Sequence[bytes],
+    plan: Plan, step: int | None, source: TraceSource, packed: Sequence[bytes]
 ) -> Measured | NothingMeasured:
     """The result of :func:`measure` for the packed traces of the plan."""
-    traces = tuple(trace for trace in parse_traces(packed) if trace.plan_id == plan.plan_id)
-    return measure(plan, traces, chosen, generation, generations, replicas)
+    traces = [trace for trace in parse_traces(packed) if trace.plan_id == plan.plan_id]
+    return measure(plan, traces, step, source)
 
 
 def measure(
-    plan: Plan,
-    traces: Sequence[RankTrace],
-    chosen: Chosen,
-    generation: int = 0,
-    generations: tuple[int, ...] = (0,),
-    replicas: tuple[int, ...] = (0,),
+    plan: Plan, traces: Sequence[RankTrace], step: int | None, source: TraceSource
 ) -> Measured | NothingMeasured:
-    """Analyse a step of one replica; takes seconds for the largest plans.
+    """Analyse a step of one replica, by default the one of median length. Large plans take seconds.
 
     Raises
     ------
     InvalidInput
-        A rank did not run its list of the plan.
+        A rank did not run its actions of the plan.
     """
     numbers = most_shared(traces)
     if not numbers:
         return NothingMeasured("no-step", "The traces of the ranks have no finished step.")
-    if chosen.step is not None and chosen.step not in numbers:
+    if step is not None and step not in numbers:
         return NothingMeasured(
-            "unknown",
-            f"Step {chosen.step} is not kept any more, or not yet sent; {_listed('step', numbers)} are.",
+            "unknown", f"Step {step} is not kept any more, or not yet sent; {_listed('step', numbers)} are."
         )
     if len(plan.orders) > MANY_ACTIONS:
-        numbers = tuple(n for n in numbers if n in numbers[-FEW_STEPS:] or n == chosen.step)
+        numbers = tuple(n for n in numbers if n in numbers[-FEW_STEPS:] or n == step)
     nanoseconds, has_named_unit = nanoseconds_of_unit(plan, traces)
     steps = [lay_out(plan, traces, number, nanoseconds) for number in numbers]
-    step = typical(plan, steps) if chosen.step is None else steps[numbers.index(chosen.step)]
-    found = account(plan, step)
+    shown = typical(plan, steps) if step is None else steps[numbers.index(step)]
+    found = account(plan, shown)
     return Measured(
+        **asdict(source),
         plan=plan,
-        generation=generation,
-        generations=generations,
-        replica=chosen.replica,
-        replicas=replicas,
         lengths={each.step: step_length(plan, each) for each in steps},
-        step=step,
-        is_typical=chosen.step is None,
-        missing=tuple(rank for rank in range(plan.problem.pp_degree) if rank not in step.ranks),
+        step=shown,
+        is_typical=step is None,
+        missing=tuple(rank for rank in range(plan.problem.pp_degree) if rank not in shown.ranks),
         account=found,
-        explanation=explain(plan, step, found),
+        explanation=explain(plan, shown, found),
         kinds=kind_times(plan, steps),
-        conflict=clock_conflict(plan, step),
+        conflict=clock_conflict(plan, shown),
         nanoseconds=nanoseconds,
         has_named_unit=has_named_unit,
     )

@@ -1,4 +1,4 @@
-"""Traces and logs of ranks: taken from agents, stored, and read again.
+"""Checks, stores and reads the traces and logs of ranks.
 
 The newest steps of each rank's traces are kept, because ranks write them at different times and a reader
 needs steps that all ranks have. The merged trace shows the newest such step on rank 0's clock.
@@ -10,7 +10,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -35,21 +35,23 @@ _KEPT_ACTIONS = 60_000
 
 
 @dataclass(frozen=True)
-class ReadTrace:
-    """A checked trace: the part to store and its metadata."""
+class RankKey:
+    """One rank in one generation of a run."""
 
-    packed: bytes
-    plan_id: str
-    pp_rank: int
-    replica: int
-    last_step: int | None
+    run_id: str
+    generation: int
+    rank: int
 
 
-def read_trace(rank: int, former: bytes | None, gzip_limit: int | None, body: bytes | bytearray) -> ReadTrace:
+def read_trace(
+    key: RankKey, former: bytes | None, gzip_limit: int | None, body: bytes | bytearray
+) -> NewPart:
     """Check a rank's trace, and merge it with the stored one.
 
     Parameters
     ----------
+    former
+        The packed trace that is stored.
     gzip_limit
         Most bytes of a gzip body after decompression; None for a plain body.
 
@@ -60,19 +62,25 @@ def read_trace(rank: int, former: bytes | None, gzip_limit: int | None, body: by
     """
     document = _parse_json(body if gzip_limit is None else decompressed(body, gzip_limit))
     trace = parse_rank_trace(document)
-    if trace.rank != rank:
-        raise InvalidInput.at("/rank", f"found {trace.rank}; the address says {rank}.")
-    last = trace.steps[-1].step if trace.steps else None
-    return ReadTrace(_joined(document, former), trace.plan_id, trace.pp_rank, trace.replica, last)
+    _require_rank(trace.rank, key)
+    return NewPart(
+        **asdict(key),
+        kind="trace",
+        body=_joined(document, former),
+        plan_id=trace.plan_id,
+        pp_rank=trace.pp_rank,
+        replica=trace.replica,
+        last_step=trace.steps[-1].step if trace.steps else None,
+    )
 
 
-def read_events(document: Any) -> RankEvents:
-    """The events in a decoded document of a rank; raises :class:`InvalidInput`."""
-    return parse_body(RankEvents, document)
+def _require_rank(found: int, key: RankKey) -> None:
+    if found != key.rank:
+        raise InvalidInput.at("/rank", f"found {found}; the address says {key.rank}.")
 
 
 def parse_traces(packed: Sequence[bytes]) -> tuple[RankTrace, ...]:
-    """Packed traces."""
+    """Parse packed traces."""
     return tuple(parse_rank_trace(unpack(each)) for each in packed)
 
 
@@ -82,7 +90,7 @@ def merged(generation: int, packed: Sequence[bytes]) -> bytes:
     Raises
     ------
     ProblemError
-        404 where there is none.
+        404: there is none.
     """
     traces = parse_traces(packed)
     common = frozenset.intersection(*(trace.numbers for trace in traces))
@@ -102,52 +110,39 @@ class RunParts:
         self._table = table
         self._computations = computations
 
-    async def require_owner(self, agent_id: str, run_id: str, generation: int, rank: int) -> None:
-        """Raise :class:`ProblemError` 404 unless the agent had this rank."""
-        ranks = await self._table.ranks_of(agent_id, run_id, generation)
-        if ranks is None or rank not in ranks:
+    async def require_owner(self, agent_id: str, key: RankKey) -> None:
+        """Raise :class:`ProblemError` 404 unless the agent runs or ran this rank."""
+        ranks = await self._table.ranks_of(agent_id, key.run_id, key.generation)
+        if ranks is None or key.rank not in ranks:
             raise ProblemError(
-                NOT_FOUND, f"agent {agent_id} has no rank {rank} in generation {generation} of run {run_id}."
+                NOT_FOUND,
+                f"agent {agent_id} has no rank {key.rank} in generation {key.generation} of run "
+                f"{key.run_id}.",
             )
 
-    async def put_trace(
-        self, run_id: str, generation: int, rank: int, body: bytes | bytearray, is_gzip: bool, limit: int
-    ) -> None:
+    async def put_trace(self, key: RankKey, body: bytes | bytearray, gzip_limit: int | None) -> None:
         """Store a rank's trace together with the newest steps of its earlier ones.
 
         Parameters
         ----------
-        body, is_gzip, limit
-            JSON text, possibly as gzip, of at most ``limit`` bytes.
+        body, gzip_limit
+            JSON text; if it is gzip, the most bytes after decompression.
 
         Raises
         ------
         ProblemError, InvalidInput
             It is not a trace, or belongs to another rank.
         """
-        former = await self._table.read(run_id, generation, "trace", [rank])
-        read = partial(read_trace, rank, former[0].body if former else None, limit if is_gzip else None)
-        read_one = await self._computations.for_client(read, body)
-        await self._table.put(
-            NewPart(
-                run_id=run_id,
-                generation=generation,
-                rank=rank,
-                kind="trace",
-                body=read_one.packed,
-                plan_id=read_one.plan_id,
-                pp_rank=read_one.pp_rank,
-                replica=read_one.replica,
-                last_step=read_one.last_step,
-            )
-        )
+        former = await self._table.read(key.run_id, key.generation, "trace", [key.rank])
+        read = partial(read_trace, key, former[0].body if former else None, gzip_limit)
+        await self._table.put(await self._computations.for_client(read, body))
 
-    async def put_log(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
+    async def put_log(self, key: RankKey, text: bytes) -> None:
         """Store the end of a rank's log."""
         packed = await asyncio.to_thread(zlib.compress, text)
-        await self._table.put(NewPart(run_id, generation, rank, "log", packed))
+        await self._table.put(NewPart(**asdict(key), kind="log", body=packed))
 
-    async def put_events(self, run_id: str, generation: int, rank: int, text: bytes) -> None:
+    async def put_events(self, key: RankKey, text: bytes) -> None:
         """Store events of a rank; repeated events are ignored.
 
         Raises
@@ -155,30 +150,15 @@ class RunParts:
         ProblemError, InvalidInput
             The text is not a document of events, or belongs to another rank.
         """
-        told = await self._computations.of_body(read_events, text)
-        if told.rank != rank:
-            raise InvalidInput.at("/rank", f"found {told.rank}; the address says {rank}.")
-        details = [
-            f"generation {generation}, rank {rank}, step {event.step}: the {event.what} is {event.value}"
-            for event in told.events
-        ]
-        await self._table.note(run_id, "non_finite", details)
-
-    async def traces(
-        self, run_id: str, generation: int, ranks: Sequence[int] | None = None
-    ) -> tuple[RankTrace, ...]:
-        """The traces of these ranks, or of all ranks, by rank."""
-        parts = await self._table.read(run_id, generation, "trace", ranks)
-        return await self._computations.run(parse_traces, [part.body for part in parts])
+        document = await self._computations.of_body(partial(parse_body, RankEvents), text)
+        _require_rank(document.rank, key)
+        place = f"generation {key.generation}, rank {key.rank}"
+        details = [f"{place}, step {each.step}: the {each.what} is {each.value}" for each in document.events]
+        await self._table.note(key.run_id, "non_finite", details)
 
     async def index(self, run_id: str) -> list[PartInfo]:
         """The list of a run's parts in all generations, without their content."""
         return await self._table.index(run_id)
-
-    async def packed_traces(self, run_id: str, generation: int, ranks: Sequence[int]) -> dict[int, bytes]:
-        """The packed traces of these ranks, by rank."""
-        parts = await self._table.read(run_id, generation, "trace", ranks)
-        return {part.rank: part.body for part in parts}
 
     async def merged_trace(self, run: RunRecord, generation: int | None) -> bytes:
         """All ranks' newest common step as one Trace Event Format document.
@@ -221,7 +201,7 @@ class RunParts:
 
 
 def _joined(document: dict[str, Any], former: bytes | None) -> bytes:
-    """A trace with the steps of an earlier one, packed; steps of another plan or clock are dropped."""
+    """A packed trace with the steps of an earlier one, without steps of another plan or clock."""
     known = {} if former is None else unpack(former)
     steps = {entry["step"]: entry for entry in document["steps"]}
     if all(known.get(name) == document.get(name) for name in ("plan_id", "clock_offset_ns")):

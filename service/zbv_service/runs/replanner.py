@@ -1,10 +1,9 @@
-"""Looks at what runs measure, and has a better plan searched where costs are not as planned.
+"""Compares the measured costs of runs with the planned ones, and searches a better plan if they drift.
 
-One look at a run: its newest traces give measured costs; where they differ from those that its plan was
-made for (or was last searched anew for) by more than the run's threshold, the measured problem is searched.
-When that search has ended, its plan is held against the running one, both under the measured costs, and
-offered if it is better. All that is remembered is in the database, so a service that dies takes no look
-along; and a run has one open search at most.
+A look at a run takes measured costs from its newest traces. If they differ by more than the run's threshold
+from the costs of its plan (or of the latest search), the measured problem is searched. When that search has
+ended, both plans are evaluated with the measured costs, and the new plan is offered if it is better. The
+whole state is in the database, so it survives a crash of the service; a run has at most one open search.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import RankTrace
@@ -28,31 +26,31 @@ from zbv_service.documents.packing import unpack
 from zbv_service.plans.plans import Plans
 from zbv_service.records.runs import Replanning, RunRecord
 from zbv_service.records.searches import FINISHED
-from zbv_service.runs.parts import RunParts
+from zbv_service.runs.parts import parse_traces
 from zbv_service.searches.searches import Searches
 
 FRESH_STEPS = 3
-"""Steps since the last look that a new one needs: a median of fewer is an accident …"""
-MOST_PATIENCE = 10
-"""Every search of a run doubles the steps until its next look, at most so often: measuring is noisy."""
+"""New steps that a look needs, because the median of fewer is unreliable."""
 MANY_MICROBATCHES = 1000
-"""… unless they are so large; traces of such steps hold fewer of them."""
+"""Fewer steps suffice if they have this many microbatches; traces of such large steps hold fewer steps."""
+MOST_DOUBLINGS = 10
+"""Each search of a run doubles the steps until its next look, at most this often: measurements are noisy."""
 WORTHWHILE = 0.01
-"""By which share a plan must be better to be offered."""
+"""A plan is offered if its objective is better by at least this share."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """A plan under measured costs.
+    """A plan with measured costs.
 
     Attributes
     ----------
     objective
-        Of the plan's orders under these costs.
+        The objective of the plan's orders with these costs.
     change
-        The largest relative difference, of that objective or of a stage's cost, from what was known before.
+        The largest relative difference of that objective, or of a stage's cost, from the known costs.
     """
 
     problem: Problem
@@ -61,37 +59,35 @@ class MeasuredCosts:
 
 
 def measure(plan: Plan, known: Problem, traces: tuple[RankTrace, ...]) -> MeasuredCosts:
-    """A plan under the costs of its traces, held against the costs that are known; takes a while."""
+    """Compare the costs that traces of a plan show with the known costs; takes a while."""
     problem = refit(plan.problem, traces)
-    before, now = objective_of(known, plan), objective_of(problem, plan)
+    before, now = evaluate(known, plan), evaluate(problem, plan)
     return MeasuredCosts(problem, now, max(relative_change(before, now), largest_change(known, problem)))
 
 
+def evaluate(problem: Problem, plan: Plan) -> float:
+    """The objective of a plan's orders with the costs of another problem of the same shape."""
+    from zbv_solver.timing.start_times import objective_of  # loads numba
+
+    return objective_of(problem, plan.orders)
+
+
 def _patience(searches: int) -> int:
-    """How many steps must have passed since the last look."""
-    return int(FRESH_STEPS * 2 ** min(searches, MOST_PATIENCE))
+    """The steps from one look to the next, after this many searches of the run."""
+    return int(FRESH_STEPS * 2 ** min(searches, MOST_DOUBLINGS))
 
 
 def _is_enough(steps: int, microbatches: int) -> bool:
     return steps >= FRESH_STEPS or steps * microbatches >= MANY_MICROBATCHES
 
 
-def objective_of(problem: Problem, plan: Plan) -> float:
-    """What a plan's orders achieve under the costs of another problem of its shape."""
-    # Imported here: it compiles, or loads, machine code.
-    from zbv_solver.timing.start_times import evaluate
-
-    timing = evaluate(problem, plan.orders)
-    return timing.span if problem.objective == "span" else timing.makespan
-
-
 def parse_packed_problem(packed: bytes) -> Problem:
-    """The problem of a packed document."""
+    """Parse a packed problem document."""
     return parse_problem(unpack(packed))
 
 
 class Replanner:
-    """Carries out looks; called over and over by the dispatcher."""
+    """Looks at runs; the dispatcher calls it repeatedly."""
 
     def __init__(
         self,
@@ -105,13 +101,12 @@ class Replanner:
         self._computations = computations
         self._runs = runs
         self._run_plans = run_plans
-        self._part_table = parts
-        self._parts = RunParts(parts, computations)
+        self._parts = parts
         self._plans = plans
         self._searches = searches
 
     async def step(self) -> None:
-        """Look at every run that asks for it."""
+        """Look at every run with the option ``replan``."""
         for run_id in await self._run_plans.replanned():
             run = await self._runs.brief(run_id)
             if run is None or run.plan_id is None:
@@ -120,34 +115,32 @@ class Replanner:
                 await self._look(run, run.plan_id)
             except DatabaseAway:
                 raise
+            except InvalidInput as error:
+                # These traces do not fit the plan; later ones may.
+                logger.warning("run %s: its measured costs cannot be used: %s", run.id, error)
             except Exception:
-                # The other runs are looked at all the same.
-                logger.exception("run %s: its measured costs could not be looked at", run_id)
+                # One run must not keep the replanner from the others.
+                logger.exception("run %s: its measured costs could not be checked", run_id)
 
     async def _look(self, run: RunRecord, plan_id: str) -> None:
-        known = None if run.replanning is None else Replanning(**run.replanning)
-        if known is not None and known.plan_id != plan_id:
-            # Whatever was searched for a former plan, this one is newer.
+        stored = None if run.replanning is None else Replanning(**run.replanning)
+        known = stored or Replanning(plan_id, run.generation, -1)
+        if known.plan_id != plan_id:
+            # The plan was changed after the latest search, whose result is now outdated.
             known = Replanning(plan_id, run.generation, -1, searches=known.searches)
-        if known is not None and known.is_open and known.search_id is not None:
+        if known.is_open and known.search_id is not None:
             await self._judge(run, known, known.search_id)
         elif run.offer is None and run.target_plan_id in (None, plan_id):
-            try:
-                await self._measure(run, plan_id, known)
-            except InvalidInput as error:
-                # Of traces that do not fit the plan; others will follow.
-                logger.warning("run %s: its traces cannot be used: %s", run.id, error)
+            await self._measure(run, stored, known)
 
-    async def _measure(self, run: RunRecord, plan_id: str, known: Replanning | None) -> None:
-        """Look at the newest steps, if there are enough, and search the problem that they show if need be."""
-        plan = await self._plans.plan(plan_id)
-        known = known or Replanning(plan_id, run.generation, -1)
+    async def _measure(self, run: RunRecord, stored: Replanning | None, known: Replanning) -> None:
+        """Look at the newest steps, if there are enough, and search the measured problem if costs drifted."""
+        plan = await self._plans.plan(known.plan_id)
         after = known.step if known.generation == run.generation else -1
         traces = await self._fresh_traces(run, plan, after, known.searches)
         if not traces:
             return
-        searched = known.search_id
-        before = plan.problem if searched is None else await self._problem(searched, plan)
+        before = plan.problem if known.search_id is None else await self._problem(known.search_id, plan)
         found = await self._computations.run(partial(measure, plan, before), traces)
         looked = replace(known, generation=run.generation, step=max(traces[0].numbers))
         if found.change > run.options["replan_threshold"]:
@@ -155,51 +148,51 @@ class Replanner:
             search = await self._searches.submit({"problem": problem_json(found.problem), "options": options})
             logger.info("run %s: costs differ by %.1f %%", run.id, 100 * found.change)
             looked = replace(looked, search_id=search.id, is_open=True, searches=known.searches + 1)
-        stored = None if run.replanning is None else Replanning(**run.replanning)
         await self._run_plans.remember(run.id, stored, looked)
 
     async def _fresh_traces(
         self, run: RunRecord, plan: Plan, after: int, searches: int
     ) -> tuple[RankTrace, ...]:
-        """The first replica's newest common steps after one, of this plan; nothing unless they are enough."""
-        p, patience = plan.problem.pp_degree, _patience(searches)
-        known = await self._part_table.first_replica(run.id, run.generation, plan.plan_id)
-        if any(known.get(place, (0, -1))[1] - after < patience for place in range(p)):
+        """The first replica's common steps after a given one; empty if there are too few."""
+        ranks = range(plan.problem.pp_degree)
+        patience = _patience(searches)
+        known = await self._parts.first_replica(run.id, run.generation, plan.plan_id)
+        if any(known.get(rank, (0, -1))[1] - after < patience for rank in ranks):
             return ()
-        ranks = [known[place][0] for place in range(p)]
-        traces = await self._parts.traces(run.id, run.generation, ranks)
+        parts = await self._parts.read(run.id, run.generation, "trace", [known[rank][0] for rank in ranks])
+        traces = await self._computations.run(parse_traces, [part.body for part in parts])
         common = frozenset.intersection(*(trace.numbers for trace in traces))
         fresh = frozenset(step for step in common if step > after)
-        is_one_plan = {trace.plan_id for trace in traces} == {plan.plan_id}
-        if not is_one_plan or max(fresh, default=after) - after < patience:
-            return ()
-        if not _is_enough(len(fresh), plan.problem.microbatches):
+        has_passed = max(fresh, default=after) - after >= patience
+        is_enough = _is_enough(len(fresh), plan.problem.microbatches)
+        if {trace.plan_id for trace in traces} != {plan.plan_id} or not (has_passed and is_enough):
             return ()
         return tuple(trace.only(fresh) for trace in traces)
 
     async def _judge(self, run: RunRecord, known: Replanning, search_id: str) -> None:
-        """Offer what a search has found, once it has ended, if it is better."""
+        """Offer the plan of a search that has ended, if it is better."""
         search = await self._searches.find(search_id)
         if search is not None and search.state not in FINISHED:
             return
         closed = replace(known, is_open=False)
-        # A search that was discarded has as much to offer as one that found nothing.
-        if search is None or search.plan_id is None or search.plan_id == known.plan_id:
-            await self._run_plans.remember(run.id, known, closed)
-            return
-        problem = await self._problem(search_id, await self._plans.plan(search.plan_id))
-        running, found = await self._plans.plan(known.plan_id), await self._plans.plan(search.plan_id)
-        now = await self._computations.run(partial(objective_of, problem), running)
-        then = found.objective
-        if then > (1 - WORTHWHILE) * now:
-            await self._run_plans.remember(run.id, known, closed)
-            return
-        offer: dict[str, Any] = {"plan_id": search.plan_id, "objective_now": now, "objective_then": then}
-        take = run.options["replan"] == "auto"
-        await self._run_plans.offer(run.id, known, closed, offer, take=take)
+        # A discarded search has no more to offer than one without a plan.
+        if search is not None and search.plan_id is not None and search.plan_id != known.plan_id:
+            running, found = await self._plans.plan(known.plan_id), await self._plans.plan(search.plan_id)
+            problem = await self._problem(search_id, found)
+            now = await self._computations.run(partial(evaluate, problem), running)
+            if found.objective <= (1 - WORTHWHILE) * now:
+                offer = {
+                    "plan_id": search.plan_id,
+                    "objective_now": now,
+                    "objective_then": found.objective,
+                }
+                take = run.options["replan"] == "auto"
+                await self._run_plans.offer(run.id, known, closed, offer, take=take)
+                return
+        await self._run_plans.remember(run.id, known, closed)
 
     async def _problem(self, search_id: str, plan: Plan) -> Problem:
-        """The problem of a search; of one that was discarded, that of a plan."""
+        """The problem of a search; the problem of the plan if the search was discarded."""
         packed = await self._searches.problem(search_id)
         if packed is None:
             return plan.problem

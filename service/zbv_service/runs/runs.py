@@ -1,10 +1,11 @@
-"""Accepting runs, and reading, cancelling and changing them. The dispatcher gathers agents for them."""
+"""Accepts, reads, cancels and changes runs. The dispatcher assigns their agents."""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -29,24 +30,24 @@ from zbv_service.settings import Settings
 MAX_ARGUMENTS = 16 * 1024
 """Bytes of a model's arguments as JSON."""
 MAX_LEVELS = 32
-"""Levels of lists and objects in them: pydantic writes no document with more than some 250."""
+"""Most nested lists and objects in the arguments: pydantic cannot write more than about 250 levels."""
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 @dataclass(frozen=True)
 class AskedRun:
-    """What the body of a request for a run says.
+    """A decoded request for a run.
 
     Attributes
     ----------
     request
-        Without its problem, which may be large.
+        The request without its problem, which may be large.
     fingerprint
-        Of the whole body.
+        The fingerprint of the whole body.
     pp_degree
-        Of the problem; None where there is a plan.
+        The pipeline degree of the problem; None for a request with a plan.
     search
-        For the problem's plan; None where there is a plan.
+        The search of the problem; None for a request with a plan.
     """
 
     request: RunRequest
@@ -87,26 +88,26 @@ class Runs:
         caller: str | None = None,
         most: int | None = None,
     ) -> RunRecord:
-        """Accept the run that a request body asks for, or find the one that this request created before.
+        """Accept the run of a request body, or return the run that this request created before.
 
         Parameters
         ----------
         body
             JSON text.
         key
-            Hash of the caller and its name for the request; as for searches.
+            Hash of the caller and its Idempotency-Key.
         caller
-            Who asks.
+            The name of the caller.
         most
-            Unfinished searches that the caller may have, None for any number.
+            The caller's limit of unfinished searches; None for no limit.
 
         Raises
         ------
         InvalidInput
-            When the body breaks a rule.
+            The body breaks a rule.
         ProblemError
-            409 while a request of the same name is being answered, 422 when the name belongs to another
-            request, 410 when its run is gone, 429 when a search is needed and the caller has too many.
+            409: a request with this key is being answered. 422: the key belongs to another body. 410: the run
+            of this key was removed. 429: a search is needed and the caller has too many searches.
         """
         async with self._names.answering(key) as named:
             try:
@@ -122,43 +123,38 @@ class Runs:
     async def _submit(
         self, asked: AskedRun, named: NamedRequest | None, caller: str | None, most: int | None
     ) -> RunRecord:
-        request = asked.request
-        # Before anything else is looked at: a repeated request gets its run, whatever has become of its plan.
+        # A repeated request gets its run, even if the plan was removed since.
         known = None if named is None else await self._runs.of_request(named)
         if known is not None:
             return known
-        ranks_per_node = _spread(request, await self._pp_degree(asked))
-        now = datetime.now(UTC)
-        chosen = request.search_options
+        request, options = asked.request, asked.request.search_options
         new = NewRun(
             id=uuid.uuid4().hex,
             plan_id=request.plan_id,
             search_id=None,
-            search_options=None if chosen is None else chosen.model_dump(),
+            search_options=None if options is None else options.model_dump(),
             model=request.model.model_dump(),
             nodes=request.nodes,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=_ranks_per_node(request, await self._pp_degree(asked)),
             steps=request.steps,
             options=request.options.model_dump(),
-            created_at=now,
+            created_at=datetime.now(UTC),
             created_by=caller,
         )
-        record = await self._accepted(new, named, asked.search, most)
+        if asked.search is None:
+            record = await self._runs.add(new, named)
+        else:
+            record = await self._add_with_search(new, named, asked.search, most)
         self._dispatcher.wake()
         return record
 
-    async def _accepted(
-        self, new: NewRun, named: NamedRequest | None, asked_search: NewSearch | None, most: int | None
+    async def _add_with_search(
+        self, new: NewRun, named: NamedRequest | None, wanted: NewSearch, most: int | None
     ) -> RunRecord:
-        """The stored run; one without a plan waits for a search, which exists then."""
-        if asked_search is None:
-            return await self._runs.add(new, named)
         while True:
-            search = await self._searches.submit_for_run(asked_search, caller=new.created_by, most=most)
-            try:
+            search = await self._searches.submit_for_run(wanted, caller=new.created_by, most=most)
+            with suppress(SearchGone):  # it was shared, and removed or cancelled just now; submit another
                 return await self._runs.add(replace(new, search_id=search.id), named)
-            except SearchGone:
-                continue  # somebody took the search of the same problem away just now: ask for another
 
     async def get(self, run_id: str) -> RunRecord:
         """A run; raises :class:`ProblemError` 404."""
@@ -169,23 +165,23 @@ class Runs:
         return _found(await self._runs.brief(run_id), run_id)
 
     async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
-        """Some runs, the newest first, from a position on."""
+        """One page of runs, newest first, starting at a position."""
         return await self._runs.page(wanted, limit, after)
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
-        """What happened to a run; raises :class:`ProblemError` 404."""
+        """The events of a run after a given event; raises :class:`ProblemError` 404."""
         await self.brief(run_id)
         return await self._runs.events(run_id, after, limit)
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
-        """What happened to a run last, the newest first; raises :class:`ProblemError` 404."""
+        """The newest events of a run, newest first; raises :class:`ProblemError` 404."""
         await self.brief(run_id)
         return await self._runs.newest_events(run_id, limit)
 
     async def cancel(self, run_id: str) -> RunRecord:
-        """Stop a run on all of its nodes; one that has ended stays as it is.
+        """Stop a run on all its nodes; a run that has ended does not change.
 
-        The search for its plan is cancelled, too, unless others want it.
+        The search for its plan is cancelled too, unless others use it.
         """
         record = _found(await self._runs.request_cancel(run_id), run_id)
         if record.state == "cancelled" and record.plan_id is None and record.search_id is not None:
@@ -193,14 +189,14 @@ class Runs:
         return record
 
     async def change_plan(self, run_id: str, wanted: str) -> RunRecord:
-        """Have a run change over to another plan of the same shape.
+        """Change a run to another plan of the same shape.
 
         Raises
         ------
         InvalidInput
-            When there is no such plan, or its stages are not where the run's are.
+            The plan does not exist, or its stages or microbatches differ from the run's.
         ProblemError
-            404 for an unknown run, 409 for one that has ended or has no plan yet.
+            404: the run is unknown. 409: it has ended or has no plan yet.
         """
         record = await self.brief(run_id)
         if record.plan_id is not None:
@@ -226,24 +222,23 @@ class Runs:
     async def _require_same_shape(self, plan_id: str, wanted: str) -> None:
         if await self._plan_table.pp_degree(wanted) is None:
             raise InvalidInput.at("/plan_id", f"found no plan {wanted}; search one, or import it.")
-        ours, theirs = await self._plans.plan(plan_id), await self._plans.plan(wanted)
-        mine, other = _shape(ours), _shape(theirs)
-        if mine != other:
+        current, found = await self._plans.plan(plan_id), await self._plans.plan(wanted)
+        if _shape(current) != _shape(found):
             raise InvalidInput.at(
                 "/plan_id",
-                f"found a plan with {other}; the run has {mine}. A run keeps its ranks, its stages' places "
-                f"and its microbatches.",
+                f"found a plan with {_shape(found)}; the run has {_shape(current)}. A run keeps its ranks, "
+                f"placement and microbatches.",
             )
-        if _partition(ours) != _partition(theirs):
+        if _partition(current) != _partition(found):
             raise InvalidInput.at(
                 "/plan_id",
-                "found a plan that cuts the model elsewhere; a run keeps every stage's layers. Begin a new "
-                "run of that plan, from a checkpoint of this one.",
+                "found a plan that partitions the model differently; a run keeps the layers of every stage. "
+                "Start a new run of that plan from a checkpoint of this one.",
             )
 
 
 def read_run(settings: Settings, body: Any) -> AskedRun:
-    """What a decoded body asks for; raises :class:`InvalidInput`."""
+    """Check a decoded body; raises :class:`InvalidInput`."""
     request = parse_body(RunRequest, body)
     _require_one_plan(request)
     _require_json(request.model.arguments)
@@ -254,7 +249,7 @@ def read_run(settings: Settings, body: Any) -> AskedRun:
     try:
         new = new_search(search, settings)
     except InvalidInput as error:
-        raise InvalidInput([*map(_of_run, error.issues)], error.more, error.is_partial) from None
+        raise InvalidInput([*map(_in_run, error.issues)], error.more, error.is_partial) from None
     return AskedRun(request.model_copy(update={"problem": None}), fingerprint, problem.pp_degree, new)
 
 
@@ -264,7 +259,7 @@ def _partition(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
 
 
 def _shape(plan: Plan) -> str:
-    """What cannot change while ranks go on, as text."""
+    """The properties of a plan that a run cannot change, as text."""
     problem, placement = plan.problem, plan.problem.placement
     return (
         f"{placement.pp_degree} ranks, {placement.chunks} stages each, placement {placement.kind}, "
@@ -278,55 +273,51 @@ def _require_one_plan(request: RunRequest) -> None:
         raise InvalidInput.at("/plan_id", f"found {found}; give exactly one of plan_id and problem.")
 
 
-def _spread(request: RunRequest, pp_degree: int) -> int:
-    """Ranks per node; raises :class:`InvalidInput` when they do not spread evenly."""
+def _ranks_per_node(request: RunRequest, pp_degree: int) -> int:
+    """Ranks per node; raises :class:`InvalidInput` if the nodes cannot have equal numbers."""
     replicas = request.options.data_parallel
     ranks = pp_degree * replicas
     if ranks % request.nodes:
         raise InvalidInput.at(
             "/nodes",
-            f"found {request.nodes}; {pp_degree} ranks of a pipeline times {replicas} replicas must spread "
-            f"evenly over the nodes. Choose a divisor of {ranks}.",
+            f"found {request.nodes}; {pp_degree} ranks of a pipeline times {replicas} replicas must be "
+            f"divided evenly among the nodes. Choose a divisor of {ranks}.",
         )
     return ranks // request.nodes
 
 
-def _of_run(issue: Issue) -> Issue:
-    """An issue of a search's body as one of the run's."""
+def _in_run(issue: Issue) -> Issue:
+    """An issue in the body of a search, with its pointer in the body of the run."""
     if issue.pointer.startswith("/options"):
         return Issue("/search_options" + issue.pointer.removeprefix("/options"), issue.detail)
     return issue
 
 
 def _require_json(arguments: dict[str, Any]) -> None:
-    """Numbers such as 1e999 are read as infinities, which JSON cannot say to the agents.
+    """Require arguments that can be sent to agents as JSON; 1e999, for example, was read as infinity.
 
-    Every list of runs and every agent's work has the arguments, so they must not be large, nor nested more
-    deeply than answers are written.
+    Every list of runs and the work of every agent contain the arguments, so their size and depth are limited.
     """
+    fault = None
     if _is_deep(arguments):
-        raise InvalidInput.at(
-            "/model/arguments", f"found more than {MAX_LEVELS} levels of lists and objects; send fewer."
-        )
-    try:
-        text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise InvalidInput.at(
-            "/model/arguments", "holds half of a surrogate pair (\\ud800 to \\udfff), which is no character."
-        ) from None
-    except ValueError:
-        raise InvalidInput.at(
-            "/model/arguments", "holds a number too large; agents must get it as JSON."
-        ) from None
-    if _NUL.search(text):
-        raise InvalidInput.at("/model/arguments", "holds the character \\u0000; databases do not take it.")
-    if size > MAX_ARGUMENTS:
-        raise InvalidInput.at(
-            "/model/arguments",
-            f"found {size} bytes of JSON; must be at most {MAX_ARGUMENTS}. Have the factory read "
-            f"the rest from a file.",
-        )
+        fault = f"found more than {MAX_LEVELS} levels of lists and objects; send fewer."
+    else:
+        try:
+            text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
+            size = len(text.encode())
+            if _NUL.search(text):
+                fault = "found the character \\u0000, which databases cannot store."
+            elif size > MAX_ARGUMENTS:
+                fault = (
+                    f"found {size} bytes of JSON; must be at most {MAX_ARGUMENTS}. Have the factory read the "
+                    f"rest from a file."
+                )
+        except UnicodeEncodeError:
+            fault = "found half of a surrogate pair (\\ud800 to \\udfff), which is not a character."
+        except ValueError:
+            fault = "found a number too large for JSON."
+    if fault is not None:
+        raise InvalidInput.at("/model/arguments", fault)
 
 
 def _is_deep(document: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How long a run's newest steps took, and their losses, as its ranks' traces say."""
+"""Durations and losses of a run's newest steps, from the traces of its ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.database import PartTable
 from zbv_service.documents.packing import unpack
 from zbv_service.records.runs import PartInfo
-from zbv_service.runs.parts import RunParts
 
 MOST_READ = 16
-"""Ranks whose traces are read, spread over the pipeline: unpacking those of hundreds takes seconds."""
+"""Most ranks with traces to read, spread over the pipeline: unpacking hundreds of traces takes seconds."""
 CACHED = 512
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """A step: seconds of the slowest rank that was read, and the loss where a rank has one."""
+    """A step: seconds of the slowest rank that was read, and the loss if one of these ranks has it."""
 
     step: int
     seconds: float
@@ -27,42 +27,37 @@ class StepLine:
 
 
 class RunSteps:
-    """Reads them, each trace once."""
+    """Reads steps from traces, each trace once."""
 
-    def __init__(self, parts: RunParts, computations: Computations):
+    def __init__(self, parts: PartTable, computations: Computations):
         self._parts = parts
         self._computations = computations
         self._read: Cache[tuple[StepLine, ...]] = Cache(CACHED)
 
     async def newest(self, run_id: str, index: Sequence[PartInfo]) -> tuple[StepLine, ...]:
-        """The steps of the newest generation that has traces, ascending; of its first replica."""
+        """The steps of the first replica in the newest generation that has traces, ascending."""
         traces = [part for part in index if part.kind == "trace" and part.replica == 0]
-        if not traces:
-            return ()
-        newest = max(part.generation for part in traces)
-        mine = sorted((part for part in traces if part.generation == newest), key=lambda part: part.rank)
-        chosen = _spread(mine)
-        found = await asyncio.gather(*(self._of(run_id, part) for part in chosen))
+        newest = max((part.generation for part in traces), default=0)
+        parts = sorted((part for part in traces if part.generation == newest), key=lambda part: part.rank)
+        found = await asyncio.gather(*(self._of(run_id, part) for part in _spread(parts)))
         steps: dict[int, StepLine] = {}
         for line in (line for lines in found for line in lines):
-            known = steps.get(line.step)
-            if known is not None:
-                loss = line.loss if known.loss is None else known.loss
-                line = StepLine(line.step, max(line.seconds, known.seconds), loss)
-            steps[line.step] = line
+            known = steps.setdefault(line.step, line)
+            loss = line.loss if known.loss is None else known.loss
+            steps[line.step] = StepLine(line.step, max(line.seconds, known.seconds), loss)
         return tuple(steps[step] for step in sorted(steps))
 
     async def _of(self, run_id: str, part: PartInfo) -> tuple[StepLine, ...]:
         async def load() -> tuple[StepLine, ...]:
-            packed = await self._parts.packed_traces(run_id, part.generation, [part.rank])
-            return await self._computations.run(_lines, packed[part.rank]) if part.rank in packed else ()
+            found = await self._parts.read(run_id, part.generation, "trace", [part.rank])
+            return await self._computations.run(_lines, found[0].body) if found else ()
 
         key = f"{run_id} {part.generation} {part.rank} {part.updated_at.isoformat()}"
         return await self._read.get(key, load)
 
 
 def _spread(parts: Sequence[PartInfo]) -> list[PartInfo]:
-    """At most :data:`MOST_READ`, the first and the last rank among them: one of these has the loss."""
+    """At most :data:`MOST_READ` parts, with the first and the last rank, of which one has the loss."""
     if len(parts) <= MOST_READ:
         return list(parts)
     return [parts[index * (len(parts) - 1) // (MOST_READ - 1)] for index in range(MOST_READ)]

@@ -1,4 +1,4 @@
-"""Watching agents: those that are silent are lost, unless it was the service that did not listen."""
+"""Declares silent agents lost, unless the service itself was paused and could not receive heartbeats."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from datetime import timedelta
 from zbv_service.database import AgentTable, ListenerTable
 
 LOOKS = 10
-"""In the time that an agent may be silent."""
+"""Checks within the time that an agent may be silent."""
 _LATE_SHARE, _LATE_SECONDS = 1 / 20, 1.0
-"""A look that is later than both of these, a share of the timeout and seconds, is the sign of a pause."""
+"""A check that is later than both, a share of the timeout and seconds, shows that the process was paused."""
 
 logger = logging.getLogger(__name__)
 
 
 class AgentWatch:
-    """Declares agents lost, in one service of perhaps several.
+    """Declares agents lost; several services may share a database.
 
     Parameters
     ----------
     timeout
         Seconds after which a silent agent is lost.
     clock
-        Seconds that also pass while the process is stopped.
+        Seconds; the clock must continue while the process is stopped.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class AgentWatch:
 
     @property
     def interval(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         return self._timeout / LOOKS
 
     async def look(self) -> list[str]:
-        """Look once, and return the ids of the agents that are lost by it.
+        """Check once, and return the ids of the agents that are lost now.
 
-        Call it every :attr:`interval` seconds, one call after the other. A call that comes late has a service
-        that was late: the heartbeats that wait in front of it are read first.
+        Call it every :attr:`interval` seconds. A late call means that the whole service was late: waiting
+        heartbeats must be read before any agent is declared lost.
 
         Raises
         ------
         DatabaseAway
-            When the database does not answer.
+            The database does not answer.
         """
         now = self._clock()
         was_late = self._due is not None and now - self._due > max(_LATE_SECONDS, _LATE_SHARE * self._timeout)

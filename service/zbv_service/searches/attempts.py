@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, ZbvError
 
@@ -20,6 +19,7 @@ from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.documents.packing import incumbent_of
 from zbv_service.errors import INTERNAL, SEARCH_CRASHED, contradicted, infeasible, problem_document
+from zbv_service.observability.metrics import Metrics
 from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
 from zbv_service.searches.executors.executor import Computation, SearchCrashed, SearchEvicted, SearchLost
 
@@ -31,27 +31,12 @@ MOST_EVICTIONS = 20
 logger = logging.getLogger(__name__)
 
 
-class Observer(Protocol):
-    """Counts the outcomes of searches that run in this service."""
-
-    def search_ended(self, state: str, method: str | None, gap: float | None, seconds: float) -> None:
-        """A search ended: method and gap of its plan (None without a plan), and seconds since its start."""
-
-    def bound_contradicted(self) -> None:
-        """A search failed because a plan undercuts a bound."""
-
-    def incumbent_refused(self) -> None:
-        """A search could not use its stored incumbent."""
-
-
 @dataclass(eq=False)
 class Attempt:
     """A search that this service computes under one lease.
 
     Attributes
     ----------
-    workers
-        Threads that the search may use.
     latest
         The newest report.
     is_unsaved
@@ -68,7 +53,6 @@ class Attempt:
 
     claim: Claim
     computation: Computation
-    workers: int = 1
     latest: Update | None = None
     is_unsaved: bool = False
     made_at: float = field(default_factory=time.monotonic)
@@ -117,15 +101,9 @@ class Endings:
         Set when the service stops: attempts end for this reason, and nobody waits for the database.
     """
 
-    def __init__(
-        self,
-        table: SearchTable,
-        max_crashes: int,
-        stopping: asyncio.Event,
-        observer: Observer | None = None,
-    ):
+    def __init__(self, table: SearchTable, max_crashes: int, stopping: asyncio.Event, metrics: Metrics):
         self._table = table
-        self._observer = observer
+        self._metrics = metrics
         self._max_crashes = max_crashes
         self._stopping = stopping
 
@@ -138,6 +116,8 @@ class Endings:
             The service stops before the database is back. The lease then expires.
         """
         store = await self._outcome(attempt)
+        if attempt.contradiction is not None:
+            store = partial(self._fail_contradicted, attempt, attempt.contradiction)
         while True:
             try:
                 return await store()
@@ -157,12 +137,6 @@ class Endings:
 
     async def _outcome(self, attempt: Attempt) -> Callable[[], Awaitable[bool]]:
         """Wait for a computation to end; returns the function that stores its outcome."""
-        store = await self._computed(attempt)
-        if attempt.contradiction is not None:
-            return partial(self._fail_contradicted, attempt, attempt.contradiction)
-        return store
-
-    async def _computed(self, attempt: Attempt) -> Callable[[], Awaitable[bool]]:
         claim, table = attempt.claim, self._table
         try:
             plan = await attempt.computation.plan()
@@ -192,18 +166,16 @@ class Endings:
             attempt.claim.id,
             refusal.reason,
         )
-        if self._observer is not None:
-            self._observer.incumbent_refused()
+        self._metrics.incumbent_refused()
 
     async def _fail_contradicted(self, attempt: Attempt, error: ContradictedBound) -> bool:
-        """Fail a search whose plan undercuts a bound. It does not run again, which would hide the bug."""
+        """Fail a search with a plan that undercuts a bound. Another attempt would hide the bug."""
         claim = attempt.claim
         document = contradicted(error, f"/v1/searches/{claim.id}/problem")
         is_ours = await self._table.contradicted(claim.id, claim.fence, document)
         if is_ours:
             logger.error("search %s failed: %s", claim.id, error)
-            if self._observer is not None:
-                self._observer.bound_contradicted()
+            self._metrics.bound_contradicted()
         return is_ours
 
     async def _keep(self, attempt: Attempt, plan: NewPlan) -> bool:
@@ -219,25 +191,27 @@ class Endings:
         return is_ours
 
     async def _requeue(self, attempt: Attempt, error: SearchCrashed | SearchLost) -> bool:
-        """Requeue a search that lost its process, or fail it after too many crashes."""
-        claim, found, most = attempt.claim, attempt.latest, self._max_crashes
+        """Requeue a search that lost its process, or fail it if this happens too often."""
+        claim, found = attempt.claim, attempt.latest
         if self._stopping.is_set():
             return await self._table.release(claim.id, claim.fence, found)
         if isinstance(error, SearchCrashed):
-            detail = (
+            most, reason = self._max_crashes, "process-died"
+            what = (
                 f"The process of this search died {most} times, so it was not started again. The last time "
-                f"{error}. Most often memory ran out: try fewer microbatches or less effort."
+                f"{error}."
             )
-            document = problem_document(SEARCH_CRASHED, detail)
-            return await self._table.crashed(claim.id, claim.fence, found, most, document)
-        if isinstance(error, SearchEvicted):
-            detail = (
-                f"{MOST_EVICTIONS} workers in a row were told to end before this search made progress, so it "
-                f"was not started again. Most often memory ran out: try fewer microbatches or less effort."
+        elif isinstance(error, SearchEvicted):
+            most, reason = MOST_EVICTIONS, "worker-ended"
+            what = (
+                f"{most} workers in a row were stopped before this search made progress, so it was not "
+                f"started again."
             )
-            document = problem_document(SEARCH_CRASHED, detail)
-            return await self._table.evicted(claim.id, claim.fence, found, MOST_EVICTIONS, document)
-        return await self._table.release(claim.id, claim.fence, found, "process-lost")
+        else:
+            return await self._table.release(claim.id, claim.fence, found, "process-lost")
+        detail = f"{what} Most often memory ran out: try fewer microbatches or less effort."
+        document = problem_document(SEARCH_CRASHED, detail)
+        return await self._table.retry(claim.id, claim.fence, found, reason, most, document)
 
     async def _is_cancelled(self, search_id: str) -> bool:
         record = await self._table.get(search_id)

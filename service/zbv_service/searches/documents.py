@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from zbv_service.documents.problems import QuestionDocument
 from zbv_service.documents.shared import (
@@ -33,9 +33,11 @@ class SearchDocument(BaseModel):
     ``objective``, ``lower_bound`` and ``gap`` are those of the best plan known so far.
     """
 
+    model_config = ConfigDict(from_attributes=True)
+
     id: str
     state: SearchState
-    problem_summary: ProblemSummary
+    problem_summary: ProblemSummary = Field(validation_alias="summary")
     options: OptionsDocument
     objective: float | None = None
     lower_bound: float | None = None
@@ -56,26 +58,9 @@ class SearchDocument(BaseModel):
     @classmethod
     def of(cls, record: SearchRecord, queued_before: int | None = None) -> SearchDocument:
         """The document of a stored search."""
-        error = None if record.error is None else ProblemDetails.model_validate(record.error)
-        return cls(
-            id=record.id,
-            state=record.state,
-            problem_summary=ProblemSummary.model_validate(record.summary),
-            options=OptionsDocument.model_validate(record.options),
-            objective=record.objective,
-            lower_bound=record.lower_bound,
-            gap=record.gap,
-            method=record.method,
-            plan_id=record.plan_id,
-            error=error,
-            cancel_requested=record.cancel_requested,
-            queued_before=queued_before,
-            attempts=record.attempts,
-            created_at=record.created_at,
-            started_at=record.started_at,
-            updated_at=record.updated_at,
-            finished_at=record.finished_at,
-        )
+        document = cls.model_validate(record)
+        document.queued_before = queued_before
+        return document
 
     def json_bytes(self) -> bytes:
         """The document as UTF-8 JSON."""

@@ -19,12 +19,12 @@ from zbv_service.records.searches import NamedRequest, RequestKind
 
 
 class NamedRequests:
-    """The named requests of one kind that this process is answering.
+    """The requests with an Idempotency-Key, of one kind, that this process is answering.
 
     Parameters
     ----------
     seconds
-        How long names are remembered.
+        How long keys are remembered.
     """
 
     def __init__(self, kind: RequestKind, seconds: float):
@@ -39,18 +39,17 @@ class NamedRequests:
         Parameters
         ----------
         key_hash
-            Of the caller and the key; None without a key.
+            Hash of the caller and the key; None without a key.
 
         Yields
         ------
-        A function of the body's fingerprint. Store what it returns with what the request creates; it returns
-        None without a key.
+        A function from the body's fingerprint to the record to store with the new resource; None without a
+        key.
 
         Raises
         ------
         ProblemError
-            409 while a request of the same name is being answered here, 422 when the block finds that the
-            name belongs to another request.
+            409: a request with the same key is being answered here. 422: the key belongs to another request.
         """
         if key_hash is None:
             yield lambda fingerprint: None
@@ -76,5 +75,5 @@ class NamedRequests:
 
 
 def fingerprint_of(value: Any) -> str:
-    """A hash of a decoded JSON document, whatever the order of its keys."""
+    """A hash of a decoded JSON document that does not depend on the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Set
+from dataclasses import replace
 
 from zbv_solver.errors import ContradictedBound
 
@@ -18,11 +19,12 @@ from zbv_service.compute.executor_choice import parse_choice
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.observability.context import SEARCH_ID
+from zbv_service.observability.metrics import Metrics
 from zbv_service.records.searches import FINISHED, Claim, Update
-from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings, Observer
+from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings
 from zbv_service.searches.executors.executor import SearchExecutor
 from zbv_service.searches.executors.local import LocalExecutor
-from zbv_service.searches.executors.task import SearchFunction, SearchTask, solver_search
+from zbv_service.searches.executors.task import SearchFunction
 from zbv_service.searches.owners import is_dead, new_owner
 from zbv_service.settings import Settings, cores
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """Runs as many searches as its executor has slots for, between :meth:`start` and :meth:`stop`.
+    """Runs as many searches as its executor has slots, between :meth:`start` and :meth:`stop`.
 
     Parameters
     ----------
@@ -48,11 +50,11 @@ class Runner:
         self,
         table: SearchTable,
         settings: Settings,
-        search: SearchFunction = solver_search,
-        observer: Observer | None = None,
+        search: SearchFunction,
+        metrics: Metrics,
     ):
         self._table = table
-        self._observer = observer
+        self._metrics = metrics
         self._settings = settings
         self._search = search
         self._owner = new_owner()
@@ -61,7 +63,7 @@ class Runner:
         self._queue_grew = asyncio.Event()
         self._reported = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._endings = Endings(table, settings.max_crashes, self._stopped, observer)
+        self._endings = Endings(table, settings.max_crashes, self._stopped, metrics)
         self._maintained = self._watched_since = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
 
@@ -206,9 +208,8 @@ class Runner:
             self._endings.note_refusal(attempt, update.refusal)
             self._reported.set()
 
-        workers = self._workers()
-        task = SearchTask(claim.id, claim.problem, {**claim.options, "workers": workers}, claim.incumbent)
-        attempt = Attempt(claim, self._executor.expect(task, self._search, report), workers)
+        claim = replace(claim, options={**claim.options, "workers": self._workers()})
+        attempt = Attempt(claim, self._executor.expect(claim, self._search, report))
         if claim.cancel_requested:
             attempt.stop()
         self._attempts.add(attempt)
@@ -220,8 +221,8 @@ class Runner:
             return self._settings.search_workers
         if not isinstance(self._executor, LocalExecutor):
             return 1  # a slot on a cluster is one thread
-        idle = cores() - sum(attempt.workers for attempt in self._attempts)
-        return max(1, min(USEFUL_WORKERS, idle))
+        used: int = sum(attempt.claim.options["workers"] for attempt in self._attempts)
+        return max(1, min(USEFUL_WORKERS, cores() - used))
 
     async def _follow(self, attempt: Attempt) -> None:
         claim = attempt.claim
@@ -241,18 +242,15 @@ class Runner:
 
     async def _note_end(self, attempt: Attempt) -> None:
         record = await self._table.get(attempt.claim.id)
-        if self._observer is not None and record is not None and record.state in FINISHED:
+        if record is not None and record.state in FINISHED:
             seconds = time.monotonic() - attempt.made_at
-            self._observer.search_ended(record.state, record.method, record.gap, seconds)
+            self._metrics.search_ended(record.state, record.method, record.gap, seconds)
 
 
 def _fences(attempts: Collection[Attempt]) -> dict[str, int]:
     """The newest fence of each search: a lost search may be claimed again while its old attempt stops."""
-    fences: dict[str, int] = {}
-    for attempt in attempts:
-        claim = attempt.claim
-        fences[claim.id] = max(claim.fence, fences.get(claim.id, 0))
-    return fences
+    # Of several entries for a search, the last one stays, which has the largest fence.
+    return dict(sorted((attempt.claim.id, attempt.claim.fence) for attempt in attempts))
 
 
 def _stop_lost(attempts: Collection[Attempt], kept: Set[str]) -> None:
@@ -273,6 +271,6 @@ def make_executor(settings: Settings) -> SearchExecutor:
     from zbv_service.searches.executors.cluster.executor import DaskExecutor
 
     most = settings.searches if "searches" in settings.model_fields_set else None
-    # Workers give up before the lease expires. Otherwise a search could wait for a slot of its own old
-    # attempt.
+    # Workers give up before the lease expires. Otherwise a search could wait for a slot that its
+    # former attempt still occupies.
     return DaskExecutor(choice.scheduler, most, patience=settings.lease_seconds / 2)

@@ -83,9 +83,11 @@ class Searches:
             search of this key was discarded. 429: the caller has too many searches. 503: too many bodies wait
             to be read.
         """
+        is_text = isinstance(body, bytes | bytearray)
+        compute = self._computations.of_body if is_text else self._computations.of_document
         async with self._names.answering(key) as named:
-            new, fingerprint = await self._prepare(body, caller)
-            return await self._submit(new, named(fingerprint), most)
+            new, fingerprint = await compute(partial(read_search, self._settings), body)
+            return await self._submit(replace(new, created_by=caller), named(fingerprint), most)
 
     async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
         """Queue the search that a run waits for, or return the search that already answers it.
@@ -119,15 +121,6 @@ class Searches:
             self._runner.wake()
         return record
 
-    async def _prepare(self, body: Any, caller: str | None) -> tuple[NewSearch, str]:
-        """The search of a body, and the body's fingerprint."""
-        read = partial(read_search, self._settings)
-        is_text = isinstance(body, bytes | bytearray)
-        new, fingerprint = await (
-            self._computations.of_body(read, body) if is_text else self._computations.of_document(read, body)
-        )
-        return replace(new, created_by=caller), fingerprint
-
     async def get(self, search_id: str) -> SearchRecord:
         """A search; raises :class:`ProblemError` 404."""
         return _found(await self._table.get(_known(search_id)), search_id)
@@ -153,14 +146,8 @@ class Searches:
 
     async def problem_text(self, search_id: str) -> bytes:
         """The normalised problem document of a search, as JSON text; raises :class:`ProblemError` 404."""
-        packed = await self._table.problem(_known(search_id))
-        if packed is None:
-            raise _not_found(search_id)
+        _, packed = await self.asked(search_id)
         return await asyncio.to_thread(unpack_text, packed)
-
-    async def newest(self, limit: int) -> list[SearchRecord]:
-        """The newest searches, newest first."""
-        return await self._table.newest(limit)
 
     async def page(self, wanted: SearchFilter, limit: int, after: Position | None) -> Page[SearchRecord]:
         """One page of searches, newest first, starting at a position."""
@@ -246,7 +233,7 @@ def request_key(problem: dict[str, Any], options: dict[str, Any]) -> str:
 
 
 def _known(search_id: str) -> str:
-    """Check the form of an id, because databases reject some texts; raises :class:`ProblemError` 404."""
+    """The id, if it has the form of one; databases reject some texts. Raises :class:`ProblemError` 404."""
     if not _ID.fullmatch(search_id):
         raise _not_found(search_id)
     return search_id

@@ -21,9 +21,8 @@ from zbv_service.errors import (
 )
 from zbv_service.security import attempts
 from zbv_service.security.attempts import Attempts, WrongSecret
-from zbv_service.security.cookies import session_of
+from zbv_service.security.browsers import SAFE_METHODS, is_from_elsewhere, is_same_origin, session_of
 from zbv_service.security.grants import OPEN, Grant
-from zbv_service.security.origins import SAFE_METHODS, is_from_elsewhere, is_same_origin
 from zbv_service.security.scopes import allows
 from zbv_service.security.tokens import Tokens
 
@@ -90,7 +89,7 @@ class Access:
     async def identify(self, request: Request) -> Grant:
         """The grant of a request, by its Authorization header or its cookie."""
         if self.is_open:
-            # Nothing but the sender's word tells a command from another site's page in a browser here.
+            # Without tokens, only these headers distinguish a command from a page of another site.
             if request.method not in SAFE_METHODS and is_from_elsewhere(request):
                 raise _other_origin()
             return OPEN

@@ -7,6 +7,7 @@ from typing import Literal
 
 from fastapi import Request
 
+from zbv_service.records.tokens import TokenRecord
 from zbv_service.security.scopes import SCOPES
 
 Means = Literal["token", "session", "local", "open"]
@@ -47,14 +48,21 @@ OPEN = Grant(None, frozenset(SCOPES), "open")
 """The grant of every request to a service that requires no token."""
 
 
+def grant_of_token(record: TokenRecord) -> Grant:
+    """The grant of a stored token, or of a session or link, which belong to the token that created them."""
+    return Grant(
+        record.name,
+        frozenset(record.scopes),
+        "session" if record.kind == "session" else "token",
+        token_id=record.id if record.kind == "token" else record.parent_id,
+        local_id=record.local_id,
+        max_searches=record.max_searches,
+    )
+
+
 def grant_of(request: Request) -> Grant:
-    """What a request may do; raises RuntimeError in a route that declares no scope, where nobody asked."""
+    """The grant of a request; raises RuntimeError in a route that declares no scope."""
     found = getattr(request.state, "grant", None)
     if not isinstance(found, Grant):
-        raise RuntimeError(f"{request.url.path} asks who calls, and declares no scope.")
+        raise RuntimeError(f"{request.url.path} needs the caller, but declares no scope.")
     return found
-
-
-def caller(request: Request) -> str | None:
-    """Name of the token of a request; None if the service requires no token."""
-    return grant_of(request).name

@@ -1,6 +1,6 @@
-"""The local token: the token of a service on the loopback interface for commands of the same user.
+"""The local token of a service on the loopback interface, for commands of the same user.
 
-Two files contain it. One is private to the service and outlives it, so that the next start uses the same
+It is in two files. One is private to the service and remains after it, so that the next start uses the same
 token and polling clients continue. The other one is for commands and exists only while the service runs: a
 command must not send the token to another program that listens on the port afterwards.
 """
@@ -46,8 +46,8 @@ def kept_token(port: int, database: str) -> TokenText:
             token = _read_kept(path, name)
             if token is None:
                 token = TokenText.new()
-                _write_kept(path, f"{token}\n{name}\n")
-                _forget_databases_that_are_gone(path)
+                os.close(_write_private(path, f"{token}\n{name}\n"))
+                _forget_deleted_databases(path)
     except OSError as error:
         logger.warning(
             "cannot keep the local token in %s (%s): after a restart of the service clients need a new one. "
@@ -98,18 +98,8 @@ def _read_kept(path: Path, database: str) -> TokenText | None:
     return TokenText.parse(lines[0]) if len(lines) == 2 and lines[1] == database else None
 
 
-def _write_kept(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
-def _forget_databases_that_are_gone(own: Path) -> None:
-    """Remove tokens of databases with deleted files, such as those of trials in temporary folders."""
+def _forget_deleted_databases(own: Path) -> None:
+    """Remove tokens of databases with deleted files, for example in temporary folders."""
     for path in own.parent.glob(f"{_KEPT}{platform.node()}-*"):
         with suppress(OSError):
             lines = path.read_text(errors="replace").splitlines()
@@ -128,50 +118,47 @@ def _database_name(url: str) -> str:
 def left_behind(port: int, token: str) -> Iterator[Path | None]:
     """Within the block, offer the token of a port to commands of this user in a file.
 
-    None if no directory can be written. The next service removes files of killed services: a running service
-    holds a lock on its file, which ends with its process.
+    Yields None if no directory can be written. A service holds a lock on its file until its process ends, so
+    the next service can remove the files of killed services.
     """
-    path, held = None, None
     for path in local_files(port):
-        held = _write(path, token)
-        if held is not None:
-            _sweep(path, port)
-            break
-    try:
-        yield None if held is None else path
-    finally:
-        if held is not None and path is not None:
+        try:
+            descriptor = _write_private(path, f"{token}\n")
+        except OSError:
+            continue
+        _remove_stale(path, port)
+        try:
+            yield path
+        finally:
             _remove(path, token)
-            os.close(held)
+            os.close(descriptor)
+        return
+    yield None
 
 
-def _write(path: Path, token: str) -> int | None:
-    """Atomically write a private file; returns its descriptor, which holds a lock."""
+def _write_private(path: Path, text: str) -> int:
+    """Atomically write a file that only this user can read; returns its descriptor, which holds a lock."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = None
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        if not path.parent.is_dir():
-            path.parent.mkdir(mode=0o700, parents=True)
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(descriptor, f"{token}\n".encode())
-        with suppress(OSError):  # without locks, nobody removes the file either
+        os.write(descriptor, text.encode())
+        with suppress(OSError):  # a file system without locks; then stale files are not removed either
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fresh.replace(path)
     except OSError:
-        with suppress(OSError):
-            fresh.unlink()
-        if descriptor is not None:
-            os.close(descriptor)
-        return None
+        os.close(descriptor)
+        fresh.unlink(missing_ok=True)
+        raise
     return descriptor
 
 
-def _sweep(own: Path, port: int) -> None:
+def _remove_stale(own: Path, port: int) -> None:
     """Remove the files of dead services of this machine."""
     for path in own.parent.glob(own.name.removesuffix(str(port)) + "*"):
         if path == own or not path.name.rpartition("-")[2].isdecimal():
             continue
-        with suppress(OSError), path.open() as file:  # locked: its service lives
+        with suppress(OSError), path.open() as file:  # locked if its service runs
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
 

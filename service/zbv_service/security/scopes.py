@@ -7,14 +7,13 @@ from typing import Literal, get_args
 
 Scope = Literal["read", "search", "agent", "launch", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+"""What a token may do.
 
-MEANINGS: dict[Scope, str] = {
-    "read": "see searches, plans, runs, agents, traces, logs and metrics",
-    "search": "start, cancel and delete searches; store plans",
-    "agent": "act as an agent: register a node, take its work, send measurements of its ranks; fetch plans",
-    "launch": "start, change and cancel runs, which execute code on agents; store plans",
-    "admin": "everything",
-}
+``read``: see searches, plans, runs, agents, traces, logs and metrics. ``search``: start, cancel and discard
+searches, and import plans. ``agent``: act as an agent: register a node, take its work, send measurements of
+its ranks; fetch plans. ``launch``: start, change and cancel runs, which execute code on agents; import plans.
+``admin``: everything.
+"""
 
 
 def allows(granted: Iterable[str], needed: Iterable[str]) -> bool:

@@ -1,26 +1,35 @@
-"""Signing in with a browser: a token or a one-time link becomes a session."""
+"""Sign-in of browsers: a token or a one-time link starts a session."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+from pydantic import BaseModel, Field
+
 from zbv_service.database.tokens import TokenTable
 from zbv_service.errors import INSUFFICIENT_SCOPE, ProblemError
 from zbv_service.records.tokens import NewToken, TokenKind
 from zbv_service.security.attempts import WrongSecret
-from zbv_service.security.grants import Grant
+from zbv_service.security.grants import Grant, grant_of_token
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
 
 LINK_SECONDS = 24 * 3600.0
 
 
+class SignInLink(BaseModel):
+    """A link that signs one browser in."""
+
+    url: str = Field(description="Works once.")
+    expires_at: datetime
+
+
 class LinkUnusable(WrongSecret):
-    """A link that cannot begin a session; the message says why."""
+    """A link that cannot start a session; the message says why."""
 
 
 class SessionCreatesNothing(ProblemError):
-    """403: a browser session asked for another credential."""
+    """403: a browser session requested another credential."""
 
     def __init__(self, what: str):
         super().__init__(
@@ -31,7 +40,7 @@ class SessionCreatesNothing(ProblemError):
 
 
 class SignIn:
-    """Begins and ends sessions."""
+    """Starts and ends sessions."""
 
     def __init__(self, table: TokenTable, tokens: Tokens, session_seconds: float):
         self._table = table
@@ -39,7 +48,7 @@ class SignIn:
         self.session_seconds = session_seconds
 
     async def new_link(self, grant: Grant) -> str:
-        """A token that begins one session with the same grant, if it is used within a day.
+        """A token that starts one session with the same grant, if it is used within a day.
 
         Raises
         ------
@@ -51,7 +60,7 @@ class SignIn:
         return await self._add("link", grant, LINK_SECONDS)
 
     async def follow_link(self, text: str) -> str:
-        """Begin a session with a link; raises :class:`LinkUnusable`."""
+        """Start a session with a link; raises :class:`LinkUnusable`."""
         token = TokenText.parse(text)
         stored = None if token is None else await self._table.get(token.id)
         is_right = token is not None and stored is not None and token.is_hashed_as(stored.secret_hash)
@@ -62,18 +71,10 @@ class SignIn:
             raise LinkUnusable("This link has expired, or its token was revoked.")
         if not await self._table.redeem(token.id):
             raise LinkUnusable("This link was already used; a link works once.")
-        grant = Grant(
-            stored.name,
-            frozenset(stored.scopes),
-            "token",
-            token_id=stored.parent_id,
-            local_id=stored.local_id,
-            max_searches=stored.max_searches,
-        )
-        return await self.begin(grant)
+        return await self.begin(grant_of_token(stored))
 
     async def begin(self, grant: Grant) -> str:
-        """Begin a session with a grant; it ends with its token at the latest.
+        """Start a session with a grant; it ends with the token of the grant at the latest.
 
         Raises
         ------
@@ -85,7 +86,7 @@ class SignIn:
         return await self._add("session", grant, self.session_seconds)
 
     async def end(self, text: str) -> None:
-        """End a session, at once."""
+        """End a session at once."""
         token = TokenText.parse(text)
         if token is not None:
             await self._table.remove(token.id)

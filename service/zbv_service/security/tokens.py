@@ -1,4 +1,4 @@
-"""Looks tokens up, and caches them for a moment, because thousands of ranks fetch their plans at once."""
+"""Looks up tokens, and caches them briefly, because thousands of ranks fetch their plans at once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from datetime import UTC, datetime, timedelta
 
 from zbv_service.database import DatabaseAway, TokenTable
 from zbv_service.records.tokens import TokenRecord
-from zbv_service.security.grants import Grant, Means
+from zbv_service.security.grants import Grant, grant_of_token
 from zbv_service.security.scopes import SCOPES
 from zbv_service.security.token_text import TokenText
 
 FRESH_SECONDS = 1.0
-"""Seconds for which a token is cached, and so the longest time that a revoked one still works."""
+"""Seconds for which a token is cached, and the longest time that a revoked token still works."""
 STALE_SECONDS = 60.0
-"""The same while the database is away, when nobody can revoke a token either."""
+"""The same while the database is away, when tokens cannot be revoked either."""
 REMEMBERED = 4096
 USED_SECONDS = 60.0
 """Seconds between updates of a token's last use."""
@@ -43,7 +43,7 @@ class Tokens:
     Parameters
     ----------
     local
-        The token for commands on this machine, which may do everything; it is in no database.
+        The token for commands on this machine, which has all scopes and is not in the database.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Tokens:
         return self._local is not None and token.id == self._local.id and token.is_hashed_as(self._local.hash)
 
     async def _look(self, token_id: str) -> _Known | None:
-        """Ask the database, once for all who ask at the same time."""
+        """Look up a token in the database; concurrent requests share one query."""
         task = self._looks.get(token_id)
         if task is None:
             task = self._looks[token_id] = asyncio.create_task(self._ask(token_id))
@@ -110,7 +110,7 @@ class Tokens:
     def _done(self, token_id: str, task: asyncio.Task[_Known | None]) -> None:
         self._looks.pop(token_id, None)
         if not task.cancelled():
-            task.exception()  # whoever asked has it; if they all went away, nobody misses it
+            task.exception()  # mark it as retrieved: all waiting requests may have been cancelled
 
     async def _ask(self, token_id: str) -> _Known | None:
         try:
@@ -124,17 +124,17 @@ class Tokens:
             self._known.pop(token_id, None)
             return None
         self._note_use(record)
-        known = self._known[token_id] = _Known(record.secret_hash, _grant(record), self._clock())
+        known = self._known[token_id] = _Known(record.secret_hash, grant_of_token(record), self._clock())
         self._known.move_to_end(token_id)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return known
 
     def has_root(self, record: TokenRecord) -> bool:
-        """Whether the token behind a session or link may be accepted here.
+        """Whether the token behind a session or link is accepted here.
 
-        The database knows whether a stored token works. Sessions of a local token work with that token only,
-        so they end with it, and work nowhere else that the database may move to.
+        The database query has checked stored tokens. A session of a local token is accepted only by a service
+        with that local token.
         """
         if record.kind == "token" or record.parent_id is not None:
             return True
@@ -152,17 +152,4 @@ class Tokens:
         try:
             await self._table.used(token_id)
         except DatabaseAway as error:
-            logger.warning("%s That token %s is in use was not noted.", error, token_id)
-
-
-def _grant(record: TokenRecord) -> Grant:
-    means: Means = "session" if record.kind == "session" else "token"
-    token_id = record.parent_id if record.kind == "session" else record.id
-    return Grant(
-        record.name,
-        frozenset(record.scopes),
-        means,
-        token_id=token_id,
-        local_id=record.local_id,
-        max_searches=record.max_searches,
-    )
+            logger.warning("%s The last use of token %s was not stored.", error, token_id)

@@ -52,7 +52,7 @@ class Direction(NamedTuple):
     work_per_memory
         (p,) least work that releases one unit of memory.
     is_split
-        (p, c) 1 where every cell has a W of its own.
+        (p, c) 1 where every cell has a separate W.
     """
 
     work: FloatArray

@@ -22,7 +22,7 @@ def one_machine_bounds(problem: Problem) -> list[float]:
 
     Position k < S is F of stage k, and position k >= S is the backward of stage 2S-1-k, which has the length
     of the cheaper of I and B. The rest of the backward's cheapest work (mostly W) is not on the path of a
-    microbatch: it is a job of its own, without a tail.
+    microbatch: it is a separate job, without a tail.
     """
     forward, inputs, weights, fused = problem.arrays.duration
     on_path = np.minimum(inputs, fused)

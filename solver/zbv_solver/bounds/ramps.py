@@ -32,7 +32,7 @@ from zbv_solver.bounds.directions import (
 )
 from zbv_solver.bounds.heads import CELL_END, knapsack, sweep
 from zbv_solver.bounds.quick import preemptive_bound
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.arrays import ZERO, FloatArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
@@ -178,11 +178,20 @@ def _ramp(
     return rows[:known]
 
 
-@compiled
+@compiled_leaf
 def _last(heads: FloatArray, m: int) -> float:  # pragma: no cover - compiled
     """The time from which on heads (3, c, n) are not all known: everything might be done by then."""
     n = heads.shape[2]
-    return float(heads[: DOWN + 1, :, n - 1].min()) if n < m else np.inf
+    return _earliest(heads, n - 1) if n < m else np.inf
+
+
+@compiled_leaf
+def _earliest(heads: FloatArray, k: int) -> float:  # pragma: no cover - compiled
+    """The earliest head of the k-th operations of a rank's stages, up or down."""
+    earliest = np.inf
+    for c in range(heads.shape[1]):
+        earliest = min(earliest, heads[UP, c, k], heads[DOWN, c, k])
+    return earliest
 
 
 @compiled
@@ -197,7 +206,7 @@ def _late_ramp(
     """
     work, memory, capacity = direction.work[rank], direction.memory[rank], direction.capacity[rank]
     chunks = tails.shape[1]
-    last, soonest = _last(tails, m), tails[: DOWN + 1, :, 0].min()
+    last, soonest = _last(tails, m), _earliest(tails, ZERO)
     rows = np.zeros((len(times), 4))
     known = 0
     ready = np.zeros(2, np.int64)

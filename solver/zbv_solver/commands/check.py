@@ -7,18 +7,16 @@ import json
 import sys
 from dataclasses import asdict
 
+from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.documents.files import file_label
 from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.plans.reading import load_plan_document
+from zbv_solver.problem.reading import load_problem
+from zbv_solver.search.claims import Claim, check_plan
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Check every claim of a plan file, and list which of them are verified."""
-    from zbv_solver.commands.interrupt import interruptible
-    from zbv_solver.commands.tables import print_claims
-    from zbv_solver.plans.reading import load_plan_document
-    from zbv_solver.problem.reading import load_problem
-    from zbv_solver.search.claims import check_plan
-
     asked = load_problem(arguments.problem)
     document = load_plan_document(arguments.plan)
     try:
@@ -33,4 +31,11 @@ def check(arguments: argparse.Namespace) -> None:
         result = {"is_valid": True, "claims": [asdict(claim) for claim in checked.claims]}
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        print_claims(checked)
+        lines = ["valid", "verified:", *map(_line, checked.verified)]
+        if checked.unverified:
+            lines += ["not verified:", *map(_line, checked.unverified)]
+        sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _line(claim: Claim) -> str:
+    return f"  {claim.text} ({claim.reason})"

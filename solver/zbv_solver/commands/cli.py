@@ -2,19 +2,21 @@
 
 Exit status: 0 done; 2 wrong input; 3 no plan fits the memory limit; 70 a plan contradicts a lower bound (a
 bug in zbv); 130 interrupted by Ctrl-C or SIGTERM (``plan`` has then written the best plan so far). Results go
-to standard output or to a file, progress and messages to standard error. Every command imports its heavy
-dependencies when it runs, so that ``--help`` is fast.
+to standard output or to a file, progress and messages to standard error. The module of a command is imported
+when the command runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
 from zbv_solver._version import __version__
-from zbv_solver.commands import check, contradiction, convert, estimate, searches
-from zbv_solver.commands.searching import useful_workers
+from zbv_solver.commands import estimate_flags
+from zbv_solver.commands.messages import contradiction
 from zbv_solver.errors import (
     ContradictedBound,
     InfeasibleMemory,
@@ -28,6 +30,17 @@ EXIT_INFEASIBLE = 3
 EXIT_CONTRADICTION = 70
 EXIT_INTERRUPTED = 130
 OPTIONAL_PACKAGES = ("numba", "ortools", "jinja2", "markupsafe")
+
+MODULES = {
+    "plan": "searches",
+    "compare": "searches",
+    "frontier": "searches",
+    "check": "check",
+    "export": "convert",
+    "refit": "convert",
+    "estimate": "estimate",
+}
+"""The module of every command; it has a function with the command's name."""
 
 EFFORTS = """\
 efforts, and about how long they take for 4 to 8 ranks on two cores:
@@ -44,12 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parsed = _parser().parse_args(arguments)
     try:
-        parsed.run(parsed)
+        module = import_module(f"zbv_solver.commands.{MODULES[parsed.command]}")
+        getattr(module, parsed.command)(parsed)
     except InfeasibleMemory as error:
-        _complain(f"{error}")
+        _complain(str(error))
         return EXIT_INFEASIBLE
     except ContradictedBound as error:
-        _complain(contradiction.report(error))
+        _complain(contradiction(error))
         return EXIT_CONTRADICTION
     except InvalidInput as error:
         for issue in error.issues:
@@ -82,26 +96,20 @@ def _parser() -> argparse.ArgumentParser:
         "interrupted. '-' is standard input or output.",
     )
     parser.add_argument("--version", action="version", version=f"zbv {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
 
     def add(
-        name: str,
-        run: Callable[[argparse.Namespace], None],
-        summary: str,
-        description: str | None = None,
-        epilog: str | None = None,
+        name: str, summary: str, description: str | None = None, epilog: str | None = None
     ) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = commands.add_parser(
+        return commands.add_parser(
             name,
             help=summary,
             description=description or f"{summary[0].upper()}{summary[1:]}.",
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
         )
-        command.set_defaults(run=run)
-        return command
 
-    plan = add("plan", searches.plan, "search a plan for a problem", epilog=EFFORTS)
+    plan = add("plan", "search a plan for a problem", epilog=EFFORTS)
     _add_problem(plan)
     plan.add_argument(
         "-o",
@@ -113,7 +121,6 @@ def _parser() -> argparse.ArgumentParser:
 
     checked = add(
         "check",
-        check.check,
         "verify a plan against a problem",
         "Verify the orders of a plan and everything that it states about them, and list which of its claims "
         "are verified. Lower bounds are verified only with --prove.",
@@ -127,14 +134,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_json(checked, "text")
 
-    compared = add("compare", searches.compare, "compare a plan with the classical schedules", epilog=EFFORTS)
+    compared = add("compare", "compare a plan with the classical schedules", epilog=EFFORTS)
     _add_problem(compared)
     _add_search(compared)
     _add_json(compared, "a table")
 
     frontier = add(
         "frontier",
-        searches.frontier,
         "search the best objective within every memory limit",
         "Search the problem at memory limits from the smallest feasible one to twice the memory of 1F1B,\n"
         "whatever its own limit is. Layers are cut again at every limit, and recomputed as needed to fit.",
@@ -145,14 +151,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_search(frontier, "quick", "of every limit")
     _add_json(frontier, "a table")
 
-    exported = add("export", convert.export, "convert a plan for another tool")
+    exported = add("export", "convert a plan for another tool")
     _add_plan(exported)
     exported.add_argument("--format", required=True, metavar="FORMAT", help="; ".join(_formats()))
     _add_output(exported, "output file")
 
     refit = add(
         "refit",
-        convert.refit,
         "update a problem with the costs that ranks measured",
         "Write a plan's problem with the costs that some or all of its ranks measured (trace-R.json). Plan "
         "it to get a plan for the measured costs.",
@@ -161,8 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     refit.add_argument("traces", nargs="+", metavar="trace", help="trace file of a rank (JSON)")
     _add_output(refit, "problem file")
 
-    estimate.add_arguments(
-        add("estimate", estimate.run, "estimate a problem from a model's configuration and a device")
+    estimate_flags.add_arguments(
+        add("estimate", "estimate a problem from a model's configuration and a device")
     )
     return parser
 
@@ -211,6 +216,11 @@ def _add_search(parser: argparse.ArgumentParser, effort: str = "standard", of: s
         metavar="N",
         help="threads; their number does not change the plan (default: %(default)s)",
     )
+
+
+def useful_workers() -> int:
+    """Number of threads that a search can use on this machine: it runs two chains."""
+    return min(2, os.cpu_count() or 1)
 
 
 def _formats() -> list[str]:

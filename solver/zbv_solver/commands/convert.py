@@ -6,16 +6,21 @@ import argparse
 import json
 import sys
 
-from zbv_solver.commands.flags import named_flags
+from zbv_solver.commands.messages import named_flags
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput
+from zbv_solver.export import export as exported
+from zbv_solver.measure.rank_trace import parse_rank_trace
+from zbv_solver.measure.refit import largest_change
+from zbv_solver.measure.refit import refit as refitted
+from zbv_solver.plans.plan import identity
+from zbv_solver.plans.reading import load_plan_document, parse_orders
+from zbv_solver.problem.writing import problem_json
+from zbv_solver.search.assemble import load_plan
 
 
 def export(arguments: argparse.Namespace) -> None:
     """Convert a plan to the file of another tool."""
-    from zbv_solver.export import export as exported
-    from zbv_solver.search.assemble import load_plan
-
     plan = load_plan(arguments.plan)
     try:
         text = exported(plan, arguments.format)
@@ -27,13 +32,6 @@ def export(arguments: argparse.Namespace) -> None:
 
 def refit(arguments: argparse.Namespace) -> None:
     """Write a plan's problem with the costs that its ranks measured."""
-    from zbv_solver.measure.rank_trace import parse_rank_trace
-    from zbv_solver.measure.refit import largest_change
-    from zbv_solver.measure.refit import refit as refitted
-    from zbv_solver.plans.plan import identity
-    from zbv_solver.plans.reading import load_plan_document, parse_orders
-    from zbv_solver.problem.writing import problem_json
-
     problem, orders = parse_orders(load_plan_document(arguments.plan))
     plan_id = identity(problem_json(problem), orders.all_text())
     traces = []

@@ -1,124 +1,43 @@
-"""``zbv estimate``: a problem from a model's configuration."""
+"""``zbv estimate``: a problem from a model's configuration, and the estimate as tables."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from typing import Any, TextIO
 
-from zbv_solver.commands.flags import flag_of
-from zbv_solver.documents.files import file_label
+from rich.console import Console
+from rich.table import Table
+
+from zbv_solver.commands.estimate_flags import FLAGS
+from zbv_solver.commands.messages import flag_of
+from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.estimate.config import EstimateConfig, parse_config
+from zbv_solver.estimate.layers import LayerEstimate, estimate_layers
+from zbv_solver.estimate.parameters import model_parameters
+from zbv_solver.estimate.presets import preset, preset_names, with_presets
+from zbv_solver.estimate.problem_document import problem_document
 
-Kind = type[int] | type[float] | type[bool] | str
-
-FLAGS: dict[str, dict[str, Kind]] = {
-    "model": {
-        "hidden": int,
-        "layers": int,
-        "heads": int,
-        "kv_heads": int,
-        "head_dim": int,
-        "ffn": int,
-        "gated": bool,
-        "vocabulary": int,
-        "tied_embeddings": bool,
-        "sequence": int,
-        "microbatch_size": int,
-        "dtype": "bfloat16|float16|float32",
-        "attention": "flash|plain",
-        "causal": bool,
-        "dropout": bool,
-        "norm": "layernorm|rmsnorm",
-        "bias": bool,
-        "qkv_bias": bool,
-        "qk_norm": bool,
-        "positions": "learned|rotary|none",
-        "fused_activation": bool,
-    },
-    "parallel": {
-        "pp_degree": int,
-        "microbatches": int,
-        "placement": "auto|v|loop|single",
-        "chunks": int,
-        "objective": "span|makespan",
-        "tensor_parallel": int,
-        "sequence_parallel": bool,
-        "data_parallel": int,
-        "zero_stage": int,
-        "optimizer": "adam|lion|sgd-momentum|sgd",
-        "precision": "mixed|mixed-fp32-gradients|single|half",
-        "recompute": "none|selective|full",
-        "granularity": "block|half",
-    },
-    "device": {
-        "achieved_tflops": float,
-        "memory_bandwidth": float,
-        "link_bandwidth": float,
-        "link_latency": float,
-        "tensor_parallel_bandwidth": float,
-        "tensor_parallel_latency": float,
-        "tensor_parallel_overlap": float,
-        "memory_limit": float,
-        "reserved": float,
-    },
-}
-"""Flags per section of a configuration: every key is a flag with a type, or with the words that it accepts.
-``docs/estimates.md`` explains the keys."""
+WIDTH = 120
+"""Characters per line of the tables."""
+_MEMORY_COLUMNS = (
+    *("layer", "after F", "I", "W", "within", "F recomp.", "M params"),
+    *("params", "gradients", "optimizer", "sum"),
+)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``zbv estimate``."""
-    parser.description = (
-        "Estimate the layers of a transformer from its configuration: times, activations and static memory, "
-        "as a problem for zbv plan. docs/estimates.md explains every key and formula."
-    )
-    parser.add_argument("--config", metavar="FILE", help="model, parallel and device (JSON), or -")
-    parser.add_argument(
-        "--preset",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="start from a model or device that zbv knows; may be repeated",
-    )
-    parser.add_argument("--list-presets", action="store_true", help="list the presets, then exit")
-    parser.add_argument("--table", action="store_true", help="also print tables of layers and memory")
-    parser.add_argument("-o", "--output", default="-", metavar="FILE", help="problem file (default: -)")
-    for section, keys in FLAGS.items():
-        group = parser.add_argument_group(f"{section}: replaces values of the file and the presets")
-        for key, kind in keys.items():
-            name, destination = flag_of(key), f"{section}.{key}"
-            if kind is bool:
-                group.add_argument(name, dest=destination, action=argparse.BooleanOptionalAction)
-            elif isinstance(kind, str):
-                group.add_argument(name, dest=destination, metavar=kind)
-            else:
-                group.add_argument(name, dest=destination, type=kind, metavar=kind.__name__.upper())
-
-
-def run(arguments: argparse.Namespace) -> None:
+def estimate(arguments: argparse.Namespace) -> None:
     """Estimate and write the problem; tables go to the stream that the problem does not use."""
-    from zbv_solver.documents.files import read_json, write
-    from zbv_solver.estimate.config import parse_config
-    from zbv_solver.estimate.layers import estimate_layers
-    from zbv_solver.estimate.presets import with_presets
-    from zbv_solver.estimate.problem_document import problem_document
-
     if arguments.list_presets:
         _list_presets()
         return
     if arguments.config is None and not arguments.preset:
-        raise InvalidInput(
-            [
-                Issue(
-                    "",
-                    "found neither; give one of them. --list-presets lists the presets.",
-                    "--config, --preset",
-                )
-            ]
-        )
+        detail = "found neither; give one of them. --list-presets lists the presets."
+        raise InvalidInput([Issue("", detail, "--config, --preset")])
     document = {} if arguments.config is None else read_json(arguments.config)
     overrides = _overrides(arguments)
     try:
@@ -129,9 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     layers = estimate_layers(config)
     write(arguments.output, json.dumps(problem_document(config, layers), indent=1) + "\n")
     if arguments.table:
-        from zbv_solver.commands.estimate_tables import write_tables
-
-        write_tables(config, layers, sys.stderr if arguments.output == "-" else sys.stdout)
+        _write_tables(config, layers, sys.stderr if arguments.output == "-" else sys.stdout)
 
 
 def _named(issue: Issue, overrides: dict[str, dict[str, Any]], path: str | None) -> Issue:
@@ -151,8 +68,80 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def _list_presets() -> None:
-    from zbv_solver.estimate.presets import preset, preset_names
-
     width = max(map(len, preset_names()))
     for name in preset_names():
         sys.stdout.write(f"{name:{width}}  {preset(name).about}\n")
+
+
+def _write_tables(config: EstimateConfig, layers: Sequence[LayerEstimate], out: TextIO) -> None:
+    """Costs and memory of the layers for one device and microbatch; equal layers share a row."""
+    console = Console(file=out, width=WIDTH)
+    rows = _distinct(layers)
+    console.print(_costs(rows))
+    console.print(_memory(rows))
+    console.print(_summary(config, rows), highlight=False)
+
+
+def _distinct(layers: Sequence[LayerEstimate]) -> list[tuple[LayerEstimate, int]]:
+    """Every layer that differs from those before it by more than its name, and how many there are."""
+    count: dict[LayerEstimate, int] = {}
+    name: dict[LayerEstimate, str] = {}
+    for layer in layers:
+        unnamed = replace(layer, name="")
+        name.setdefault(unnamed, layer.name)
+        count[unnamed] = count.get(unnamed, 0) + (layer.repeat or 1)
+    return [(replace(layer, name=name[layer]), number) for layer, number in count.items()]
+
+
+def _costs(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
+    table = Table(title="operations and times of a microbatch on one device")
+    columns = ("layer", "copies", "GFLOP F", "I", "W", "µs F", "I", "W", "I recomputed", "output MB")
+    _add_columns(table, columns)
+    for layer, count in rows:
+        flops, times = layer.flops, layer.plain.times
+        table.add_row(
+            layer.name,
+            str(count),
+            *(f"{value / 1e9:,.1f}" for value in astuple(flops)),
+            *(f"{value:,.0f}" for value in astuple(times)),
+            "–" if layer.recomputed is None else f"{layer.recomputed.times.backward_input:,.0f}",
+            _mb(layer.output_bytes),
+        )
+    return table
+
+
+def _memory(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
+    table = Table(title="memory of a layer on one device, in MB: of a microbatch, and all the time")
+    _add_columns(table, _MEMORY_COLUMNS)
+    for layer, _ in rows:
+        running, static = layer.plain, layer.static
+        table.add_row(
+            layer.name,
+            _mb(running.after_forward),
+            _mb(running.after_input),
+            "0",
+            _mb(running.workspace),
+            "–" if layer.recomputed is None else _mb(layer.recomputed.after_forward),
+            _mb(layer.parameters),
+            *map(_mb, (static.parameters, static.gradients, static.optimizer, static.total)),
+        )
+    return table
+
+
+def _summary(config: EstimateConfig, rows: Sequence[tuple[LayerEstimate, int]]) -> str:
+    flops = sum(layer.flops.total * count for layer, count in rows) * config.parallel.tensor_parallel
+    static = sum(layer.static.total * count for layer, count in rows)
+    return (
+        f"{model_parameters(config.model) / 1e9:.3g} B parameters; {flops / 1e12:,.4g} TFLOP per microbatch "
+        f"of {config.model.tokens:,} tokens; {static / 1e9:,.4g} GB of static memory over "
+        f"{config.parallel.pp_degree} ranks"
+    )
+
+
+def _add_columns(table: Table, names: Sequence[str]) -> None:
+    for name in names:
+        table.add_column(name, justify="left" if name == "layer" else "right", no_wrap=True)
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f}"

@@ -6,23 +6,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zbv_solver.commands import tables
-from zbv_solver.commands.cut_summary import cut_summary
+from zbv_solver.commands.interrupt import terminated_like_interrupted
 from zbv_solver.commands.searching import search_options, watched_search
 from zbv_solver.documents.files import output, write
-
-if TYPE_CHECKING:
-    from zbv_solver.plans.plan import Plan
+from zbv_solver.documents.text import plain
+from zbv_solver.frontiers.frontier import frontier_points, point_json
+from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.problem.reading import load_problem
 
 
 def plan(arguments: argparse.Namespace) -> None:
     """Search a plan and write it, or print a summary of it to a terminal."""
-    from zbv_solver.commands.interrupt import terminated_like_interrupted
-    from zbv_solver.plans.plan import plan_json
-    from zbv_solver.problem.reading import load_problem
-
     problem, options = load_problem(arguments.problem), search_options(arguments)
     is_summary = arguments.output is None and sys.stdout.isatty()
     path = arguments.output or "-"
@@ -36,10 +32,10 @@ def plan(arguments: argparse.Namespace) -> None:
     if is_summary:
         sys.stdout.write(f"{_verdict(found)}\n")
         tables.print_comparison(found)
-        sys.stdout.write(f"{tables.first_actions(found)}{cut_summary(found)}")
+        sys.stdout.write(f"{tables.first_actions(found)}{tables.cut_summary(found)}")
         sys.stdout.write("The plan is not saved. To save it, add: -o plan.json\n")
     elif path != "-":
-        sys.stderr.write(f"{path}: {_verdict(found)}\n{cut_summary(found)}")
+        sys.stderr.write(f"{path}: {_verdict(found)}\n{tables.cut_summary(found)}")
     if found.provenance.extra.get("cut") == "cancelled":
         kept = "shown" if is_summary else "written"
         raise KeyboardInterrupt(f"the search ended early, and the plan {kept} is the best that it had found")
@@ -47,16 +43,13 @@ def plan(arguments: argparse.Namespace) -> None:
 
 def compare(arguments: argparse.Namespace) -> None:
     """Search a plan and compare it with the classical schedules."""
-    from zbv_solver.plans.plan import baseline_json, plan_json
-    from zbv_solver.problem.reading import load_problem
-
     found = watched_search(load_problem(arguments.problem), search_options(arguments))
     if arguments.json:
         _print_json(
             {
                 "plan_id": found.plan_id,
                 "metrics": plan_json(found)["metrics"],
-                "baselines": [baseline_json(baseline) for baseline in found.baselines],
+                "baselines": [plain(baseline) for baseline in found.baselines],
             }
         )
     else:
@@ -64,11 +57,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def frontier(arguments: argparse.Namespace) -> None:
-    """Search a plan within every memory limit; print the frontier and keep the plans if asked to."""
-    from zbv_solver.frontiers.frontier import frontier_points, point_json
-    from zbv_solver.plans.plan import plan_json
-    from zbv_solver.problem.reading import load_problem
-
+    """Search a plan within every memory limit; print the frontier, and keep the plans with ``-o``."""
     problem, options = load_problem(arguments.problem), search_options(arguments)
     folder = None if arguments.output is None else Path(arguments.output)
     if folder is not None:

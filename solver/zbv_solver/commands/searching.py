@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
-from zbv_solver.commands.flags import named_flags
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from zbv_solver.commands.interrupt import interruptible
+from zbv_solver.commands.messages import named_flags
 from zbv_solver.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from zbv_solver.plans.plan import Plan
-    from zbv_solver.problem.layered_problem import AnyProblem
-    from zbv_solver.search.options import SearchOptions
-    from zbv_solver.search.pipeline import Progress
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.layered_problem import AnyProblem
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.pipeline import Progress
+from zbv_solver.search.search import search
 
 
 def search_options(arguments: argparse.Namespace) -> SearchOptions:
     """The options of a search; raises :class:`InvalidInput` naming the wrong flags."""
-    from zbv_solver.search.options import SearchOptions
-
     try:
         return SearchOptions(
             effort=arguments.effort,
@@ -46,9 +46,6 @@ def watched_search(
         and returned; Ctrl-C while it is being stored has no effect. Without it, Ctrl-C raises
         KeyboardInterrupt.
     """
-    from zbv_solver.commands.interrupt import interruptible
-    from zbv_solver.search.search import search
-
     with spinner("searching") as say:
 
         def report(found: Progress) -> None:
@@ -67,19 +64,11 @@ def watched_search(
 @contextmanager
 def spinner(text: str) -> Iterator[Callable[[str], None]]:
     """Show a text on standard error, if that is a terminal; yields the function that changes the text."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     # Do not redirect standard output: results are written to it.
-    with Progress(
+    with ProgressBar(
         *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(text, total=None)
         yield lambda changed: bar.update(task, description=changed)
-
-
-def useful_workers() -> int:
-    """Number of threads that a search can use on this machine: it runs two chains."""
-    return min(2, os.cpu_count() or 1)

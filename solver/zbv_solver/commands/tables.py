@@ -1,51 +1,37 @@
-"""Results of commands as tables for a terminal."""
+"""Results of searches for a terminal."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from zbv_solver.frontiers.frontier import FrontierPoint
-    from zbv_solver.plans.plan import Plan
-    from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
-    from zbv_solver.problem.problem import Problem
-    from zbv_solver.search.claims import CheckedPlan
+from rich.console import Console
+from rich.table import Table
+
+from zbv_solver.export import quantities
+from zbv_solver.frontiers.frontier import FrontierPoint, baseline_points, recomputed_stages
+from zbv_solver.plans.plan import Baseline, Plan
+from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
+from zbv_solver.problem.problem import Problem, objective_value
 
 FIRST_ACTIONS = 16
 """Actions of a rank that a summary shows."""
 MOST_RANKS = 16
 """Ranks that a summary shows."""
-
-
-def print_claims(checked: CheckedPlan) -> None:
-    """Print ``valid``, then the verified claims and the unverified ones."""
-    lines = ["valid", "verified:"]
-    lines += [f"  {claim.text} ({claim.reason})" for claim in checked.verified]
-    if checked.unverified:
-        lines += ["not verified:"]
-        lines += [f"  {claim.text} ({claim.reason})" for claim in checked.unverified]
-    sys.stdout.write("\n".join(lines) + "\n")
+UNEVEN = 0.03
+"""The summary suggests finer layers if some rank must have at least this share more work than the mean."""
 
 
 def print_frontier(problem: AnyProblem, points: Sequence[FrontierPoint]) -> None:
     """The best objective within every memory limit."""
-    from zbv_solver.problem.layered_problem import LayeredProblem
-
     if isinstance(problem, LayeredProblem):
-        _print_frontier_of_layers(problem, points)
+        table = _frontier_of_layers(problem, points)
     else:
-        _print_frontier_of_stages(problem, points)
+        table = _frontier_of_stages(problem, points)
+    Console().print(table)
 
 
-def _print_frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> None:
+def _frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> Table:
     """Limits as fractions of 1F1B's memory, and the classical schedules below."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from zbv_solver.frontiers.frontier import baseline_points
-
     objective = problem.objective
     table = Table(title=f"{objective} over memory; 1 is what 1F1B holds on its fullest rank")
     for name in ("limit", "per rank", f"best {objective}", "lower bound", "gap", "plan"):
@@ -62,25 +48,18 @@ def _print_frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint])
     table.add_section()
     for baseline in sorted(baseline_points(points[0].plan), key=lambda each: each.needs):
         table.add_row(f"{baseline.needs:.4g}", "", f"{baseline.value:.6g}", "", "", baseline.name)
-    Console().print(table)
+    return table
 
 
-def _print_frontier_of_layers(problem: LayeredProblem, points: Sequence[FrontierPoint]) -> None:
+def _frontier_of_layers(problem: LayeredProblem, points: Sequence[FrontierPoint]) -> Table:
     """Limits as amounts of memory; every limit may have another cut."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from zbv_solver.export import quantities
-    from zbv_solver.frontiers.frontier import recomputed_stages
-
     objective, units = problem.objective, problem.units
     table = Table(title=f"{objective} over memory; the layers are cut again at every limit")
     for name in ("limit", f"best {objective}", "lower bound", "gap", "needs", "recomputed", "placement"):
         table.add_column(name, justify="right")
     table.add_column("plan")
     for point in points:
-        plan = point.plan
-        placement = plan.problem.placement
+        plan, placement = point.plan, point.plan.problem.placement
         table.add_row(
             quantities.memory(point.limit, units),
             f"{plan.objective:.6g}",
@@ -90,6 +69,27 @@ def _print_frontier_of_layers(problem: LayeredProblem, points: Sequence[Frontier
             f"{recomputed_stages(plan)} of {plan.problem.n_stages}",
             placement.kind if placement.kind != "loop" else f"loop-{placement.chunks}",
             plan.plan_id[:12],
+        )
+    return table
+
+
+def print_comparison(plan: Plan) -> None:
+    """Compare a plan with the classical schedules of its problem."""
+    objective, metrics = plan.problem.objective, plan.metrics
+    table = Table(title=f"lower bound of {objective}: {metrics.lower_bound:.6g}")
+    table.add_column("schedule", no_wrap=True)
+    for name in ("span", "makespan", "bubble rate", "peak memory", "fits", f"{objective} / plan"):
+        table.add_column(name, justify="right")
+    own = Baseline("zbv", metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True)
+    for row in (own, *plan.baselines):
+        table.add_row(
+            row.name,
+            f"{row.span:.6g}",
+            f"{row.makespan:.6g}",
+            f"{row.bubble_rate:.2%}",
+            f"{max(row.peak_memory):.4g}",
+            "yes" if row.fits else "no",
+            f"{objective_value(objective, row) / plan.objective:.3f}" if plan.objective else "–",
         )
     Console().print(table)
 
@@ -105,28 +105,35 @@ def first_actions(plan: Plan) -> str:
     return "".join(lines)
 
 
-def print_comparison(plan: Plan) -> None:
-    """Compare a plan with the classical schedules of its problem."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from zbv_solver.plans.plan import Baseline
-    from zbv_solver.problem.problem import objective_value
-
-    objective = plan.problem.objective
-    table = Table(title=f"lower bound of {objective}: {plan.metrics.lower_bound:.6g}")
-    for name in ("schedule", "span", "makespan", "bubble rate", "peak memory", "fits", f"{objective} / plan"):
-        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=name == "schedule")
-    metrics = plan.metrics
-    own = Baseline("zbv", metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True)
-    for row in (own, *plan.baselines):
-        table.add_row(
-            row.name,
-            f"{row.span:.6g}",
-            f"{row.makespan:.6g}",
-            f"{row.bubble_rate:.2%}",
-            f"{max(row.peak_memory):.4g}",
-            "yes" if row.fits else "no",
-            f"{objective_value(objective, row) / plan.objective:.3f}" if plan.objective else "–",
+def cut_summary(plan: Plan) -> str:
+    """The layers of every rank, and how much better any other cut could be; empty without layers."""
+    problem, model = plan.problem, plan.problem.model
+    if model is None:
+        return ""
+    loads = [problem.busy_time(rank) / problem.microbatches for rank in range(problem.pp_degree)]
+    lines = []
+    for rank, stages in enumerate(problem.placement.stages_of):
+        parts = [
+            _first_and_last(model.partition[stage]) + (" (recomputed)" if model.cut.recompute[stage] else "")
+            for stage in stages
+        ]
+        lines.append(f"  rank {rank}: {' | '.join(parts)}; {loads[rank]:.6g} a microbatch")
+    if plan.cut is not None:
+        bound = plan.cut.lower_bound
+        lines.append(
+            f"  placement {problem.placement.kind}; no cut of these layers has a {problem.objective} below "
+            f"{bound:.6g} (gap {plan.cut.gap:.2%})"
         )
-    Console().print(table)
+        # In an even division every rank would have the mean.
+        mean = problem.microbatches * sum(loads) / problem.pp_degree
+        above = bound / mean - 1 if mean > 0 else 0.0
+        if above >= UNEVEN:
+            lines.append(
+                f"  these layers cannot be divided evenly: some rank has at least {above:.0%} more than the "
+                "mean; finer layers (attention and MLP apart) may help"
+            )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return " … ".join(dict.fromkeys((names[0], names[-1]))) if names else "nothing"

@@ -52,14 +52,7 @@ class Attempt:
         """An order whose codes were made for other costs, or were changed since: timed again."""
         orders = to_orders(code, length, problem)
         makespan, span = earliest_start_values(problem, orders)
-        return cls(
-            method,
-            problem,
-            code.copy(),
-            length.copy(),
-            span=span,
-            makespan=makespan,
-        )
+        return cls(method, problem, code.copy(), length.copy(), span, makespan)
 
     @property
     def value(self) -> float:

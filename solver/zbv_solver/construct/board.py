@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.tables import Tables
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_leaf
-from zbv_solver.problem.problem import F, I, W
+from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
+from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.problem.problem import F, I, Problem, W
 
 CLOCK, HELD, IDLE, FIRST = range(4)
 """Columns of ``Board.level``."""
@@ -81,15 +81,20 @@ class Board(NamedTuple):
         """Longest time from a rank's first start to its last end, at earliest start."""
         return float((self.level[:, CLOCK] - self.level[:, FIRST]).max())
 
+    def value(self, problem: Problem) -> float:
+        """The problem's objective of the order, at earliest start."""
+        return self.span if problem.objective == "span" else self.makespan
 
-@compiled
+
+@compiled_leaf
 def clear(tables: Tables, board: Board) -> None:  # pragma: no cover - compiled
     """Remove everything from the board."""
-    board.placed[:] = 0
-    board.ends[:] = 0
-    board.length[:] = 0
-    board.level[:] = 0.0
-    board.level[:, HELD] = tables.static
+    board.placed.fill(0)
+    board.ends.fill(0)
+    board.length.fill(0)
+    board.level.fill(0.0)
+    for rank in range(len(tables.static)):
+        board.level[rank, HELD] = tables.static[rank]
 
 
 @compiled_leaf
@@ -154,7 +159,7 @@ def admits_forward(
     return bool(fits and board.placed[innermost] > board.placed[backward])
 
 
-@compiled
+@compiled_leaf
 def replay(
     tables: Tables, board: Board, codes: IntArray, until: IntArray
 ) -> None:  # pragma: no cover - compiled
@@ -165,7 +170,7 @@ def replay(
         progress = False
         for rank in range(len(until)):
             while board.length[rank] < until[rank]:
-                action = codes[rank, board.length[rank]]
+                action = codes[rank, board.length[rank]] + ZERO  # int64, as for all other callers
                 ready = board.level[rank, CLOCK]
                 if tables.position[rank, action] >= 0:
                     ready = arrival(tables, board, rank, action)

@@ -27,9 +27,8 @@ from zbv_solver.construct.board import (
     clear,
     place,
 )
-from zbv_solver.construct.fusing import fuse_options
-from zbv_solver.construct.tables import Tables, make_tables
-from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
+from zbv_solver.construct.tables import Tables, fuse_options, make_tables
+from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
@@ -39,6 +38,8 @@ GREEDY_COST = 4
 search finds, so it does not follow the kernels' speed."""
 CHUNKS = 2
 """Chunks per rank in a V."""
+OUTER, INNER = ZERO, ZERO + 1
+"""The chunks of a rank."""
 
 
 class GreedyParameters(NamedTuple):
@@ -64,7 +65,7 @@ class GreedyParameters(NamedTuple):
 
 
 class GreedyV:
-    """Makes greedy V orders of one problem, on one board that is reused.
+    """Constructs greedy V orders of one problem, on one board that is reused.
 
     With ``mean_costs`` every letter's duration is averaged over the stages, as in the published searches: on
     uneven stages the regular order is sometimes the better one.
@@ -80,16 +81,17 @@ class GreedyV:
     ):
         self.problem = problem
         self.tables = make_tables(problem, fuse)
-        self.is_true = True
+        self.has_true_costs = True
         if mean_costs:
-            mean = with_mean_costs(self.tables)
-            self.is_true = np.array_equal(mean.duration, self.tables.duration)
-            self.tables = mean
+            letters = self.tables.duration.reshape(-1, 4).mean(axis=0)
+            mean = np.tile(letters, (problem.pp_degree, CHUNKS))
+            self.has_true_costs = np.array_equal(mean, self.tables.duration)
+            self.tables = self.tables._replace(duration=mean)
         self.board = Board.of(self.tables, halt)
 
     def default(self, fill_forward: bool = True, fill_backward: bool = True) -> GreedyParameters:
         """The published parameters, for a first pass."""
-        loads, limit = self.tables.loads, self.tables.limit
+        loads, limit = self.tables.loads(), self.tables.limit
         return GreedyParameters(
             fill_forward, fill_backward, loads.max() - loads, np.zeros(len(loads)), limit.copy()
         )
@@ -102,7 +104,7 @@ class GreedyV:
 
     def attempt(self, method: str) -> Attempt:
         """The complete board as an order, timed with the true costs."""
-        if self.is_true:
+        if self.has_true_costs:
             return Attempt.of(method, self.problem, self.board)
         return Attempt.retimed(method, self.problem, self.board.code, self.board.length)
 
@@ -112,7 +114,7 @@ def get_v_schedule(problem: Problem) -> Iterator[Attempt]:
     for fuse_name, fuse in fuse_options(problem):
         for mean_costs in (False, True):
             greedy = GreedyV(problem, fuse, mean_costs=mean_costs)
-            if mean_costs and greedy.is_true:
+            if mean_costs and greedy.has_true_costs:
                 break  # all stages are equal, so the orders would be the same
             for fill_forward, fill_backward in product((True, False), repeat=2):
                 fills = f"fill_f={int(fill_forward)},fill_b={int(fill_backward)}"
@@ -120,12 +122,6 @@ def get_v_schedule(problem: Problem) -> Iterator[Attempt]:
                 method = f"greedy-v({fills},costs={costs},fuse={fuse_name})"
                 for _ in _with_reruns(greedy, greedy.default(fill_forward, fill_backward)):
                     yield greedy.attempt(method)
-
-
-def with_mean_costs(tables: Tables) -> Tables:
-    """The tables with every letter's duration averaged over the stages."""
-    letters = tables.duration.reshape(-1, 4).mean(axis=0)
-    return tables._replace(duration=np.tile(letters, (tables.pp_degree, tables.chunks)))
 
 
 def _with_reruns(greedy: GreedyV, parameters: GreedyParameters) -> Iterator[GreedyParameters]:
@@ -179,7 +175,7 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
     position, placed, level = tables.position, board.placed, board.level
     p, m = len(position), board.end.shape[1]
     for rank in range(p):
-        _try_forward(tables, board, rank, 0)
+        _try_forward(tables, board, rank, OUTER)
     for rank in range(p - 1, -1, -1):
         ready = arrival(tables, board, rank, 4 + F)
         progress = True
@@ -191,9 +187,9 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
         ):
             progress = False
             for upstream in range(rank + 1):
-                progress |= _try_forward(tables, board, upstream, 0)
-        _try_forward(tables, board, rank, 1)
-    chunk = 0
+                progress |= _try_forward(tables, board, upstream, OUTER)
+        _try_forward(tables, board, rank, INNER)
+    chunk = OUTER
     for rank in range(1, p):
         stalled = 0
         while stalled < CHUNKS and (
@@ -204,7 +200,7 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
             for later in range(p - 1, rank - 1, -1):
                 progress |= _try_forward(tables, board, later, chunk)
             stalled = 0 if progress else stalled + 1
-            chunk = 1 - chunk
+            chunk = INNER - chunk
 
 
 @compiled_leaf
@@ -255,7 +251,7 @@ def _forward_action(tables: Tables, board: Board, rank: int) -> int:  # pragma: 
     down, up = board.placed[tables.position[rank, F]], board.placed[tables.position[rank, 4 + F]]
     if up < down and arrival(tables, board, rank, 4 + F) < np.inf:
         return 4 + F
-    if arrival(tables, board, rank, F) < np.inf:
+    if arrival(tables, board, rank, OUTER + F) < np.inf:
         return F
     return -1
 

@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.board import BACK, CLOCK, FIRST, FRONT, HELD, IDLE, Board, replay
-from zbv_solver.construct.fusing import fuse_options
-from zbv_solver.construct.tables import Tables, make_tables
+from zbv_solver.construct.board import BACK, CLOCK, FIRST, FRONT, HELD, IDLE, Board, arrival, place, replay
+from zbv_solver.construct.tables import Tables, fuse_options, make_tables
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
-from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE, ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
 NOTHING = -1
@@ -55,13 +54,13 @@ class Rule(NamedTuple):
 
 
 class ListScheduler:
-    """Makes orders of one problem by rules, on one board that is reused."""
+    """Constructs orders of one problem by rules, on one board that is reused."""
 
     def __init__(self, problem: Problem, fuse: BoolArray | None = None, halt: IntArray | None = None):
         self.problem = problem
         self.tables = make_tables(problem, fuse)
         self.board = Board.of(self.tables, halt)
-        self.least_loads = self.tables.least_loads
+        self.least_loads = self.tables.loads(least=True) * (1 - ROUNDING)
         self.is_span = problem.objective == "span"
 
     def value(self, rule: Rule, most: float = np.inf, kept: tuple[IntArray, IntArray] | None = None) -> float:
@@ -72,29 +71,25 @@ class ListScheduler:
         most
             An order that is certain to be worse than this is abandoned and counts as incomplete.
         kept
-            Codes (p, n) of an order, and the number (p,) of every rank's actions to keep; the rule places the
-            others. The kept actions must be executable without the others.
+            Codes (p, n) of an order, and how many actions of every rank (p,) to keep from its beginning; the
+            rule places the others. The kept actions must be executable without the others.
         """
         tables, board = self.tables, self.board
         codes, until = (board.code, np.zeros_like(board.length)) if kept is None else kept
         replay(tables, board, codes, until)
         complete = _schedule(tables, board, rule, self.least_loads, self.is_span, most)
-        if not complete:
-            return float("inf")
-        return board.span if self.is_span else board.makespan
+        return board.value(self.problem) if complete else float("inf")
 
     @property
     def placed(self) -> int:
         """Number of actions that the last rule placed."""
         return int(self.board.length.sum())
 
-    def attempt(
-        self, rule: Rule, method: str, kept: tuple[IntArray, IntArray] | None = None
-    ) -> Attempt | None:
-        """The rule's order after the kept actions, or None if it is incomplete."""
-        if self.value(rule, kept=kept) == float("inf"):
+    def attempt(self, rule: Rule, method: str) -> Attempt | None:
+        """The rule's order, or None if it is incomplete."""
+        if self.value(rule) == float("inf"):
             return None
-        return Attempt.of(method, self.problem, self.board, rule if kept is None else None)
+        return Attempt.of(method, self.problem, self.board, rule)
 
 
 PREFERENCES = {
@@ -121,7 +116,7 @@ def simple_rule(problem: Problem, preference: str, share: float, patience: float
     """The same priorities on all ranks and in all phases; caps are a share of what memory allows."""
     letter, depth = PREFERENCES[preference]
     p, chunks = problem.pp_degree, problem.placement.chunks
-    caps = np.tile(in_flight_caps(problem), (PHASES - 1, 1)).T
+    caps = np.repeat(in_flight_caps(problem)[:, None], PHASES - 1, axis=1)
     chunk = np.arange(chunks, dtype=np.float64)
     forward = (-chunk if depth == "deep" else chunk) + (0 if letter == F else 100)
     backward = (chunk if depth == "deep" else -chunk) + (0 if letter == I else 100)
@@ -173,18 +168,11 @@ def _schedule(
     place next if nothing else happened.
     """
     position, duration, delta, latency = tables.position, tables.duration, tables.delta, tables.latency
-    level, placed, end, queue, ends = board.level, board.placed, board.end, board.queue, board.ends
-    host, limit, fuse, code, length, halt = (
-        tables.host,
-        tables.limit,
-        tables.fuse,
-        board.code,
-        board.length,
-        board.halt,
-    )
+    host, limit, fuse = tables.host, tables.limit, tables.fuse
+    level, placed, queue, ends = board.level, board.placed, board.queue, board.ends
     target, cap, patience = rule.target, rule.cap, rule.patience
     p, positions = position.shape[0], len(latency)
-    chunks, m = position.shape[1] // 4, end.shape[1]
+    chunks, m = position.shape[1] // 4, tables.microbatches
     slot, ready, flight, needs = _ready(tables, board)
     wishes, innermost = rule.priority.reshape(-1), 4 * (chunks - 1)
     leaves = 1
@@ -209,21 +197,21 @@ def _schedule(
             best, best_start, best_wish = NOTHING, np.inf, np.inf
             blocked = False
             for chunk in range(chunks):
-                arrival, in_flight = ready[one * 2 * chunks + chunk], flight[one * chunks + chunk]
-                if arrival < np.inf and (chunk > 0 or in_flight < cap[one, min(phase, 1)]):
+                input_at, in_flight = ready[one * 2 * chunks + chunk], flight[one * chunks + chunk]
+                if input_at < np.inf and (chunk > 0 or in_flight < cap[one, min(phase, 1)]):
                     # The rule of board.admits_forward.
                     after = held + delta[one, 4 * chunk + F]
                     if held + needs[one * chunks + chunk] <= room or (after <= room and completes):
-                        begin = max(clock, arrival)
+                        begin = max(clock, input_at)
                         over = 0 if in_flight < target[one, chunk] else chunks
                         wish = wishes[kinds + over + chunk]
                         if begin < best_start or (begin == best_start and wish < best_wish):
                             best, best_start, best_wish = 4 * chunk + F, begin, wish
                     else:
                         blocked = True
-                arrival = ready[one * 2 * chunks + chunks + chunk]
-                if arrival < np.inf:
-                    begin = max(clock, arrival)
+                input_at = ready[one * 2 * chunks + chunks + chunk]
+                if input_at < np.inf:
+                    begin = max(clock, input_at)
                     letter = B if fuse[one, chunk] else I
                     if letter == I and held + max(0.0, delta[one, 4 * chunk + I]) > room:
                         letter, blocked = B, True
@@ -252,52 +240,36 @@ def _schedule(
         if begin == np.inf:
             break
         action = chosen[rank]
-        at = length[rank]
-        if at == 0:
-            level[rank, FIRST] = begin
-        else:
-            level[rank, IDLE] += begin - level[rank, CLOCK]
-        before = 0.0 if is_span else level[rank, FIRST]
-        if before + level[rank, IDLE] + least_loads[rank] > most:
+        # The rank takes at least the time before its first start, its idle time and its least load.
+        first_start, idle = begin, 0.0
+        if board.length[rank] > 0:
+            first_start = level[rank, FIRST]
+            idle = level[rank, IDLE] + (begin - level[rank, CLOCK])
+        if (0.0 if is_span else first_start) + idle + least_loads[rank] > most:
             return False
-        clock = begin + duration[rank, action]
-        level[rank, CLOCK] = clock
-        level[rank, HELD] += delta[rank, action]
-        code[rank, at] = action
-        length[rank] = at + 1
+        place(tables, board, rank, action, begin)
         changed, other = rank, p
-        letter = action & 3
-        if letter == W:
-            ends[rank, FRONT] += 1
-        else:
-            if letter == I:
-                queue[rank, ends[rank, BACK]] = action >> 2
-                ends[rank, BACK] += 1
-            here = position[rank, action]
-            k = placed[here]
-            end[here, k] = clock
-            placed[here] = k + 1
-            flight[rank * chunks + (action >> 2)] += 1 if letter == F else -1
-            if here == 0:
-                ready[slot[here]] = 0.0 if k + 1 < m else np.inf
-            else:
-                known = k + 1 < placed[here - 1]
-                ready[slot[here]] = end[here - 1, k + 1] + latency[here] if known else np.inf
-            if here + 1 < positions and placed[here + 1] == k:
-                arrival = clock + latency[here + 1]
-                ready[slot[here + 1]] = arrival
+        here = position[rank, action]
+        if here >= 0:
+            flight[rank * chunks + (action >> 2)] += 1 if action & 3 == F else -1
+            ready[slot[here]] = arrival(tables, board, rank, action)
+            if here + 1 < positions and placed[here + 1] == placed[here] - 1:
+                input_at = level[rank, CLOCK] + latency[here + 1]
+                ready[slot[here + 1]] = input_at
                 waiting = host[here + 1]
                 # No new choice is needed if that rank has an F or I to start at once.
                 busy = start[waiting] == level[waiting, CLOCK] and chosen[waiting] & 3 <= I
-                if waiting != rank and not (busy and arrival > start[waiting]):
+                if waiting != rank and not (busy and input_at > start[waiting]):
                     other = waiting
         actions += 1
-        if actions % POLL_EVERY == 0 and halt[0]:
+        if actions % POLL_EVERY == 0 and board.halt[0]:
             return False
+    waiting, missing = 0, 0
     for rank in range(p):
-        if ends[rank, FRONT] != ends[rank, BACK]:
-            return False
-    return bool(placed.min() == m)
+        waiting += ends[rank, BACK] - ends[rank, FRONT]
+    for here in range(positions):
+        missing += m - placed[here]
+    return bool(waiting + missing == 0)
 
 
 @compiled
@@ -318,10 +290,9 @@ def _ready(
     needs
         (p * chunks,) memory of one F on the chunk and on every later one.
     """
-    position, delta, latency = tables.position, tables.delta, tables.latency
-    placed, end = board.placed, board.end
-    p, chunks, m = position.shape[0], position.shape[1] // 4, end.shape[1]
-    slot = np.zeros(len(latency), np.int64)
+    position, delta, placed = tables.position, tables.delta, board.placed
+    p, chunks = position.shape[0], position.shape[1] // 4
+    slot = np.zeros(len(placed), np.int64)
     ready = np.full(p * 2 * chunks, np.inf)
     flight = np.zeros(p * chunks, np.int64)
     needs = np.zeros(p * chunks)
@@ -336,10 +307,6 @@ def _ready(
             flight[rank * chunks + chunk] = placed[forward] - placed[back]
             slot[forward] = rank * 2 * chunks + chunk
             slot[back] = slot[forward] + chunks
-    for here in range(len(latency)):
-        k = placed[here]
-        if here == 0 and k < m:
-            ready[slot[here]] = 0.0
-        elif here > 0 and k < placed[here - 1]:
-            ready[slot[here]] = end[here - 1, k] + latency[here]
+            ready[slot[forward]] = arrival(tables, board, rank, 4 * chunk + F)
+            ready[slot[back]] = arrival(tables, board, rank, 4 * chunk + I)
     return slot, ready, flight, needs

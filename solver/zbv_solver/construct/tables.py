@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zbv_solver.bounds.fusing import is_cheaper_fused
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
-from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
-from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.problem.numeric import SEARCH_MEMORY
+from zbv_solver.problem.problem import B, F, I, Problem
 
 NO_POSITION = -1
-"""The position of a W."""
+"""Position of a W."""
 
 
 class Tables(NamedTuple):
@@ -64,21 +65,13 @@ class Tables(NamedTuple):
         """Stages per rank."""
         return int(self.position.shape[1]) // 4
 
-    @property
-    def loads(self) -> FloatArray:
-        """Busy time of every rank (p,) when the marked chunks are fused and the others split."""
-        by_chunk = self.duration.reshape(self.pp_degree, self.chunks, 4)
-        backward = np.where(self.fuse, by_chunk[:, :, B], by_chunk[:, :, I] + by_chunk[:, :, W])
-        loads: FloatArray = self.microbatches * (by_chunk[:, :, F] + backward).sum(axis=1)
+    def loads(self, least: bool = False) -> FloatArray:
+        """Busy time of every rank (p,): the marked chunks fused, or every chunk as is cheaper (``least``)."""
+        forward, inputs, weights, fused = np.moveaxis(self.duration.reshape(self.pp_degree, -1, 4), 2, 0)
+        split = inputs + weights
+        backward = np.minimum(fused, split) if least else np.where(self.fuse, fused, split)
+        loads: FloatArray = self.microbatches * (forward + backward).sum(axis=1)
         return loads
-
-    @property
-    def least_loads(self) -> FloatArray:
-        """Least busy time of every rank (p,), each backward fused or split as is cheaper."""
-        by_chunk = self.duration.reshape(self.pp_degree, self.chunks, 4)
-        backward = np.minimum(by_chunk[:, :, B], by_chunk[:, :, I] + by_chunk[:, :, W])
-        loads: FloatArray = self.microbatches * (by_chunk[:, :, F] + backward).sum(axis=1)
-        return loads * (1 - ROUNDING)
 
 
 def make_tables(problem: Problem, fuse: BoolArray | None = None) -> Tables:
@@ -102,6 +95,21 @@ def make_tables(problem: Problem, fuse: BoolArray | None = None) -> Tables:
         fuse=fused[stages],
         microbatches=problem.microbatches,
     )
+
+
+def fuse_options(problem: Problem) -> list[tuple[str, BoolArray]]:
+    """Stages (S,) that a constructor runs with a fused backward, with a name per option.
+
+    No stage; if fusing is cheaper anywhere, also the first stage (no stage waits for its I), and every stage
+    where it is cheaper.
+    """
+    cheaper = is_cheaper_fused(problem)
+    none = np.zeros(problem.n_stages, dtype=np.bool_)
+    if not cheaper.any():
+        return [("none", none)]
+    first = none.copy()
+    first[0] = cheaper[0]
+    return [("none", none), ("first", first), ("all", cheaper)]
 
 
 def _by_code(values: FloatArray, stages: IntArray) -> FloatArray:

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zbv_solver.documents.text import decode_json
 from zbv_solver.errors import InvalidInput, Issue
 
+T = TypeVar("T")
 Write = Callable[[str], None]
 
 
@@ -30,6 +31,23 @@ def read_json(path: str | Path) -> Any:
     except RecursionError:
         found = "the JSON document is nested too deeply."
     raise InvalidInput([Issue("", found, file_label(path))])
+
+
+def load(path: str | Path, parse: Callable[[Any], T]) -> T:
+    """Read a JSON document and parse it; errors of both name the file.
+
+    Raises
+    ------
+    InvalidInput
+        When the file is not JSON, or when ``parse`` raises it.
+    OSError
+        When the file cannot be read.
+    """
+    document = read_json(path)
+    try:
+        return parse(document)
+    except InvalidInput as error:
+        raise error.found_in(file_label(path)) from None
 
 
 def file_label(path: str | Path) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 _MOST_DIGITS = 100
@@ -31,6 +33,20 @@ def decode_json(text: str) -> Any:
 
 def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
+def plain(value: Any) -> Any:
+    """A value of our own as JSON: the fields of dataclasses in their order, tuples as lists, inf as null.
+
+    Whole numbers have no fraction, as in :func:`number`.
+    """
+    if isinstance(value, float):
+        return number(value) if math.isfinite(value) else None
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return value
 
 
 def number(value: float) -> float | int:

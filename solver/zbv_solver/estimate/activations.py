@@ -46,176 +46,162 @@ class Held:
     is_input: bool = False
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Sums over a layer's tensors, in bytes."""
-
-    after_forward: int
-    after_input: int
+def after_forward(tensors: Iterable[Held]) -> int:
+    """Bytes that are kept after F."""
+    return sum(tensor.bytes for tensor in tensors if tensor.after_forward)
 
 
-def totals(tensors: Iterable[Held]) -> Activations:
-    """What is held after F and after I."""
-    held = tuple(tensors)
-    return Activations(
-        sum(each.bytes for each in held if each.after_forward),
-        sum(each.bytes for each in held if each.after_input),
-    )
+def after_input(tensors: Iterable[Held]) -> int:
+    """Bytes that are kept after I."""
+    return sum(tensor.bytes for tensor in tensors if tensor.after_input)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of a microbatch's tensors on one device, in bytes unless said otherwise.
+    """Sizes of a microbatch's tensors on one device of a tensor-parallel group, in bytes."""
 
-    Attributes
-    ----------
-    tokens
-        Number of tokens for which a device computes norms and dropout.
-    hidden
-        A tensor as wide as the residual stream, outside the parts that tensor parallelism divides.
-    whole
-        The same for all tokens.
-    query, kv, ffn
-        Queries; keys (or values); one tensor as wide as the MLP.
-    scores
-        Attention's scores.
-    positions
-        The added position embeddings: a sequence as wide as the residual stream.
-    logits
-        Logits in the activations' type.
-    """
+    model: ModelConfig
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
 
-    tokens: int
-    hidden: int
-    whole: int
-    query: int
-    kv: int
-    ffn: int
-    scores: int
-    positions: int
-    logits: int
+    @property
+    def tokens(self) -> int:
+        """Number of tokens for which a device computes norms and dropout."""
+        return self.model.tokens // (self.tensor_parallel if self.sequence_parallel else 1)
 
-    @classmethod
-    def of(cls, model: ModelConfig, tensor_parallel: int = 1, sequence_parallel: bool = False) -> Shapes:
-        """Those of a model on each device of a tensor-parallel group."""
-        t, value = tensor_parallel, model.dtype_bytes
-        tokens = model.tokens // t if sequence_parallel else model.tokens
-        scores = model.heads // t * model.microbatch_size * model.sequence**2
-        return cls(
-            tokens=tokens,
-            hidden=value * tokens * model.hidden,
-            whole=value * model.tokens * model.hidden,
-            query=value * model.tokens * model.query_width // t,
-            kv=value * model.tokens * model.kv_width // t,
-            ffn=value * model.tokens * model.ffn_width // t,
-            scores=value * scores,
-            positions=value * model.sequence * model.hidden,
-            logits=value * model.tokens * model.vocabulary // t,
-        )
+    @property
+    def hidden(self) -> int:
+        """A tensor as wide as the residual stream, outside the parts that tensor parallelism divides."""
+        return self.model.dtype_bytes * self.tokens * self.model.hidden
 
-    def mask(self, model: ModelConfig, of: int) -> int:
-        """Size of the dropout mask of a tensor of the given size."""
-        return of // model.dtype_bytes * MASK_BYTES
+    @property
+    def whole(self) -> int:
+        """The same for all tokens."""
+        return self.model.dtype_bytes * self.model.tokens * self.model.hidden
+
+    @property
+    def query(self) -> int:
+        """The queries."""
+        return self._divided(self.model.query_width)
+
+    @property
+    def kv(self) -> int:
+        """The keys; the values are as large."""
+        return self._divided(self.model.kv_width)
+
+    @property
+    def ffn(self) -> int:
+        """A tensor as wide as the MLP."""
+        return self._divided(self.model.ffn_width)
+
+    @property
+    def scores(self) -> int:
+        """Attention's scores."""
+        model = self.model
+        heads = model.heads // self.tensor_parallel
+        return model.dtype_bytes * heads * model.microbatch_size * model.sequence**2
+
+    @property
+    def positions(self) -> int:
+        """The added position embeddings: a sequence as wide as the residual stream."""
+        return self.model.dtype_bytes * self.model.sequence * self.model.hidden
+
+    @property
+    def logits(self) -> int:
+        """The logits, in the activations' type."""
+        return self._divided(self.model.vocabulary)
+
+    def _divided(self, width: int) -> int:
+        return self.model.dtype_bytes * self.model.tokens * width // self.tensor_parallel
+
+    def weight(self, n_in: int, n_out: int) -> int:
+        """The gradient of a matrix, which B computes before it is accumulated."""
+        return self.model.dtype_bytes * (n_in * n_out // self.tensor_parallel)
+
+    def mask(self, of: int) -> int:
+        """The dropout mask of a tensor of the given size."""
+        return of // self.model.dtype_bytes * MASK_BYTES
 
 
-def attention_tensors(model: ModelConfig, tensor_parallel: int, sequence_parallel: bool) -> list[Held]:
+def attention_tensors(shapes: Shapes) -> list[Held]:
     """First half of a block: norm, projections, scores, residual.
 
     13 s b h + 5 a s² b with dropout in 16 bits (Korthikanti et al. 2022, §4.1). Flash attention keeps the
     normaliser of every row instead of scores (Dao et al. 2022, §3.1).
     """
-    shapes = Shapes.of(model, tensor_parallel, sequence_parallel)
+    model = shapes.model
     held = [
-        *_norm(model, shapes, "attention's norm"),
+        *_norm(shapes, "attention's norm"),
         Held("input of the projection to queries, keys, values", shapes.hidden, after_input=True),
-        Held(
-            "gradients of queries, keys, values",
-            shapes.query + 2 * shapes.kv,
-            after_forward=False,
-            after_input=True,
-        ),
+        _gradient("gradients of queries, keys, values", shapes.query + 2 * shapes.kv),
         Held("queries", shapes.query),
         Held("keys", shapes.kv),
         Held("values", shapes.kv),
-        *_scores(model, shapes, tensor_parallel),
+        *_scores(shapes),
         Held("input of the projection back", shapes.query, after_input=True),
-        Held("gradient of the projection back", shapes.whole, after_forward=False, after_input=True),
+        _gradient("gradient of the projection back", shapes.whole),
     ]
     if model.qk_norm:
-        rows = (model.heads + model.n_kv_heads) // tensor_parallel * model.tokens
+        rows = (model.heads + model.n_kv_heads) // shapes.tensor_parallel * model.tokens
         held.append(Held("queries and keys before their norms", shapes.query + shapes.kv))
         held.append(Held("statistics of their norms", _statistics(model) * rows))
-    return held + _dropout(model, shapes, "attention's dropout mask")
+    return held + _dropout(shapes, "attention's dropout mask")
 
 
-def mlp_tensors(model: ModelConfig, tensor_parallel: int, sequence_parallel: bool) -> list[Held]:
+def mlp_tensors(shapes: Shapes) -> list[Held]:
     """Second half of a block: norm, MLP, residual (Korthikanti et al. 2022, §4.1: 21 s b h).
 
     With a gate the activation reads two tensors; unfused, the activated gate is kept as well.
     """
-    shapes = Shapes.of(model, tensor_parallel, sequence_parallel)
+    model = shapes.model
     into = (2 if model.gated else 1) * shapes.ffn
     held = [
-        *_norm(model, shapes, "MLP's norm"),
+        *_norm(shapes, "MLP's norm"),
         Held("input of the MLP's first matrix", shapes.hidden, after_input=True),
-        Held("gradient of the MLP's first matrix", into, after_forward=False, after_input=True),
+        _gradient("gradient of the MLP's first matrix", into),
         Held("input of the activation", into),
         Held("input of the MLP's last matrix", shapes.ffn, after_input=True),
-        Held("gradient of the MLP's last matrix", shapes.whole, after_forward=False, after_input=True),
+        _gradient("gradient of the MLP's last matrix", shapes.whole),
     ]
     if model.gated and not model.fused_activation:
         held.append(Held("activated gate", shapes.ffn))
-    return held + _dropout(model, shapes, "MLP's dropout mask")
+    return held + _dropout(shapes, "MLP's dropout mask")
 
 
-def embedding_tensors(model: ModelConfig, tensor_parallel: int, sequence_parallel: bool) -> list[Held]:
+def embedding_tensors(shapes: Shapes) -> list[Held]:
     """Look-up of tokens and positions. I computes nothing: the gradient that arrives waits for W."""
-    shapes = Shapes.of(model, tensor_parallel, sequence_parallel)
+    model = shapes.model
     held = [
         Held("tokens", INDEX_BYTES * model.tokens, after_input=True, is_input=True),
-        Held("gradient of the embedding", shapes.whole, after_forward=False, after_input=True),
+        _gradient("gradient of the embedding", shapes.whole),
     ]
     if model.positions == "learned":
         held.append(Held("positions", INDEX_BYTES * model.sequence, after_input=True))
-        held.append(
-            Held("gradient of the positions", shapes.positions, after_forward=False, after_input=True)
-        )
-    return held + _dropout(model, shapes, "embedding's dropout mask")
+        held.append(_gradient("gradient of the positions", shapes.positions))
+    return held + _dropout(shapes, "embedding's dropout mask")
 
 
-def head_tensors(model: ModelConfig, tensor_parallel: int, sequence_parallel: bool) -> list[Held]:
+def head_tensors(shapes: Shapes) -> list[Held]:
     """Final norm, product with the vocabulary, loss.
 
     Korthikanti et al. 2022, §4.3: 2 s b h for the norm, 2 s b h for the product, and 4 s b V for logits in
     float32, of which the loss keeps one tensor.
     """
-    shapes = Shapes.of(model, tensor_parallel, sequence_parallel)
+    model = shapes.model
     logits = shapes.logits // model.dtype_bytes
     return [
-        *_norm(model, shapes, "final norm"),
+        *_norm(shapes, "final norm"),
         Held("input of the head", shapes.hidden, after_input=True),
-        Held("gradient of the logits", shapes.logits, after_forward=False, after_input=True),
+        _gradient("gradient of the logits", shapes.logits),
         Held("logits in the loss", STATISTIC_BYTES * logits),
         Held("targets", INDEX_BYTES * model.tokens),
     ]
 
 
-def block_activation_bytes(
-    model: ModelConfig, *, tensor_parallel: int = 1, sequence_parallel: bool = False
-) -> Activations:
-    """Memory that one microbatch keeps for one transformer block, in bytes on one device.
-
-    For a GPT with plain attention and dropout in 16 bits: s b h (34 + 5 a s / h) after F (Korthikanti et al.
-    2022, equation 1) and 32 s b h after I (Qi et al. 2023, table 1), plus statistics of two norms.
-    """
-    parts = (attention_tensors, mlp_tensors)
-    return totals(tensor for part in parts for tensor in part(model, tensor_parallel, sequence_parallel))
-
-
-def _norm(model: ModelConfig, shapes: Shapes, name: str) -> list[Held]:
+def _norm(shapes: Shapes, name: str) -> list[Held]:
     return [
         Held(f"input of {name}", shapes.hidden, is_input=True),
-        Held(f"statistics of {name}", _statistics(model) * shapes.tokens),
+        Held(f"statistics of {name}", _statistics(shapes.model) * shapes.tokens),
     ]
 
 
@@ -223,16 +209,22 @@ def _statistics(model: ModelConfig) -> int:
     return STATISTIC_BYTES * (2 if model.norm == "layernorm" else 1)
 
 
-def _scores(model: ModelConfig, shapes: Shapes, tensor_parallel: int) -> list[Held]:
+def _scores(shapes: Shapes) -> list[Held]:
+    model = shapes.model
     if model.attention == "flash":
-        rows = model.heads // tensor_parallel * model.tokens
+        rows = model.heads // shapes.tensor_parallel * model.tokens
         return [Held("softmax normalisers", STATISTIC_BYTES * rows)]
     held = [Held("softmax", shapes.scores, is_core=True)]
     if model.dropout:
-        held.append(Held("mask of the softmax", shapes.mask(model, shapes.scores), is_core=True))
+        held.append(Held("mask of the softmax", shapes.mask(shapes.scores), is_core=True))
         held.append(Held("softmax after dropout", shapes.scores, is_core=True))
     return held
 
 
-def _dropout(model: ModelConfig, shapes: Shapes, name: str) -> list[Held]:
-    return [Held(name, shapes.mask(model, shapes.hidden))] if model.dropout else []
+def _dropout(shapes: Shapes, name: str) -> list[Held]:
+    return [Held(name, shapes.mask(shapes.hidden))] if shapes.model.dropout else []
+
+
+def _gradient(name: str, size: int) -> Held:
+    """A gradient that waits for W."""
+    return Held(name, size, after_forward=False, after_input=True)

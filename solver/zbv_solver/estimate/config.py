@@ -6,7 +6,8 @@ the rules between several numbers. An :class:`EstimateConfig` that it returns is
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -29,10 +30,6 @@ OPTIMIZER_STATES = {"adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0}
 
 class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-    def but(self, **changes: Any) -> Self:
-        """A copy with changed values, for comparisons; it is not validated."""
-        return self.model_copy(update=changes)
 
 
 class ModelConfig(_Config):
@@ -181,7 +178,7 @@ class DeviceConfig(_Config):
     tensor_parallel_latency: Amount = Field(0.0, description="us, of every collective of that group")
     tensor_parallel_overlap: Share = Field(0.0, description="share of those collectives that compute hides")
     memory_limit: Amount | None = Field(None, description="bytes; null: no limit")
-    reserved: Amount = Field(0.0, description="bytes that a device needs beside the layers")
+    reserved: Amount = Field(0.0, description="bytes that a device needs in addition to the layers")
 
 
 class EstimateConfig(_Config):
@@ -230,65 +227,49 @@ def parse_config(document: Any) -> EstimateConfig:
     return config
 
 
-def _model_issues(model: ModelConfig) -> list[Issue]:
-    issues = []
+def _model_issues(model: ModelConfig) -> Iterator[Issue]:
     if model.head_dim is None and model.hidden % model.heads:
-        issues.append(
-            Issue(
-                "/model/heads",
-                f"found {model.heads}; must divide hidden ({model.hidden}). Or give head_dim, their width.",
-            )
-        )
+        rule = f"must divide hidden ({model.hidden}). Or give head_dim, their width."
+        yield Issue("/model/heads", f"found {model.heads}; {rule}")
     if model.heads % model.n_kv_heads:
-        issues.append(
-            Issue(
-                "/model/kv_heads",
-                f"found {model.kv_heads}; must divide heads ({model.heads}): each serves as many of them.",
-            )
-        )
-    return issues
+        rule = f"must divide heads ({model.heads}): each serves as many of them."
+        yield Issue("/model/kv_heads", f"found {model.kv_heads}; {rule}")
 
 
-def _count_issues(config: EstimateConfig) -> list[Issue]:
+def _count_issues(config: EstimateConfig) -> Iterator[Issue]:
     """The layers, with embedding and head, must not be more than a problem may have."""
     layers, halves = config.model.layers, 2 if config.parallel.granularity == "half" else 1
     most = (MAX_LAYERS - 2) // halves
-    if layers <= most:
-        return []
-    remedy = " Use granularity block." if halves == 2 else ""
-    return [Issue("/model/layers", f"found {layers}; must be at most {most}.{remedy}")]
+    if layers > most:
+        remedy = " Use granularity block." if halves == 2 else ""
+        yield Issue("/model/layers", f"found {layers}; must be at most {most}.{remedy}")
 
 
-def _parallel_issues(config: EstimateConfig) -> list[Issue]:
-    model, parallel, device, issues = config.model, config.parallel, config.device, []
+def _parallel_issues(config: EstimateConfig) -> Iterator[Issue]:
+    model, parallel, device = config.model, config.parallel, config.device
     degree = parallel.tensor_parallel
-    pointer = "/parallel/tensor_parallel"
-    shared = {
+    divided = {
         "heads": model.heads,
         "kv_heads": model.n_kv_heads,
         "ffn": model.ffn_width,
         "vocabulary": model.vocabulary,
     }
     if parallel.sequence_parallel:
-        shared["sequence"] = model.sequence
-    for name, size in shared.items():
+        divided["sequence"] = model.sequence
+    for name, size in divided.items():
         if size % degree:
             padded = f" Pad it to {-(-size // degree) * degree}." if name == "vocabulary" else ""
-            issues.append(Issue(pointer, f"found {degree}; must divide {name} ({size}).{padded}"))
+            rule = f"found {degree}; must divide {name} ({size}).{padded}"
+            yield Issue("/parallel/tensor_parallel", rule)
     if degree > 1 and device.tensor_parallel_bandwidth is None:
-        issues.append(
-            Issue(
-                "/device/tensor_parallel_bandwidth",
-                f"this key is absent, and tensor_parallel {degree} needs it. Give the GB/s that a device "
-                f"sends within its group; with tensor_parallel_overlap 1 they cost nothing.",
-            )
+        yield Issue(
+            "/device/tensor_parallel_bandwidth",
+            f"this key is absent, and tensor_parallel {degree} needs it. Give the GB/s that a device sends "
+            f"within its group; with tensor_parallel_overlap 1 they cost nothing.",
         )
     if parallel.recompute == "selective" and model.attention == "flash":
-        issues.append(
-            Issue(
-                "/parallel/recompute",
-                "found 'selective'; it recomputes the scores that plain attention keeps, and flash keeps "
-                "none. Use full or none.",
-            )
+        yield Issue(
+            "/parallel/recompute",
+            "found 'selective'; it recomputes the scores that plain attention keeps, and flash keeps none. "
+            "Use full or none.",
         )
-    return issues

@@ -8,45 +8,20 @@ weight, so both belong to I.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.config import ModelConfig
 
 FLASH_BACKWARD = 2.5
 """Ratio of backward to forward of flash attention: five products to two, because scores are recomputed."""
 
 
-@dataclass(frozen=True)
-class Flops:
-    """Operations of F, I and W."""
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(
-            self.forward + other.forward,
-            self.backward_input + other.backward_input,
-            self.backward_weight + other.backward_weight,
-        )
-
-    def __truediv__(self, parts: int) -> Flops:
-        return Flops(self.forward / parts, self.backward_input / parts, self.backward_weight / parts)
-
-    @property
-    def total(self) -> float:
-        """F, I and W."""
-        return self.forward + self.backward_input + self.backward_weight
-
-
-def linear_flops(tokens: int, n_in: int, n_out: int) -> Flops:
+def linear_flops(tokens: int, n_in: int, n_out: int) -> PerAction:
     """A linear layer: 2 · tokens · n_in · n_out in each of F, I and W (Qi et al. 2023, §2.3)."""
     once = 2.0 * tokens * n_in * n_out
-    return Flops(once, once, once)
+    return PerAction(once, once, once)
 
 
-def core_flops(model: ModelConfig) -> Flops:
+def core_flops(model: ModelConfig) -> PerAction:
     """Scores and their product with the values: 4 b s² a d in F, twice that in I, nothing in W.
 
     Qi et al. 2023, table 1 (their 4s and 8s per s b h). Flash attention needs half where the mask is causal,
@@ -54,29 +29,24 @@ def core_flops(model: ModelConfig) -> Flops:
     """
     once = 4.0 * model.microbatch_size * model.sequence**2 * model.query_width
     if model.attention == "plain":
-        return Flops(once, 2 * once, 0.0)
+        return PerAction(once, 2 * once, 0.0)
     once = once / 2 if model.causal else once
-    return Flops(once, FLASH_BACKWARD * once, 0.0)
+    return PerAction(once, FLASH_BACKWARD * once, 0.0)
 
 
-def attention_flops(model: ModelConfig) -> Flops:
+def attention_flops(model: ModelConfig) -> PerAction:
     """Projections and scores."""
     h, query = model.hidden, model.query_width
     projections = linear_flops(model.tokens, h, query + 2 * model.kv_width)
     return projections + core_flops(model) + linear_flops(model.tokens, query, h)
 
 
-def mlp_flops(model: ModelConfig) -> Flops:
+def mlp_flops(model: ModelConfig) -> PerAction:
     """Two matrices, or three with a gate."""
     matrices = 3 if model.gated else 2
     return linear_flops(model.tokens, model.hidden, matrices * model.ffn_width)
 
 
-def block_flops(model: ModelConfig) -> Flops:
-    """A block; of a GPT with plain scores s b h times 24h + 4s, 24h + 8s, 24h (Qi et al. 2023, table 1)."""
-    return attention_flops(model) + mlp_flops(model)
-
-
-def head_flops(model: ModelConfig) -> Flops:
+def head_flops(model: ModelConfig) -> PerAction:
     """The product with the vocabulary's matrix (Narayanan et al. 2021, appendix: 6 B s h V in all)."""
     return linear_flops(model.tokens, model.hidden, model.vocabulary)

@@ -7,7 +7,7 @@ workspace, which is the larger one, because a device runs one action at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbv_solver.estimate import times, traffic
@@ -15,14 +15,16 @@ from zbv_solver.estimate.activations import (
     STATISTIC_BYTES,
     Held,
     Shapes,
+    after_forward,
+    after_input,
     attention_tensors,
     embedding_tensors,
     head_tensors,
     mlp_tensors,
-    totals,
 )
-from zbv_solver.estimate.config import EstimateConfig, ModelConfig
-from zbv_solver.estimate.flops import Flops, attention_flops, core_flops, head_flops, mlp_flops
+from zbv_solver.estimate.amounts import PerAction
+from zbv_solver.estimate.config import EstimateConfig
+from zbv_solver.estimate.flops import attention_flops, core_flops, head_flops, mlp_flops
 from zbv_solver.estimate.parameters import (
     Parameters,
     StaticBytes,
@@ -32,7 +34,6 @@ from zbv_solver.estimate.parameters import (
     mlp_parameters,
     static_bytes,
 )
-from zbv_solver.estimate.times import Triple
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Running:
         Additional bytes while an action runs.
     """
 
-    times: Triple
+    times: PerAction
     after_forward: int
     after_input: int
     workspace: int
@@ -76,7 +77,7 @@ class LayerEstimate:
     """
 
     name: str
-    flops: Flops
+    flops: PerAction
     plain: Running
     recomputed: Running | None
     parameters: int
@@ -104,8 +105,8 @@ def _block(config: EstimateConfig, attention: LayerEstimate, mlp: LayerEstimate)
     if attention.recomputed is not None:
         recomputed = _both(attention.recomputed, mlp.recomputed or mlp.plain)
         if config.recompute == "full":
-            # The input of the second half is made again with the rest.
-            kept = totals(each for each in _tensors(config, attention_tensors) if each.is_input).after_forward
+            # The input of the second half is computed again with the rest.
+            kept = _input_bytes(attention_tensors(_shapes(config)))
             recomputed = replace(recomputed, after_forward=kept, workspace=_whole_again(plain, kept))
     return LayerEstimate(
         name="block",
@@ -129,110 +130,139 @@ def _both(first: Running, second: Running) -> Running:
 
 
 def _attention(config: EstimateConfig) -> LayerEstimate:
-    model, degree = config.model, config.parallel.tensor_parallel
-    shapes, tensors = _shapes(config), _tensors(config, attention_tensors)
-    flops = attention_flops(model) / degree
-    # I has most on top when it has made its gradients and released nothing: of the residual stream, of the
-    # heads' output, and of queries, keys and values. Of plain attention at most: these once more, and scores.
-    made = shapes.whole + shapes.query + shapes.query + 2 * shapes.kv
-    if model.attention == "plain":
-        made += shapes.query + 2 * shapes.kv + 2 * shapes.scores
-    # B makes weights' gradients beside: of the projection back while all that F kept is still there, of the
-    # first one when queries, keys and values (whose gradients are as large) and the other's input are gone.
-    back = shapes.whole + shapes.query + _weight(model, model.query_width * model.hidden // degree)
-    into = _weight(model, (model.query_width + 2 * model.kv_width) * model.hidden // degree)
-    into += shapes.whole + shapes.hidden - shapes.query
-    plain = Running(
-        _times(config, flops, traffic.attention_traffic(model, shapes), _half_collectives(config)),
-        *_held(tensors),
-        workspace=max(made, back, into),
+    shapes = _shapes(config)
+    tensors = attention_tensors(shapes)
+    layer = _layer(
+        config,
+        "attention",
+        tensors,
+        attention_flops(config.model),
+        traffic.attention_traffic(shapes),
+        times.half_collectives(shapes.sequence_parallel),
+        _attention_workspace(shapes),
+        attention_parameters(config.model),
     )
-    if config.recompute == "selective":
-        recomputed: Running | None = _without_scores(config, plain, tensors)
-    else:
-        recomputed = _fully_recomputed(config, plain, tensors)
-    return _layer(config, "attention", flops, plain, recomputed, attention_parameters(model))
+    return replace(layer, recomputed=_recomputed(config, layer.plain, tensors))
+
+
+def _attention_workspace(shapes: Shapes) -> int:
+    model = shapes.model
+    # I holds most when it has computed its gradients and released nothing: the gradients of the residual
+    # stream, of the heads' output, and of queries, keys and values. With plain attention, the last three
+    # exist twice for a moment, together with the scores and their gradient.
+    projected = shapes.query + 2 * shapes.kv
+    gradients = shapes.whole + shapes.query + projected
+    if model.attention == "plain":
+        gradients += projected + 2 * shapes.scores
+    # B also computes the gradients of weights. For the projection back, everything that F kept is still
+    # there. For the first projection, queries, keys and values (whose gradients are as large) and the input
+    # of the projection back are released.
+    back = shapes.whole + shapes.query + shapes.weight(model.query_width, model.hidden)
+    first = shapes.weight(model.hidden, model.query_width + 2 * model.kv_width)
+    first += shapes.whole + shapes.hidden - shapes.query
+    return max(gradients, back, first)
 
 
 def _mlp(config: EstimateConfig) -> LayerEstimate:
-    model, degree = config.model, config.parallel.tensor_parallel
-    shapes, tensors = _shapes(config), _tensors(config, mlp_tensors)
-    flops = mlp_flops(model) / degree
-    # As above: of the residual stream, the last matrix's input and the activation's.
-    made = shapes.whole + (3 if model.gated else 2) * shapes.ffn
-    # B makes weights' gradients beside: of the last matrix while all that F kept is still there, of the first
-    # when the inputs of the activation (whose gradients are as large) and of the last matrix are gone.
-    gone = (2 if model.gated and not model.fused_activation else 1) * shapes.ffn
-    into = _weight(model, model.hidden * (2 if model.gated else 1) * model.ffn_width // degree)
-    into += shapes.whole + shapes.hidden - gone
-    back = shapes.whole + shapes.ffn + _weight(model, model.hidden * model.ffn_width // degree)
-    plain = Running(
-        _times(config, flops, traffic.mlp_traffic(model, shapes), _half_collectives(config)),
-        *_held(tensors),
-        workspace=max(made, back, into),
+    shapes = _shapes(config)
+    tensors = mlp_tensors(shapes)
+    layer = _layer(
+        config,
+        "mlp",
+        tensors,
+        mlp_flops(config.model),
+        traffic.mlp_traffic(shapes),
+        times.half_collectives(shapes.sequence_parallel),
+        _mlp_workspace(shapes),
+        mlp_parameters(config.model),
     )
-    recomputed = _fully_recomputed(config, plain, tensors)
-    return _layer(config, "mlp", flops, plain, recomputed, mlp_parameters(model))
+    return replace(layer, recomputed=_recomputed(config, layer.plain, tensors))
+
+
+def _mlp_workspace(shapes: Shapes) -> int:
+    model, inputs = shapes.model, 2 if shapes.model.gated else 1
+    # I: the gradients of the residual stream, of the last matrix's input, and of the activation's inputs.
+    gradients = shapes.whole + (1 + inputs) * shapes.ffn
+    # B also computes the gradients of weights. For the last matrix, everything that F kept is still there.
+    # For the first one, the activation's inputs (whose gradients are as large) and the input of the last
+    # matrix are released.
+    last = shapes.whole + shapes.ffn + shapes.weight(model.ffn_width, model.hidden)
+    released = (2 if model.gated and not model.fused_activation else 1) * shapes.ffn
+    first = shapes.weight(model.hidden, inputs * model.ffn_width) + shapes.whole + shapes.hidden - released
+    return max(gradients, last, first)
 
 
 def _embedding(config: EstimateConfig) -> LayerEstimate:
-    model, parallel = config.model, config.parallel
-    shapes, tensors = _shapes(config), _tensors(config, embedding_tensors)
-    moved = traffic.embedding_traffic(model, shapes, parallel.tensor_parallel, config.precision.gradients)
-    collectives = times.embedding_collectives(parallel.sequence_parallel)
-    nothing = Flops(0.0, 0.0, 0.0)
-    # F makes rows for tokens and positions, then their sum; B a gradient of the whole table, which it adds.
+    model, shapes = config.model, _shapes(config)
+    # F computes rows for tokens and positions, then their sum. B computes a gradient of the whole table.
     rows = shapes.whole + (shapes.positions + shapes.whole if model.positions == "learned" else 0)
-    table = shapes.whole + _weight(model, model.vocabulary * model.hidden // parallel.tensor_parallel)
-    plain = Running(_times(config, nothing, moved, collectives), *_held(tensors), workspace=max(rows, table))
-    return _layer(config, "embedding", nothing, plain, None, embedding_parameters(model))
+    table = shapes.whole + shapes.weight(model.vocabulary, model.hidden)
+    return _layer(
+        config,
+        "embedding",
+        embedding_tensors(shapes),
+        PerAction(),
+        traffic.embedding_traffic(shapes, config.precision.gradients),
+        times.embedding_collectives(shapes.sequence_parallel),
+        max(rows, table),
+        embedding_parameters(model),
+    )
 
 
 def _head(config: EstimateConfig) -> LayerEstimate:
-    model, parallel = config.model, config.parallel
-    shapes, tensors = _shapes(config), _tensors(config, head_tensors)
-    flops = head_flops(model) / parallel.tensor_parallel
-    # Beside what the loss keeps, I makes two tensors as large in float32: the gradients behind and before the
-    # logarithm of the softmax. Where the vocabulary is small, those around the norm are larger, and where the
-    # tokens are few, the weight's gradient in B, with that of its input, once the logits' loss is gone.
+    model, shapes = config.model, _shapes(config)
+    # In addition to the tensors that the loss keeps, I computes two of the same size in float32: the
+    # gradients after and before the logarithm of the softmax. With a small vocabulary, the two around the
+    # norm are larger. With few tokens, B needs most: for the gradients of the weight and of its input, after
+    # the logits of the loss are released.
     in_float32 = shapes.logits // model.dtype_bytes * STATISTIC_BYTES
-    table = _weight(model, model.vocabulary * model.hidden // parallel.tensor_parallel)
-    plain = Running(
-        _times(
-            config,
-            flops,
-            traffic.head_traffic(model, shapes),
-            times.head_collectives(parallel.sequence_parallel),
-        ),
-        *_held(tensors),
-        workspace=max(2 * in_float32, 2 * shapes.whole, table + shapes.whole + shapes.logits - in_float32),
-    )
-    count = head_parameters(model)
+    table = shapes.weight(model.vocabulary, model.hidden)
+    parameters = head_parameters(model)
     if model.tied_embeddings and config.placement != "v":
-        # Off the embedding's rank the head needs a copy, with all that training keeps of it.
-        count += Parameters(shared=model.vocabulary * model.hidden, replicated=0)
-    layer = _layer(config, "head", flops, plain, None, count)
+        # The embedding is on another rank, so the head needs a copy, with all that training keeps of it.
+        parameters += Parameters(shared=model.vocabulary * model.hidden, replicated=0)
+    layer = _layer(
+        config,
+        "head",
+        head_tensors(shapes),
+        head_flops(model),
+        traffic.head_traffic(shapes),
+        times.head_collectives(shapes.sequence_parallel),
+        max(2 * in_float32, 2 * shapes.whole, table + shapes.whole + shapes.logits - in_float32),
+        parameters,
+    )
     return replace(layer, output_bytes=0)
 
 
 def _layer(
     config: EstimateConfig,
     name: str,
-    flops: Flops,
-    plain: Running,
-    recomputed: Running | None,
+    tensors: Sequence[Held],
+    flops: PerAction,
+    moved: PerAction,
+    collectives: times.Collectives,
+    workspace: int,
     parameters: Parameters,
 ) -> LayerEstimate:
-    parallel = config.parallel
+    """A layer without recomputation; ``flops`` and ``parameters`` are those of the tensor-parallel group."""
+    parallel, device = config.parallel, config.device
+    on_device = flops / parallel.tensor_parallel
+    compute = times.product_times(on_device, device) + times.traffic_times(moved, device)
+    plain = Running(
+        compute + times.collective_times(collectives, config),
+        after_forward(tensors),
+        after_input(tensors),
+        workspace,
+    )
     count = parameters.on_device(parallel.tensor_parallel)
     kept = static_bytes(
         count, config.precision, config.optimizer_states, parallel.zero_stage, parallel.data_parallel
     )
     return LayerEstimate(
         name=name,
-        flops=flops,
+        flops=on_device,
         plain=plain,
-        recomputed=recomputed,
+        recomputed=None,
         parameters=count,
         # A replica's share of a layer is rounded up: shards are padded to one size.
         static=StaticBytes(*map(math.ceil, (kept.parameters, kept.gradients, kept.optimizer))),
@@ -240,27 +270,30 @@ def _layer(
     )
 
 
-def _without_scores(config: EstimateConfig, plain: Running, tensors: list[Held]) -> Running:
-    """Selective recomputation: scores exist during I only (Korthikanti et al. 2022, §5)."""
+def _recomputed(config: EstimateConfig, plain: Running, tensors: Sequence[Held]) -> Running | None:
+    """The costs of half a block if its stage is recomputed; None if the half offers no recomputation."""
+    if config.recompute == "full":
+        # F keeps only the input, and I begins with an F (Chen et al. 2016, §3).
+        kept = _input_bytes(tensors)
+        twice = plain.times + PerAction(backward_input=plain.times.forward)
+        return Running(twice, kept, plain.after_input, _whole_again(plain, kept))
+    scores = after_forward(tensor for tensor in tensors if tensor.is_core)
+    if config.recompute == "none" or not scores:
+        return None
+    # Selective recomputation: scores exist during I only (Korthikanti et al. 2022, §5).
     flops = core_flops(config.model) / config.parallel.tensor_parallel
-    moved = traffic.core_traffic(config.model, _shapes(config))
-    again = _times(config, flops, moved, times.Collectives()).forward
-    dropped = totals(each for each in tensors if each.is_core).after_forward
-    return replace(
-        plain,
-        times=plain.times + Triple(backward_input=again),
-        after_forward=plain.after_forward - dropped,
-        workspace=plain.workspace + dropped,
+    again = times.product_times(flops, config.device)
+    again += times.traffic_times(traffic.core_traffic(_shapes(config)), config.device)
+    return Running(
+        plain.times + PerAction(backward_input=again.forward),
+        plain.after_forward - scores,
+        plain.after_input,
+        plain.workspace + scores,
     )
 
 
-def _fully_recomputed(config: EstimateConfig, plain: Running, tensors: list[Held]) -> Running | None:
-    """Full recomputation: F keeps only the input, and I begins with an F (Chen et al. 2016, §3)."""
-    if config.recompute != "full":
-        return None
-    kept = totals(each for each in tensors if each.is_input).after_forward
-    again = replace(plain, times=plain.times + Triple(backward_input=plain.times.forward))
-    return replace(again, after_forward=kept, workspace=_whole_again(plain, kept))
+def _input_bytes(tensors: Sequence[Held]) -> int:
+    return after_forward(tensor for tensor in tensors if tensor.is_input)
 
 
 def _whole_again(plain: Running, kept: int) -> int:
@@ -268,33 +301,5 @@ def _whole_again(plain: Running, kept: int) -> int:
     return plain.workspace + plain.after_forward - kept
 
 
-def _times(config: EstimateConfig, flops: Flops, moved: Triple, collectives: times.Collectives) -> Triple:
-    return (
-        times.product_times(flops, config.device)
-        + times.traffic_times(moved, config.device)
-        + times.collective_times(collectives, config)
-    )
-
-
-def _tensors(config: EstimateConfig, of: Callable[[ModelConfig, int, bool], list[Held]]) -> list[Held]:
-    parallel = config.parallel
-    return of(config.model, parallel.tensor_parallel, parallel.sequence_parallel)
-
-
-def _held(tensors: list[Held]) -> tuple[int, int]:
-    held = totals(tensors)
-    return held.after_forward, held.after_input
-
-
 def _shapes(config: EstimateConfig) -> Shapes:
-    parallel = config.parallel
-    return Shapes.of(config.model, parallel.tensor_parallel, parallel.sequence_parallel)
-
-
-def _half_collectives(config: EstimateConfig) -> times.Collectives:
-    return times.half_collectives(config.parallel.sequence_parallel)
-
-
-def _weight(model: ModelConfig, size: int) -> int:
-    """Size of a weight's gradient, which B computes before it is accumulated."""
-    return model.dtype_bytes * size
+    return Shapes(config.model, config.parallel.tensor_parallel, config.parallel.sequence_parallel)

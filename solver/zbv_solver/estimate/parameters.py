@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zbv_solver.estimate.amounts import Summed
 from zbv_solver.estimate.config import ModelConfig, Precision
 
 
 @dataclass(frozen=True)
-class Parameters:
+class Parameters(Summed):
     """A parameter count, split by how tensor parallelism treats the parameters.
 
     Attributes
@@ -21,9 +22,6 @@ class Parameters:
 
     shared: int
     replicated: int
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.shared + other.shared, self.replicated + other.replicated)
 
     @property
     def total(self) -> int:
@@ -58,11 +56,6 @@ def mlp_parameters(model: ModelConfig) -> Parameters:
     )
 
 
-def block_parameters(model: ModelConfig) -> Parameters:
-    """One transformer block: 12 h² (1 + 13 / 12h) for a GPT (Narayanan et al. 2021, §5.1, equation 2)."""
-    return attention_parameters(model) + mlp_parameters(model)
-
-
 def embedding_parameters(model: ModelConfig) -> Parameters:
     """Table of tokens, divided by vocabulary (Shoeybi et al. 2019, §3), and of learned positions."""
     positions = model.sequence * model.hidden if model.positions == "learned" else 0
@@ -77,8 +70,9 @@ def head_parameters(model: ModelConfig) -> Parameters:
 
 def model_parameters(model: ModelConfig) -> int:
     """The model's parameters; tied ones are counted once."""
-    blocks = model.layers * block_parameters(model).total
-    return embedding_parameters(model).total + blocks + head_parameters(model).total
+    block = attention_parameters(model) + mlp_parameters(model)
+    ends = embedding_parameters(model) + head_parameters(model)
+    return model.layers * block.total + ends.total
 
 
 def _norm(model: ModelConfig) -> int:
@@ -86,19 +80,12 @@ def _norm(model: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class StaticBytes:
+class StaticBytes(Summed):
     """Memory that training holds all the time, in bytes on one device."""
 
     parameters: float
     gradients: float
     optimizer: float
-
-    def __add__(self, other: StaticBytes) -> StaticBytes:
-        return StaticBytes(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-        )
 
     @property
     def total(self) -> float:
@@ -114,14 +101,12 @@ def static_bytes(
     Mixed-precision Adam is 2 + 2 + 12 bytes per parameter; ZeRO divides the last, the last two, or all three
     by the replicas (Rajbhandari et al. 2020, §3.1, §5 and figure 1).
     """
-    per_parameter = (
-        precision.parameters,
-        precision.gradients,
-        precision.master + optimizer_states * precision.state,
+
+    def held(size: float, divided_from_stage: int) -> float:
+        return parameters * size / (data_parallel if zero_stage >= divided_from_stage else 1)
+
+    return StaticBytes(
+        held(precision.parameters, 3),
+        held(precision.gradients, 2),
+        held(precision.master + optimizer_states * precision.state, 1),
     )
-    divided_from_stage = (3, 2, 1)
-    kinds = [
-        parameters * size / (data_parallel if zero_stage >= stage else 1)
-        for size, stage in zip(per_parameter, divided_from_stage, strict=True)
-    ]
-    return StaticBytes(*kinds)

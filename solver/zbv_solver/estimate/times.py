@@ -10,32 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zbv_solver.estimate.activations import Shapes
+from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.config import DeviceConfig, EstimateConfig
-from zbv_solver.estimate.flops import Flops
 
 MICROSECONDS = 1e6
 GIGA = 1e9
 TERA = 1e12
-
-
-@dataclass(frozen=True)
-class Triple:
-    """One number for each of F, I and W."""
-
-    forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
-
-    def __add__(self, other: Triple) -> Triple:
-        return Triple(
-            self.forward + other.forward,
-            self.backward_input + other.backward_input,
-            self.backward_weight + other.backward_weight,
-        )
-
-    def scaled(self, factor: float) -> Triple:
-        """All numbers multiplied by a factor."""
-        return Triple(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
 
 
 @dataclass(frozen=True)
@@ -51,29 +31,28 @@ class Collectives:
         Number of collectives.
     """
 
-    passes: Triple = Triple()
-    calls: Triple = Triple()
+    passes: PerAction
+    calls: PerAction
 
 
-def product_times(flops: Flops, device: DeviceConfig) -> Triple:
+def product_times(flops: PerAction, device: DeviceConfig) -> PerAction:
     """Time of matrix products on one device."""
-    unit = MICROSECONDS / (device.achieved_tflops * TERA)
-    return Triple(flops.forward, flops.backward_input, flops.backward_weight).scaled(unit)
+    return flops.scaled(MICROSECONDS / (device.achieved_tflops * TERA))
 
 
-def traffic_times(moved: Triple, device: DeviceConfig) -> Triple:
+def traffic_times(moved: PerAction, device: DeviceConfig) -> PerAction:
     """Time of memory traffic; 0 if no bandwidth is given."""
     if device.memory_bandwidth is None:
-        return Triple()
+        return PerAction()
     return moved.scaled(MICROSECONDS / (device.memory_bandwidth * GIGA))
 
 
-def collective_times(collectives: Collectives, config: EstimateConfig) -> Triple:
+def collective_times(collectives: Collectives, config: EstimateConfig) -> PerAction:
     """Time of the tensor-parallel group's collectives that is not hidden by compute."""
     degree, device = config.parallel.tensor_parallel, config.device
     if degree == 1 or device.tensor_parallel_bandwidth is None:
-        return Triple()
-    whole = Shapes.of(config.model, degree).whole
+        return PerAction()
+    whole = Shapes(config.model).whole
     per_pass = whole * (degree - 1) / degree * MICROSECONDS / (device.tensor_parallel_bandwidth * GIGA)
     exposed = collectives.passes.scaled(per_pass) + collectives.calls.scaled(device.tensor_parallel_latency)
     return exposed.scaled(1 - device.tensor_parallel_overlap)
@@ -87,19 +66,19 @@ def half_collectives(sequence_parallel: bool) -> Collectives:
     al. 2022, §4.2.2).
     """
     if sequence_parallel:
-        return Collectives(passes=Triple(2, 2, 1), calls=Triple(2, 2, 1))
-    return Collectives(passes=Triple(2, 2, 0), calls=Triple(1, 1, 0))
+        return Collectives(passes=PerAction(2, 2, 1), calls=PerAction(2, 2, 1))
+    return Collectives(passes=PerAction(2, 2, 0), calls=PerAction(1, 1, 0))
 
 
 def embedding_collectives(sequence_parallel: bool) -> Collectives:
     """A sum of the parts of the vocabulary in F; with sequence parallelism its gradient is gathered in I."""
     if sequence_parallel:
-        return Collectives(passes=Triple(1, 1, 0), calls=Triple(1, 1, 0))
-    return Collectives(passes=Triple(2, 0, 0), calls=Triple(1, 0, 0))
+        return Collectives(passes=PerAction(1, 1, 0), calls=PerAction(1, 1, 0))
+    return Collectives(passes=PerAction(2, 0, 0), calls=PerAction(1, 0, 0))
 
 
 def head_collectives(sequence_parallel: bool) -> Collectives:
     """The gradient of the head's input is summed in I; sums of the loss over the group are left out."""
     if sequence_parallel:
-        return Collectives(passes=Triple(1, 1, 1), calls=Triple(1, 1, 1))
-    return Collectives(passes=Triple(0, 2, 0), calls=Triple(0, 1, 0))
+        return Collectives(passes=PerAction(1, 1, 1), calls=PerAction(1, 1, 1))
+    return Collectives(passes=PerAction(0, 2, 0), calls=PerAction(0, 1, 0))

@@ -2,36 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from zbv_solver.plans.plan import Plan
+
+_CSV, _JSON, _HTML = "text/csv; charset=utf-8", "application/json", "text/html; charset=utf-8"
 
 
 @dataclass(frozen=True)
 class Format:
-    """An export format.
+    """An export format. The module of the same name has its ``render``.
 
     Attributes
     ----------
     media_type
-        As an HTTP answer carries it.
+        The content type of an HTTP answer.
     suffix
-        Of a file's name, with the dot.
+        The end of a file's name, with the dot.
     description
         One line for people.
-    render
-        The plan as text; deterministic.
     """
 
     name: str
     media_type: str
     suffix: str
     description: str
-    render: Callable[[Plan], str]
+
+    def render(self, plan: Plan) -> str:
+        """The plan as text; deterministic."""
+        # Importing the modules takes up to a second, so it is left until a format is used.
+        module = import_module(f"{__name__}.{self.name.replace('-', '_')}")
+        text: str = module.render(plan)
+        return text
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Format("torch-csv", _CSV, ".csv", "compute-only CSV for torch.distributed.pipelining"),
+            Format(
+                "torch-comms-csv",
+                _CSV,
+                ".comms.csv",
+                "CSV with sends and receives for torch.distributed.pipelining",
+            ),
+            Format(
+                "torchtitan",
+                "application/toml",
+                ".torchtitan.toml",
+                "settings for torchtitan, with the schedule CSV inside",
+            ),
+            Format("megatron-json", _JSON, ".nodes.json", "node list of Megatron-LM's zero-bubble fork"),
+            Format(
+                "chrome-trace",
+                _JSON,
+                ".trace.json",
+                "Trace Event Format, opens in Perfetto and chrome://tracing",
+            ),
+            Format("svg", "image/svg+xml", ".svg", "static picture of the Gantt chart"),
+            Format("html", _HTML, ".html", "interactive page in one file, opens from disk"),
+        )
+    }
+)
+"""Every format by name."""
 
 
 def export(plan: Plan, name: str) -> str:
@@ -47,63 +88,3 @@ def export(plan: Plan, name: str) -> str:
     if name not in FORMATS:
         raise InvalidInput.at("/format", f"found {name!r}; must be one of {', '.join(FORMATS)}.")
     return FORMATS[name].render(plan)
-
-
-def _render_of(module: str) -> Callable[[Plan], str]:
-    """The ``render`` of a module of this package, imported when it is first used: some take a second."""
-
-    def render(plan: Plan) -> str:
-        text: str = import_module(f"{__name__}.{module}").render(plan)
-        return text
-
-    return render
-
-
-_ALL = (
-    Format(
-        "torch-csv",
-        "text/csv; charset=utf-8",
-        ".csv",
-        "compute-only CSV for torch.distributed.pipelining",
-        _render_of("torch_csv"),
-    ),
-    Format(
-        "torch-comms-csv",
-        "text/csv; charset=utf-8",
-        ".comms.csv",
-        "CSV with sends and receives for torch.distributed.pipelining",
-        _render_of("torch_comms_csv"),
-    ),
-    Format(
-        "torchtitan",
-        "application/toml",
-        ".torchtitan.toml",
-        "settings for torchtitan, with the schedule CSV inside",
-        _render_of("torchtitan"),
-    ),
-    Format(
-        "megatron-json",
-        "application/json",
-        ".nodes.json",
-        "node list of Megatron-LM's zero-bubble fork",
-        _render_of("megatron_json"),
-    ),
-    Format(
-        "chrome-trace",
-        "application/json",
-        ".trace.json",
-        "Trace Event Format, opens in Perfetto and chrome://tracing",
-        _render_of("chrome_trace"),
-    ),
-    Format("svg", "image/svg+xml", ".svg", "static picture of the Gantt chart", _render_of("svg")),
-    Format(
-        "html",
-        "text/html; charset=utf-8",
-        ".html",
-        "interactive page in one file, opens from disk",
-        _render_of("html"),
-    ),
-)
-
-FORMATS: Mapping[str, Format] = MappingProxyType({entry.name: entry for entry in _ALL})
-"""Every format by name."""

@@ -1,8 +1,9 @@
-"""Readable numbers: four significant digits, narrow spaces between thousands, units."""
+"""Readable numbers: four significant digits, narrow spaces between thousands, units; ticks of axes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from zbv_solver.problem.problem import Units
 
@@ -36,6 +37,24 @@ def time(value: float, units: Units) -> str:
 def time_unit(units: Units) -> str:
     """The printed name of the time unit; empty if there is none."""
     return "µs" if units.time == "us" else units.time or ""
+
+
+def spread(values: Sequence[float] | None, write: Callable[[float], str] = figure) -> str:
+    """The range of values: ``3``, ``3 to 5``, or ``none`` without values."""
+    if not values:
+        return "none"
+    low, high = min(values), max(values)
+    return write(low) if low == high else f"{write(low)} to {write(high)}"
+
+
+def times(values: Sequence[float] | None, units: Units) -> str:
+    """The range of times, with their unit at the end: ``3 to 5 µs``."""
+    return f"{spread(values)} {time_unit(units)}".rstrip() if values else "none"
+
+
+def memories(values: Sequence[float] | None, units: Units) -> str:
+    """The range of memory amounts: ``24 MiB to 1 GiB``."""
+    return spread(values, lambda value: memory(value, units))
 
 
 def titled(name: str, unit: str) -> str:
@@ -75,3 +94,19 @@ def memory_scale(highest: float, units: Units) -> tuple[float, str]:
     while highest >= 1024 ** (exponent + 1) and exponent < len(_BYTE_UNITS) - 1:
         exponent += 1
     return float(1024**exponent), _BYTE_UNITS[exponent]
+
+
+def counted(count: int, word: str) -> str:
+    """A count with its noun: ``1 rank``, ``4 microbatches``."""
+    plural = f"{word}es" if word.endswith("ch") else f"{word}s"
+    return f"{count} {word if count == 1 else plural}"
+
+
+def ticks(low: float, high: float, at_most: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``: at most ``at_most`` + 1."""
+    if high <= low:
+        return [low]
+    power = 10.0 ** math.floor(math.log10((high - low) / at_most))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if (high - low) / (power * factor) <= at_most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]

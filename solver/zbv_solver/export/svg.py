@@ -12,7 +12,6 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from zbv_solver.export import quantities
-from zbv_solver.export.axis import ticks
 from zbv_solver.export.palette import (
     BACKGROUND,
     GRID,
@@ -130,7 +129,7 @@ def _heading(plan: Plan, line: Timeline, title: str) -> Iterator[str]:
 
 def _axis(plan: Plan, line: Timeline, frame: _Frame) -> Iterator[str]:
     bottom = frame.bottom(line.pp_degree)
-    for at in ticks(line.makespan, 10):
+    for at in quantities.ticks(0.0, line.makespan, 10):
         x = frame.x(at)
         yield f'<path d="M{x:.1f} {_TOP - 4}V{bottom + 5:.1f}" stroke="{GRID}"/>'
         yield (

@@ -1,4 +1,4 @@
-"""The best objective at every memory limit: which limits to search, and how to combine what was found.
+"""The best objective at every memory limit: which limits to search, and how to combine the plans.
 
-The searches are made by a function that the caller passes in.
+The caller passes in the function that searches a plan.
 """

@@ -1,22 +1,23 @@
 """Memory limits of a frontier by layers, where every limit has its own cut and its own recomputed stages.
 
 The memory of 1F1B depends on the cut, so limits are amounts of memory, equal on all ranks, instead of
-fractions. The smallest limit is what the leanest cut needs with everything recomputed. The largest limits are
-beyond the point where recomputation no longer helps.
+fractions. The smallest limit is what the leanest cut needs with everything recomputed. At the largest limits,
+recomputation no longer helps.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import at_limit
-from zbv_solver.partition.balance import smallest_cut
 from zbv_solver.partition.cut_space import CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.partition.settle import settled_cut
+from zbv_solver.partition.least_memory import least_memory_cut
 from zbv_solver.partition.simple_cuts import level_cut
 from zbv_solver.partition.starts import even_bound
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -55,10 +56,10 @@ def limits(problem: LayeredProblem) -> tuple[float, ...]:
 
 
 def smallest_limit(problem: LayeredProblem) -> float:
-    """The smallest limit that a cut is known to fit, whatever the problem's own limit is.
+    """The smallest limit that some cut is known to fit; the problem's own limit is ignored.
 
-    Exact for placements V and single. Loop, where only a heuristic is known, is used only if it is the only
-    placement.
+    Exact for placements V and single. For loop only a heuristic is known, so loop counts only if it is the
+    only placement.
     """
     exact = [placement for placement in problem.placements if placement.kind != "loop"]
     return min(_smallest(problem, placement) for placement in exact or problem.placements)
@@ -92,18 +93,10 @@ def _level(problem: LayeredProblem) -> Problem:
 
 def _smallest(problem: LayeredProblem, placement: Placement) -> float:
     """The least memory that the fullest rank needs in any cut on a placement."""
-    tables = CutTables.of(problem)
-    # With the mean need as the limit, no cut fits, so the excess over it is minimised.
-    mean = float(tables.sums[:, 3, -1].min()) / problem.pp_degree
+    # With the mean need as the limit no cut fits, so the excess over it is minimised.
+    mean = float(CutTables.of(problem).sums[:, 3, -1].min()) / problem.pp_degree
     tight = at_limit(problem, max(problem.static) + mean)
     space = CutSpace(tight, placement, CutTables.of(tight))
-    level = level_cut(space)
-    if placement.kind == "loop":
-        recompute = (tables.variants == 2,) * placement.n_stages
-        cut = space.cut(settled_cut(space, level), recompute)
-    else:
-        found = smallest_cut(space, level)
-        if found is None:
-            raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
-        cut = found.cut
-    return max(tight.cut_into(placement, cut).smallest_limit)
+    # Under loop, proving that the heuristic's cut is the smallest would take CP-SAT seconds.
+    least = least_memory_cut(space, level_cut(space), enough=np.inf)
+    return max(tight.cut_into(placement, least.cut).smallest_limit)

@@ -59,7 +59,7 @@ class _Limited(NamedTuple):
 
 
 def frontier_points(problem: AnyProblem, search: Search) -> tuple[FrontierPoint, ...]:
-    """The best plan within every limit of the grid, whatever the problem's own limit is.
+    """The best plan within every limit of the grid; the problem's own limit is ignored.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def frontier_points(problem: AnyProblem, search: Search) -> tuple[FrontierPoint,
     InvalidInput
         When no stage or layer holds memory.
     ContradictedBound
-        When a plan undercuts the bound of its own limit or of a larger one.
+        When a plan undercuts the bound of its limit or of a larger one.
     """
     limited = list(_limited(problem))
     plans = [search(each.problem) for each in limited]
@@ -81,7 +81,7 @@ def frontier_points(problem: AnyProblem, search: Search) -> tuple[FrontierPoint,
     points = []
     bounds = tightened([_bound(problem, plan) for plan in plans])
     for (place, each), own, bound in zip(limited, known, bounds, strict=True):
-        best = best_within(place, known) or own  # its own plan fits, up to rounding
+        best = best_within(place, known) or own  # this limit's plan fits it, up to rounding
         plan, need = by_id[best.name]
         proven = certify(each, plan.objective, bound, "a larger limit's bound")
         fraction = place if isinstance(problem, Problem) else None

@@ -46,7 +46,7 @@ def grid(problem: Problem) -> tuple[float, ...]:
 
 
 def at_limit(problem: LayeredProblem, limit: float) -> LayeredProblem:
-    """The problem with this limit on every rank, in place of its own limit."""
+    """The problem with this limit on every rank."""
     return replace(problem, limit=(limit,) * problem.pp_degree)
 
 
@@ -56,13 +56,13 @@ def fits(needs: float, limit: float) -> bool:
 
 
 def best_within(limit: float, known: Sequence[Known]) -> Known | None:
-    """The best plan that fits a limit; of equally good ones, the one that needs least."""
+    """The best plan that fits a limit; of equally good ones, the one that needs the least memory."""
     fitting = [each for each in known if fits(each.needs, limit)]
     return min(fitting, key=lambda each: (each.value, each.needs), default=None)
 
 
 def staircase(known: Sequence[Known]) -> tuple[Known, ...]:
-    """The Pareto-optimal plans, ascending by what they need."""
+    """The Pareto-optimal plans, in ascending order of memory."""
     corners: list[Known] = []
     for each in sorted(known, key=lambda each: (each.needs, each.value)):
         if not corners or each.value < corners[-1].value:

@@ -22,7 +22,7 @@ def one_f_one_b_memory(problem: Problem) -> float:
     """
     p, m, chunks = problem.pp_degree, problem.microbatches, problem.placement.chunks
     forward = problem.memory.forward
-    # 1F1B merges neighbouring stages in model order, whatever the placement (construct.baselines).
+    # 1F1B merges neighbouring stages in model order on every placement (construct.baselines).
     held = (sum(forward[rank * chunks : (rank + 1) * chunks]) for rank in range(p))
     return max(min(p - rank, m) * amount for rank, amount in enumerate(held))
 
@@ -34,12 +34,12 @@ def limits(problem: Problem, fraction: float) -> tuple[float, ...]:
 
 
 def at_fraction(problem: Problem, fraction: float) -> Problem:
-    """The problem with the limit of a fraction in place of its own limit."""
+    """The problem with the limit of a fraction."""
     return replace(problem, memory=replace(problem.memory, limit=limits(problem, fraction)))
 
 
 def needed(problem: Problem, memory: Sequence[float]) -> float:
-    """The smallest fraction whose limit holds a memory use per rank (p,), static memory included.
+    """The smallest fraction with limits that hold a memory use per rank (p,), static memory included.
 
     Raises
     ------

@@ -1,10 +1,10 @@
 """Annealing on the order itself: single actions move a few places along their rank.
 
-Nine out of ten moves start on a critical path. A move is judged by the ends before and the tails after the
-moved stretch alone (Balas and Vazacopoulos 1998, "Guided local search with shifting bottleneck for job shop
-scheduling", section 3), and applied if the judgement is better or, at low temperature, not much worse.
-Memory is a prefix sum over the rank and is checked for the stretch only. For a span, the ranks' first starts
-are fixed during a round, at the values that attain the exact span of the order at its beginning.
+Nine out of ten moves start on a critical path. A move is judged only by the ends before and the tails after
+the moved stretch (Balas and Vazacopoulos 1998, "Guided local search with shifting bottleneck for job shop
+scheduling", section 3). It is applied if the judgement is better, or worse by no more than the temperature
+allows. Memory is a prefix sum over the rank and is checked for the stretch only. For a span, the ranks' first
+starts are fixed during a round, at the values that attain the exact span of the round's first order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from zbv_solver.improve.order_state import (
     copy,
     count_before_cursors,
     critical_path,
-    cursors_for_ends,
-    cursors_for_tails,
     objective,
+    set_cursors,
     sum_memory,
     sweep_ends,
     sweep_tails,
@@ -34,7 +33,7 @@ from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import F, Problem
-from zbv_solver.timing.start_times import evaluate, span_start_times
+from zbv_solver.timing.start_times import objective_of, span_start_times
 
 REACH = 12
 """Most places that one move shifts an action."""
@@ -58,8 +57,8 @@ class Annealed:
     looked
         Number of moves looked at.
     judged
-        The best order's objective as the repairs computed it, with the first starts of the round's beginning;
-        at least ``value``.
+        The best order's objective as the kernel computed it, with the first starts fixed at the beginning of
+        the round; at least ``value``.
     """
 
     orders: Orders
@@ -79,12 +78,12 @@ def anneal(
     seed: int,
     halt: IntArray | None = None,
 ) -> Annealed:
-    """One round from an order with ascending microbatches.
+    """One round of moves from an order with ascending microbatches.
 
     Parameters
     ----------
     moves
-        Number of moves to apply; each costs about one pass over the actions.
+        Number of moves to apply; each takes about as long as one pass over the actions.
     temperature
         In the problem's time unit.
     halt
@@ -98,10 +97,8 @@ def anneal(
     applied, looked, lowest = _round(
         tables, state, best, Round(moves, temperature, seed), Move.of(len(code), code.size), halt
     )
-    better = to_orders(best, length, problem)
-    timing = evaluate(problem, better)
-    value = timing.span if problem.objective == "span" else timing.makespan
-    return Annealed(better, value, to_orders(code, length, problem), int(applied), int(looked), float(lowest))
+    better, last = to_orders(best, length, problem), to_orders(code, length, problem)
+    return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
 
 
 def _window_starts(problem: Problem, orders: Orders) -> FloatArray:
@@ -165,9 +162,10 @@ class Move(NamedTuple):
 def _round(
     tables: Tables, state: State, best: IntArray, budget: Round, move: Move, halt: IntArray
 ) -> tuple[int, int, float]:  # pragma: no cover - compiled
-    """Move actions of the state, keep the best codes in ``best``: moves applied, looked at, best value.
+    """Move actions of the state, and write the best codes into ``best``.
 
-    Every draw is made in the same order whatever the machine, so a seed gives the same plan everywhere.
+    Returns the moves applied, the moves looked at, and the best value. Random numbers are drawn in the same
+    order on every machine, so a seed gives the same plan everywhere.
     """
     np.random.seed(budget.seed)
     code, length, end, tail, release = state.code, state.length, state.end, state.tail, state.release
@@ -199,14 +197,14 @@ def _round(
         for step in range(high - low + 1):
             move.old_code[step] = code[rank, low + step]
             code[rank, low + step] = move.code[step]
-        cursors_for_ends(state, end[rank, low - 1] if low > 0 else release[rank], rank, low)
+        set_cursors(state, end, end[rank, low - 1] if low > 0 else release[rank], True, rank, low)
         copy(state.cursor, move.cursor)
         count_before_cursors(tables, state)
         executable = sweep_ends(tables, state)
         changed = objective(state)
         applied += 1
-        # Undo a move that is worse than judged: the judgement leaves out paths that bypass the stretch, and
-        # takes the ends and tails of other actions as they were.
+        # Undo a move that is worse than judged: the judgement ignores paths around the stretch, and assumes
+        # that the ends and tails of other actions stay as they are.
         if not executable or changed > max(bar, judged) * (1 + ROUNDING):
             for step in range(high - low + 1):
                 code[rank, low + step] = move.old_code[step]
@@ -222,7 +220,7 @@ def _round(
             way = tail[rank, high + 1] + tables.duration[rank, code[rank, high + 1]]
         else:
             way = -release[rank]
-        cursors_for_tails(state, way, rank, high)
+        set_cursors(state, tail, way, False, rank, high + 1)
         count_before_cursors(tables, state)
         sweep_tails(tables, state)
         size = critical_path(tables, state, path)
@@ -248,12 +246,12 @@ def _rotate(state: State, rank: int, earlier: bool, move: Move) -> None:  # prag
 def _delimit(
     tables: Tables, state: State, rank: int, at: int, reach: int, bounds: IntArray
 ) -> None:  # pragma: no cover - compiled
-    """Write first and last index of the stretch that the action at ``at`` may cross.
+    """Write the first and last index of the stretch that the action at ``at`` may cross.
 
-    ``reach`` is the number of places to move, positive towards the beginning. The action passes no action
-    that it needs or that needs it, and none of its own kind. Memory fits everywhere. It does not pass an
-    action that ends before the moved one's input arrives, so no cycle can arise: a path from the passed
-    action to the input would make the input arrive later.
+    ``reach`` is the number of places to move, positive towards the beginning. The action passes none that it
+    needs, none that needs it, and none of the same code. Memory fits throughout. It passes no action that
+    ends before its own input arrives. So no cycle can arise: if there were a path from the passed action to
+    that input, the input would arrive later.
     """
     position, limit, static = tables.position, tables.limit[rank], tables.static[rank]
     code, microbatch, end, held = state.code, state.microbatch, state.end, state.held
@@ -305,7 +303,7 @@ def _arrives(
 def _needs(
     positions: IntArray, rank: int, action: int, k: int, other: int, other_k: int
 ) -> bool:  # pragma: no cover - compiled
-    """Whether an action must stay behind another one of its rank: its own kind, or one that it depends on."""
+    """Whether an action must stay after another one of its rank: the same code, or one that it depends on."""
     if action == other:
         return True
     position, before = positions[rank, action], positions[rank, other]

@@ -45,25 +45,25 @@ class Implied:
 
 
 @dataclass(frozen=True, eq=False)
-class _ActionKind:
-    """One kind of action.
+class _ChainStep:
+    """The next action of a chain; a fused B is a step of its I's chain and of its W's.
 
     Attributes
     ----------
-    step
-        (chains,) what it adds to a state.
+    chain
+        Index of its chain.
     needs
-        Pairs of chains: the first must have done fewer actions than the second.
+        Index of the chain that must have done more actions; None for the first F.
+    adds
+        (chains,) what the action adds to a state.
     growth
         Memory that it allocates.
-    counted
-        Chains whose facts it decides.
     """
 
-    step: IntArray
-    needs: list[tuple[int, int]]
+    chain: int
+    needs: int | None
+    adds: IntArray
     growth: float
-    counted: list[int]
 
 
 def implied(problem: Problem, rank: int, fusable: list[int]) -> Implied | None:
@@ -76,126 +76,112 @@ def implied(problem: Problem, rank: int, fusable: list[int]) -> Implied | None:
     fusable
         Stages whose backward may be fused; nothing is derived about their W's.
     """
-    memory, m = problem.memory, problem.microbatches
-    stages = problem.placement.stages_of[rank]
-    chains = [(letter, stage) for letter in (F, I, W) for stage in stages]
-    n = len(chains)
-    if memory.limit is None or (m + 1) ** n > 2**62:
+    chains = [(letter, stage) for letter in (F, I, W) for stage in problem.placement.stages_of[rank]]
+    # A state is coded as one number in base m + 1.
+    if problem.memory.limit is None or (problem.microbatches + 1) ** len(chains) > 2**62:
         return None
-    delta = problem.arrays.delta
-    room = memory.limit[rank] - memory.static[rank]
-    room += 2 * MEMORY_TOLERANCE * abs(memory.limit[rank])
-    change = np.array([delta[letter, stage] for letter, stage in chains])
-    moves = list(_moves(problem, stages, fusable))
-    power = (m + 1) ** np.arange(n, dtype=np.int64)
-    layers = _reached(moves, power, change, room, m, n)
-    if layers is None or not len(layers[-1]):
-        return None
-    return _read(problem, chains, fusable, moves, layers, power, change, room)
+    states = _States(problem, rank, chains, fusable)
+    layers = states.reached()
+    return states.facts(layers) if layers is not None and len(layers[-1]) else None
 
 
-def _moves(problem: Problem, stages: tuple[int, ...], fusable: list[int]) -> Iterator[_ActionKind]:
-    c, delta = len(stages), problem.arrays.delta
-    for letter in (F, I, W):
-        for k, stage in enumerate(stages):
-            at = letter * c + k
-            step = np.zeros(3 * c, dtype=np.int64)
-            step[at] = 1
+class _States:
+    """The states of a rank, in layers by the number of actions done."""
+
+    def __init__(self, problem: Problem, rank: int, chains: list[Chain], fusable: list[int]):
+        limit, static = float(problem.arrays.limit[rank]), float(problem.arrays.static[rank])
+        self.m, self.chains = problem.microbatches, chains
+        self.fusable = [stage for stage in fusable if (I, stage) in chains]
+        self.duration = problem.arrays.duration.astype(np.int64)
+        self.delta: FloatArray = problem.arrays.delta
+        self.change = np.array([self.delta[chain] for chain in chains])
+        self.room = limit - static + 2 * MEMORY_TOLERANCE * abs(limit)
+        self.power = (self.m + 1) ** np.arange(len(chains), dtype=np.int64)
+        self.steps = list(self._steps())
+
+    def _steps(self) -> Iterator[_ChainStep]:
+        c = len(self.chains) // 3
+        for at, (letter, stage) in enumerate(self.chains):
+            chunk = at % c
             if letter == F:
-                need = at - 1 if k else -1
+                needs = at - 1 if chunk else None
             elif letter == I:
-                need = at + 1 if k + 1 < c else k
+                needs = at + 1 if chunk + 1 < c else chunk
             else:
-                need = at - c
-            growth = max(0.0, float(delta[letter, stage]))
-            needs = [(at, need)] if need >= 0 else []
-            yield _ActionKind(step, needs, growth, [at])
-            if letter == I and stage in fusable:
-                both = step.copy()
+                needs = at - c
+            adds = np.zeros(len(self.chains), dtype=np.int64)
+            adds[at] = 1
+            yield _ChainStep(at, needs, adds, max(0.0, float(self.delta[letter, stage])))
+            if letter == I and stage in self.fusable:
+                both = adds.copy()
                 both[at + c] = 1
-                yield _ActionKind(both, needs, max(0.0, float(delta[B, stage])), [at])
+                yield _ChainStep(at, needs, both, max(0.0, float(self.delta[B, stage])))
 
+    def _rows(self, keys: IntArray) -> IntArray:
+        """States (n, chains) from their codes (n,)."""
+        rows: IntArray = keys[:, None] // self.power % (self.m + 1)
+        return rows
 
-def _legal(move: _ActionKind, rows: IntArray, change: FloatArray, room: float, m: int) -> BoolArray:
-    fine: BoolArray = rows @ change + move.growth <= room
-    fine &= (rows + move.step <= m).all(axis=1)
-    for mine, needed in move.needs:
-        fine &= rows[:, mine] < rows[:, needed]
-    return fine
+    def _admits(self, step: _ChainStep, rows: IntArray) -> BoolArray:
+        """Whether a step may follow each of the states."""
+        fine: BoolArray = rows @ self.change + step.growth <= self.room
+        fine &= (rows + step.adds <= self.m).all(axis=1)
+        if step.needs is not None:
+            fine &= rows[:, step.chain] < rows[:, step.needs]
+        return fine
 
+    def reached(self) -> list[IntArray] | None:
+        """Codes of the states that can be reached, by layer; None if there are too many."""
+        parts: list[list[IntArray]] = [[] for _ in range(len(self.chains) * self.m + 1)]
+        parts[0].append(np.zeros(1, dtype=np.int64))
+        layers: list[IntArray] = []
+        for done, found in enumerate(parts):
+            keys = np.unique(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
+            layers.append(keys)
+            if sum(map(len, layers)) > MOST_STATES:
+                return None
+            rows = self._rows(keys)
+            for step in self.steps:
+                admitted = self._admits(step, rows)
+                if admitted.any():
+                    parts[done + int(step.adds.sum())].append(keys[admitted] + int(step.adds @ self.power))
+        return layers
 
-def _reached(
-    moves: list[_ActionKind], power: IntArray, change: FloatArray, room: float, m: int, n: int
-) -> list[IntArray] | None:
-    """States that can be reached, by the number of actions done; a state is coded in base m + 1."""
-    layers: list[list[IntArray]] = [[] for _ in range(n * m + 1)]
-    layers[0].append(np.zeros(1, dtype=np.int64))
-    merged, total = [], 0
-    for done, parts in enumerate(layers):
-        keys = np.unique(np.concatenate(parts)) if parts else np.zeros(0, dtype=np.int64)
-        merged.append(keys)
-        total += len(keys)
-        if total > MOST_STATES:
-            return None
-        rows = keys[:, None] // power % (m + 1)
-        for move in moves:
-            legal = _legal(move, rows, change, room, m)
-            if legal.any():
-                layers[done + int(move.step.sum())].append(keys[legal] + int(move.step @ power))
-    return merged
-
-
-def _read(
-    problem: Problem,
-    chains: list[Chain],
-    fusable: list[int],
-    moves: list[_ActionKind],
-    layers: list[IntArray],
-    power: IntArray,
-    change: FloatArray,
-    room: float,
-) -> Implied:
-    """Go backwards from everything done, and collect what all states before an action have in common."""
-    m, n = problem.microbatches, len(chains)
-    before = np.full((n, m, n), m, dtype=np.int64)
-    head = np.full((n, m), np.iinfo(np.int64).max, dtype=np.int64)
-    tail = head.copy()
-    for done in range(len(layers) - 2, -1, -1):
-        keys = layers[done]
-        rows = keys[:, None] // power % (m + 1)
-        alive = np.zeros(len(keys), dtype=bool)
-        for move in moves:
-            target = done + int(move.step.sum())
-            if target >= len(layers):
-                continue
-            usable = _legal(move, rows, change, room, m)
-            usable &= np.isin(keys + int(move.step @ power), layers[target])
-            alive |= usable
-            sources = rows[usable]
-            if len(sources):
-                work = _least_work(problem, chains, fusable, sources)
-                left = _least_work(problem, chains, fusable, m - sources - move.step)
-                for at in move.counted:
+    def facts(self, layers: list[IntArray]) -> Implied:
+        """Go backwards from everything done, and collect what all states before an action have in common."""
+        m, n = self.m, len(self.chains)
+        before = np.full((n, m, n), m, dtype=np.int64)
+        head = np.full((n, m), np.iinfo(np.int64).max, dtype=np.int64)
+        tail = head.copy()
+        for done in range(len(layers) - 2, -1, -1):
+            keys = layers[done]
+            rows = self._rows(keys)
+            is_alive = np.zeros(len(keys), dtype=bool)
+            for step in self.steps:
+                target = done + int(step.adds.sum())
+                if target >= len(layers):
+                    continue
+                usable = self._admits(step, rows)
+                usable &= np.isin(keys + int(step.adds @ self.power), layers[target])
+                is_alive |= usable
+                sources, at = rows[usable], step.chain
+                if len(sources):
+                    left = m - sources - step.adds
                     np.minimum.at(before[at], sources[:, at], sources)
-                    np.minimum.at(head[at], sources[:, at], work)
-                    np.minimum.at(tail[at], sources[:, at], left)
-        layers[done] = keys[alive]
-    for at, (letter, stage) in enumerate(chains):
-        if letter == W and stage in fusable:
-            before[:, :, at] = 0
-            before[at], head[at], tail[at] = 0, 0, 0
-    return Implied(chains, before, head, tail)
+                    np.minimum.at(head[at], sources[:, at], self._least_work(sources))
+                    np.minimum.at(tail[at], sources[:, at], self._least_work(left))
+            layers[done] = keys[is_alive]
+        for at, (letter, stage) in enumerate(self.chains):
+            if letter == W and stage in self.fusable:
+                before[:, :, at] = 0
+                before[at], head[at], tail[at] = 0, 0, 0
+        return Implied(self.chains, before, head, tail)
 
-
-def _least_work(problem: Problem, chains: list[Chain], fusable: list[int], rows: IntArray) -> IntArray:
-    """The least work of the actions that states (rows) count, with as many fused backwards as pay."""
-    duration = problem.arrays.duration.astype(np.int64)
-    cost = np.array([duration[letter, stage] for letter, stage in chains])
-    work: IntArray = rows @ cost
-    for stage in fusable:
-        if (I, stage) in chains:
-            saving = max(0, int(duration[I, stage] + duration[W, stage] - duration[B, stage]))
-            work = work - saving * np.minimum(
-                rows[:, chains.index((I, stage))], rows[:, chains.index((W, stage))]
-            )
-    return work
+    def _least_work(self, rows: IntArray) -> IntArray:
+        """Least work of the actions that the rows count, with as many fused backwards as pay."""
+        work: IntArray = rows @ np.array([self.duration[chain] for chain in self.chains])
+        for stage in self.fusable:
+            inputs, weights, fused = self.duration[[I, W, B], stage]
+            inputs_done, weights_done = (rows[:, self.chains.index((kind, stage))] for kind in (I, W))
+            work = work - max(0, int(inputs + weights - fused)) * np.minimum(inputs_done, weights_done)
+        return work

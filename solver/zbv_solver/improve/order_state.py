@@ -5,9 +5,9 @@ largest end + tail is the objective, and an action that attains it is critical (
 job-shop scheduling, Roy and Sussmann 1964).
 
 A change on one rank can only move the ends of actions that end later, and the tails of actions that end
-earlier. A sweep therefore begins at *cursors*, one per rank: everything before them (for ends) or from them
-on (for tails) is known to be right. Ranks take turns, and each one goes on until it needs a number that
-another rank has not computed yet.
+earlier. A sweep therefore begins at *cursors*, one per rank: for ends, everything before the cursor is
+correct already; for tails, everything from the cursor on. Ranks take turns, and each one continues until it
+needs a number that another rank has not computed yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.tables import Tables
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import I, W
@@ -35,11 +35,11 @@ class State(NamedTuple):
     end, tail, held
         (p, L) earliest end, tail, and memory of the rank after the action.
     place, passed_on
-        (2S, m) of the k-th action at a position: its index on its rank, and its end.
+        (2S, m) index on its rank, and end, of the k-th action at a position.
     cursor, counted
         (p,) and (2S,): how far a sweep has come on a rank, and at a position.
     release
-        (p,) earliest start of a rank; its end is counted from here.
+        (p,) earliest start of a rank; the rank's time counts from here.
     """
 
     code: IntArray
@@ -56,7 +56,7 @@ class State(NamedTuple):
 
     @classmethod
     def of(cls, tables: Tables, code: IntArray, length: IntArray, release: FloatArray) -> State:
-        """An order by its codes (p, L), which the state shares; all else is still to be computed."""
+        """A state that shares the codes (p, L); :func:`compute_all` fills in the other arrays."""
         shape, chain = code.shape, (len(tables.latency), tables.microbatches)
         return cls(
             code=code,
@@ -82,7 +82,7 @@ def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - com
     for rank in range(len(state.length)):
         state.cursor[rank] = state.length[rank]
         number_weights(tables, state, rank)
-        sum_memory(tables, state, rank, 0)
+        sum_memory(tables, state, rank, ZERO)
     state.counted[:] = tables.microbatches
     sweep_tails(tables, state)
 
@@ -212,35 +212,24 @@ def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - com
 
 
 @compiled_leaf
-def cursors_for_ends(state: State, time: float, rank: int, at: int) -> None:  # pragma: no cover - compiled
-    """Cursors at the first action of every rank that ends at ``time`` or later; on ``rank`` at ``at``."""
-    end = state.end
+def set_cursors(
+    state: State, values: FloatArray, bar: float, ascends: bool, rank: int, at: int
+) -> None:  # pragma: no cover - compiled
+    """Cursors where a sweep after a change on ``rank`` begins: there at ``at``, elsewhere by bisection.
+
+    For ends, which ascend along a rank, that is at the first action with a value of at least ``bar``. For
+    tails, which descend, it is after the last of them.
+    """
     for other in range(len(state.length)):
         low, high = 0, state.length[other]
         while low < high:
             middle = (low + high) >> 1
-            if end[other, middle] < time:
+            if (values[other, middle] < bar) == ascends:
                 low = middle + 1
             else:
                 high = middle
         state.cursor[other] = low
     state.cursor[rank] = at
-
-
-@compiled_leaf
-def cursors_for_tails(state: State, way: float, rank: int, at: int) -> None:  # pragma: no cover - compiled
-    """Cursors after every rank's last action with a tail of at least ``way``; on ``rank`` after ``at``."""
-    tail = state.tail
-    for other in range(len(state.length)):
-        low, high = 0, state.length[other]
-        while low < high:
-            middle = (low + high) >> 1
-            if tail[other, middle] >= way:
-                low = middle + 1
-            else:
-                high = middle
-        state.cursor[other] = low
-    state.cursor[rank] = at + 1
 
 
 @compiled_leaf

@@ -16,9 +16,9 @@ from typing import Protocol
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.fusing import fuse_options
 from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
 from zbv_solver.construct.list_scheduling import PHASES, ListScheduler, Rule, in_flight_caps
+from zbv_solver.construct.tables import fuse_options
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.problem import Problem
 
@@ -254,7 +254,7 @@ class GreedyClimber:
         self.placed += GREEDY_COST * int(greedy.board.length.sum())
         if not complete:
             return False
-        value = greedy.board.span if self.problem.objective == "span" else greedy.board.makespan
+        value = greedy.board.value(self.problem)
         improved = value < self.best
         if value <= self.best:
             self.best = value

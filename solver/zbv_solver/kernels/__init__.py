@@ -1,4 +1,1 @@
-"""How compiled kernels are made: every one of them is compiled and cached in the same way.
-
-Kernels themselves are next to the code that calls them.
-"""
+"""How compiled kernels are made, and the arrays that they take. A kernel is in the module that calls it."""

@@ -1,13 +1,16 @@
-"""The array types of kernels and of the code around them."""
+"""What compiled kernels take: arrays of floats and of integers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 IntArray = NDArray[Any]
-"""An array of integers; most are int32, to save memory."""
+"""Integers of any width; a kernel's docstring states the width where it matters."""
+BoolArray = NDArray[np.bool_]
+
+ZERO = cast(int, np.int64(0))
+"""0 as an argument of a kernel. Numba would compile the kernel a second time for a literal 0."""

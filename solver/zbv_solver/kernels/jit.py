@@ -1,8 +1,11 @@
-"""Compilation of kernels: all of them are cached on disk and release the GIL.
+"""How kernels are compiled: with Numba, without the GIL, and cached on disk next to their module.
 
-Numba considers the cached code of a kernel fresh if the kernel's own file has not changed, even if it calls a
-changed kernel of another file. So this module deletes cached code that is older than any file with kernels
-before it can be loaded.
+Numba reuses the cached code of a kernel as long as the kernel's own file is unchanged, even if the kernel
+calls one from another file that has changed. So all cached code that is older than the newest file with
+kernels is deleted before any is loaded.
+
+A kernel is compiled again for every combination of argument types, and to Numba a literal such as 0 has a
+type of its own. Kernels therefore pass variables or NumPy integers to each other, never literal integers.
 """
 
 from __future__ import annotations
@@ -16,36 +19,30 @@ Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 
 def compiled(function: Kernel) -> Kernel:
-    """Compile with Numba at the first call; the machine code is cached on disk next to the module.
+    """Compile at the first call.
 
     Raises
     ------
     ModuleNotFoundError
         When Numba is not installed.
     """
-    from numba import njit
-
-    drop_stale_code(Path(__file__).parents[1])
-    return cast(Kernel, njit(cache=True, nogil=True)(function))
+    return _compiled(function)
 
 
 def compiled_leaf(function: Kernel) -> Kernel:
-    """:func:`compiled` for a kernel that makes no array: numba then counts no references.
+    """:func:`compiled` for a kernel that allocates no array; Numba refuses to compile any other.
 
-    Counting references to the arrays of a record costs more than a short kernel's own work. Numba refuses
-    to compile such a kernel if it makes an array.
+    Such a kernel counts no references. In a short kernel, counting those to the arrays of a record takes
+    longer than the kernel's own work.
     """
-    from numba import njit
-
-    drop_stale_code(Path(__file__).parents[1])
-    return cast(Kernel, njit(cache=True, nogil=True, _nrt=False)(function))
+    return _compiled(function, _nrt=False)
 
 
 def compiled_where_possible(function: Kernel) -> Kernel:
     """:func:`compiled`, or the plain Python function if Numba is not installed.
 
-    Verification also runs on GPU nodes, where the planner's dependencies are not installed; there it is slow
-    but correct. Numba is imported at the first call, because most ranks never verify a plan.
+    Plans are also verified on GPU nodes without the planner's dependencies; there it is slow but correct.
+    Numba is imported at the first call, because most ranks never verify a plan.
     """
 
     @cache
@@ -61,7 +58,7 @@ def compiled_where_possible(function: Kernel) -> Kernel:
 
 @cache
 def can_compile() -> bool:
-    """Whether Numba is installed; imports it."""
+    """Whether Numba is installed and works."""
     try:
         import numba  # noqa: F401 - it can be installed and broken
     except ModuleNotFoundError:
@@ -69,9 +66,16 @@ def can_compile() -> bool:
     return True
 
 
+def _compiled(function: Kernel, **options: bool) -> Kernel:
+    from numba import njit
+
+    drop_stale_code(Path(__file__).parents[1])
+    return cast(Kernel, njit(cache=True, nogil=True, **options)(function))
+
+
 @cache
 def drop_stale_code(package: Path) -> None:
-    """Delete the package's cached machine code that is older than the newest file with kernels, once."""
+    """Delete the package's cached code that is older than its newest file with kernels; once per process."""
     newest = max(
         path.stat().st_mtime_ns
         for path in package.rglob("*.py")

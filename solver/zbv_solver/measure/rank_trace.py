@@ -6,7 +6,8 @@ input, when the input had arrived, and when the action ended (docs/formats.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -39,11 +40,11 @@ class StepTraceDocument(_Document):
     """One step of one rank."""
 
     step: Index
-    loss: float | None = Field(None, description="Of the ranks that have the last stage.")
+    loss: float | None = Field(None, description="On ranks that have the last stage.")
     seconds: Annotated[float, Field(ge=0)]
     actions: Annotated[list[Record], AtMost(MAX_ACTIONS)] = Field(
-        description="In execution order: the action, when the rank turned to it, when its input was there, "
-        "when it was done (nanoseconds of the rank's clock), and the bytes received for it."
+        description="In execution order: the action, when the rank began to wait for its input, when the "
+        "input had arrived, when the action ended (nanoseconds of the rank's clock), and the bytes received."
     )
 
 
@@ -51,10 +52,10 @@ class RankTraceDocument(_Document):
     """The measurements of one rank in the latest steps with one plan."""
 
     rank: Index
-    pp_rank: Index = Field(description="Its rank of the pipeline.")
+    pp_rank: Index = Field(description="Its rank in the pipeline.")
     replica: Index = 0
     plan_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    clock_offset_ns: Nanoseconds = Field(0, description="What its clock shows more than rank 0's.")
+    clock_offset_ns: Nanoseconds = Field(0, description="How far its clock is ahead of rank 0's.")
     uncertainty_ns: Nanoseconds = Field(0, description="The offset is wrong by at most this.")
     steps: Annotated[list[StepTraceDocument], AtMost(MAX_STEPS)]
 
@@ -98,8 +99,7 @@ class RankTrace:
 
     def only(self, numbers: frozenset[int]) -> RankTrace:
         """The same trace with only these steps."""
-        kept = tuple(step for step in self.steps if step.step in numbers)
-        return RankTrace(self.rank, self.pp_rank, self.replica, self.plan_id, self.uncertainty, kept)
+        return replace(self, steps=tuple(step for step in self.steps if step.step in numbers))
 
 
 def parse_rank_trace(document: Any) -> RankTrace:
@@ -112,12 +112,10 @@ def parse_rank_trace(document: Any) -> RankTrace:
     """
     parsed = validated(RankTraceDocument, document)
     steps = tuple(_step(index, step, parsed.clock_offset_ns) for index, step in enumerate(parsed.steps))
-    for index in range(1, len(steps)):
-        if steps[index].step <= steps[index - 1].step:
-            raise InvalidInput.at(
-                f"/steps/{index}/step",
-                f"found {steps[index].step} after {steps[index - 1].step}; must ascend.",
-            )
+    for index, (before, step) in enumerate(pairwise(steps), start=1):
+        if step.step <= before.step:
+            found = f"found {step.step} after {before.step}; must ascend."
+            raise InvalidInput.at(f"/steps/{index}/step", found)
     return RankTrace(
         parsed.rank, parsed.pp_rank, parsed.replica, parsed.plan_id, parsed.uncertainty_ns, steps
     )
@@ -132,10 +130,8 @@ def _step(index: int, document: StepTraceDocument, ahead: int) -> StepTrace:
         raise InvalidInput.at(f"/steps/{index}/actions/{action}/0", issue.detail) from None
     numbers = np.array([record[1:] for record in document.actions], dtype=np.int64).reshape(-1, 4)
     times = numbers[:, :3] - ahead
-    if (np.diff(times, axis=1) < 0).any():
-        at = int(np.argmax((np.diff(times, axis=1) < 0).any(axis=1)))
-        raise InvalidInput.at(
-            f"/steps/{index}/actions/{at}",
-            "its times do not ascend; must be wait, start, end in nanoseconds.",
-        )
+    descends = (np.diff(times, axis=1) < 0).any(axis=1)
+    if descends.any():
+        at = f"/steps/{index}/actions/{int(np.argmax(descends))}"
+        raise InvalidInput.at(at, "its times do not ascend; must be wait, start, end in nanoseconds.")
     return StepTrace(document.step, document.loss, orders, times, numbers[:, 3])

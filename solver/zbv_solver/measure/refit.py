@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
 from zbv_solver.measure.stage_costs import with_stage_costs
+from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import LETTERS, B, Costs, F, I, Problem, W
 
 NANOSECONDS: dict[str, float] = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
@@ -82,11 +82,11 @@ def relative_change(planned: float, measured: float) -> float:
 class _Samples:
     """The n actions of all traces; ``run`` numbers the pairs of replica and step. Times are in ns."""
 
-    run: NDArray[np.int64]
-    stage: NDArray[np.int64]
-    letter: NDArray[np.int64]
-    microbatch: NDArray[np.int64]
-    times: NDArray[np.int64]
+    run: IntArray
+    stage: IntArray
+    letter: IntArray
+    microbatch: IntArray
+    times: IntArray
 
     @property
     def duration(self) -> FloatArray:
@@ -96,34 +96,27 @@ class _Samples:
 
 def _collect(problem: Problem, traces: Sequence[RankTrace]) -> _Samples:
     runs: dict[tuple[int, int], int] = {}
-    columns: list[list[IntArray]] = [[], [], [], [], []]
+    parts: list[tuple[IntArray, ...]] = []
     for trace in traces:
         for step in trace.steps:
-            _require_of(problem, trace, step.orders.stage, step.orders.microbatch)
-            run = runs.setdefault((trace.replica, step.step), len(runs))
             orders = step.orders
-            row: tuple[IntArray, ...] = (
-                np.full(len(orders), run),
-                orders.stage,
-                orders.letter,
-                orders.microbatch,
-                step.times,
-            )
-            for column, values in zip(columns, row, strict=True):
-                column.append(values.astype(np.int64))
-    if not columns[0] or not sum(map(len, columns[0])):
+            _require_of(problem, trace, orders)
+            run = np.full(len(orders), runs.setdefault((trace.replica, step.step), len(runs)))
+            parts.append((run, orders.stage, orders.letter, orders.microbatch, step.times))
+    if not any(len(times) for *_, times in parts):
         raise InvalidInput.at("/steps", "found no measured action; let the ranks finish a step first.")
-    return _Samples(*map(np.concatenate, columns))
+    return _Samples(*(np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True)))
 
 
-def _require_of(
-    problem: Problem, trace: RankTrace, stages: NDArray[np.int32], microbatches: NDArray[np.int32]
-) -> None:
+def _require_of(problem: Problem, trace: RankTrace, orders: Orders) -> None:
     p, m = problem.pp_degree, problem.microbatches
     if trace.pp_rank >= p:
         raise InvalidInput.at("/pp_rank", f"found {trace.pp_rank}; the problem has ranks 0 to {p - 1}.")
     hosted = np.array(problem.placement.stages_of[trace.pp_rank])
-    for found, allowed, name in ((stages, hosted, "stage"), (microbatches, np.arange(m), "microbatch")):
+    for name, found, allowed in (
+        ("stage", orders.stage, hosted),
+        ("microbatch", orders.microbatch, np.arange(m)),
+    ):
         wrong = np.setdiff1d(found, allowed)
         if len(wrong):
             raise InvalidInput.at(
@@ -140,7 +133,7 @@ def _medians(samples: _Samples, n_stages: int) -> FloatArray:
     ).reshape(len(LETTERS), n_stages)
 
 
-def _grouped_medians(group: NDArray[np.int64], values: FloatArray, groups: int) -> FloatArray:
+def _grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatArray:
     """The median of every group of values; nan for an empty group."""
     by_group = np.argsort(group, kind="stable")
     begins = np.searchsorted(group[by_group], np.arange(groups + 1))

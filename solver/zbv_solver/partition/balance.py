@@ -1,11 +1,11 @@
-"""The cut with the least load of its most loaded rank, exactly, for placements V and single.
+"""The cut whose most loaded rank has the least load, exactly, for placements V and single.
 
-Under V a rank hosts one piece from either end of the parts that its outer neighbours leave over, so ranks
-are served from the outside in. State (i, j) means that the parts before i and from j on are assigned. For a
-load limit T, a sweep marks the states that the first ranks can reach with no load above T. T is found by
-bisection. For every state that cannot be left without exceeding T, the sweep notes the load that it would
-take; the least of these loads is a lower bound, so the bisection ends at an exact value. The proof is Lemma
-34 of bounds/PROOFS.md.
+Under V a rank hosts a piece from either end of the parts that its outer neighbours leave over, so ranks are
+assigned from the outside in. State (i, j) means that the parts before i and from j on are assigned. For a
+load limit T, a sweep marks the states that the first ranks can reach with no load above T, and T is found by
+bisection. Where the sweep cannot go on without exceeding T, it notes the load that going on would take. The
+least of these loads is a lower bound, so the bisection ends at an exact value. The proof is Lemma 34 of
+bounds/PROOFS.md.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import IntArray
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.arrays import ZERO, IntArray
+from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
 from zbv_solver.problem.cut import Cut
@@ -30,8 +30,8 @@ class _Question(NamedTuple):
     """What the kernels look for: cuts whose worst rank has at most ``most``.
 
     ``mode`` is LOAD or EXCESS; ``two_sided`` is true for placement V; ``least`` is the fewest parts of a
-    stage; ``fixed`` (2, p) has the prescribed end of every rank's first piece and begin of its second, or -1;
-    of several cuts, one near ``reference`` is taken.
+    stage; ``fixed`` (2, p) has the prescribed end of every rank's first piece and begin of its second, or -1.
+    Of several cuts, the kernels take one near ``reference``.
     """
 
     mode: int
@@ -44,14 +44,14 @@ class _Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Balanced:
-    """A cut, and the load of its worst rank, which is the least of all cuts."""
+    """A cut, and the load or excess of its worst rank, which is the least of all cuts."""
 
     cut: Cut
     worst: float
 
 
 def balanced_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
-    """The cut with the least load of its most loaded rank, among those that fit the memory limit; or None.
+    """The cut that fits the memory limit and whose most loaded rank has the least load; None if none fits.
 
     The load of a rank is the sum of its forwards and its cheaper backwards for one microbatch, as in
     :meth:`zbv_solver.problem.problem.Problem.busy_time`. Stages are recomputed if their rank would not fit
@@ -62,82 +62,72 @@ def balanced_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
     reference
         Of several best cuts, one near these boundaries is returned.
     """
-    return _Balancer(space, reference, LOAD).solve()
+    return _least_worst(space, reference, LOAD)
 
 
 def smallest_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
     """The cut with the least memory excess; ``worst`` is the excess, negative if the cut fits. Lemma 34."""
-    return _Balancer(space, reference, EXCESS).solve()
+    return _least_worst(space, reference, EXCESS)
 
 
-class _Balancer:
-    def __init__(self, space: CutSpace, reference: Boundaries, mode: int):
-        placement = space.placement
-        self.space, self.tables, self.p = space, space.tables, placement.pp_degree
-        self.two_sided = placement.kind == "v"
-        self.bounds, self.reference = reference, np.array(reference)
-        lower, upper = space.ranges
-        fixed = np.where(lower == upper, lower, -1)
-        stages = placement.n_stages
-        free = np.full(self.p, -1)
-        self.fixed = np.array(
-            [fixed[1 : self.p + 1], fixed[stages - 1 : stages - 1 - self.p : -1] if self.two_sided else free]
-        )
-        self.mode = mode
-        self.reached = np.zeros((self.p, space.tables.n + 1, space.tables.n + 1), np.uint8)
-
-    def solve(self) -> Balanced | None:
-        tables, best = self.tables, self._reference_itself()
-        scale = float(tables.cheapest[-1]) / self.p
-        low = scale
-        if self.mode == EXCESS:
-            scale, low = float(tables.sums[:, 3, -1].max()), -float(tables.room.max())
-        most, step = low, FIRST_STEP
-        while best is None or best.worst - low > ROUNDING * abs(best.worst):
-            found, beyond = self._try(most)
-            if found is not None:
-                best = found
-            elif not np.isfinite(beyond):
-                return best
-            else:
-                low = max(low, beyond)
-            if best is None:
-                most, step = low + step * scale, 2 * step
-            else:
-                middle = (low + best.worst) / 2
-                most = middle if middle < best.worst else low
-        return best
-
-    def _reference_itself(self) -> Balanced | None:
-        """The reference as a first cut, if it fits: it is often near the best, which saves sweeps."""
-        recompute = self.space.fitting(self.bounds) if self.mode == LOAD else None
-        if recompute is None:
-            return None
-        return Balanced(self.space.cut(self.bounds, recompute), self.space.worst_load(self.bounds, recompute))
-
-    def _try(self, most: float) -> tuple[Balanced | None, float]:
-        """A cut whose worst rank has at most ``most``, or a lower bound for the worst rank of any cut."""
-        tables = self.tables.for_kernels()
-        question = _Question(self.mode, most, self.two_sided, self.space.least, self.fixed, self.reference)
-        self.reached[:] = 0
-        end, beyond = _sweep(tables, question, self.reached)
-        if end[0] < 0:
-            return None, beyond
-        bounds, variants = _trace(tables, question, self.reached, end)
-        pieces = [_pieces(bounds, rank, self.p, self.two_sided) for rank in range(self.p)]
-        worst = max(_measure(tables, self.mode, rank, *piece)[0] for rank, piece in enumerate(pieces))
-        return Balanced(Cut.at(self.space.problem.places[bounds], variants), float(worst)), np.inf
+def _least_worst(space: CutSpace, reference: Boundaries, mode: int) -> Balanced | None:
+    """Bisect for the smallest ``most`` that some cut keeps."""
+    tables, p = space.tables, space.placement.pp_degree
+    question = _Question(
+        mode, 0.0, space.placement.kind == "v", space.least, _fixed_pieces(space), np.array(reference)
+    )
+    reached = np.zeros((p, tables.n + 1, tables.n + 1), np.uint8)
+    best = None
+    if mode == LOAD:
+        scale = low = float(tables.cheapest[-1]) / p
+        # The reference is often near the best cut, so it saves sweeps as a first one.
+        recompute = space.fitting(reference)
+        if recompute is not None:
+            best = Balanced(space.cut(reference, recompute), space.worst_load(reference, recompute))
+    else:
+        scale, low = float(tables.sums[:, 3, -1].max()), -float(tables.room.max())
+    most, step = low, FIRST_STEP
+    while best is None or best.worst - low > ROUNDING * abs(best.worst):
+        found, beyond = _try(space, question._replace(most=most), reached)
+        if found is not None:
+            best = found
+        elif not np.isfinite(beyond):
+            return best
+        else:
+            low = max(low, beyond)
+        if best is None:
+            most, step = low + step * scale, 2 * step
+        else:
+            middle = (low + best.worst) / 2
+            most = middle if middle < best.worst else low
+    return best
 
 
-def _pieces(bounds: IntArray, rank: int, p: int, two_sided: bool) -> tuple[int, int, int, int]:
-    """Begin and end of a rank's one or two stages."""
-    a, b = int(bounds[rank]), int(bounds[rank + 1])
-    if not two_sided:
-        return a, b, b, b
-    return a, b, int(bounds[2 * p - 1 - rank]), int(bounds[2 * p - rank])
+def _fixed_pieces(space: CutSpace) -> IntArray:
+    """The (2, p) ends and begins that the cut's rules prescribe, see :class:`_Question`."""
+    (lower, upper), p, stages = space.ranges, space.placement.pp_degree, space.n_stages
+    fixed = np.where(lower == upper, lower, -1)
+    is_v = space.placement.kind == "v"
+    return np.array([fixed[1 : p + 1], fixed[stages - 1 : stages - 1 - p : -1] if is_v else np.full(p, -1)])
 
 
-@compiled
+def _try(space: CutSpace, question: _Question, reached: IntArray) -> tuple[Balanced | None, float]:
+    """A cut whose worst rank has at most ``most``, or a lower bound on the worst rank of any cut."""
+    tables, p, is_v = space.tables.for_kernels(), space.placement.pp_degree, question.two_sided
+    reached[:] = 0
+    end, beyond = _sweep(tables, question, reached)
+    if end[0] < 0:
+        return None, beyond
+    bounds, variants = _trace(tables, question, reached, end)
+    worst = -np.inf
+    for rank in range(p):
+        a, b = bounds[rank], bounds[rank + 1]
+        c, d = (bounds[2 * p - 1 - rank], bounds[2 * p - rank]) if is_v else (b, b)
+        worst = max(worst, _measure(tables, question.mode, rank, a, b, c, d)[0])
+    return Balanced(Cut.at(space.problem.places[bounds], variants), float(worst)), np.inf
+
+
+@compiled_leaf
 def _measure(
     tables: KernelTables, mode: int, rank: int, a: int, b: int, c: int, d: int
 ) -> tuple[float, int]:  # pragma: no cover - compiled
@@ -206,7 +196,7 @@ def _sweep(
                 if mode == LOAD:
                     enough = cheapest[after] + (p - 1 - rank) * most * (1 + ROUNDING)
                     farthest = np.searchsorted(cheapest, enough, side="right") - 1
-                c, painted = -1, -1
+                c = painted = ZERO - 1
                 for j in range(max(lowest, after + reserve + least), highest + 1):
                     if not reached[rank, i, j]:
                         continue

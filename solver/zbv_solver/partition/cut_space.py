@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from operator import ge
 
 import numpy as np
@@ -100,46 +100,48 @@ class CutSpace:
 
         The stages of ``with_these`` (S,) are always recomputed.
         """
-        recompute = [False] * self.n_stages
+        chosen = []
         for rank, stages in enumerate(self.placement.stages_of):
-            options = self._variants(len(stages))
-            if with_these:
-                kept = [with_these[stage] for stage in stages]
-                options = [variant for variant in options if all(map(ge, variant, kept))]
+            kept = [with_these[stage] for stage in stages] if with_these else [False] * len(stages)
             fitting = [
-                variant for variant in options if self.needs(bounds, rank, variant) <= self.tables.room[rank]
+                variant
+                for variant in self._variants(len(stages))
+                if all(map(ge, variant, kept)) and self.needs(bounds, rank, variant) <= self.tables.room[rank]
             ]
             if not fitting:
                 return None
-            best = min(fitting, key=lambda variant: self.load(bounds, rank, variant))
-            for stage, variant in zip(stages, best, strict=True):
-                recompute[stage] = variant
-        return tuple(recompute)
+            chosen.append(min(fitting, key=lambda variant: self.load(bounds, rank, variant)))
+        return self._by_stage(chosen)
 
     def leanest(self, bounds: Boundaries) -> tuple[bool, ...]:
         """The stages to recompute (S,) so that every rank needs the least memory."""
-        recompute = [False] * self.n_stages
+        chosen = []
         for rank, stages in enumerate(self.placement.stages_of):
-            options = self._variants(len(stages))
-            best = min(options, key=lambda variant: self.needs(bounds, rank, variant))
-            for stage, variant in zip(stages, best, strict=True):
-                recompute[stage] = variant
-        return tuple(recompute)
+            variants = self._variants(len(stages))
+            chosen.append(min(variants, key=lambda variant: self.needs(bounds, rank, variant)))
+        return self._by_stage(chosen)
 
     def excess(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         """Largest excess of any rank's need over its room; at most 0 if every rank fits."""
+        room = self.tables.room
         return max(
-            self.needs(bounds, rank, tuple(recompute[stage] for stage in stages))
-            - float(self.tables.room[rank])
-            for rank, stages in enumerate(self.placement.stages_of)
+            self.needs(bounds, rank, variant) - float(room[rank])
+            for rank, variant in enumerate(self._by_rank(recompute))
         )
 
     def worst_load(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
         """Work of the most loaded rank for one microbatch."""
-        return max(
-            self.load(bounds, rank, tuple(recompute[stage] for stage in stages))
-            for rank, stages in enumerate(self.placement.stages_of)
-        )
+        by_rank = enumerate(self._by_rank(recompute))
+        return max(self.load(bounds, rank, variant) for rank, variant in by_rank)
+
+    def _by_rank(self, recompute: tuple[bool, ...]) -> list[tuple[bool, ...]]:
+        """Values per stage (S,), as one tuple for each rank."""
+        return [tuple(recompute[stage] for stage in stages) for stages in self.placement.stages_of]
+
+    def _by_stage(self, by_rank: list[tuple[bool, ...]]) -> tuple[bool, ...]:
+        """The inverse of :meth:`_by_rank`."""
+        variant_of = dict(zip(chain(*self.placement.stages_of), chain(*by_rank), strict=True))
+        return tuple(variant_of[stage] for stage in range(self.n_stages))
 
     def _variants(self, chunks: int) -> list[tuple[bool, ...]]:
         """The choices of recomputed stages of a rank that are tried, fewest stages first."""

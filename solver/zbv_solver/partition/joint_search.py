@@ -1,8 +1,8 @@
 """Improve a cut by local search, where constructed orders estimate its objective.
 
-Even loads do not tell how well stages can be ordered. Starting from the best cut, a move shifts one part
-between two stages or changes which stages are recomputed. Cuts whose load alone is too large are not
-estimated.
+Even loads do not imply that the stages can be ordered well. Starting from the best cut, a move shifts one
+part between two stages or changes which stages are recomputed. A cut is not estimated if its load alone
+already rules it out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def neighbour(
     """A random neighbour of a cut; None if the rules or the memory limit forbid it."""
     if space.tables.variants > 1 and random.random() < RECOMPUTING:
         recompute = _recomputed_elsewhere(start.recompute, random)
-        return (start.bounds, recompute) if _fits(space, start.bounds, recompute) else None
+        return (start.bounds, recompute) if space.excess(start.bounds, recompute) <= 0 else None
     if space.n_stages == 1:
         return None
     low, high = sorted(map(int, random.choice(space.n_stages, 2, replace=False)))
@@ -76,13 +76,10 @@ def neighbour(
     )
     if not space.allows(bounds):
         return None
-    recompute = start.recompute
-    if not _fits(space, bounds, recompute):
-        fitting = space.fitting(bounds, recompute)
-        if fitting is None:
-            return None
-        recompute = fitting
-    return bounds, recompute
+    if space.excess(bounds, start.recompute) <= 0:
+        return bounds, start.recompute
+    fitting = space.fitting(bounds, start.recompute)
+    return None if fitting is None else (bounds, fitting)
 
 
 def _recomputed_elsewhere(recompute: tuple[bool, ...], random: np.random.Generator) -> tuple[bool, ...]:
@@ -97,10 +94,3 @@ def _recomputed_elsewhere(recompute: tuple[bool, ...], random: np.random.Generat
     else:
         changed[one], changed[other] = changed[other], changed[one]
     return tuple(changed)
-
-
-def _fits(space: CutSpace, bounds: Boundaries, recompute: tuple[bool, ...]) -> bool:
-    return all(
-        space.needs(bounds, rank, tuple(recompute[stage] for stage in stages)) <= space.tables.room[rank]
-        for rank, stages in enumerate(space.placement.stages_of)
-    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.partition.cut_space import MOST_TRIED, Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
 from zbv_solver.problem.numeric import ROUNDING
@@ -74,7 +74,7 @@ def _annealed(space: CutSpace, start: Boundaries, mode: int, seed: int) -> Bound
     return tuple(map(int, bounds))
 
 
-@compiled
+@compiled_leaf
 def _energy(
     tables: KernelTables, settling: _Settling, bounds: IntArray, rank: int
 ) -> float:  # pragma: no cover - compiled
@@ -142,7 +142,8 @@ def _settle(
             possible = possible and bounds[low + 1] - bounds[low] - 1 >= least
         if not possible:
             continue
-        bounds[low + 1 : high + 1] += step
+        for bound in range(low + 1, high + 1):
+            bounds[bound] += step
         fresh = energy.copy()
         for stage in range(low, high + 1):
             rank = rank_of[stage]
@@ -153,9 +154,10 @@ def _settle(
             energy, total = fresh, total + changed
             if total < lowest * (1 - ROUNDING):
                 lowest = total
-                best[:] = bounds
+                best = bounds.copy()
                 if lowest <= 0:
                     break
         else:
-            bounds[low + 1 : high + 1] -= step
+            for bound in range(low + 1, high + 1):
+                bounds[bound] -= step
     return best

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from zbv_solver._version import __version__
 from zbv_solver.documents.files import write
-from zbv_solver.documents.text import canonical_json, number, numbers
+from zbv_solver.documents.text import canonical_json, plain
 from zbv_solver.plans.certificate import Status
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem, objective_value
@@ -125,10 +124,6 @@ class Plan:
         """
         write(path, json.dumps(plan_json(self)) + "\n")
 
-    def with_baselines(self, baselines: tuple[Baseline, ...]) -> Plan:
-        """The same plan with other baselines."""
-        return replace(self, baselines=baselines)
-
     def _repr_html_(self) -> str | None:
         """The picture and the metrics, for notebooks."""
         return None if notebook_html is None else notebook_html(self)
@@ -146,7 +141,7 @@ def identity(problem: dict[str, Any], ranks: list[list[str]]) -> str:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan as a JSON document."""
-    metrics, provenance = plan.metrics, plan.provenance
+    provenance, cut = plan.provenance, plan.problem.model
     problem, ranks = problem_json(plan.problem), plan.orders.all_text()
     # The identity is a hash of these texts. For large plans it saves time not to make them twice.
     if "plan_id" not in vars(plan):
@@ -156,16 +151,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "problem": problem,
         "objective": plan.problem.objective,
         "ranks": ranks,
-        "metrics": {
-            "makespan": number(metrics.makespan),
-            "span": number(metrics.span),
-            "bubble_rate": number(metrics.bubble_rate),
-            "peak_memory": numbers(metrics.peak_memory),
-            "lower_bound": number(metrics.lower_bound),
-            "gap": number(metrics.gap) if math.isfinite(metrics.gap) else None,
-            "status": metrics.status,
-        },
-        "baselines": [baseline_json(baseline) for baseline in plan.baselines],
+        "metrics": plain(plan.metrics),
+        "baselines": plain(plan.baselines),
         "provenance": {
             "version": provenance.version,
             "seed": provenance.seed,
@@ -174,30 +161,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             **provenance.extra,
         },
     }
-    return {**document, **_layers_json(plan)}
-
-
-def _layers_json(plan: Plan) -> dict[str, Any]:
-    """The keys of a plan whose problem was given by layers; empty for other plans."""
-    model, cut = plan.problem.model, plan.cut
-    if model is None:
-        return {}
-    document: dict[str, Any] = {"partition": [list(names) for names in model.partition]}
-    if model.model.can_recompute:
-        document["recompute"] = list(model.cut.recompute)
     if cut is not None:
-        gap = number(cut.gap) if math.isfinite(cut.gap) else None
-        document["cut"] = {"method": cut.method, "lower_bound": number(cut.lower_bound), "gap": gap}
+        document["partition"] = plain(cut.partition)
+        if cut.model.can_recompute:
+            document["recompute"] = plain(cut.cut.recompute)
+        if plan.cut is not None:
+            document["cut"] = plain(plan.cut)
     return document
-
-
-def baseline_json(baseline: Baseline) -> dict[str, Any]:
-    """A baseline as a JSON document."""
-    return {
-        "name": baseline.name,
-        "span": number(baseline.span),
-        "makespan": number(baseline.makespan),
-        "bubble_rate": number(baseline.bubble_rate),
-        "peak_memory": numbers(baseline.peak_memory),
-        "fits": baseline.fits,
-    }

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from zbv_solver.documents.fields import MAX_NAME, MAX_TEXT, AtMost, Number
-from zbv_solver.documents.files import file_label, read_json
+from zbv_solver.documents.files import load
+from zbv_solver.documents.text import plain
 from zbv_solver.documents.validation import validated
-from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.certificate import Status, gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, CutCertificate, Metrics, Plan, Provenance, identity
@@ -102,13 +103,13 @@ def load_plan_document(path: str | Path) -> PlanDocument:
     OSError
         When the file cannot be read.
     """
-    document = read_json(path)
-    try:
+
+    def parse(document: Any) -> PlanDocument:
         if isinstance(document, dict) and "ranks" not in document and "pp_degree" in document:
             raise InvalidInput.at("", "this is a problem, not a plan. `zbv plan` makes a plan of it.")
         return parse_plan_document(document)
-    except InvalidInput as error:
-        raise error.found_in(file_label(path)) from None
+
+    return load(path, parse)
 
 
 def parse_plan_document(document: Any) -> PlanDocument:
@@ -130,7 +131,10 @@ def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
         raise InvalidInput.at(
             "/objective", f"found {document.objective!r}; the plan's problem says {problem.objective!r}."
         )
-    _require_possible_length(document, problem)
+    count, most = sum(map(len, document.ranks)), problem.max_actions
+    if count > 2 * most:  # verification would look at every action
+        rule = f"the problem has at most {most}: F, I and W of every stage and microbatch."
+        raise InvalidInput.at("/ranks", f"found {count} actions; {rule}")
     _require_layers(document, problem)
     orders = Orders.from_text(document.ranks)
     stated = document.plan_id
@@ -141,23 +145,12 @@ def parse_orders(document: PlanDocument) -> tuple[Problem, Orders]:
     return problem, orders
 
 
-def _require_possible_length(document: PlanDocument, problem: Problem) -> None:
-    """Raise when the lists are far too long: verification would look at every action."""
-    found, most = sum(map(len, document.ranks)), 2 * problem.max_actions
-    if found > most:
-        raise InvalidInput.at(
-            "/ranks",
-            f"found {found} actions; the problem has at most {problem.max_actions}: F, I and W of every "
-            f"stage and microbatch.",
-        )
-
-
 def _require_layers(document: PlanDocument, problem: Problem) -> None:
     """Raise when the plan states another partition than its problem."""
-    model = problem.model
+    cut = problem.model
     for name, stated, expected in (
-        ("partition", document.partition, None if model is None else list(map(list, model.partition))),
-        ("recompute", document.recompute, None if model is None else list(model.cut.recompute)),
+        ("partition", document.partition, None if cut is None else plain(cut.partition)),
+        ("recompute", document.recompute, None if cut is None else plain(cut.cut.recompute)),
     ):
         if stated is not None and stated != expected:
             raise InvalidInput.at(
@@ -179,29 +172,32 @@ def parse_plan(document: Any) -> Plan:
 def to_plan(parsed: PlanDocument) -> Plan:
     """The plan of a validated document, with the metrics that it states; raises :class:`InvalidInput`."""
     problem, orders = parse_orders(parsed)
-    stated = parsed.metrics
+    stated, cut, provenance = parsed.metrics, parsed.cut, parsed.provenance
     if stated is None:
-        raise InvalidInput([Issue("/metrics", "this key is required and absent.")])
+        raise InvalidInput.at("/metrics", "this key is required and absent.")
     value = objective_value(problem.objective, stated)
     metrics = Metrics(
-        makespan=stated.makespan,
-        span=stated.span,
-        bubble_rate=stated.bubble_rate,
-        peak_memory=tuple(stated.peak_memory),
-        lower_bound=stated.lower_bound,
-        gap=gap_of(value, stated.lower_bound) if stated.gap is None else stated.gap,
-        status=stated.status,
+        stated.makespan,
+        stated.span,
+        stated.bubble_rate,
+        tuple(stated.peak_memory),
+        stated.lower_bound,
+        gap_of(value, stated.lower_bound) if stated.gap is None else stated.gap,
+        stated.status,
     )
-    baselines = tuple(
+    baselines = [
         Baseline(b.name, b.span, b.makespan, b.bubble_rate, tuple(b.peak_memory), b.fits)
         for b in parsed.baselines
-    )
-    provenance = parsed.provenance
+    ]
+    certificate = None
+    if cut is not None:
+        gap = gap_of(value, cut.lower_bound) if cut.gap is None else cut.gap
+        certificate = CutCertificate(cut.method, cut.lower_bound, gap)
     return Plan(
         problem,
         orders,
         metrics,
-        baselines,
+        tuple(baselines),
         Provenance(
             provenance.method,
             provenance.seed,
@@ -209,10 +205,5 @@ def to_plan(parsed: PlanDocument) -> Plan:
             provenance.version,
             dict(provenance.model_extra or {}),
         ),
-        None if parsed.cut is None else _certificate(parsed.cut, value),
+        certificate,
     )
-
-
-def _certificate(cut: CutDocument, value: float) -> CutCertificate:
-    gap = gap_of(value, cut.lower_bound) if cut.gap is None else cut.gap
-    return CutCertificate(cut.method, cut.lower_bound, gap)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
-from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.numeric import MIN_NUMBER
 
@@ -73,10 +74,6 @@ class Cut:
             recompute = (False,) * (len(places) - 1)
         return cls(places, tuple(map(bool, recompute)))
 
-    def partition(self, model: Model) -> tuple[tuple[str, ...], ...]:
-        """The layer names of every stage."""
-        return tuple(model.names[begin:end] for begin, end in zip(self.bounds, self.bounds[1:], strict=False))
-
 
 @dataclass(frozen=True)
 class CutModel:
@@ -99,7 +96,7 @@ class CutModel:
     @cached_property
     def partition(self) -> tuple[tuple[str, ...], ...]:
         """The layer names of every stage."""
-        return self.cut.partition(self.model)
+        return tuple(self.model.names[begin:end] for begin, end in pairwise(self.cut.bounds))
 
     def static_of(self, hosted: Sequence[Sequence[int]]) -> tuple[float, ...]:
         """(p,) static memory of ranks with these stages, including layers and the largest workspace."""
@@ -143,5 +140,5 @@ def cut_of_partition(model: Model, partition: Sequence[Sequence[str]]) -> tuple[
         bounds.append(bounds[stage] + len(names))
     if bounds[-1] != model.n_layers:
         missing = model.names[bounds[-1]]
-        raise InvalidInput([Issue("/partition", f"{missing!r} and later layers are in no stage.")])
+        raise InvalidInput.at("/partition", f"{missing!r} and later layers are in no stage.")
     return tuple(bounds)

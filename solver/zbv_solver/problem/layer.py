@@ -6,14 +6,13 @@ copies, named ``block.0``, ``block.1``, ….
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.problem.limits import MAX_LAYERS
 from zbv_solver.problem.numeric import broken_rule, delta_rule
-
-MAX_LAYERS = 512
-"""Most layers, copies counted."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,10 @@ class Model:
     layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
-        issues = _count_issues(self)
+        issues = list(_count_issues(self))
         for index, layer in enumerate(self.layers):
-            issues += [
-                replace(issue, pointer=f"/layers/{index}{issue.pointer}") for issue in _layer_issues(layer)
-            ]
+            at = f"/layers/{index}"
+            issues += [replace(issue, pointer=at + issue.pointer) for issue in _layer_issues(layer)]
         if issues:
             raise InvalidInput(issues)
 
@@ -139,55 +137,52 @@ class Model:
         return any(layer.recompute is not None for layer in self.layers)
 
 
-def _count_issues(model: Model) -> list[Issue]:
+def _count_issues(model: Model) -> Iterator[Issue]:
     if not model.layers:
-        return [Issue("/layers", "found none; a model has at least one layer.")]
+        yield Issue("/layers", "found none; a model has at least one layer.")
     if any(layer.repeat is not None and layer.repeat < 1 for layer in model.layers):
-        return []  # reported with its layer
+        return  # reported with its layer
     if model.n_layers > MAX_LAYERS:
         count = model.n_layers if model.n_layers < 10**12 else "more than 10^12"
         rule = f"found {count} layers, copies counted; must be at most {MAX_LAYERS}. "
-        return [Issue("/layers", rule + "Join neighbouring layers.")]
+        yield Issue("/layers", rule + "Join neighbouring layers.")
+        return
     seen: set[str] = set()
     for index, layer in enumerate(model.layers):
         for name in layer.names:
             if name in seen:
-                return [Issue(f"/layers/{index}/name", f"found {name!r} twice; names must be unique.")]
+                yield Issue(f"/layers/{index}/name", f"found {name!r} twice; names must be unique.")
+                return
             seen.add(name)
-    return []
 
 
-def _layer_issues(layer: Layer) -> list[Issue]:
-    issues = []
+def _layer_issues(layer: Layer) -> Iterator[Issue]:
     if not layer.name:
-        issues.append(Issue("/name", "found an empty name; every layer needs one."))
+        yield Issue("/name", "found an empty name; every layer needs one.")
     if layer.repeat is not None and layer.repeat < 1:
-        issues.append(Issue("/repeat", f"found {layer.repeat}; must be at least 1."))
-    for name in ("parameters_bytes", "output_bytes"):
-        issues += _number_issues(f"/{name}", getattr(layer, name))
-    issues += _cost_issues("", layer.costs)
+        yield Issue("/repeat", f"found {layer.repeat}; must be at least 1.")
+    yield from _number_issues("", layer, ("parameters_bytes", "output_bytes"))
+    yield from _cost_issues("", layer.costs)
     if layer.recompute is not None:
-        issues += _cost_issues("/recompute", layer.recompute)
-    return issues
+        yield from _cost_issues("/recompute", layer.recompute)
 
 
-def _cost_issues(at: str, costs: LayerCosts) -> list[Issue]:
-    issues = []
-    for name in ("forward", "backward_input", "backward_weight", "backward"):
-        value = getattr(costs, name)
-        if value is not None:
-            issues += _number_issues(f"{at}/{name}", value)
+def _cost_issues(at: str, costs: LayerCosts) -> Iterator[Issue]:
     memory = costs.memory
-    for name in ("forward", "static", "workspace"):
-        issues += _number_issues(f"{at}/memory/{name}", getattr(memory, name))
-    for name in ("backward_input", "backward_weight"):
-        issues += _number_issues(f"{at}/memory/{name}", getattr(memory, name), signed=True)
+    issues = [
+        *_number_issues(at, costs, ("forward", "backward_input", "backward_weight", "backward")),
+        *_number_issues(f"{at}/memory", memory, ("forward", "static", "workspace")),
+        *_number_issues(f"{at}/memory", memory, ("backward_input", "backward_weight"), signed=True),
+    ]
+    yield from issues
     broken = delta_rule(memory.forward, memory.backward_input, memory.backward_weight) if not issues else None
     if broken is not None:
-        issues.append(Issue(f"{at}/memory{broken[0]}", broken[1]))
-    return issues
+        yield Issue(f"{at}/memory{broken[0]}", broken[1])
 
 
-def _number_issues(pointer: str, value: float, *, signed: bool = False) -> list[Issue]:
-    rule = broken_rule(value, signed)
-    return [] if rule is None else [Issue(pointer, rule)]
+def _number_issues(at: str, of: object, names: tuple[str, ...], *, signed: bool = False) -> Iterator[Issue]:
+    for name in names:
+        value = getattr(of, name)
+        rule = None if value is None else broken_rule(value, signed)
+        if rule is not None:
+            yield Issue(f"{at}/{name}", rule)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Literal
 
 import numpy as np
@@ -14,10 +15,9 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutModel, CutRules, Link
 from zbv_solver.problem.layer import Model
-from zbv_solver.problem.limits import MAX_PP_DEGREE
 from zbv_solver.problem.numeric import MAX_NUMBER, broken_rule
 from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
-from zbv_solver.problem.problem import OBJECTIVES, Costs, Memory, Objective, Problem, Units
+from zbv_solver.problem.problem import Costs, Memory, Objective, Problem, Units, basic_rules
 
 PlacementChoice = Literal["auto", "v", "loop", "single"]
 
@@ -64,7 +64,9 @@ class LayeredProblem:
     units: Units = field(default_factory=Units)
 
     def __post_init__(self) -> None:
-        issues = _shape_issues(self) or [*_number_issues(self), *_rule_issues(self)] or _sum_issues(self)
+        issues = (
+            [*_shape_issues(self)] or [*_number_issues(self), *_rule_issues(self)] or [*_sum_issues(self)]
+        )
         if issues:
             raise InvalidInput(issues)
 
@@ -192,100 +194,85 @@ class LayeredProblem:
 AnyProblem = Problem | LayeredProblem
 
 
-def _shape_issues(problem: LayeredProblem) -> list[Issue]:
-    issues = []
-    p, kinds = problem.pp_degree, ("auto", *PLACEMENT_KINDS)
-    if problem.placement not in kinds:
-        issues.append(Issue("/placement", f"found {problem.placement!r}; must be one of {', '.join(kinds)}."))
-    if problem.objective not in OBJECTIVES:
-        issues.append(
-            Issue("/objective", f"found {problem.objective!r}; must be one of {', '.join(OBJECTIVES)}.")
-        )
-    if not 1 <= p <= MAX_PP_DEGREE:
-        issues.append(Issue("/pp_degree", f"found {p}; must be an integer from 1 to {MAX_PP_DEGREE}."))
-    if problem.microbatches < 1:
-        issues.append(
-            Issue("/microbatches", f"found {problem.microbatches}; must be an integer of at least 1.")
-        )
+def _shape_issues(problem: LayeredProblem) -> Iterator[Issue]:
+    yield from basic_rules(
+        problem.pp_degree,
+        problem.microbatches,
+        problem.objective,
+        problem.placement,
+        ("auto", *PLACEMENT_KINDS),
+    )
     for index, group in enumerate(problem.rules.together):
         unknown = [name for name in group if name not in problem.model.place]
         if unknown or not group:
             found = f"{unknown[0]!r}, which is not a layer" if unknown else "no names"
-            issues.append(Issue(f"/cut/together/{index}", f"found {found}; name layers of the model."))
-    return issues
+            yield Issue(f"/cut/together/{index}", f"found {found}; name layers of the model.")
 
 
-def _number_issues(problem: LayeredProblem) -> list[Issue]:
-    issues, p = [], problem.pp_degree
+def _number_issues(problem: LayeredProblem) -> Iterator[Issue]:
+    p, link = problem.pp_degree, problem.link
     for pointer, values in (("/memory/static", problem.static), ("/memory/limit", problem.limit)):
         if values is not None and len(values) != p:
-            issues.append(
-                Issue(pointer, f"found {len(values)} values; must be a number or {p} values (one per rank).")
-            )
-    numbers = [
-        ("/costs/p2p", problem.p2p),
-        *(("/memory/static", value) for value in problem.static),
-        *(("/memory/limit", value) for value in problem.limit or ()),
-    ]
-    if problem.link is not None:
-        numbers.append(("/costs/link/latency", problem.link.latency))
-        bandwidth = problem.link.bandwidth
-        if not 0 < bandwidth < math.inf:
-            issues.append(
-                Issue("/costs/link/bandwidth", f"found {bandwidth:.15g}; must be positive and finite.")
-            )
-    broken = {pointer: broken_rule(value) for pointer, value in reversed(numbers) if broken_rule(value)}
-    return issues + [Issue(pointer, rule) for pointer, rule in broken.items() if rule]
+            rule = f"found {len(values)} values; must be a number or {p} values (one per rank)."
+            yield Issue(pointer, rule)
+    if link is not None and not 0 < link.bandwidth < math.inf:
+        yield Issue("/costs/link/bandwidth", f"found {link.bandwidth:.15g}; must be positive and finite.")
+    for pointer, values in (
+        ("/costs/p2p", (problem.p2p,)),
+        ("/memory/static", problem.static),
+        ("/memory/limit", problem.limit or ()),
+        ("/costs/link/latency", () if link is None else (link.latency,)),
+    ):
+        rules = filter(None, map(broken_rule, values))
+        yield from (Issue(pointer, rule) for rule in islice(rules, 1))
 
 
 def _rule_issues(problem: LayeredProblem) -> list[Issue]:
     rules, n = problem.rules, problem.model.n_layers
     issues = []
-    for name, count, place in (
-        ("first", rules.first, rules.first),
-        ("last", rules.last, None if rules.last is None else n - rules.last),
-    ):
-        if count is None or place is None:
+    for name, count in (("first", rules.first), ("last", rules.last)):
+        if count is None:
             continue
         if not (0 if rules.allow_empty else 1) <= count <= n:
-            issues.append(Issue(f"/cut/{name}", f"found {count}; must be from 1 to the model's {n} layers."))
-        elif place not in problem.places:
-            issues.append(
-                Issue(f"/cut/{name}", f"found {count}; this separates layers that cut.together keeps.")
-            )
-    return issues or _too_few(problem)
+            rule = f"must be from 1 to the model's {n} layers."
+        elif (count if name == "first" else n - count) not in problem.places:
+            rule = "this separates layers that cut.together keeps."
+        else:
+            continue
+        issues.append(Issue(f"/cut/{name}", f"found {count}; {rule}"))
+    return issues or [*_room_issues(problem)]
 
 
-def _sum_issues(problem: LayeredProblem) -> list[Issue]:
-    """A stage may get any of the layers, so the sums over all of them must be valid costs of a stage."""
-    each, link = problem.model.each, problem.link
-    kinds = [[layer.costs_when(variant) for layer in each] for variant in (False, True)]
-    longest = max(sum(getattr(costs, name) for costs in kind) for kind in kinds for name in _COSTS)
-    largest = max(
-        *(sum(abs(getattr(costs.memory, name)) for costs in kind) for kind in kinds for name in _MEMORY),
-        *(max(costs.memory.workspace for costs in kind) for kind in kinds),
-    )
-    issues = []
-    if broken_rule(3 * max(longest, largest + max(problem.static))):
-        rule = f"found {max(longest, largest):.6g} as the sum over all layers; must be at most "
-        rule += f"{MAX_NUMBER / 3:.6g}, for memory less memory.static. Use a larger unit."
-        issues.append(Issue("/layers", rule))
-    if link is not None and broken_rule(link.transfer(max(layer.output_bytes for layer in each))):
-        rule = f"found a bandwidth of {link.bandwidth:.6g}: the longest transfer takes longer than "
-        issues.append(Issue("/costs/link", rule + f"{MAX_NUMBER:g}. Use a larger unit of time."))
-    return issues
-
-
-def _too_few(problem: LayeredProblem) -> list[Issue]:
-    """An issue if some stage would have to stay empty."""
-    if problem.placements and all(problem.has_room(each.n_stages) for each in problem.placements):
-        return []
-    fewest = min((each.n_stages for each in problem.placements), default=problem.pp_degree)
-    return [
-        Issue(
+def _room_issues(problem: LayeredProblem) -> Iterator[Issue]:
+    placements = problem.placements
+    if not placements or not all(problem.has_room(each.n_stages) for each in placements):
+        fewest = min((each.n_stages for each in placements), default=problem.pp_degree)
+        yield Issue(
             "/layers",
             f"found {problem.n_atoms} separable layers for {fewest} stages; every stage needs at least one, "
             f"in addition to those of cut.first and cut.last. Give finer layers, fewer ranks, another "
             f"placement, or cut.allow_empty.",
         )
-    ]
+
+
+def _sum_issues(problem: LayeredProblem) -> Iterator[Issue]:
+    """A stage may get any of the layers, so the sums over all of them must be valid costs of a stage."""
+    each, link = problem.model.each, problem.link
+    kinds = [[layer.costs_when(recomputed) for layer in each] for recomputed in (False, True)]
+    longest = max(sum(getattr(costs, name) for costs in kind) for kind in kinds for name in _COSTS)
+    largest = max(
+        *(sum(abs(getattr(costs.memory, name)) for costs in kind) for kind in kinds for name in _MEMORY),
+        *(max(costs.memory.workspace for costs in kind) for kind in kinds),
+    )
+    if broken_rule(3 * max(longest, largest + max(problem.static))):
+        yield Issue(
+            "/layers",
+            f"found {max(longest, largest):.6g} as the sum over all layers; must be at most "
+            f"{MAX_NUMBER / 3:.6g}, for memory less memory.static. Use a larger unit.",
+        )
+    if link is not None and broken_rule(link.transfer(max(layer.output_bytes for layer in each))):
+        yield Issue(
+            "/costs/link",
+            f"found a bandwidth of {link.bandwidth:.6g}: the longest transfer takes longer than "
+            f"{MAX_NUMBER:g}. Use a larger unit of time.",
+        )

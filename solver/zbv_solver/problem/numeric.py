@@ -29,8 +29,6 @@ OPTIMAL_GAP = 1e-9
 The longest sum in a plan has six million floats, and its rounding error is smaller."""
 SAME_METRIC = 1e-7
 """Relative to a metric: a stated and a recomputed metric agree within this. Files may hold fewer digits."""
-SAME_FIGURE = 1e-6
-"""Relative to a figure: published results tie within this, because authors print few digits."""
 
 MEMORY_TOLERANCE = 1e-9
 """Relative to a limit or an amount of memory: how far above a limit the verifier accepts.

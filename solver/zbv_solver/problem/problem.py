@@ -7,7 +7,7 @@ A :class:`Problem` that exists is valid: its constructor checks every rule and r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, get_args
@@ -18,10 +18,16 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.problem.cut import CutModel
-from zbv_solver.problem.numeric import FEASIBLE_MEMORY, broken_rule, clean_deltas, delta_rule
-from zbv_solver.problem.numeric import MAX_NUMBER as MAX_NUMBER
-from zbv_solver.problem.numeric import MEMORY_TOLERANCE as MEMORY_TOLERANCE
-from zbv_solver.problem.numeric import exceeds as exceeds
+from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
+from zbv_solver.problem.numeric import (
+    FEASIBLE_MEMORY,
+    MAX_NUMBER,
+    MEMORY_TOLERANCE,
+    broken_rule,
+    clean_deltas,
+    delta_rule,
+    exceeds,
+)
 from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
 
 Objective = Literal["span", "makespan"]
@@ -30,10 +36,6 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 LETTERS = "FIWB"
 """Action letters; the code of an action is the index of its letter."""
 F, I, W, B = range(4)  # noqa: E741 - the field's own letter
-
-MAX_PP_DEGREE = 1024
-MAX_CELLS = 1_000_000
-"""Largest ``pp_degree * microbatches`` accepted: 6 million actions, about what a machine holds in memory."""
 
 PerStage = tuple[float, ...]
 
@@ -160,7 +162,14 @@ class Problem:
     model: CutModel | None = None
 
     def __post_init__(self) -> None:
-        issues = [issue for rule in _RULES for issue in rule(self)]
+        issues = [
+            *basic_rules(
+                self.pp_degree, self.microbatches, self.objective, self.placement.kind, PLACEMENT_KINDS
+            ),
+            *size_rule(self.placement, self.microbatches),
+            *_number_rules(self),
+            *_delta_rules(self),
+        ]
         if issues:
             raise InvalidInput(issues)
 
@@ -245,95 +254,86 @@ def require_same_problem(asked: Problem, of_plan: Problem) -> None:
         )
 
 
-def _shape_rules(problem: Problem) -> list[Issue]:
-    placement, issues = problem.placement, []
-    p, m = placement.pp_degree, problem.microbatches
-    if placement.kind not in PLACEMENT_KINDS:
-        issues.append(
-            Issue("/placement", f"found {placement.kind!r}; must be one of {', '.join(PLACEMENT_KINDS)}.")
-        )
-    if not 1 <= p <= MAX_PP_DEGREE:
-        issues.append(Issue("/pp_degree", f"found {p}; must be an integer from 1 to {MAX_PP_DEGREE}."))
-    if m < 1:
-        issues.append(Issue("/microbatches", f"found {m}; must be an integer of at least 1."))
-    if p >= 1 and m >= 1 and p * placement.chunks * m > 2 * MAX_CELLS:
-        issues.append(
-            Issue(
-                "/microbatches",
-                f"found {placement.n_stages} stages times {m} microbatches; their product must be at most "
-                f"{2 * MAX_CELLS}. Plan fewer microbatches: the steady state repeats.",
-            )
-        )
-    if problem.objective not in OBJECTIVES:
-        issues.append(
-            Issue("/objective", f"found {problem.objective!r}; must be one of {', '.join(OBJECTIVES)}.")
-        )
-    return issues
+def basic_rules(
+    pp_degree: int, microbatches: int, objective: str, placement: str, placements: Sequence[str]
+) -> Iterator[Issue]:
+    """The rules that problems by stages and by layers share; ``placements`` are the allowed ones."""
+    if placement not in placements:
+        yield Issue("/placement", f"found {placement!r}; must be one of {', '.join(placements)}.")
+    if objective not in OBJECTIVES:
+        yield Issue("/objective", f"found {objective!r}; must be one of {', '.join(OBJECTIVES)}.")
+    if not 1 <= pp_degree <= MAX_PP_DEGREE:
+        yield Issue("/pp_degree", f"found {pp_degree}; must be an integer from 1 to {MAX_PP_DEGREE}.")
+    if microbatches < 1:
+        yield Issue("/microbatches", f"found {microbatches}; must be an integer of at least 1.")
 
 
-def _number_rules(problem: Problem) -> list[Issue]:
+def size_rule(placement: Placement, microbatches: int) -> Iterator[Issue]:
+    """The rule that limits the number of actions."""
+    if placement.n_stages * microbatches > 2 * MAX_CELLS:
+        yield Issue(
+            "/microbatches",
+            f"found {placement.n_stages} stages times {microbatches} microbatches; their product must be at "
+            f"most {2 * MAX_CELLS}. Plan fewer microbatches: the steady state repeats.",
+        )
+
+
+def _number_rules(problem: Problem) -> Iterator[Issue]:
     costs, memory = problem.costs, problem.memory
-    stages, boundaries = problem.n_stages, problem.n_stages - 1
-    issues = []
-    for name, values, length, signed in (
-        ("/costs/forward", costs.forward, stages, False),
-        ("/costs/backward_input", costs.backward_input, stages, False),
-        ("/costs/backward_weight", costs.backward_weight, stages, False),
-        ("/costs/backward", costs.backward, stages, False),
-        ("/costs/p2p", costs.p2p, boundaries, False),
-        ("/memory/forward", memory.forward, stages, False),
-        ("/memory/backward_input", memory.backward_input, stages, True),
-        ("/memory/backward_weight", memory.backward_weight, stages, True),
-        ("/memory/static", memory.static, problem.pp_degree, False),
-        ("/memory/limit", memory.limit, problem.pp_degree, False),
+    stages, ranks = problem.n_stages, problem.pp_degree
+    for pointer, values, length in (
+        ("/costs/forward", costs.forward, stages),
+        ("/costs/backward_input", costs.backward_input, stages),
+        ("/costs/backward_weight", costs.backward_weight, stages),
+        ("/costs/backward", costs.backward, stages),
+        ("/costs/p2p", costs.p2p, stages - 1),
+        ("/memory/forward", memory.forward, stages),
+        ("/memory/backward_input", memory.backward_input, stages),
+        ("/memory/backward_weight", memory.backward_weight, stages),
+        ("/memory/static", memory.static, ranks),
+        ("/memory/limit", memory.limit, ranks),
     ):
         if values is not None:
-            found = _check_values(name, values, length, signed)
-            if not found and length == stages:
-                found = _check_sums(name, values, problem.placement.chunks)
-            issues += found
-    return issues
+            is_delta = pointer.startswith("/memory/backward")
+            issue = _wrong_value(pointer, values, length, is_delta)
+            if issue is None and length == stages:
+                issue = _wrong_sum(pointer, values, problem.placement.chunks)
+            if issue is not None:
+                yield issue
 
 
-def _check_values(pointer: str, values: Sequence[float], length: int, signed: bool) -> list[Issue]:
+def _wrong_value(pointer: str, values: Sequence[float], length: int, signed: bool) -> Issue | None:
     if len(values) != length:
-        return [Issue(pointer, f"found {len(values)} values; must be {length}.")]
+        return Issue(pointer, f"found {len(values)} values; must be {length}.")
     for index, value in enumerate(values):
         rule = broken_rule(value, signed)
         if rule is not None:
             # Equal values usually come from one scalar in the document.
-            at = f"{pointer}/{index}" if len(set(map(repr, values))) > 1 else pointer
-            return [Issue(at, rule)]
-    return []
+            return Issue(f"{pointer}/{index}" if len(set(map(repr, values))) > 1 else pointer, rule)
+    return None
 
 
-def _check_sums(pointer: str, values: Sequence[float], chunks: int) -> list[Issue]:
+def _wrong_sum(pointer: str, values: Sequence[float], chunks: int) -> Issue | None:
     """Sums of neighbouring stages must be valid, too: classical schedules merge a rank's worth of stages."""
     for first in range(0, len(values), chunks):
         together = sum(values[first : first + chunks])
         if abs(together) > MAX_NUMBER:
-            return [
-                Issue(
-                    pointer,
-                    f"found {together:.15g} for stages {first} to {first + chunks - 1} together; the stages "
-                    f"of one rank must be at most {MAX_NUMBER:g} together. Use a larger unit.",
-                )
-            ]
-    return []
+            return Issue(
+                pointer,
+                f"found {together:.15g} for stages {first} to {first + chunks - 1} together; the stages of "
+                f"one rank must be at most {MAX_NUMBER:g} together. Use a larger unit.",
+            )
+    return None
 
 
-def _delta_rules(problem: Problem) -> list[Issue]:
+def _delta_rules(problem: Problem) -> Iterator[Issue]:
     memory = problem.memory
-    for stage, deltas in enumerate(
-        zip(memory.forward, memory.backward_input, memory.backward_weight, strict=False)
-    ):
-        if not all(map(math.isfinite, deltas)):
-            return []  # reported by _number_rules
+    deltas = zip(memory.forward, memory.backward_input, memory.backward_weight, strict=False)
+    for stage, (forward, inputs, weights) in enumerate(deltas):
+        if not all(map(math.isfinite, (forward, inputs, weights))):
+            return  # reported by _number_rules
         # A stage may be a sum of layers, each within the tolerance, and the sum rounds again.
-        broken = delta_rule(*deltas, tolerance=2 * MEMORY_TOLERANCE)
+        broken = delta_rule(forward, inputs, weights, tolerance=2 * MEMORY_TOLERANCE)
         if broken is not None:
-            return [Issue(f"/memory{broken[0]}", f"stage {stage}: {broken[1]}")]
-    return []
-
-
-_RULES: tuple[Callable[[Problem], list[Issue]], ...] = (_shape_rules, _number_rules, _delta_rules)
+            yield Issue(f"/memory{broken[0]}", f"stage {stage}: {broken[1]}")
+            return

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zbv_solver.documents.files import file_label, read_json
+from zbv_solver.documents.files import load
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
-from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
-from zbv_solver.problem.layered_document import (
+from zbv_solver.problem.documents import (
     CutRulesDocument,
     LayerDocument,
     LayeredCostsDocument,
     LayeredMemoryDocument,
     LayeredProblemDocument,
     LayerMemoryDocument,
+    ProblemDocument,
     RecomputeDocument,
+    UnitsDocument,
 )
+from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
-from zbv_solver.problem.limits import MAX_CELLS
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem, Units
-from zbv_solver.problem.stage_document import ProblemDocument, UnitsDocument
+from zbv_solver.problem.problem import Costs, Memory, Problem, Units, size_rule
+
+_BY_STAGE = ("forward", "backward_input", "backward_weight")
 
 
 def load_problem(path: str | Path) -> AnyProblem:
@@ -39,15 +42,15 @@ def load_problem(path: str | Path) -> AnyProblem:
     OSError
         When the file cannot be read.
     """
-    document = read_json(path)
-    try:
+
+    def parse(document: Any) -> AnyProblem:
         if isinstance(document, dict) and "ranks" in document:
             raise InvalidInput.at(
                 "", "this is a plan, not a problem. Its problem is under the key `problem`."
             )
         return parse_any_problem(document)
-    except InvalidInput as error:
-        raise error.found_in(file_label(path)) from None
+
+    return load(path, parse)
 
 
 def parse_any_problem(document: Any) -> AnyProblem:
@@ -58,10 +61,9 @@ def parse_any_problem(document: Any) -> AnyProblem:
     InvalidInput
         With one issue per broken rule; pointers are into the document.
     """
-    if isinstance(document, dict) and "layers" in document:
-        parsed = validated(LayeredProblemDocument, document)
-        return to_layered(parsed) if parsed.partition is None else to_cut_problem(parsed)
-    return to_problem(validated(ProblemDocument, document))
+    if isinstance(document, dict) and "layers" in document and document.get("partition") is None:
+        return to_layered(validated(LayeredProblemDocument, document))
+    return parse_problem(document)
 
 
 def parse_problem(document: Any) -> Problem:
@@ -80,11 +82,15 @@ def parse_problem(document: Any) -> Problem:
 
 def to_problem(document: ProblemDocument) -> Problem:
     """A validated document as a problem: every value is expanded to one per stage, boundary or rank."""
-    placement = _placement(document)
+    _require_possible_chunks(document.placement, document.chunks)
+    placement = Placement.of(document.placement, document.pp_degree, document.chunks)
+    issues = [*size_rule(placement, document.microbatches)]
+    if issues:  # checked before values expand: a short document must not fill the memory
+        raise InvalidInput(issues)
     costs, memory = document.costs, document.memory
-    per_stage = _Expander(placement, placement.n_stages, "stage", chunks=True)
-    per_boundary = _Expander(placement, placement.n_stages - 1, "stage boundary")
-    per_rank = _Expander(placement, placement.pp_degree, "rank")
+    per_stage = partial(_expanded, issues, placement.n_stages, "stage", placement)
+    per_boundary = partial(_expanded, issues, placement.n_stages - 1, "stage boundary", None)
+    per_rank = partial(_expanded, issues, placement.pp_degree, "rank", None)
     parsed_costs = Costs(
         forward=per_stage("/costs/forward", costs.forward),
         backward_input=per_stage("/costs/backward_input", costs.backward_input),
@@ -101,7 +107,6 @@ def to_problem(document: ProblemDocument) -> Problem:
             static=per_rank("/memory/static", memory.static),
             limit=None if memory.limit is None else per_rank("/memory/limit", memory.limit),
         )
-    issues = per_stage.issues + per_boundary.issues + per_rank.issues
     if issues:
         raise InvalidInput(issues)
     return Problem(
@@ -112,6 +117,30 @@ def to_problem(document: ProblemDocument) -> Problem:
         objective=document.objective,
         units=_units(document.units),
     )
+
+
+def _expanded(
+    issues: list[Issue],
+    length: int,
+    item: str,
+    placement: Placement | None,
+    pointer: str,
+    values: float | list[float],
+) -> tuple[float, ...]:
+    """One value per item, from a scalar, a full list or, given a placement, one value per chunk.
+
+    A list of another length is added to ``issues``.
+    """
+    if not isinstance(values, list):
+        return (float(values),) * length
+    if len(values) == length:
+        return tuple(map(float, values))
+    if placement is not None and len(values) == placement.chunks:
+        return tuple(float(values[chunk]) for chunk in placement.chunk_of)
+    per_chunk = "" if placement is None else f", {placement.chunks} values (one per chunk)"
+    rule = f"must be a number{per_chunk} or {length} values (one per {item})."
+    issues.append(Issue(pointer, f"found {len(values)} values; {rule}"))
+    return (0.0,) * length
 
 
 def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
@@ -129,8 +158,8 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         )
     if costs.link is not None and costs.p2p is not None and document.partition is None:
         raise InvalidInput.at("/costs", "found both p2p and link; give one of them.")
-    if document.partition is None:
-        _refuse_stages(document)
+    if document.partition is None and (issues := [*_stage_issues(document)]):
+        raise InvalidInput(issues)
     return LayeredProblem(
         model=Model(tuple(map(_layer, document.layers))),
         pp_degree=p,
@@ -184,21 +213,9 @@ def to_cut_problem(document: LayeredProblemDocument) -> Problem:
     costs = document.costs
     if costs is not None and isinstance(costs.p2p, list) and costs.link is None:
         problem = replace(problem, costs=replace(problem.costs, p2p=tuple(costs.p2p)))
-    _require_agreement(document, problem)
+    if issues := [*_disagreements(document, problem)]:
+        raise InvalidInput(issues)
     return problem
-
-
-def _placement(document: ProblemDocument) -> Placement:
-    """The placement; its size is checked before values expand: a short document must not fill the memory."""
-    _require_possible_chunks(document.placement, document.chunks)
-    placement = Placement.of(document.placement, document.pp_degree, document.chunks)
-    if placement.n_stages * document.microbatches > 2 * MAX_CELLS:
-        raise InvalidInput.at(
-            "/microbatches",
-            f"found {placement.n_stages} stages times {document.microbatches} microbatches; their product "
-            f"must be at most {2 * MAX_CELLS}. Plan fewer microbatches: the steady state repeats.",
-        )
-    return placement
 
 
 def _require_possible_chunks(placement: str, chunks: int | None) -> None:
@@ -212,85 +229,50 @@ def _require_possible_chunks(placement: str, chunks: int | None) -> None:
         )
 
 
-class _Expander:
-    """Expands scalars, values per chunk and full lists to one value per item; collects wrong lengths."""
-
-    def __init__(self, placement: Placement, length: int, item: str, *, chunks: bool = False):
-        self.placement = placement
-        self.length = length
-        self.item = item
-        self.chunks = placement.chunks if chunks else None
-        self.issues: list[Issue] = []
-
-    def __call__(self, pointer: str, values: float | list[float]) -> tuple[float, ...]:
-        if not isinstance(values, list):
-            return (float(values),) * self.length
-        if len(values) == self.length:
-            return tuple(map(float, values))
-        if self.chunks is not None and len(values) == self.chunks:
-            return tuple(float(values[chunk]) for chunk in self.placement.chunk_of)
-        per_chunk = f", {self.chunks} values (one per chunk)" if self.chunks is not None else ""
-        self.issues.append(
-            Issue(
-                pointer,
-                f"found {len(values)} values; must be a number{per_chunk} or {self.length} values "
-                f"(one per {self.item}).",
-            )
-        )
-        return (0.0,) * self.length
-
-
 def _units(document: UnitsDocument | None) -> Units:
     return Units() if document is None else Units(document.time, document.memory)
 
 
-def _refuse_stages(document: LayeredProblemDocument) -> None:
-    """Raise when costs of stages are given but no partition defines the stages."""
-    issues = []
-    costs, memory = document.costs, document.memory
+def _stage_issues(document: LayeredProblemDocument) -> Iterator[Issue]:
+    """Costs of stages that are given although no partition defines the stages."""
     for at, given, names in (
-        ("/costs", costs, ("forward", "backward_input", "backward_weight", "backward")),
-        ("/memory", memory, ("forward", "backward_input", "backward_weight", "static_beside_layers")),
+        ("/costs", document.costs, ("forward", "backward_input", "backward_weight", "backward")),
+        (
+            "/memory",
+            document.memory,
+            ("forward", "backward_input", "backward_weight", "static_beside_layers"),
+        ),
     ):
-        issues += [
-            Issue(f"{at}/{name}", "found together with layers, which determine it. Remove this key.")
-            for name in names
-            if getattr(given, name, None) is not None
-        ]
-    if costs is not None and isinstance(costs.p2p, list):
-        issues.append(
-            Issue("/costs/p2p", "found a list; before layers are cut it must be one number, or a link.")
-        )
+        for name in names:
+            if getattr(given, name, None) is not None:
+                yield Issue(
+                    f"{at}/{name}", "found together with layers, which determine it. Remove this key."
+                )
+    if document.costs is not None and isinstance(document.costs.p2p, list):
+        yield Issue("/costs/p2p", "found a list; before layers are cut it must be one number, or a link.")
     if document.recompute is not None:
-        issues.append(Issue("/recompute", "found without a partition; the planner decides. Remove this key."))
-    if issues:
-        raise InvalidInput(issues)
+        yield Issue("/recompute", "found without a partition; the planner decides. Remove this key.")
 
 
-def _require_agreement(document: LayeredProblemDocument, problem: Problem) -> None:
-    """Raise when stated values of stages differ from those that follow from their layers."""
-    issues = []
+def _disagreements(document: LayeredProblemDocument, problem: Problem) -> Iterator[Issue]:
+    """Stated values of stages that differ from those of their layers."""
     for at, given, found in (
         ("/costs", document.costs, problem.costs),
         ("/memory", document.memory, problem.memory),
     ):
-        for name in ("forward", "backward_input", "backward_weight", "backward", "p2p", "static"):
-            stated, is_result = getattr(given, name, None), True
-            if name == "static":
-                is_result = document.memory is not None and document.memory.static_beside_layers is not None
-            if not isinstance(stated, list) or not is_result:
+        for name in (*_BY_STAGE, "backward", "p2p", "static"):
+            stated = getattr(given, name, None)
+            if not isinstance(stated, list):
                 continue
+            if name == "static" and getattr(given, "static_beside_layers", None) is None:
+                continue  # a list of what ranks hold in addition to the layers
             computed = getattr(found, name) or ()
             if len(stated) != len(computed) or any(map(_differ, stated, computed)):
-                issues.append(
-                    Issue(
-                        f"{at}/{name}",
-                        f"found {_brief(stated)}; the layers of the partition give {_brief(computed)}. "
-                        f"Correct the layers, or remove this key.",
-                    )
+                yield Issue(
+                    f"{at}/{name}",
+                    f"found {_brief(stated)}; the layers of the partition give {_brief(computed)}. Correct "
+                    f"the layers, or remove this key.",
                 )
-    if issues:
-        raise InvalidInput(issues)
 
 
 def _differ(stated: float, computed: float) -> bool:
@@ -325,26 +307,15 @@ def _layer(document: LayerDocument) -> Layer:
 
 
 def _memory(document: LayerMemoryDocument | None, parameters_bytes: float) -> LayerMemory:
-    if document is None:
-        return LayerMemory(static=parameters_bytes)
-    static = parameters_bytes if document.static is None else document.static
-    return LayerMemory(
-        document.forward, document.backward_input, document.backward_weight, static, document.workspace
-    )
+    given = {} if document is None else document.model_dump(exclude_none=True)
+    return LayerMemory(**{"static": parameters_bytes, **given})
 
 
 def _recomputed(document: RecomputeDocument, plain: LayerCosts) -> LayerCosts:
     """Costs of a recomputed layer; absent keys have the values of the layer without recomputation."""
-
-    def of(name: str) -> float:
-        value: float | None = getattr(document, name)
-        return float(getattr(plain, name)) if value is None else value
-
-    backward = document.backward
-    if backward is None and plain.backward is not None:
-        added = of("backward_input") + of("backward_weight") - plain.split
-        backward = max(0.0, plain.backward + added)
-    memory = plain.memory
+    costs = replace(plain, **document.model_dump(exclude_none=True, exclude={"memory"}))
+    if document.backward is None and plain.backward is not None:
+        costs = replace(costs, backward=max(0.0, plain.backward + (costs.split - plain.split)))
     if document.memory is not None:
-        memory = _memory(document.memory, plain.memory.static)
-    return LayerCosts(of("forward"), of("backward_input"), of("backward_weight"), backward, memory)
+        costs = replace(costs, memory=_memory(document.memory, plain.memory.static))
+    return costs

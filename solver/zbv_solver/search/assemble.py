@@ -101,7 +101,11 @@ def baseline_plan(name: str, problem: Problem) -> Plan:
 
 
 def compare(problem: Problem) -> tuple[Baseline, ...]:
-    """Metrics of all classical schedules on the problem's model, whether or not they fit its memory limit."""
+    """What the classical schedules achieve on a problem: GPipe, 1F1B, eager and interleaved 1F1B, and ZB-H1.
+
+    They ignore the memory limit; :attr:`Baseline.fits` says which of them keep it. Every plan has them as
+    ``plan.baselines``.
+    """
     results = []
     for name in BASELINES:
         own_problem, orders = baseline(name, problem)

@@ -1,8 +1,8 @@
 """From layers to a verified plan: placement, cut and order are chosen together.
 
-Cuts on every placement are estimated and improved (:mod:`zbv_solver.partition.joint_search`). Then the full
-search runs on the most promising cut, and on every other finalist that its lower bound does not exclude. So
-the plan is never worse than that of GPipe's histogram cut, which is always a finalist.
+Cuts on every placement are estimated and improved (:mod:`zbv_solver.partition.joint_search`). The full
+search then runs on the most promising cut, and on every other finalist that its lower bound does not rule
+out. GPipe's histogram cut is always a finalist, so the plan is never worse than a plan of that cut.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ class _LayersSearch:
             for each in sorted(candidates, key=lambda candidate: candidate.value):
                 key = space.placement, each.bounds, each.recompute
                 if key not in entrants or each.name == HISTOGRAM:
-                    entrants[key] = _Entrant(each.name, each.value, self._problem_of(space, each))
+                    problem = self.problem.cut_into(space.placement, space.cut(each.bounds, each.recompute))
+                    entrants[key] = _Entrant(each.name, each.value, problem)
         return sorted(entrants.values(), key=lambda entrant: entrant.judged)
 
     def _judged(self, space: CutSpace, found: Starts) -> Iterator[tuple[str, Boundaries, tuple[bool, ...]]]:
@@ -230,19 +231,19 @@ class _LayersSearch:
         histograms = [entrant for entrant in entrants[most:] if entrant.name == HISTOGRAM]
         finalists = [*entrants[:most], *histograms]
         for number, entrant in enumerate(finalists):
-            if self.best is not None and (self._is_over(SEARCH_SHARE) or self._is_ruled_out(entrant.problem)):
+            best, problem = self.best, entrant.problem
+            if best is not None and (
+                self._is_over(SEARCH_SHARE)
+                or lower_bound(problem).value >= best.objective * (1 - OPTIMAL_GAP)
+            ):
                 continue
-            self._search_one(entrant, 1 / (len(finalists) - number))
-
-    def _search_one(self, entrant: _Entrant, share: float) -> None:
-        options = self._limited(share * (SEARCH_SHARE - self._spent()))
-        best = self.best
-        with Pipeline(entrant.problem, options, self._hear, self.cancelled) as pipeline:
-            if best is not None and best.problem == entrant.problem:
-                pipeline.resume_from(best.orders)
-            pipeline.run()
-            plan = pipeline.finish()
-        self._take(entrant.name, plan)
+            share = (SEARCH_SHARE - self._spent()) / (len(finalists) - number)
+            with Pipeline(problem, self._limited(share), self._hear, self.cancelled) as pipeline:
+                if best is not None and best.problem == problem:
+                    pipeline.resume_from(best.orders)
+                pipeline.run()
+                plan = pipeline.finish()
+            self._take(entrant.name, plan)
 
     def _take(self, name: str, plan: Plan) -> None:
         """Keep a plan if it is the best, or equal and of the same cut: it has a better bound."""
@@ -338,15 +339,9 @@ class _LayersSearch:
             )
         )
 
-    def _is_ruled_out(self, problem: Problem) -> bool:
-        return self.best is not None and lower_bound(problem).value >= self.best.objective * (1 - OPTIMAL_GAP)
-
     def _is_over(self, share: float) -> bool:
         """Whether a share of the time limit has elapsed, or the search was cancelled."""
         return self._spent() >= share or (self.cancelled is not None and self.cancelled())
-
-    def _problem_of(self, space: CutSpace, candidate: Candidate) -> Problem:
-        return self.problem.cut_into(space.placement, space.cut(candidate.bounds, candidate.recompute))
 
 
 def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:

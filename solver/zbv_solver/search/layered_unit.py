@@ -17,7 +17,7 @@ from zbv_solver.search.search_unit import SearchUnit
 
 @dataclass(frozen=True, eq=False)
 class OwnUnit:
-    """A layered problem in the caller's unit and in the search's.
+    """A layered problem in the caller's unit and in the unit of its search.
 
     Attributes
     ----------
@@ -34,25 +34,30 @@ class OwnUnit:
     @classmethod
     def of(cls, given: LayeredProblem) -> OwnUnit:
         """Convert all costs; memory is unchanged."""
-        link, each = given.link, given.model.layers
-        transfers = [given.p2p] if link is None else [link.latency, *(_transfer(link, it) for it in each)]
-        times = [time for layer in each for costs in _variants(layer) for time in _times(costs)]
+        link, layers = given.link, given.model.layers
+        transfers = [given.p2p]
+        if link is not None:
+            transfers = [link.latency, *(link.transfer(layer.output_bytes) for layer in layers)]
+        variants = (costs for layer in layers for costs in (layer.costs, layer.recompute))
+        times = [time for costs in variants if costs is not None for time in _times(costs)]
         unit = SearchUnit.of([*times, *transfers])
         latency = 0.0 if link is None else unit.converted([link.latency])[0]
 
         def converted(layer: Layer) -> Layer:
             # Transfers take latency + bytes / bandwidth: with bandwidth 1, bytes are a time.
-            bytes_time = 0.0 if link is None else unit.converted([_transfer(link, layer)])[0] - latency
+            transfer = latency
+            if link is not None:
+                transfer = unit.converted([link.transfer(layer.output_bytes)])[0]
             return replace(
                 layer,
                 costs=_converted(layer.costs, unit),
                 recompute=None if layer.recompute is None else _converted(layer.recompute, unit),
-                output_bytes=max(0.0, bytes_time),
+                output_bytes=max(0.0, transfer - latency),
             )
 
         problem = replace(
             given,
-            model=Model(tuple(map(converted, each))),
+            model=Model(tuple(map(converted, layers))),
             p2p=unit.converted([given.p2p])[0] if link is None else 0.0,
             link=None if link is None else Link(latency, 1.0),
         )
@@ -105,16 +110,8 @@ def _same_cut(problem: LayeredProblem, other: Problem) -> Problem:
     return problem.cut_into(other.placement, other.model.cut)
 
 
-def _variants(layer: Layer) -> list[LayerCosts]:
-    return [layer.costs] if layer.recompute is None else [layer.costs, layer.recompute]
-
-
 def _times(costs: LayerCosts) -> list[float]:
     return [costs.forward, costs.backward_input, costs.backward_weight, costs.fused]
-
-
-def _transfer(link: Link, layer: Layer) -> float:
-    return link.transfer(layer.output_bytes)
 
 
 def _converted(costs: LayerCosts, unit: SearchUnit) -> LayerCosts:

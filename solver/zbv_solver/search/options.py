@@ -31,7 +31,7 @@ class Budget:
     most_annealed
         Moves of annealing.
     window_actions
-        Largest problem, in actions, whose order CP-SAT improves window by window.
+        Largest problem, in actions, that CP-SAT improves window by window.
     window_time
         CP-SAT's deterministic time for all windows of one size; one unit is about ten seconds.
     exact_actions

@@ -44,7 +44,7 @@ ROUNDS = 12
 WARMEST = 0.1
 """Temperature in the first of three rounds of annealing, as a share of the mean duration."""
 FIRST_ATTEMPTS = 8
-"""Orders that are constructed whatever the size of the problem."""
+"""Orders that are constructed for a problem of any size."""
 FINISH_SECONDS = 1.3e-6
 """Seconds per action that timing, verifying and comparing the final plan take; reserved before a deadline."""
 

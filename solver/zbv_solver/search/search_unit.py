@@ -1,9 +1,9 @@
 """The unit of time in which a search computes.
 
-A search compares sums of times. In the caller's unit, 0.1 + 0.2 and 0.3 differ, and ties differ between
-seconds and milliseconds, so the plan would depend on the unit. Costs with a common divisor are therefore
-converted to integers, whose sums are exact. Other costs become fractions of the largest cost with
-:data:`~zbv_solver.problem.numeric.SIGNIFICANT_BITS` binary digits.
+A search compares sums of times. In floating point, 0.1 + 0.2 is not 0.3, so two sums may be equal in
+milliseconds and differ in seconds, and the plan would depend on the caller's unit. Costs with a common
+divisor are therefore converted to integers, so that their sums are exact. Other costs become fractions of
+the largest cost, with :data:`~zbv_solver.problem.numeric.SIGNIFICANT_BITS` binary digits.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class SearchUnit:
     Attributes
     ----------
     length
-        In the caller's unit.
+        Its length in the caller's unit.
     scale
-        Factor that makes all costs integers; None if they have no common divisor.
+        The factor that makes all costs integers; None if they have no common divisor.
     """
 
     length: float
@@ -37,21 +37,21 @@ class SearchUnit:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> SearchUnit:
-        """The unit for all times that a search adds up."""
+        """The unit for a problem; ``times`` are all times that its search adds up."""
         scale = integer_scale(times, LARGEST_COST)
         return cls(max(times), None) if scale is None else cls(1 / scale, scale)
 
     def converted(self, times: Sequence[float]) -> tuple[float, ...]:
-        """Times in the caller's unit, converted to this unit."""
+        """Convert times from the caller's unit to this one; times below the smallest number become 0."""
         row = np.array(times, dtype=np.float64)
         found = rounded_to_bits(row / self.length) if self.scale is None else np.rint(row * self.scale)
         return tuple(np.where(found < MIN_NUMBER, 0.0, found).tolist())
 
 
 def in_search_unit(problem: Problem) -> tuple[Problem, float]:
-    """The problem in the unit of the search, without its layers, and the length of that unit.
+    """The problem in the unit of its search, without layers, and the length of that unit in the caller's.
 
-    A time of the returned problem multiplied by the length is a time of the given problem, up to rounding.
+    Multiply a time of the returned problem by the length to get the caller's time, up to rounding.
     """
     arrays, costs = problem.arrays, problem.costs
     unit = SearchUnit.of([*arrays.duration.ravel().tolist(), *arrays.latency.tolist()])

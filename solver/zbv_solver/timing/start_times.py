@@ -119,11 +119,6 @@ def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, floa
     return _makespan(executed, orders), float(window.max(initial=0.0))
 
 
-def earliest_start_span(problem: Problem, orders: Orders) -> float:
-    """Largest (last end - first start) of any rank at earliest times: an upper bound on the span."""
-    return earliest_start_values(problem, orders)[1]
-
-
 def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
     """Start times (n,) with which every rank finishes within the exact span.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from zbv_solver.errors import InvalidPlan
@@ -25,19 +26,6 @@ _ACTION = re.compile(
 Lists = Sequence[Sequence[str]]
 
 
-class _Step(NamedTuple):
-    """One entry of a rank's list; the microbatch is -1 for entries without one."""
-
-    text: str
-    stage: int
-    name: str
-    microbatch: int
-
-    @property
-    def is_compute(self) -> bool:
-        return len(self.name) == 1
-
-
 class _Transfer(NamedTuple):
     """One tensor that is sent: its kind, and the stage and microbatch that produce it."""
 
@@ -47,6 +35,28 @@ class _Transfer(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}SEND_{self.kind}{self.microbatch}"
+
+    @property
+    def target(self) -> int:
+        """The stage that uses the tensor."""
+        return self.stage + (1 if self.kind == "F" else -1)
+
+
+class _Step(NamedTuple):
+    """One entry of a rank's list; ``transfer`` is None unless the entry sends or receives.
+
+    The microbatch is -1 for entries without one.
+    """
+
+    text: str
+    stage: int
+    name: str
+    microbatch: int
+    transfer: _Transfer | None
+
+    @property
+    def is_compute(self) -> bool:
+        return len(self.name) == 1
 
 
 def verify_comms(problem: Problem, orders: Orders, lists: Lists) -> None:
@@ -83,22 +93,25 @@ def _parse(text: str, rank: int) -> _Step:
             f"rank {rank}: found {text!r}; an entry is a stage, an action and a microbatch and nothing after "
             f"it, as in 0F3, 1RECV_F0 or 0REDUCE_GRAD. The runtime would ignore what follows."
         )
+    stage = int(match["stage"])
     if match["once"]:
-        return _Step(text, int(match["stage"]), match["once"], -1)
-    return _Step(text, int(match["stage"]), match["letter"], int(match["microbatch"]))
+        return _Step(text, stage, match["once"], -1, None)
+    name, microbatch = match["letter"], int(match["microbatch"])
+    transfer = None
+    if len(name) > 1:
+        source = stage + {"SEND_F": 0, "SEND_B": 0, "RECV_F": -1, "RECV_B": 1}[name]
+        transfer = _Transfer(name[-1], source, microbatch)
+    return _Step(text, stage, name, microbatch, transfer)
 
 
 def _check_compute(orders: Orders, ranks: Sequence[Sequence[_Step]]) -> None:
     """Every list must have the actions of the plan in its order, each exactly once."""
     for rank, steps in enumerate(ranks):
         found = [step.text for step in steps if step.is_compute]
-        planned = orders.text(rank)
-        if found == planned:
-            continue
-        at = next((k for k, (a, b) in enumerate(zip(found, planned, strict=False)) if a != b), None)
-        at = min(len(found), len(planned)) if at is None else at
-        here, there = ([*texts, "the end"][min(at, len(texts))] for texts in (found, planned))
-        raise InvalidPlan(f"rank {rank}: action {at} is {here}; the plan has {there} there.")
+        pairs = zip_longest(found, orders.text(rank), fillvalue="the end")
+        for at, (here, there) in enumerate(pairs):
+            if here != there:
+                raise InvalidPlan(f"rank {rank}: action {at} is {here}; the plan has {there} there.")
 
 
 def _check_losses(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
@@ -118,7 +131,7 @@ def _check_once_per_stage(problem: Problem, ranks: Sequence[Sequence[_Step]]) ->
     """Every stage must be unsharded before its first action, then reduced and resharded after its last."""
     for stage in range(problem.n_stages):
         rank = problem.placement.rank_of[stage]
-        names = [step.name for step in ranks[rank] if step.stage == stage and step.name[:4] not in _MOVES]
+        names = [step.name for step in ranks[rank] if step.stage == stage and step.transfer is None]
         expected = ["UNSHARD", *[name for name in names if len(name) == 1], "REDUCE_GRAD", "RESHARD"]
         if names != expected:
             raise InvalidPlan(
@@ -127,9 +140,6 @@ def _check_once_per_stage(problem: Problem, ranks: Sequence[Sequence[_Step]]) ->
                 f". REDUCE_GRAD divides the gradients by the number of microbatches: without it they would "
                 f"be too large and no error would say so."
             )
-
-
-_MOVES = ("SEND", "RECV")
 
 
 def _found(names: Sequence[str]) -> str:
@@ -151,15 +161,14 @@ def _check_ends(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
                         f"rank {rank}: {step.text} comes before {' or '.join(needed)}, which it needs."
                     )
             done.add(step.text)
-        for move in (step for step in steps if step.name[:4] in _MOVES):
-            if not _crosses(problem, rank, move):
+            if step.transfer is not None and not _crosses(problem, rank, step.stage, step.transfer):
                 raise InvalidPlan(
-                    f"rank {rank}: found {move.text}; that tensor does not cross ranks there, and the "
+                    f"rank {rank}: found {step.text}; that tensor does not cross ranks there, and the "
                     f"runtime hands over inside a rank by itself."
                 )
-    sent = {_transfer_of(step) for steps in ranks for step in steps if step.name.startswith("SEND")}
-    received = {_transfer_of(step) for steps in ranks for step in steps if step.name.startswith("RECV")}
-    for one_sided in sorted(sent ^ received):
+    sent = {step.transfer for steps in ranks for step in steps if step.name.startswith("SEND")}
+    received = {step.transfer for steps in ranks for step in steps if step.name.startswith("RECV")}
+    for one_sided in sorted(filter(None, sent ^ received)):
         raise InvalidPlan(f"{one_sided} has only one end; every send has its receive on the other rank.")
 
 
@@ -179,28 +188,16 @@ def _needs(problem: Problem, step: _Step) -> Iterator[tuple[str, ...]]:
         yield (f"{stage + 1}I{j}", f"{stage + 1}B{j}") if local else (f"{stage}RECV_B{j}",)
 
 
-def _crosses(problem: Problem, rank: int, step: _Step) -> bool:
-    """Whether the plan has this send or receive on this rank."""
-    source, target = _ends_of(_transfer_of(step))
+def _crosses(problem: Problem, rank: int, stage: int, transfer: _Transfer) -> bool:
+    """Whether the plan has this transfer at this end: a stage, and its rank."""
+    source, target, rank_of = transfer.stage, transfer.target, problem.placement.rank_of
     if min(source, target) < 0 or max(source, target) >= problem.n_stages:
         return False
-    rank_of = problem.placement.rank_of
-    return rank_of[step.stage] == rank and rank_of[source] != rank_of[target]
-
-
-def _transfer_of(step: _Step) -> _Transfer:
-    kind = step.name[-1]
-    back = {"SEND_F": 0, "SEND_B": 0, "RECV_F": -1, "RECV_B": 1}[step.name]
-    return _Transfer(kind, step.stage + back, step.microbatch)
-
-
-def _ends_of(transfer: _Transfer) -> tuple[int, int]:
-    """The source and target stages of a transfer."""
-    return transfer.stage, transfer.stage + (1 if transfer.kind == "F" else -1)
+    return rank_of[stage] == rank and rank_of[source] != rank_of[target]
 
 
 def _peer_of(problem: Problem, rank: int, transfer: _Transfer) -> int:
-    source, target = (problem.placement.rank_of[stage] for stage in _ends_of(transfer))
+    source, target = (problem.placement.rank_of[stage] for stage in (transfer.stage, transfer.target))
     return target if source == rank else source
 
 
@@ -209,9 +206,8 @@ def _check_pairs(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
     between: dict[tuple[int, int], list[_Transfer]] = defaultdict(list)
     for rank, steps in enumerate(ranks):
         for step in steps:
-            if step.name[:4] in _MOVES:
-                transfer = _transfer_of(step)
-                between[rank, _peer_of(problem, rank, transfer)].append(transfer)
+            if step.transfer is not None:
+                between[rank, _peer_of(problem, rank, step.transfer)].append(step.transfer)
     for (rank, peer), transfers in sorted(between.items()):
         theirs = between[peer, rank]
         at = next((k for k, (a, b) in enumerate(zip(transfers, theirs, strict=False)) if a != b), None)
@@ -231,11 +227,10 @@ def _check_progress(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
     while woken:
         rank = woken.pop()
         while at[rank] < len(ranks[rank]):
-            step = ranks[rank][at[rank]]
-            if step.name[:4] in _MOVES:
-                transfer = _transfer_of(step)
+            transfer = ranks[rank][at[rank]].transfer
+            if transfer is not None:
                 peer = _peer_of(problem, rank, transfer)
-                if not _stands_at(ranks[peer], at[peer], transfer):
+                if at[peer] == len(ranks[peer]) or ranks[peer][at[peer]].transfer != transfer:
                     break
                 at[peer] += 1
                 woken.append(peer)
@@ -247,9 +242,3 @@ def _check_progress(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
                 f"wait for each other in a cycle. List them in the order of one execution, as `zbv export "
                 f"--format torch-comms-csv` does."
             )
-
-
-def _stands_at(steps: Sequence[_Step], at: int, transfer: _Transfer) -> bool:
-    if at >= len(steps) or steps[at].name[:4] not in _MOVES:
-        return False
-    return _transfer_of(steps[at]) == transfer

@@ -8,8 +8,7 @@ found by delaying starts, and checked action by action.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -30,8 +29,7 @@ def columns(orders: Orders) -> tuple[IntArray, IntArray, IntArray]:
     return for_loops(orders.stage), for_loops(orders.letter), for_loops(orders.microbatch)
 
 
-@dataclass(frozen=True, eq=False)
-class PrecedenceGraph:
+class PrecedenceGraph(NamedTuple):
     """The precedence graph of an order, and a sequence in which it can execute.
 
     Attributes
@@ -56,52 +54,39 @@ class PrecedenceGraph:
     first: IntArray
     last: IntArray
 
-    @classmethod
-    def of(cls, problem: Problem, orders: Orders, where: IntArray) -> PrecedenceGraph:
-        """The graph of a complete order; ``where`` as in :mod:`zbv_solver.verify.verifier`.
 
-        Raises
-        ------
-        InvalidPlan
-            When a cycle makes the order a deadlock.
-        """
-        costs, placement, m = problem.costs, problem.placement, problem.microbatches
-        durations = np.zeros((4, problem.n_stages))
-        durations[F], durations[I], durations[W] = costs.forward, costs.backward_input, costs.backward_weight
-        durations[B] = [costs.fused(stage) for stage in range(problem.n_stages)]
-        transfers = [
-            0.0 if placement.rank_of[boundary] == placement.rank_of[boundary + 1] else cost
-            for boundary, cost in enumerate(costs.p2p)
-        ]
-        at_boundary = np.array(transfers, dtype=np.float64)
-        previous = np.arange(-1, len(orders) - 1, dtype=np.int32)
-        filled = np.flatnonzero(np.diff(orders.offset))
-        previous[orders.offset[filled]] = -1 - filled
-        feed, latency = _feeds(*columns(orders), for_loops(where), at_boundary, m)
-        sequence, done = _kahn(for_loops(previous), for_loops(feed))
-        if done < len(orders):
-            stuck = np.ones(len(orders), dtype=bool)
-            stuck[sequence[:done]] = False
-            raise InvalidPlan(
-                f"the order deadlocks: {len(orders) - done} actions wait in a cycle, among them "
-                f"{orders.text_at(int(np.argmax(stuck)))}."
-            )
-        duration = durations[orders.letter, orders.stage]
-        return cls(previous, feed, latency, duration, sequence, orders.offset[:-1], orders.offset[1:] - 1)
+def precedence_graph(problem: Problem, orders: Orders, where: IntArray) -> PrecedenceGraph:
+    """The graph of a complete order; ``where`` as in :mod:`zbv_solver.verify.verifier`.
 
-    def earliest(self, release: FloatArray) -> FloatArray:
-        """Earliest starts (n,) when rank r may not start before ``release[r]``."""
-        return _earliest(self.sequence, self.previous, self.feed, self.latency, self.duration, release)
-
-    def waits(self, start: FloatArray) -> bool:
-        """Whether start times satisfy every inequality: no action starts before its inputs are available."""
-        return bool(_waits(self.previous, self.feed, self.latency, self.duration, start))
-
-    def trace(self, start: FloatArray, release: FloatArray, rank: int) -> tuple[int, float]:
-        """A critical path to the rank's last action: the rank where it begins, and its length."""
-        at = int(self.last[rank])
-        origin, length = _trace(at, self.previous, self.feed, self.latency, self.duration, start, release)
-        return int(origin), float(length)
+    Raises
+    ------
+    InvalidPlan
+        When a cycle makes the order a deadlock.
+    """
+    costs, placement = problem.costs, problem.placement
+    durations = np.zeros((4, problem.n_stages))
+    durations[F], durations[I], durations[W] = costs.forward, costs.backward_input, costs.backward_weight
+    durations[B] = [costs.fused(stage) for stage in range(problem.n_stages)]
+    transfers = [
+        0.0 if placement.rank_of[boundary] == placement.rank_of[boundary + 1] else cost
+        for boundary, cost in enumerate(costs.p2p)
+    ]
+    at_boundary = np.array(transfers, dtype=np.float64)
+    previous = np.arange(-1, len(orders) - 1, dtype=np.int32)
+    filled = np.flatnonzero(np.diff(orders.offset))
+    previous[orders.offset[filled]] = -1 - filled
+    feed, latency = _feeds(*columns(orders), for_loops(where), at_boundary, problem.microbatches)
+    sequence, done = _kahn(for_loops(previous), for_loops(feed))
+    if done < len(orders):
+        stuck = np.ones(len(orders), dtype=bool)
+        stuck[sequence[:done]] = False
+        raise InvalidPlan(
+            f"the order deadlocks: {len(orders) - done} actions wait in a cycle, among them "
+            f"{orders.text_at(int(np.argmax(stuck)))}."
+        )
+    duration = durations[orders.letter, orders.stage]
+    first, last = orders.offset[:-1], orders.offset[1:] - 1
+    return PrecedenceGraph(previous, feed, latency, duration, sequence, first, last)
 
 
 def refuting_cycle(graph: PrecedenceGraph, window: float, release: FloatArray) -> float | None:
@@ -119,15 +104,15 @@ def refuting_cycle(graph: PrecedenceGraph, window: float, release: FloatArray) -
     pushed_by: dict[int, tuple[int, float]] = {}
     # Without a cycle, no chain of delays visits a rank twice. The extra rounds are for rounding.
     for _ in range(2 * len(release) + 8):
-        start = graph.earliest(release)
+        start = earliest(graph, release)
         needed = start[graph.last] + graph.duration[graph.last] - window
         late = np.flatnonzero(needed > release + 1e-12 * abs(window))
         if not len(late):
-            if not graph.waits(start) or np.any(needed > start[graph.first] + 1e-12 * abs(window)):
+            if not respects_inputs(graph, start) or np.any(needed > start[graph.first] + 1e-12 * abs(window)):
                 raise InvalidPlan("the span cannot be checked: an action would start before its inputs.")
             return None
         for rank in late.tolist():
-            pushed_by[rank] = graph.trace(start, release, rank)
+            pushed_by[rank] = _trace(graph, start, release, graph.last[rank])
         mean = _longest_cycle(pushed_by)
         if mean > window:
             return mean
@@ -203,52 +188,40 @@ def _kahn(previous: IntArray, feed: IntArray) -> tuple[IntArray, int]:  # pragma
 
 
 @compiled_where_possible
-def _earliest(
-    sequence: IntArray,
-    previous: IntArray,
-    feed: IntArray,
-    latency: FloatArray,
-    duration: FloatArray,
-    release: FloatArray,
-) -> FloatArray:  # pragma: no cover - compiled
-    start = np.empty(len(sequence))
-    for at in sequence:
-        before, remote = previous[at], feed[at]
+def earliest(graph: PrecedenceGraph, release: FloatArray) -> FloatArray:  # pragma: no cover - compiled
+    """Earliest starts (n,) when rank r may not start before ``release[r]``."""
+    duration, start = graph.duration, np.empty(len(graph.sequence))
+    for at in graph.sequence:
+        before, remote = graph.previous[at], graph.feed[at]
         begin = start[before] + duration[before] if before >= 0 else release[-1 - before]
         if remote >= 0:
-            begin = max(begin, start[remote] + duration[remote] + latency[at])
+            begin = max(begin, start[remote] + duration[remote] + graph.latency[at])
         start[at] = begin
     return start
 
 
 @compiled_where_possible
-def _waits(
-    previous: IntArray, feed: IntArray, latency: FloatArray, duration: FloatArray, start: FloatArray
-) -> bool:  # pragma: no cover - compiled
+def respects_inputs(graph: PrecedenceGraph, start: FloatArray) -> bool:  # pragma: no cover - compiled
+    """Whether start times satisfy every inequality: no action starts before its inputs are available."""
+    duration = graph.duration
     for at in range(len(start)):
-        before, remote = previous[at], feed[at]
+        before, remote = graph.previous[at], graph.feed[at]
         if before >= 0 and start[at] < start[before] + duration[before]:
             return False
-        if remote >= 0 and start[at] < start[remote] + duration[remote] + latency[at]:
+        if remote >= 0 and start[at] < start[remote] + duration[remote] + graph.latency[at]:
             return False
     return True
 
 
 @compiled_where_possible
 def _trace(
-    at: int,
-    previous: IntArray,
-    feed: IntArray,
-    latency: FloatArray,
-    duration: FloatArray,
-    start: FloatArray,
-    release: FloatArray,
+    graph: PrecedenceGraph, start: FloatArray, release: FloatArray, at: int
 ) -> tuple[int, float]:  # pragma: no cover - compiled
     """Trace the critical path back from an action: the rank where it begins, and its length."""
-    length = 0.0
+    duration, latency, length = graph.duration, graph.latency, 0.0
     while True:
         length += duration[at]
-        before, remote = previous[at], feed[at]
+        before, remote = graph.previous[at], graph.feed[at]
         free = start[before] + duration[before] if before >= 0 else release[-1 - before]
         if remote >= 0 and start[remote] + duration[remote] + latency[at] > free:
             length += latency[at]

@@ -1,5 +1,4 @@
-"""An independent check of plans. Every plan passes it before it leaves the library, the command or the
-service.
+"""An independent check of plans, which every plan passes before it leaves the library, command or service.
 
 It deliberately shares no code with timing or search: every rule is a plain loop, the precedence graph is
 sorted by Kahn's algorithm, and a stated span is checked against its definition instead of being computed
@@ -17,10 +16,16 @@ from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_where_possible
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Metrics, Plan
-from zbv_solver.problem.numeric import MEMORY_TOLERANCE
-from zbv_solver.problem.numeric import SAME_METRIC as RELATIVE
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
-from zbv_solver.verify.graph import PrecedenceGraph, columns, for_loops, refuting_cycle
+from zbv_solver.verify.graph import (
+    PrecedenceGraph,
+    columns,
+    earliest,
+    for_loops,
+    precedence_graph,
+    refuting_cycle,
+)
 
 _FINE, _OUT_OF_RANGE, _MISPLACED, _REPEATED, _MISSING, _EARLY = range(6)
 
@@ -33,9 +38,7 @@ def verify_orders(problem: Problem, orders: Orders) -> None:
     InvalidPlan
         With the broken rule, and the action and rank that break it.
     """
-    where = _check_actions(problem, orders)
-    _check_memory(problem, orders)
-    PrecedenceGraph.of(problem, orders, where)
+    _check_orders(problem, orders)
 
 
 def verify(plan: Plan) -> None:
@@ -46,69 +49,70 @@ def verify(plan: Plan) -> None:
     InvalidPlan
         With the broken rule, or with the stated and the recomputed value of a metric.
     """
-    problem, orders, metrics = plan.problem, plan.orders, plan.metrics
-    where = _check_actions(problem, orders)
-    peaks = _check_memory(problem, orders)
-    graph = PrecedenceGraph.of(problem, orders, where)
+    p, metrics = plan.problem.pp_degree, plan.metrics
+    peaks, graph = _check_orders(plan.problem, plan.orders)
     _check_finite(metrics)
-    start = graph.earliest(np.zeros(problem.pp_degree))
+    start = earliest(graph, np.zeros(p))
     compare("makespan", metrics.makespan, float(np.max(start + graph.duration) - np.min(start)))
     _check_span(graph, metrics.span, start[graph.first])
     busy = float(np.sum(graph.duration))
-    bubble = 1 - busy / (problem.pp_degree * metrics.span) if metrics.span > 0 else 0.0
-    if abs(bubble - metrics.bubble_rate) > RELATIVE:
+    bubble = 1 - busy / (p * metrics.span) if metrics.span > 0 else 0.0
+    if abs(bubble - metrics.bubble_rate) > SAME_METRIC:
         raise InvalidPlan(f"the stated bubble_rate {metrics.bubble_rate:.9g} is {bubble:.9g} recomputed.")
-    if len(metrics.peak_memory) != problem.pp_degree:
-        raise InvalidPlan(f"peak_memory states {len(metrics.peak_memory)} ranks, not {problem.pp_degree}.")
+    if len(metrics.peak_memory) != p:
+        raise InvalidPlan(f"peak_memory states {len(metrics.peak_memory)} ranks, not {p}.")
     for rank, stated in enumerate(metrics.peak_memory):
         compare(f"peak_memory of rank {rank}", stated, peaks[rank])
     _check_bound(plan)
 
 
+def _check_orders(problem: Problem, orders: Orders) -> tuple[list[float], PrecedenceGraph]:
+    """Check everything that holds without metrics; returns peak memory (p,) and the precedence graph."""
+    where = _check_actions(problem, orders)
+    peaks = _check_memory(problem, orders)
+    return peaks, precedence_graph(problem, orders, where)
+
+
 def _check_finite(metrics: Metrics) -> None:
     """Reject NaN and infinities, because later comparisons could not refute them."""
-    for name in ("makespan", "span", "bubble_rate", "lower_bound"):
-        value = getattr(metrics, name)
+    stated = {name: getattr(metrics, name) for name in ("makespan", "span", "bubble_rate", "lower_bound")}
+    stated |= {f"peak_memory of rank {rank}": value for rank, value in enumerate(metrics.peak_memory)}
+    for name, value in stated.items():
         if not math.isfinite(value):
             raise InvalidPlan(f"the stated {name} is {value}; it must be a finite number.")
-    for rank, value in enumerate(metrics.peak_memory):
-        if not math.isfinite(value):
-            raise InvalidPlan(
-                f"the stated peak_memory of rank {rank} is {value}; it must be a finite number."
-            )
     if math.isnan(metrics.gap):
         raise InvalidPlan("the stated gap is nan; it must be a number.")
 
 
 def _check_span(graph: PrecedenceGraph, span: float, release: FloatArray) -> None:
     """Refute a span that is too small by a cycle of paths, and one that is too large by start times."""
-    mean = refuting_cycle(graph, span * (1 + RELATIVE), release)
+    mean = refuting_cycle(graph, span * (1 + SAME_METRIC), release)
     if mean is not None:
         raise InvalidPlan(
             f"the stated span {span:.15g} is too small: paths of {mean:.15g} on average form a cycle "
             f"through the ranks."
         )
-    if span > 0 and refuting_cycle(graph, span * (1 - RELATIVE), release) is None:
+    if span > 0 and refuting_cycle(graph, span * (1 - SAME_METRIC), release) is None:
         raise InvalidPlan(f"the stated span {span:.15g} is too large: the order reaches less.")
 
 
 def _check_bound(plan: Plan) -> None:
     value, metrics = plan.objective, plan.metrics
-    if metrics.lower_bound > value * (1 + RELATIVE):
+    if metrics.lower_bound > value * (1 + SAME_METRIC):
         raise InvalidPlan(
             f"the stated lower_bound {metrics.lower_bound:.15g} is above the objective {value:.15g}, so it "
             f"is no bound."
         )
     gap = value / metrics.lower_bound - 1 if metrics.lower_bound > 0 else math.inf if value > 0 else 0.0
-    if gap != metrics.gap and not abs(gap - metrics.gap) <= RELATIVE:
+    if gap != metrics.gap and not abs(gap - metrics.gap) <= SAME_METRIC:
         raise InvalidPlan(f"the stated gap {metrics.gap:.9g} is {gap:.9g} recomputed.")
-    if metrics.status == "optimal" and gap > RELATIVE:
+    if metrics.status == "optimal" and gap > SAME_METRIC:
         raise InvalidPlan(f"the stated status is optimal at a gap of {gap:.3g}; optimal means a gap of 0.")
 
 
 def compare(name: str, stated: float, recomputed: float) -> None:
     """Raise :class:`InvalidPlan` when a stated and a recomputed number differ by more than rounding."""
-    if abs(stated - recomputed) > RELATIVE * max(abs(stated), abs(recomputed)):
+    if abs(stated - recomputed) > SAME_METRIC * max(abs(stated), abs(recomputed)):
         raise InvalidPlan(f"the stated {name} {stated:.15g} is {recomputed:.15g} recomputed.")
 
 

@@ -1,4 +1,4 @@
-"""Malformed bodies get errors that say what is wrong; `benchmarks service fuzz` sends ten thousand."""
+"""Malformed bodies get problem documents; `benchmarks service fuzz` sends ten thousand of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 OPENAPI = json.loads((ROOT / "service" / "openapi.json").read_text())
 
 
-def test_every_address_that_takes_a_body_is_a_target() -> None:
+def test_every_route_with_a_body_is_a_target() -> None:
     documented = {
         (method.upper(), path)
         for path, methods in OPENAPI["paths"].items()
@@ -36,13 +36,13 @@ def test_every_address_that_takes_a_body_is_a_target() -> None:
     }
 
 
-def test_a_seed_names_its_bodies() -> None:
+def test_a_seed_determines_the_bodies() -> None:
     once, again, other = ([malformed(random) for _ in range(50)] for random in map(Random, (1, 1, 2)))
     assert once == again != other
     assert len({made.content for made in once}) > 40
 
 
-async def test_no_malformed_body_makes_the_service_fail(serving: Serving) -> None:
+async def test_no_malformed_body_causes_a_server_error(serving: Serving) -> None:
     statuses: dict[int, int] = {}
     async with serving("immediate", agent_timeout_seconds=3600.0, max_trace_bytes=2**20) as service:
         run_id = await fuzz.prepare(service.http)
@@ -54,6 +54,6 @@ async def test_no_malformed_body_makes_the_service_fail(serving: Serving) -> Non
                 assert body["type"].startswith("/problems/"), (request, text)
             statuses[status] = statuses.get(status, 0) + 1
         assert (await service.http.get("/readyz")).status_code == 200
-    # Bodies were refused for many reasons, and not all before they were read.
+    # The bodies were refused for many reasons, also after they were parsed.
     assert {400, 413, 415, 422} <= set(statuses)
     assert statuses[422] > 30

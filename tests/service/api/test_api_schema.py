@@ -1,4 +1,4 @@
-"""The API does what its OpenAPI document says, whatever it is sent: no 5xx, and no undocumented answer."""
+"""The API conforms to its OpenAPI document for any request: no 5xx, and no undocumented response."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPERATIONS = {found.ok().label: found.ok() for found in schema.get_all_operation
 
 @dataclass
 class Known:
-    """A service, what is there to be asked about, and what it answered."""
+    """A service, the ids of its resources, and the statuses that it returned."""
 
     address: str
     ids: dict[str, str]
@@ -54,14 +54,14 @@ class Known:
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
-    """A service that has a plan, a search that ended, and a run on an agent."""
+    """A service with a plan, a finished search, and a run on an agent."""
     folder = tmp_path_factory.mktemp("schema")
     settings = Settings(
         auth="none",
         database=f"sqlite:///{folder}/zbv.db",
         searches=1,
         max_cells=64,
-        agent_timeout_seconds=1.5,  # half of it is the longest that work is waited for
+        agent_timeout_seconds=1.5,  # agents wait for work at most half as long
         agent_heartbeat_seconds=0.5,
     )
     with (
@@ -76,10 +76,9 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
         yield Known(live.address, ids)
 
 
-# Not the library's own way to make one test of each: they would all have the same name, and of tests of one
-# name those who share them out among processes run one.
+# schemathesis would give all these tests the same name, and pytest-xdist runs only one test per name.
 @pytest.mark.parametrize("label", OPERATIONS)
-def test_every_operation_answers_as_it_is_documented(label: str, known: Known) -> None:
+def test_every_operation_responds_as_documented(label: str, known: Known) -> None:
     @given(OPERATIONS[label].as_strategy())
     @examples(
         max_examples=10,
@@ -91,7 +90,7 @@ def test_every_operation_answers_as_it_is_documented(label: str, known: Known) -
     )
     def holds(case: Case[Any]) -> None:
         known.asked += 1
-        if known.asked % 2:  # of every second request the ids are real ones
+        if known.asked % 2:  # every second request has valid ids
             for name in case.path_parameters or {}:
                 case.path_parameters[name] = known.ids.get(name, case.path_parameters[name])
         answer = case.call_and_validate(base_url=known.address, checks=CHECKS, timeout=DEADLINE)
@@ -100,7 +99,7 @@ def test_every_operation_answers_as_it_is_documented(label: str, known: Known) -
     holds()
 
 
-def test_there_were_answers_of_many_kinds(known: Known) -> None:
-    """That the test above tests something."""
+def test_the_operations_returned_many_different_statuses(known: Known) -> None:
+    """The test above reached many kinds of responses."""
     assert len(OPERATIONS) == sum(len(methods) for methods in DOCUMENT["paths"].values())
     assert {200, 202, 204, 404, 422} <= set(known.statuses)

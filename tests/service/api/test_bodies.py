@@ -1,4 +1,4 @@
-"""How much of bodies and answers is in memory at the same time."""
+"""Limits on the memory for bodies and responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hold(memory: BodyMemory, stack: ExitStack, caller: str, size: int) -> None:
     stack.enter_context(memory.reserved(FREE + size))
 
 
-async def test_bodies_in_memory_are_limited_of_all_and_of_one_caller() -> None:
+async def test_bodies_in_memory_are_limited_in_total_and_per_caller() -> None:
     memory = BodyMemory(most=100, most_each=60)
     with ExitStack() as stack:
         hold(memory, stack, "a", 60)
@@ -37,13 +37,13 @@ async def test_bodies_in_memory_are_limited_of_all_and_of_one_caller() -> None:
             assert caught.value.kind.status == 503
             assert int(caught.value.headers["Retry-After"]) > 0
         hold(memory, stack, "b", 40)
-        hold(memory, stack, "c", 0)  # small ones are not counted
+        hold(memory, stack, "c", 0)  # small bodies are not counted
         hold(memory, stack, "c", -FREE)
     with ExitStack() as stack:
-        hold(memory, stack, "a", 1000)  # one alone is as large as the operator lets it be
+        hold(memory, stack, "a", 1000)  # a single body may be as large as the operator allows
 
 
-async def test_a_refused_body_is_told_so(serving: Serving) -> None:
+async def test_a_body_beyond_the_memory_limit_is_refused_with_503(serving: Serving) -> None:
     async with serving("honest", max_body_bytes=10**6) as service:
         service.app.state.body_memory = BodyMemory(most=FREE, most_each=FREE)
         content = json.dumps({"problem": PROBLEM}) + " " * 2 * FREE
@@ -51,38 +51,36 @@ async def test_a_refused_body_is_told_so(serving: Serving) -> None:
         with service.app.state.body_memory.reserved(2 * FREE):
             answer = await service.http.post("/v1/problems/check", content=content, headers=headers)
             assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
-            assert (await service.submit()).status_code == 202  # a small one
+            assert (await service.submit()).status_code == 202  # a small body
         answer = await service.http.post("/v1/problems/check", content=content, headers=headers)
         assert (answer.status_code, answer.json()["is_valid"]) == (200, True)
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/v1/runs"),
-        ("POST", f"/v1/runs/{ID}/plan"),
-        ("POST", "/v1/agents"),
-        ("POST", f"/v1/agents/{ID}/heartbeat"),
-        ("POST", f"/v1/agents/{ID}/ended"),
-    ],
-)
-async def test_many_mistakes_are_not_collected_while_others_wait(
-    method: str, path: str, serving: Serving, monkeypatch: pytest.MonkeyPatch
+async def test_many_mistakes_are_collected_in_another_process(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Collecting those of one body of a megabyte takes a quarter of a second."""
+    """The mistakes in a body of one megabyte take a quarter of a second."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("checked in the process that answers everybody")
+        raise AssertionError("checked in the process that serves all requests")
 
     body = {f"key {number}": number for number in range(5000)}
     assert len(json.dumps(body)) > SMALL
     async with serving("honest", max_body_bytes=10**6) as service:
         monkeypatch.setattr(BaseModel, "model_validate", refuse)
-        answer = await service.http.request(method, path, json=body)
-    assert (answer.status_code, len(answer.json()["errors"])) == (422, MOST_ISSUES), answer.text[:300]
+        for path in (
+            "/v1/runs",
+            f"/v1/runs/{ID}/plan",
+            "/v1/agents",
+            f"/v1/agents/{ID}/heartbeat",
+            f"/v1/agents/{ID}/ended",
+        ):
+            answer = await service.http.post(path, json=body)
+            found = answer.status_code, len(answer.json()["errors"])
+            assert found == (422, MOST_ISSUES), (path, answer.text[:300])
 
 
-def test_a_document_of_very_many_values_is_refused_and_one_with_commas_is_not() -> None:
+def test_a_document_with_too_many_values_is_refused_but_not_a_text_with_commas() -> None:
     values = b"[" + b"0," * MEDIUM_VALUES + b"0]"
     with pytest.raises(InvalidInput, match="values"):
         parse_medium(values)
@@ -90,7 +88,7 @@ def test_a_document_of_very_many_values_is_refused_and_one_with_commas_is_not() 
 
 
 @pytest.mark.parametrize("size", [0, 1, SLICE, SLICE + 1, 3 * SLICE])
-async def test_a_large_answer_is_sent_bit_by_bit(size: int) -> None:
+async def test_a_large_response_is_sent_in_slices(size: int) -> None:
     content = bytes(index % 251 for index in range(size))
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""What is answered, and closed, before there is a request: connections too many, heads too large, no HTTP."""
+"""Connections that are refused before there is a request: too many, with too large heads, or without HTTP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def connected(live: Live) -> socket.socket:
 
 
 def answer_to(live: Live, *pieces: bytes) -> tuple[str, dict[str, str], Any]:
-    """Status line, fields and document of the answer after which the connection is closed."""
+    """The status line, headers and document of a response that closes the connection."""
     with connected(live) as connection:
         for piece in pieces:
             connection.sendall(piece)
@@ -53,7 +53,7 @@ def answer_to(live: Live, *pieces: bytes) -> tuple[str, dict[str, str], Any]:
     return status, fields, json.loads(body)
 
 
-def test_what_is_no_http_is_told_so(live: Live) -> None:
+def test_input_that_is_not_http_gets_a_problem_document(live: Live) -> None:
     client_hello = bytes.fromhex("16030100c8010000c40303") + bytes(100)
     for nonsense in (client_hello, b"HELLO\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"):
         status, _, body = answer_to(live, nonsense)
@@ -65,21 +65,21 @@ def test_what_is_no_http_is_told_so(live: Live) -> None:
     [GET + b"X-Large: ", b"GET /", GET + b"X-A: 1\r\n" * 2_000],
     ids=["in a field", "in the address", "in many fields"],
 )
-def test_a_head_that_never_ends_is_cut_off(live: Live, beginning: bytes) -> None:
+def test_an_endless_request_head_is_refused(live: Live, beginning: bytes) -> None:
     pieces = [PIECE] * (2 + 2 * MAX_HEAD_BYTES // len(PIECE))
     status, _, body = answer_to(live, beginning, *pieces)
     assert status == "HTTP/1.1 431 Request Header Fields Too Large"
     assert body["type"] == "/problems/headers-too-large"
 
 
-def test_so_is_the_trailer_of_a_body(live: Live) -> None:
+def test_an_endless_trailer_is_refused(live: Live) -> None:
     with connected(live) as connection:
         connection.sendall(POST + b"0\r\nX-Large: ")
         with pytest.raises(ConnectionError):
             connection.sendall(PIECE * 1000)
 
 
-def test_a_large_body_is_no_large_head(live: Live) -> None:
+def test_a_large_body_does_not_count_as_head(live: Live) -> None:
     with httpx.Client(base_url=live.address, timeout=DEADLINE) as http:
         body = b'{"problem": "' + 40 * PIECE + b'"}'
         for content in (body, (part for part in (body[:-5], body[-5:]))):
@@ -87,10 +87,10 @@ def test_a_large_body_is_no_large_head(live: Live) -> None:
             assert answer.status_code == 422
 
 
-def test_a_connection_too_many_is_told_to_come_back(live: Live) -> None:
-    with ExitStack() as open_ones:
-        held = [open_ones.enter_context(connected(live)) for _ in range(MOST)]
-        for connection in held:  # one answer each: then the service knows of all of them
+def test_a_connection_above_the_limit_is_refused_with_retry_after(live: Live) -> None:
+    with ExitStack() as stack:
+        held = [stack.enter_context(connected(live)) for _ in range(MOST)]
+        for connection in held:  # after one response each, the service has counted them all
             connection.sendall(GET + b"\r\n")
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200 ")
         status, fields, body = answer_to(live, GET + b"\r\n")

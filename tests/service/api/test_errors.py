@@ -1,4 +1,4 @@
-"""The types of errors are a contract: their names, statuses and titles, each with a page at its address."""
+"""The types of errors are a contract: names, statuses and titles, each with a page at its address."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_the_types_are_stable() -> None:
     assert {name: (kind.status, kind.title) for name, kind in kinds().items()} == TYPES
 
 
-def test_every_type_says_what_it_means_and_what_to_do() -> None:
+def test_every_type_has_a_meaning_and_a_remedy() -> None:
     assert set(ADVICE) == set(TYPES)
     for advice in ADVICE.values():
         assert advice.meaning.endswith(".")
         assert advice.remedy.endswith(".")
 
 
-async def test_the_address_of_every_type_leads_to_its_page(serving: Serving) -> None:
+async def test_every_type_is_the_address_of_its_page(serving: Serving) -> None:
     async with serving("immediate") as service:
         for name, kind in kinds().items():
             page = await service.http.get(problem_document(kind, "")["type"])
@@ -71,29 +71,24 @@ async def test_the_address_of_every_type_leads_to_its_page(serving: Serving) -> 
         assert (await service.http.get("/problems/none")).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "allowed"),
-    [
-        ("DELETE", "/v1/searches", {"GET", "HEAD", "POST", "OPTIONS"}),
-        ("PATCH", "/v1/searches/x", {"GET", "HEAD", "DELETE", "OPTIONS"}),
-        ("GET", "/v1/searches/x/cancel", {"POST", "OPTIONS"}),
-        ("POST", "/healthz", {"GET", "HEAD", "OPTIONS"}),
-        ("POST", "/static/zbv.css", {"GET", "HEAD", "OPTIONS"}),
-    ],
-)
-async def test_a_wrong_method_is_told_the_right_ones(
-    serving: Serving, method: str, path: str, allowed: set[str]
-) -> None:
+async def test_a_wrong_method_and_options_list_the_allowed_methods(serving: Serving) -> None:
     async with serving("immediate") as service:
-        answer = await service.http.request(method, path)
-        assert (answer.status_code, answer.json()["type"]) == (405, "/problems/method-not-allowed")
-        assert set(answer.headers["allow"].split(", ")) == allowed
-        options = await service.http.options(path)
-        assert (options.status_code, options.content) == (204, b"")
-        assert set(options.headers["allow"].split(", ")) == allowed
+        for method, path, allowed in (
+            ("DELETE", "/v1/searches", {"GET", "HEAD", "POST", "OPTIONS"}),
+            ("PATCH", "/v1/searches/x", {"GET", "HEAD", "DELETE", "OPTIONS"}),
+            ("GET", "/v1/searches/x/cancel", {"POST", "OPTIONS"}),
+            ("POST", "/healthz", {"GET", "HEAD", "OPTIONS"}),
+            ("POST", "/static/zbv.css", {"GET", "HEAD", "OPTIONS"}),
+        ):
+            answer = await service.http.request(method, path)
+            assert (answer.status_code, answer.json()["type"]) == (405, "/problems/method-not-allowed"), path
+            assert set(answer.headers["allow"].split(", ")) == allowed, path
+            options = await service.http.options(path)
+            assert (options.status_code, options.content) == (204, b""), path
+            assert set(options.headers["allow"].split(", ")) == allowed, path
 
 
-async def test_head_is_get_without_its_body(serving: Serving) -> None:
+async def test_head_returns_the_headers_of_get_without_a_body(serving: Serving) -> None:
     async with serving("immediate") as service:
         search_id = (await service.submit()).json()["id"]
         plan_id = (await service.ended(search_id))["plan_id"]
@@ -117,7 +112,7 @@ async def test_head_is_get_without_its_body(serving: Serving) -> None:
                 assert head.headers.get("content-length") == get.headers.get("content-length"), path
 
 
-async def test_the_head_of_an_endless_stream_ends(serving: Serving) -> None:
+async def test_head_of_an_endless_stream_ends(serving: Serving) -> None:
     async with serving("held") as service:
         search_id = (await service.submit()).json()["id"]
         answer = await service.http.head(
@@ -127,7 +122,7 @@ async def test_the_head_of_an_endless_stream_ends(serving: Serving) -> None:
         assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_addresses_and_headers_have_limits(serving: Serving) -> None:
+async def test_long_addresses_and_headers_are_refused(serving: Serving) -> None:
     async with serving("immediate") as service:
         long = await service.http.get("/healthz", params={"x": "y" * 10_000})
         large = await service.http.get("/healthz", headers={"X-Large": "y" * 40_000})
@@ -135,7 +130,7 @@ async def test_addresses_and_headers_have_limits(serving: Serving) -> None:
     assert (large.status_code, large.json()["type"]) == (431, "/problems/headers-too-large")
 
 
-async def test_readiness_names_every_check_that_failed(serving: Serving) -> None:
+async def test_readiness_names_every_failed_check(serving: Serving) -> None:
     async with serving("immediate") as service:
         ready = await service.http.get("/readyz")
         assert (ready.status_code, ready.headers["cache-control"]) == (200, "no-store")
@@ -147,8 +142,8 @@ async def test_readiness_names_every_check_that_failed(serving: Serving) -> None
     assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_a_crash_tells_its_id_and_nothing_else(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+async def test_a_crash_shows_its_request_id_and_only_the_log_has_details(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def failing(*_: object) -> None:
         raise RuntimeError("secret detail")
@@ -160,3 +155,4 @@ async def test_a_crash_tells_its_id_and_nothing_else(
     assert (answer.status_code, body["type"]) == (500, "/problems/internal-error")
     assert body["request_id"] == answer.headers["x-request-id"]
     assert "secret" not in json.dumps(body)
+    assert "secret" in caplog.text

@@ -1,4 +1,4 @@
-"""One address, several forms: JSON for programs, pages for browsers."""
+"""One address with several representations: JSON for programs, pages for browsers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def asking(*values: str) -> Request:
         (["text/html;level=1;q=0.9, application/json"], False),
         (["application/json;q=0.5, text/html;q=0.6"], True),
         (["application/json;q=0.6, text/html;q=0.5"], False),
-        (["text/html, application/json"], False),  # equally wanted: the first that is offered
+        (["text/html, application/json"], False),  # equally preferred: the first one offered
         (["text/html;q=0, */*"], False),
         (["*/*;q=0.9, application/json;q=0.1"], True),  # the most specific range counts
         (["application/*;q=0.2, text/html;q=0.1"], False),
-        (["application/json;q=0.1", "text/html"], True),  # fields of one name are one list
-        (["image/png"], False),  # none of both: JSON is more use than an error
+        (["application/json;q=0.1", "text/html"], True),  # repeated headers form one list
+        (["image/png"], False),  # neither is accepted: JSON is more useful than an error
         (["text/html;q=2"], False),
         (["text/html;q=x, application/json;q=0.001"], False),
         (["text/html;q=1.000"], True),
@@ -42,17 +42,17 @@ def asking(*values: str) -> Request:
         (["text/html;q=nan"], False),
     ],
 )
-def test_what_is_wanted_most_is_answered(accept: list[str], is_page: bool) -> None:
+def test_the_preferred_media_type_is_chosen(accept: list[str], is_page: bool) -> None:
     assert wants_page(asking(*accept)) is is_page
 
 
-def test_of_equally_wanted_forms_the_first_is_answered() -> None:
+def test_the_first_of_equally_preferred_types_is_chosen() -> None:
     assert preferred(asking("*/*"), (HTML, JSON)) == HTML
     assert preferred(asking("*/*"), (JSON, HTML)) == JSON
 
 
 @pytest.mark.anyio
-async def test_the_address_of_a_thing_leads_a_browser_to_its_page(serving: Serving) -> None:
+async def test_a_browser_is_redirected_from_a_resource_to_its_page(serving: Serving) -> None:
     async with serving("immediate") as service:
         accepted = await service.submit()
         ended = await service.ended(accepted.json()["id"])
@@ -73,7 +73,7 @@ async def test_the_address_of_a_thing_leads_a_browser_to_its_page(serving: Servi
             to_page = await service.http.get(address, headers={"accept": BROWSER})
             assert (to_page.status_code, to_page.headers["location"]) == (303, page)
             assert as_json.headers["vary"] == to_page.headers["vary"] == "Accept"
-            # A cache that kept the way to the page for ever would show nobody the JSON.
+            # A cache that kept this redirect would hide the JSON.
             assert "immutable" not in to_page.headers["cache-control"]
             shown = await service.http.get(page)
             assert (shown.status_code, shown.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -83,7 +83,7 @@ async def test_the_address_of_a_thing_leads_a_browser_to_its_page(serving: Servi
 
 
 @pytest.mark.anyio
-async def test_the_page_of_a_search_says_how_far_it_is(serving: Serving) -> None:
+async def test_the_page_of_a_search_shows_its_state(serving: Serving) -> None:
     async with serving("held") as service:
         search_id = (await service.submit()).json()["id"]
         await service.until(search_id, lambda found: found["objective"] is not None)
@@ -95,5 +95,5 @@ async def test_the_page_of_a_search_says_how_far_it_is(serving: Serving) -> None
         over = await service.http.get(f"/searches/{search_id}")
         assert 'http-equiv="refresh"' not in over.text
         assert "cancelled" in over.text
-        missing = await service.http.get("/searches/nothing")
+        missing = await service.http.get("/searches/nothing", headers={"accept": BROWSER})
         assert (missing.status_code, missing.headers["content-type"]) == (404, "text/html; charset=utf-8")

@@ -101,10 +101,10 @@ def test_every_json_body_has_an_example(document: dict[str, Any]) -> None:
         for _, _, operation in operations(document)
         if "application/json" in operation.get("requestBody", {}).get("content", {})
     }
-    assert set(EXAMPLES) == bodies - {"put_trace", "put_events"}  # which no person writes
+    assert set(EXAMPLES) == bodies - {"put_trace", "put_events"}  # which are only sent by agents
 
 
-def test_links_lead_to_parameters_that_exist(document: dict[str, Any]) -> None:
+def test_links_name_existing_parameters(document: dict[str, Any]) -> None:
     parameters = {
         operation["operationId"]: {parameter["name"] for parameter in operation["parameters"]}
         for _, _, operation in operations(document)

@@ -1,4 +1,4 @@
-"""Lists over HTTP: filtered, and gone through page by page."""
+"""Lists over HTTP: filters and pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def pages(service: Service, address: str) -> list[httpx.Response]:
-    """Every page from an address on, as the bodies lead to them."""
+    """All pages from an address on, following ``next``."""
     found = []
     following: str | None = address
     while following is not None:
@@ -24,16 +24,16 @@ async def pages(service: Service, address: str) -> list[httpx.Response]:
     return found
 
 
-async def test_pages_lead_through_all_searches(serving: Serving) -> None:
+async def test_pages_cover_all_searches(serving: Serving) -> None:
     async with serving("immediate") as service:
         ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(5)]
         for search_id in ids:
-            await service.ended(search_id)  # so that a page is the same when it is read again
+            await service.ended(search_id)  # so that a page does not change between two requests
         found = await pages(service, "/v1/searches?limit=2&pp_degree=2")
         assert [len(page.json()["searches"]) for page in found] == [2, 2, 1]
         assert [entry["id"] for page in found for entry in page.json()["searches"]] == ids[::-1]
         for page in found:
-            # The same as the field that every kind of service has (RFC 8288); filters go along.
+            # The header Link (RFC 8288) has the same addresses, which keep the filters.
             ways = {"prev": page.json()["previous"], "next": page.json()["next"]}
             links = [f'<{address}>; rel="{name}"' for name, address in ways.items() if address is not None]
             assert page.headers["link"] == ", ".join(links)
@@ -44,7 +44,7 @@ async def test_pages_lead_through_all_searches(serving: Serving) -> None:
         assert "link" not in alone.headers
 
 
-async def test_pages_of_a_service_under_a_prefix_are_linked_under_it(serving: Serving) -> None:
+async def test_links_between_pages_contain_the_root_path(serving: Serving) -> None:
     async with serving("immediate") as service:
         for seed in range(2):
             await service.submit(seed=seed)
@@ -78,7 +78,7 @@ async def test_searches_are_filtered(serving: Serving) -> None:
         assert await listed(created_before=wide["created_at"]) == both[1:]
 
 
-async def test_plans_are_listed_alike(serving: Serving) -> None:
+async def test_plans_are_listed_and_filtered(serving: Serving) -> None:
     async with serving("honest") as service:
         for microbatches in (2, 3, 4):
             ended = (await service.submit({**PROBLEM, "microbatches": microbatches})).json()
@@ -94,7 +94,7 @@ async def test_plans_are_listed_alike(serving: Serving) -> None:
         assert (await service.http.get("/v1/plans?status=optimal")).json()["plans"] == []
 
 
-async def test_runs_and_agents_are_listed_alike(serving: Serving) -> None:
+async def test_runs_and_agents_are_listed_and_filtered(serving: Serving) -> None:
     async with serving("honest") as service:
         ended = await service.ended((await service.submit()).json()["id"])
         for name in "abc":
@@ -130,40 +130,39 @@ def encoded(text: str) -> str:
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "limit=0",
-        "limit=1001",
-        "state=asleep",
-        "pp_degree=0",
-        "pp_degree=99999999999999999999",
-        "microbatches=x",
-        "placement=w",
-        "objective=time",
-        "created_after=yesterday",
-        "created_after=2030-01-01T00:00:00",
-        "created_before=0001-01-01T00:00:00%2B10:00",
-        "sort=oldest",
-        "cursor=x",
-        "cursor=%00",
-        "cursor=" + "A" * 201,
-        "cursor=" + encoded("2030-01-01T00:00:00+00:00 '; DROP TABLE searches"),
-        "cursor=" + encoded("2030-99-01T00:00:00+00:00 abc"),
-        "cursor=" + encoded("2030-01-01T00:00:00+00:00 abc older"),
-        "q=%00",
-        "q=" + "a" * 201,
-    ],
-)
-async def test_a_wrong_parameter_is_named(serving: Serving, query: str) -> None:
+WRONG_QUERIES = [
+    "limit=0",
+    "limit=1001",
+    "state=asleep",
+    "pp_degree=0",
+    "pp_degree=99999999999999999999",
+    "microbatches=x",
+    "placement=w",
+    "objective=time",
+    "created_after=yesterday",
+    "created_after=2030-01-01T00:00:00",
+    "created_before=0001-01-01T00:00:00%2B10:00",
+    "sort=oldest",
+    "cursor=x",
+    "cursor=%00",
+    "cursor=" + "A" * 201,
+    "cursor=" + encoded("2030-01-01T00:00:00+00:00 '; DROP TABLE searches"),
+    "cursor=" + encoded("2030-99-01T00:00:00+00:00 abc"),
+    "cursor=" + encoded("2030-01-01T00:00:00+00:00 abc older"),
+    "q=%00",
+    "q=" + "a" * 201,
+]
+
+
+async def test_a_wrong_parameter_is_named(serving: Serving) -> None:
     async with serving("immediate") as service:
-        for path in ("/v1/searches", "/v1/plans", "/v1/runs", "/v1/agents"):
-            if path == "/v1/plans" and query.startswith("state"):
-                continue
-            if path == "/v1/agents" and query == "limit=1001":
-                query = "limit=10001"
-            answer = await service.http.get(f"{path}?{query}")
-            assert answer.status_code == 422, query
-            assert answer.json()["type"] == "/problems/invalid-parameter"
-            (error,) = answer.json()["errors"]
-            assert re.fullmatch(rf"{query.partition('=')[0]}(\.0)?", error["parameter"]), error
+        for query in WRONG_QUERIES:
+            for path in ("/v1/searches", "/v1/plans", "/v1/runs", "/v1/agents"):
+                if path == "/v1/plans" and query.startswith("state"):
+                    continue
+                limited = "limit=10001" if path == "/v1/agents" and query == "limit=1001" else query
+                answer = await service.http.get(f"{path}?{limited}")
+                assert answer.status_code == 422, (path, query)
+                assert answer.json()["type"] == "/problems/invalid-parameter"
+                (error,) = answer.json()["errors"]
+                assert re.fullmatch(rf"{query.partition('=')[0]}(\.0)?", error["parameter"]), error

@@ -1,4 +1,4 @@
-"""What answers promise is true: that nothing was stored, and what may be repeated."""
+"""Promises in responses are true: that nothing was stored, and which requests may be repeated."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PROMISES = {
     "invalid-body": "Nothing was stored.",
     "other-origin": "so it is refused.",
 }
-"""What advice promises, by type; the tests below hold the service to it."""
+"""Promises in the advice, by type; the tests below check them."""
 
 
-def test_no_advice_promises_what_no_test_checks() -> None:
+def test_advice_promises_only_tested_behaviour() -> None:
     for name, advice in ADVICE.items():
         text = f"{advice.meaning} {advice.remedy}"
         if name in PROMISES:
@@ -37,7 +37,7 @@ def test_no_advice_promises_what_no_test_checks() -> None:
 
 
 async def rows(database: Database) -> dict[str, int]:
-    """How many rows every table has but the one in which services note by themselves that they listen."""
+    """The number of rows of every table, except the one that running services update by themselves."""
     async with database.reading() as session:
         tables = [table for table in Base.metadata.sorted_tables if table.name != "listeners"]
         return {t.name: await session.scalar(select(func.count()).select_from(t)) or 0 for t in tables}
@@ -49,7 +49,7 @@ async def submit_run(service: Service, plan_id: str) -> Any:
 
 
 def lose_the_answers_to_commits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Have the database commit and then cut the connection, so often."""
+    """Cut the connection after a commit, this number of times."""
     real, left = Database.writing, count
 
     @asynccontextmanager
@@ -64,7 +64,7 @@ def lose_the_answers_to_commits(monkeypatch: pytest.MonkeyPatch, count: int) -> 
     monkeypatch.setattr(Database, "writing", writing)
 
 
-async def test_a_commit_whose_answer_was_lost_is_not_denied(
+async def test_a_lost_answer_to_a_commit_is_not_reported_as_a_failure(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving("immediate", preload="at-first-search") as service:
@@ -85,7 +85,7 @@ async def test_a_commit_whose_answer_was_lost_is_not_denied(
             assert (again.status_code, again.json()["id"]) == (202, stored["id"])
 
 
-async def test_a_crash_after_a_commit_is_not_called_harmless(
+async def test_a_crash_after_a_commit_says_that_the_request_may_have_succeeded(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving("immediate") as service:
@@ -103,7 +103,7 @@ async def test_a_crash_after_a_commit_is_not_called_harmless(
         assert (await submit_run(service, plan_id)).json()["id"] == stored["id"]
 
 
-async def test_a_get_that_fails_may_be_repeated(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_get_may_be_repeated(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     async def away(*_: object) -> None:
         raise DatabaseAway("away")
 
@@ -113,32 +113,30 @@ async def test_a_get_that_fails_may_be_repeated(serving: Serving, monkeypatch: p
     assert detail == "The database does not answer now. Repeat the request in a moment."
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/searches", {"problem": {**PROBLEM, "pp_degree": 0}}),
-        ("/v1/searches", {"problem": PROBLEM, "options": {"effort": "none"}}),
-        ("/v1/runs", {"problem": PROBLEM, "model": MODEL, "nodes": 3, "steps": 5}),
-        (
-            "/v1/runs",
-            {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5, "search_options": {"seed": -1}},
-        ),
-        ("/v1/runs", {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5}),
-        ("/v1/plans", {"problem": PROBLEM, "ranks": []}),
-        ("/v1/agents", {"id": "a" * 32, "name": "h", "address": "h", "port": 0, "slots": 1}),
-    ],
-)
-async def test_of_a_body_that_breaks_a_rule_nothing_is_stored(
-    serving: Serving, path: str, body: dict[str, Any]
-) -> None:
+WRONG_BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/searches", {"problem": {**PROBLEM, "pp_degree": 0}}),
+    ("/v1/searches", {"problem": PROBLEM, "options": {"effort": "none"}}),
+    ("/v1/runs", {"problem": PROBLEM, "model": MODEL, "nodes": 3, "steps": 5}),
+    (
+        "/v1/runs",
+        {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5, "search_options": {"seed": -1}},
+    ),
+    ("/v1/runs", {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5}),
+    ("/v1/plans", {"problem": PROBLEM, "ranks": []}),
+    ("/v1/agents", {"id": "a" * 32, "name": "h", "address": "h", "port": 0, "slots": 1}),
+]
+
+
+async def test_a_body_that_breaks_a_rule_stores_nothing(serving: Serving) -> None:
     async with serving("immediate") as service:
         before = await rows(service.app.state.application.database)
-        answer = await service.http.post(path, json=body, headers=KEY)
-        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-body"), answer.text
-        assert await rows(service.app.state.application.database) == before
+        for path, body in WRONG_BODIES:
+            answer = await service.http.post(path, json=body, headers=KEY)
+            assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-body"), answer.text
+            assert await rows(service.app.state.application.database) == before, body
 
 
-async def test_what_another_site_sends_changes_nothing(serving: Serving) -> None:
+async def test_requests_from_another_site_change_nothing(serving: Serving) -> None:
     async with serving("immediate") as service:
         before = await rows(service.app.state.application.database)
         for path in ("/v1/searches", "/example", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/sign-in-links"):

@@ -1,4 +1,4 @@
-"""Behind a proxy and on a public address: what docker/haproxy.cfg sends, and what the service says."""
+"""A service behind docker/haproxy.cfg, and warnings of a service on a public address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def frontend() -> list[str]:
 
 
 def passed_on(headers: httpx.Headers, *, over_tls: bool) -> httpx.Headers:
-    """What the balancer makes of a request's fields: the few directives that the file uses."""
+    """The headers that the load balancer forwards, by the few directives that the file uses."""
     found = httpx.Headers(headers)
     for line in frontend():
         if match := re.fullmatch(r"http-request del-header (\S+)( -m beg)?", line):
@@ -47,7 +47,7 @@ def passed_on(headers: httpx.Headers, *, over_tls: bool) -> httpx.Headers:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("over_tls", [True, False])
-async def test_the_balancer_sends_what_the_service_needs(settings: Settings, over_tls: bool) -> None:
+async def test_the_load_balancer_forwards_scheme_and_client(settings: Settings, over_tls: bool) -> None:
     settings = settings.model_copy(update={"auth": "tokens", "trusted_proxies": "*"})
     app = create_app(settings, search=fake_searches.immediate)
     transport = httpx.ASGITransport(config_of(app, settings).loaded_app, client=("10.0.0.2", 1))
@@ -63,13 +63,13 @@ async def test_the_balancer_sends_what_the_service_needs(settings: Settings, ove
         assert ("strict-transport-security" in answer.headers) == over_tls
         for _ in range(21):
             refused = await http.post("http://zbv/sign-in", data={"token": "wrong"}, headers=fields)
-        assert CLIENT in refused.text, "the client's own address is limited, not the balancer's"
+        assert CLIENT in refused.text, "not the address of the load balancer"
 
 
 @pytest.mark.parametrize(
     ("host", "warns"), [("0.0.0.0", True), ("::", True), ("planner.example", True), ("127.0.0.1", False)]
 )
-def test_a_public_address_without_tls_is_warned_of(
+def test_a_public_address_without_tls_causes_a_warning(
     host: str,
     warns: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,24 +85,24 @@ def test_a_public_address_without_tls_is_warned_of(
         assert "--trusted-proxies" in caplog.text
 
 
-def test_neither_tls_nor_a_known_proxy_is_warned_of() -> None:
+def test_only_tls_or_a_trusted_proxy_prevents_the_warning() -> None:
     assert exposure("10.0.0.1", Settings(host="10.0.0.1")) is not None
     with_tls = Settings(host="10.0.0.1", tls_cert=Path("c"), tls_key=Path("k"))
     assert exposure("10.0.0.1", with_tls) is None
     assert exposure("10.0.0.1", Settings(host="10.0.0.1", trusted_proxies="10.0.0.2")) is None
 
 
-def test_a_local_name_that_stands_for_a_public_address_is_refused(
+def test_a_local_name_that_resolves_to_a_public_address_is_refused(
     monkeypatch: pytest.MonkeyPatch, settings: Settings
 ) -> None:
-    """Its token would be one that does everything, and hosts would be checked as if nobody else came in."""
+    """The local token has every scope, and host names are checked as for a local service."""
     resolve(monkeypatch, "localhost", "0.0.0.0")
     with pytest.raises(CannotServe, match=r"localhost, which resolves to 0\.0\.0\.0"):
         serving.serve(settings.model_copy(update={"host": "localhost", "port": 0, "auth": "tokens"}))
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, name: str, address: str) -> None:
-    """Have a name stand for an address."""
+    """Make a name resolve to an address."""
     real = socket.getaddrinfo
     monkeypatch.setattr(
         socket,

@@ -1,4 +1,4 @@
-"""The short way to a rank's part of a plan: the same answers as the ordinary way, to the same callers."""
+"""The fast path for rank plans: the same responses to the same callers as the ordinary route."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ async def stored(service: Service, headers: dict[str, str] | None = None) -> str
     return plan_id
 
 
-def short_ways(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ranks that are answered from memory, as they are asked for."""
+def fast_fetches(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks that are served from memory; the list grows with the requests."""
     plans, found = service.app.state.application.plans, []
     known_rank = plans.known_rank
 
@@ -36,21 +36,21 @@ def short_ways(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-async def test_the_second_fetch_is_answered_as_the_first(
+async def test_the_fast_path_returns_the_same_response(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving("immediate") as service:
         path = f"/v1/plans/{await stored(service)}/ranks/1"
-        short = short_ways(service, monkeypatch)
+        short = fast_fetches(service, monkeypatch)
         first, second = [await service.http.get(path) for _ in range(2)]
-        assert short == [1]  # the second one only
+        assert short == [1]  # only the second one
         assert (first.status_code, second.status_code) == (200, 200)
         assert first.content == second.content
         headers = [{*answer.headers.multi_items()} for answer in (first, second)]
         assert {item for item in headers[0] ^ headers[1] if item[0] not in OWN} == set()
 
 
-async def test_what_is_not_a_plain_fetch_goes_the_ordinary_way(serving: Serving) -> None:
+async def test_other_requests_take_the_ordinary_path(serving: Serving) -> None:
     async with serving("immediate") as service:
         plan_id = await stored(service)
         path = f"/v1/plans/{plan_id}/ranks/1"
@@ -66,12 +66,12 @@ async def test_what_is_not_a_plain_fetch_goes_the_ordinary_way(serving: Serving)
             assert answer.status_code == (422 if wrong == "x" else 200 if wrong == "01" else 404), wrong
 
 
-async def test_the_short_way_asks_for_a_token_too(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_fast_path_requires_a_token(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving("immediate", auth="tokens") as service:
         tokens = {scope: await add(service, scope, name=scope) for scope in SCOPES}
         path = f"/v1/plans/{await stored(service, tokens['search'])}/ranks/0"
         assert (await service.http.get(path, headers=tokens["read"])).status_code == 200
-        short = short_ways(service, monkeypatch)
+        short = fast_fetches(service, monkeypatch)
         for scope in ("read", "agent"):
             assert (await service.http.get(path, headers=tokens[scope])).status_code == 200
         refused = await service.http.get(path, headers=tokens["launch"])

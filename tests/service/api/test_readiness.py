@@ -1,4 +1,4 @@
-"""``/readyz`` costs next to nothing, however often it is asked."""
+"""``/readyz`` costs almost nothing, at any rate of requests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from zbv_service.database import Database, DatabaseAway
 pytestmark = pytest.mark.anyio
 
 
-async def test_many_at_once_look_at_the_database_once(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_concurrent_requests_share_one_ping(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     pings = 0
     go_on = asyncio.Event()
 
@@ -26,8 +24,8 @@ async def test_many_at_once_look_at_the_database_once(
     monkeypatch.setattr(Database, "ping", ping)
     async with serving("honest") as service:
         asked = [asyncio.create_task(service.http.get("/readyz")) for _ in range(50)]
-        await until(lambda: pings > 0, "the database is asked")
-        asked[0].cancel()  # whoever asked first and left takes nothing from the others
+        await until(lambda: pings > 0, "the database is pinged")
+        asked[0].cancel()  # the first request is cancelled, and the others continue
         go_on.set()
         answers = await asyncio.gather(*asked[1:])
         assert {answer.status_code for answer in answers} == {200}
@@ -35,9 +33,7 @@ async def test_many_at_once_look_at_the_database_once(
         assert pings == 1
 
 
-async def test_what_was_found_is_looked_at_again_after_a_while(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_result_of_a_ping_expires(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving("honest") as service:
         assert (await service.http.get("/readyz")).status_code == 200
 

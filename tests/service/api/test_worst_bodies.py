@@ -1,4 +1,4 @@
-"""The worst bodies that we know of, each sent once: an orderly answer, and a service that goes on."""
+"""The worst known bodies, each sent once: they get a regular response, and the service continues."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FIXED = {
     "devices",
     "failures",
 }
-"""As large as limits of number make them, whatever those of size are."""
-ORDERLY = {200, 201, 202, 204, 303, 400, 404, 409, 410, 413, 415, 422, 503}
+"""Their size depends on limits of counts, not on limits of bytes."""
+REGULAR = {200, 201, 202, 204, 303, 400, 404, 409, 410, 413, 415, 422, 503}
 
 
-async def test_every_one_has_an_orderly_answer(serving: Serving) -> None:
+async def test_every_worst_body_gets_a_regular_response(serving: Serving) -> None:
     async with serving("immediate", max_searches_per_token=10_000) as service:
         plan_id = await import_plan(service)
         for request in worst(plan_id, TRACE, SMALL):
@@ -37,7 +37,7 @@ async def test_every_one_has_an_orderly_answer(serving: Serving) -> None:
             answer = await service.http.request(
                 request.method, request.path, content=request.make(), headers=headers
             )
-            assert answer.status_code in ORDERLY, (request.name, request.path, answer.text[:500])
+            assert answer.status_code in REGULAR, (request.name, request.path, answer.text[:500])
             if answer.status_code >= 400 and request.path.startswith("/v1/"):
                 assert answer.headers["content-type"] == "application/problem+json", request
                 assert len(answer.content) < 64 * 1024, request
@@ -46,7 +46,7 @@ async def test_every_one_has_an_orderly_answer(serving: Serving) -> None:
         assert (await service.http.get("/healthz")).status_code == 200
 
 
-def test_every_address_that_takes_a_body_has_one() -> None:
+def test_every_route_with_a_body_has_a_worst_body() -> None:
     found = list(worst("0" * 64, TRACE))
     named = {(request.method, request.path.replace(ID, "…").partition("?")[0]) for request in found}
     assert {
@@ -62,7 +62,7 @@ def test_every_address_that_takes_a_body_has_one() -> None:
     } <= named
 
 
-def test_bodies_stay_within_the_limits_of_size() -> None:
+def test_worst_bodies_respect_the_size_limits() -> None:
     limits = {"/v1/plans": SMALL.plan}
     for request in worst("0" * 64, TRACE, SMALL):
         if request.make is not None and request.method == "POST":

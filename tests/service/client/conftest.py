@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from support.client_answers import Answering, Chunks, Given
 from support.clients import AT_ONCE, KINDS, Driver
-from zbv_service.client import (
-    AsyncClient,
-    Client,
-)
+from zbv_service.client import AsyncClient, Client
+from zbv_service.client.asynchronous import connection as asynchronous
+from zbv_service.client.synchronous import connection as synchronous
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between requests, which do not take place."""
+    found: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        found.append(seconds)
+
+    monkeypatch.setattr(synchronous, "time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr(asynchronous, "asyncio", SimpleNamespace(sleep=sleep))
+    return found
 
 
 @pytest.fixture(params=KINDS)

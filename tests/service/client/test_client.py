@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from typing import Any
 
 import httpx
@@ -12,7 +11,6 @@ import pytest
 from support.client_answers import SEARCH, Answering, found, problem
 from support.paths import ROOT
 from zbv_service.client import (
-    AsyncClient,
     Client,
     ClientError,
     InvalidAnswer,
@@ -20,7 +18,6 @@ from zbv_service.client import (
     NotFound,
     ServiceFailed,
     ServiceUnreachable,
-    cache,
 )
 
 
@@ -145,28 +142,6 @@ _RANK: dict[str, Any] = {
     "peers": [1],
     "channels": [],
 }
-
-
-def test_a_cached_rank_is_requested_with_its_tag(answering: Answering) -> None:
-    client, requests = answering(
-        httpx.Response(200, json=_RANK, headers={"ETag": '"p-0"'}), httpx.Response(304)
-    )
-    first = client.do(lambda made: made.rank("p", 0))
-    assert client.do(lambda made: made.rank("p", 0)) == first
-    assert [request.headers.get("if-none-match") for request in requests] == [None, '"p-0"']
-
-
-def _fetch_rank(rank: int, client: Client | AsyncClient) -> Any:
-    return client.rank("p", rank)
-
-
-def test_the_cache_of_ranks_is_bounded(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "CAPACITY", 2)
-    answers = [httpx.Response(200, json=_RANK, headers={"ETag": '"p"'})] * 4
-    client, requests = answering(*answers)
-    for rank in (0, 1, 2, 0):
-        client.do(partial(_fetch_rank, rank))
-    assert [request.headers.get("if-none-match") for request in requests] == [None] * 4
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def problem(status: int) -> dict[str, Any]:
     return {"type": "t", "title": "T", "status": status, "detail": "D"}
 
 
-def test_a_lost_answer_to_a_new_run_is_retried_under_the_same_key() -> None:
+def test_a_lost_answer_to_a_new_run_is_retried_under_the_same_key(pauses: list[float]) -> None:
     keys: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -59,6 +59,7 @@ def test_a_lost_answer_to_a_new_run_is_retried_under_the_same_key() -> None:
     with AgentClient("http://zbv", transport=httpx.MockTransport(answer)) as client:
         client.submit_run("p", {"factory": "a.b:c"}, nodes=1, steps=1)
     assert (len(keys), len(set(keys))) == (4, 1)
+    assert len(pauses) == 3
 
 
 def test_next_work_is_read_or_none() -> None:

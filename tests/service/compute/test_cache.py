@@ -1,4 +1,4 @@
-"""The cache of immutable things."""
+"""The cache of values that are slow to compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zbv_service.compute.cache import Cache
 pytestmark = pytest.mark.anyio
 
 
-async def test_many_readers_of_one_value_make_it_once() -> None:
+async def test_many_readers_of_one_value_compute_it_once() -> None:
     cache: Cache[int] = Cache(2)
     made: list[str] = []
 
@@ -39,7 +39,7 @@ async def test_the_least_recently_used_value_is_dropped() -> None:
     assert made == ["a", "b", "c", "b"]
 
 
-async def test_a_failure_is_told_to_all_who_wait_and_not_kept() -> None:
+async def test_a_failure_reaches_all_readers_and_is_not_cached() -> None:
     cache: Cache[int] = Cache(2)
 
     async def fail() -> int:
@@ -54,7 +54,7 @@ async def test_a_failure_is_told_to_all_who_wait_and_not_kept() -> None:
     assert await cache.get("x", succeed) == 1
 
 
-async def test_a_reader_who_goes_away_takes_nothing_from_the_others() -> None:
+async def test_a_cancelled_reader_does_not_cancel_the_computation_for_others() -> None:
     cache: Cache[int] = Cache(2)
     release = asyncio.Event()
 
@@ -70,7 +70,7 @@ async def test_a_reader_who_goes_away_takes_nothing_from_the_others() -> None:
     assert await readers[1] == 7
 
 
-async def test_newer_values_drive_out_older_ones_that_are_large_together() -> None:
+async def test_older_values_are_dropped_when_all_are_too_large_together() -> None:
     cache: Cache[bytes] = Cache(10, most_bytes=100, weigh=len)
 
     async def keep(key: str, size: int) -> None:
@@ -78,12 +78,12 @@ async def test_newer_values_drive_out_older_ones_that_are_large_together() -> No
             return bytes(size)
 
         await cache.get(key, make)
-        await asyncio.sleep(0)  # its weight is known once it is made
+        await asyncio.sleep(0)  # its size is known after it was computed
 
     for key, size in (("a", 40), ("b", 40), ("c", 30)):
         await keep(key, size)
     assert [cache.known(key) is not None for key in "abc"] == [False, True, True]
-    await keep("d", 1000)  # the newest stays, whatever it weighs
+    await keep("d", 1000)  # the newest value stays at any size
     assert [cache.known(key) is not None for key in "bcd"] == [False, False, True]
     await keep("e", 1)
     assert [cache.known(key) is not None for key in "de"] == [False, True]

@@ -1,4 +1,4 @@
-"""Computations beside requests: a deadline that ends them, bounded memory, and turns between callers."""
+"""Computations for requests: deadlines, memory limits, and turns between callers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def computing(seconds: float = DEADLINE) -> AsyncIterator[Computations]:
 
 
 def sleep(directory: str, _argument: object) -> None:
-    """Say which process this is, and take far too long."""
+    """Write the id of this process, and sleep far too long."""
     Path(directory, "process").write_text(str(os.getpid()))
     time.sleep(10 * DEADLINE)
 
@@ -64,11 +64,11 @@ def is_alive(process_id: int) -> bool:
         os.kill(process_id, 0)
     except ProcessLookupError:
         return False
-    # One that was killed and that nobody has waited for is dead.
+    # A zombie is dead.
     return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-async def test_a_computation_that_takes_too_long_is_ended_with_its_process(tmp_path: Path) -> None:
+async def test_a_computation_past_its_deadline_is_killed_with_its_process(tmp_path: Path) -> None:
     async with computing(seconds=0.5) as found:
         with pytest.raises(ProblemError) as caught:
             await found.run(partial(sleep, str(tmp_path)), None)
@@ -76,13 +76,13 @@ async def test_a_computation_that_takes_too_long_is_ended_with_its_process(tmp_p
         assert "longer than 0.5 seconds" in caught.value.detail
         assert int(caught.value.headers["Retry-After"]) > 0
         started = tmp_path / "process"
-        if started.exists():  # else its time was over before it began
+        if started.exists():  # otherwise the deadline passed before it began
             await until(lambda: not is_alive(int(started.read_text())), "the process ends")
     async with computing() as found:
         assert await found.run(process_of, None) != os.getpid()
 
 
-async def test_what_allocates_too_much_is_refused_and_others_go_on() -> None:
+async def test_a_computation_that_needs_too_much_memory_is_refused_and_later_ones_run() -> None:
     async with computing() as found:
         for function in (allocate, end):
             with pytest.raises(ProblemError) as caught:
@@ -92,7 +92,7 @@ async def test_what_allocates_too_much_is_refused_and_others_go_on() -> None:
         assert await found.run(process_of, None) != os.getpid()
 
 
-async def test_what_a_computation_raises_is_raised() -> None:
+async def test_an_error_of_a_computation_is_raised() -> None:
     async with computing() as found:
         with pytest.raises(InvalidInput, match="is wrong"):
             await found.run(refuse, None)
@@ -102,7 +102,7 @@ async def test_what_a_computation_raises_is_raised() -> None:
 
 
 @pytest.mark.parametrize("size", [1, LARGE // 2 + 1, LARGE + 1])
-async def test_bytes_arrive_whole_both_ways_and_leave_no_file(size: int) -> None:
+async def test_bytes_are_passed_completely_in_both_directions_and_leave_no_file(size: int) -> None:
     async with computing() as found:
         folder = found._folder.name
         content = os.urandom(size)
@@ -112,7 +112,7 @@ async def test_bytes_arrive_whole_both_ways_and_leave_no_file(size: int) -> None
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_computation_that_nobody_waits_for_leaves_no_file(
+async def test_a_cancelled_computation_leaves_no_file(
     has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = computations._Stored.of
@@ -135,7 +135,7 @@ async def test_a_computation_that_nobody_waits_for_leaves_no_file(
         await until(lambda: os.listdir(folder) == [], "its files go")
 
 
-async def test_only_what_stays_small_is_computed_at_once() -> None:
+async def test_only_small_problems_are_computed_in_the_service_process() -> None:
     async with computing() as found:
         assert await found.of_body(process_of, b'{"problem": {"pp_degree": 4}}') == os.getpid()
         large = b'{"problem": {"pp_degree": 1024, "chunks": 64, "microbatches": 30}}'
@@ -145,7 +145,7 @@ async def test_only_what_stays_small_is_computed_at_once() -> None:
         ({"pp_degree": 2, "chunks": 64}, True),
         ({"pp_degree": 3, "chunks": 64}, False),
         ({"pp_degree": 10**9}, False),
-        ({"pp_degree": "many"}, True),  # which nobody expands
+        ({"pp_degree": "many"}, True),  # it is never expanded
         ({"pp_degree": 2, "layers": [{"repeat": 512}]}, False),
         (None, True),
         ([], True),
@@ -155,7 +155,7 @@ async def test_only_what_stays_small_is_computed_at_once() -> None:
             assert is_light(problem) is expected, problem
 
 
-async def test_a_computation_ends_when_its_client_leaves(tmp_path: Path) -> None:
+async def test_a_computation_ends_when_its_client_disconnects(tmp_path: Path) -> None:
     async with computing() as found:
         gone = asyncio.Event()
         CLIENT_GONE.set(gone)
@@ -166,7 +166,7 @@ async def test_a_computation_ends_when_its_client_leaves(tmp_path: Path) -> None
         with pytest.raises(ProblemError, match="disconnected"):
             await waiting
         assert not is_alive(int(started.read_text()))
-        # Nobody else is hurt, and those who only wait for their turn leave, too.
+        # Other computations continue, and waiting callers can leave, too.
         assert await found.run(process_of, None)
         with pytest.raises(ProblemError, match="disconnected"):
             await found.for_client(partial(sleep, str(tmp_path)), None)
@@ -183,7 +183,7 @@ async def test_lists_are_written_one_at_a_time_and_in_turns() -> None:
 
 
 async def order_of(turns: FairQueue, callers: str) -> str:
-    """In which order callers get their turns, who ask in another while somebody works."""
+    """The order of the turns of callers that arrive in another order while one works."""
     came: list[str] = []
 
     async def one(caller: str) -> None:
@@ -198,21 +198,21 @@ async def order_of(turns: FairQueue, callers: str) -> str:
     return "".join(came)
 
 
-async def test_callers_take_turns_however_many_requests_each_has() -> None:
+async def test_callers_take_turns_regardless_of_their_numbers_of_requests() -> None:
     assert await order_of(FairQueue(1, 1, 99, 99), "aaaaabbc") == "abcabaaa"
 
 
-async def test_one_caller_leaves_room_for_others() -> None:
+async def test_one_caller_cannot_use_all_places() -> None:
     turns = FairQueue(3, 2, 99, 99)
     async with turns.turn("a"), turns.turn("a"):
-        waiting = asyncio.create_task(order_of(turns, ""))  # takes a turn for somebody at once
+        waiting = asyncio.create_task(order_of(turns, ""))  # its first turn begins immediately
         third = asyncio.create_task(asyncio.wait_for(turns.turn("a").__aenter__(), DEADLINE))
         await waiting
         assert not third.done()
     await third
 
 
-async def test_too_many_who_wait_are_sent_away() -> None:
+async def test_requests_beyond_the_waiting_limit_are_refused() -> None:
     turns = FairQueue(1, 1, 3, 2)
     async with turns.turn("a"):
         own = [asyncio.create_task(turns.turn("a").__aenter__()) for _ in range(2)]
@@ -225,7 +225,7 @@ async def test_too_many_who_wait_are_sent_away() -> None:
         with pytest.raises(QueueFull) as caught:
             await turns.turn("c").__aenter__()
         assert not caught.value.is_own
-        for task in (*own, other):  # those who give up leave their places
+        for task in (*own, other):  # cancelled ones release their places
             task.cancel()
         await asyncio.gather(*own, other, return_exceptions=True)
         assert turns.waiting == 0
@@ -233,13 +233,13 @@ async def test_too_many_who_wait_are_sent_away() -> None:
         pass
 
 
-async def test_a_caller_that_leaves_as_its_turn_comes_keeps_no_place() -> None:
+async def test_a_caller_that_leaves_when_its_turn_comes_releases_its_place() -> None:
     turns = FairQueue(1, 1, 3, 3)
     async with turns.turn("a"):
         leaving = asyncio.create_task(turns.turn("b").__aenter__())
         staying = asyncio.create_task(order_of(turns, ""))
         await asyncio.sleep(0)
-        leaving.cancel()  # it has not run since when the place becomes free
+        leaving.cancel()  # it has not run since its place became free
     await asyncio.wait_for(staying, DEADLINE)
     with pytest.raises(asyncio.CancelledError):
         await leaving

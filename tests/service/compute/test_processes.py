@@ -1,4 +1,4 @@
-"""The service as it is run: real processes, the real search, and real signals."""
+"""The service in real processes, with the real search and real signals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Served:
     client: Client
 
     def ended_with(self, signal_number: int) -> int:
-        """Send a signal and wait for the end; the exit status."""
+        """Send a signal, wait for the end, and return the exit status."""
         self.process.send_signal(signal_number)
         return self.process.wait(timeout=DEADLINE)
 
@@ -61,7 +61,7 @@ Serve = Callable[..., Served]
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Starts services: ``serve(directory, port)``. Those that still run at the end are killed."""
+    """Starts services: ``serve(directory, port)``. Remaining ones are killed at the end."""
     with ExitStack() as stack:
         environment = stack.enter_context(pytest.MonkeyPatch.context())
         environment.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
@@ -91,7 +91,7 @@ def until(look: Callable[[], Search], holds: Callable[[Search], bool]) -> Search
 
 
 def begun(served: Served) -> Search:
-    """A long search that has found a plan and goes on."""
+    """A long search that has found a plan and continues."""
     search_id = served.client.submit(LONG, LONG_OPTIONS).id
     found = until(lambda: served.client.search(search_id), lambda seen: seen.objective is not None)
     assert found.state == "running"
@@ -109,7 +109,7 @@ def free_port() -> int:
 
 
 def children_of(process_id: int) -> list[int]:
-    """Processes below a process, at any depth."""
+    """All descendants of a process."""
     lists = Path(f"/proc/{process_id}/task").glob("*/children")
     children = [int(child) for found in lists for child in found.read_text().split()]
     return [below for child in children for below in (child, *children_of(child))]
@@ -120,11 +120,11 @@ def is_running(process_id: int) -> bool:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except FileNotFoundError:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie has ended; nobody asked for its status
+    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie has ended
 
 
 def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Path) -> None:
-    """One directory, one port, one search, three services after each other, and one client of them all."""
+    """Three services, one after the other, with one directory, port, search and client."""
     port = free_port()
     served = serve(tmp_path, port)
     before = begun(served)
@@ -169,7 +169,7 @@ def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """One service for the tests that only talk to it."""
+    """One service for the tests that only send requests to it."""
     return serve(tmp_path_factory.mktemp("served"))
 
 
@@ -209,7 +209,7 @@ def wrong_texts() -> dict[str, tuple[str, int, str]]:
 
 
 @pytest.mark.parametrize("name", list(wrong_texts()))
-def test_submit_says_what_is_wrong_with_a_problem(
+def test_submit_reports_the_mistake_in_a_problem(
     served: Served, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, status, message = wrong_texts()[name]
@@ -219,7 +219,7 @@ def test_submit_says_what_is_wrong_with_a_problem(
     assert message in said
 
 
-def test_submit_names_a_file_that_is_missing(
+def test_submit_names_a_missing_file(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = str(tmp_path / "nothing.json")
@@ -228,7 +228,7 @@ def test_submit_names_a_file_that_is_missing(
     assert "nothing.json" in said
 
 
-def test_submit_says_that_no_service_answers(
+def test_submit_reports_that_no_service_answers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO(json.dumps(PROBLEM)))
@@ -241,7 +241,7 @@ def test_submit_says_that_no_service_answers(
     assert "Traceback" not in said
 
 
-def test_a_port_in_use_is_said_plainly(
+def test_a_port_in_use_is_reported_without_a_traceback(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = served.address.rpartition(":")[2]
@@ -261,7 +261,7 @@ def test_a_port_in_use_is_said_plainly(
         (["--port", "70000"], "port"),
     ],
 )
-def test_a_wrong_setting_is_said_before_anything_starts(
+def test_a_wrong_setting_is_reported_before_anything_starts(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, said = refusal(capsys, "serve", *arguments)
@@ -276,7 +276,7 @@ def test_a_wrong_setting_is_said_before_anything_starts(
         (f"sqlite:///{__file__}", "cannot use the database"),
     ],
 )
-def test_an_unusable_database_is_said_plainly(
+def test_an_unusable_database_is_reported_without_a_traceback(
     database: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, said = refusal(capsys, "serve", "--database", database)
@@ -313,6 +313,6 @@ def test_the_client_reads_what_the_service_writes(served: Served) -> None:
     assert client.export(plan.plan_id, "torch-csv").count("\n") >= 2
 
 
-def test_state_lies_in_the_working_directory(served: Served) -> None:
+def test_the_database_is_in_the_working_directory(served: Served) -> None:
     directory = Path(os.readlink(f"/proc/{served.process.pid}/cwd"))
     assert (directory / "zbv.db").exists()

@@ -1,4 +1,4 @@
-"""Database URLs, and what is SQLite's own. What every database must do is in contract/."""
+"""Database URLs, and the files of SQLite. Tests of every kind of database are in contract/."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zbv_service.database.url import async_url
 
 
 @pytest.mark.anyio
-async def test_sqlite_writes_ahead_waits_for_others_and_checks_references(tmp_path: Path) -> None:
+async def test_sqlite_uses_a_write_ahead_log_a_busy_timeout_and_foreign_keys(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/zbv.db")
     await database.migrate()
-    for _ in range(2):  # the connection of the migration is not among those that others get
+    for _ in range(2):  # nobody gets the connection of the migration
         async with database.reading() as session:
             found = [
                 (await session.execute(text(f"PRAGMA {name}"))).scalar_one()
@@ -33,13 +33,13 @@ def modes(folder: Path) -> dict[str, int]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("before", ["nothing", "open to all"])
-async def test_sqlite_files_are_private_whatever_the_umask(
+async def test_sqlite_files_are_private_with_any_umask(
     tmp_path: Path, before: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     umask = os.umask(0)
     try:
         database = Database(f"sqlite:///{tmp_path}/zbv.db")
-        if before == "open to all":  # as an earlier version left it, killed in the middle of its work
+        if before == "open to all":  # the files of an earlier version that was killed
             connection = sqlite3.connect(tmp_path / "zbv.db")
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("CREATE TABLE other (x)")
@@ -58,7 +58,7 @@ async def test_sqlite_files_are_private_whatever_the_umask(
     ("url", "message"),
     [("zbv.db", "sqlite:///"), ("mysql://h/d", "mysql"), ("", "database URL"), ("sqlite//x", "database URL")],
 )
-def test_a_wrong_url_is_refused_with_the_remedy(url: str, message: str) -> None:
+def test_a_wrong_url_is_refused_with_a_remedy(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         async_url(url)
 

@@ -1,4 +1,4 @@
-"""A PostgreSQL server that goes and comes back: the service stays, says so, and loses nothing."""
+"""A PostgreSQL server that stops and returns: the service keeps running, reports it, and loses nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_service_outlives_its_database(
+async def test_a_service_survives_a_restart_of_its_database(
     server: Server, serving: Serving, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with PostgresDatabases(server.url).migrated() as url:
@@ -45,11 +45,11 @@ async def test_a_service_outlives_its_database(
             await service.until(search_id, lambda found: found["objective"] is not None)
 
             await asyncio.to_thread(server.stop)
-            (directory / "release").touch()  # it ends while nobody can store its plan
+            (directory / "release").touch()  # it ends while its plan cannot be stored
             for answer in (await service.http.get(f"/v1/searches/{search_id}"), await service.submit(seed=1)):
                 assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
                 assert int(answer.headers["Retry-After"]) >= 1
-            # What is in memory is served to those who are known, and nobody else is let in.
+            # Cached plans are served to known tokens; other tokens get no access.
             assert (await service.http.get(rank)).status_code == 200
             unknown = await service.http.get(rank, headers=bearer(str(TokenText.new())))
             assert (unknown.status_code, unknown.json()["type"]) == (503, "/problems/not-ready")

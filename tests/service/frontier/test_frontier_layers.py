@@ -12,10 +12,9 @@ from support.frontiers import ask, frontier, planned
 from support.layered import NAMES, RECOMPUTED
 from support.serving import Service, Serving
 from zbv_service.documents.problems import asked_of, parse_question
-from zbv_service.frontier.layers import holds_up_to
 from zbv_service.frontier.points import CutSummary, Frontier, Point
-from zbv_service.pages.views.frontier_axis import Axis
-from zbv_service.pages.views.frontier_picture import picture_of
+from zbv_service.frontier.problems import holds_up_to
+from zbv_service.pages.views.frontier_picture import Axis, picture_of
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.plans.plan import Baseline, CutCertificate
 from zbv_solver.problem.problem import Problem, Units

@@ -141,9 +141,7 @@ async def test_schedules_at_one_place_share_a_mark(serving: Serving) -> None:
         found = await frontier(service, plan.plan_id)
         twins = tuple(Known(name, 1.0, found.own.value) for name in ("one", "other"))
         apart = Known("apart", 1.5, found.own.value)
-        view = frontier_view(
-            plan, replace(found, baselines=(*twins, apart)), most_effort="quick", refused=0, root=""
-        )
+        view = frontier_view(plan, replace(found, baselines=(*twins, apart)), most_effort="quick", root="")
         assert view.picture is not None
         marks = [(mark.name, mark.is_left) for mark in view.picture.marks if mark.style == "baseline"]
         assert marks == [("one, other", False), ("apart", True)]

@@ -11,13 +11,13 @@ from support.fake_searches import plan_of
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.problems import uniform
 from zbv_service.documents.problems import parse_question, question_json, uncut
-from zbv_service.pages.shell import Shell
+from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.compare import compare_view
 from zbv_service.pages.views.layers import facts_of_layers, layers_table
 from zbv_service.pages.views.new_search import start_from, start_from_layers
-from zbv_service.pages.views.search import Shortage, search_page, search_view
+from zbv_service.pages.views.search import Shortage, search_view
 from zbv_service.records.searches import SearchRecord
-from zbv_solver.export.html import render
+from zbv_solver.export import export
 from zbv_solver.export.report import plan_view
 from zbv_solver.export.report.layers import layers_view
 from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
@@ -78,7 +78,8 @@ def record(**changes: Any) -> SearchRecord:
 
 
 def page_of(found: SearchRecord, question: Problem | LayeredProblem) -> str:
-    return search_page(search_view(found, question, None, AT), Shell())
+    view = search_view(found, question, AT)
+    return render("search.html.j2", Shell(), view=view, row=found)
 
 
 def test_a_plan_says_the_layers_of_every_stage_and_what_is_proved_of_other_cuts() -> None:
@@ -136,13 +137,14 @@ def test_a_plan_that_meets_the_bound_of_every_cut_is_said_to() -> None:
 
 def test_the_page_of_a_plan_has_layers_only_where_there_are_any() -> None:
     assert plan_view(plan_of(uniform(2, 4))).layers is None
-    text = render(planned())
+    text = export(planned(), "html")
     assert "Layers of every rank" in text
     assert "embedding, block.0" in text
     assert "No other cut can be more than" in text
     assert "no plan of this cut is below" in text
-    assert "no plan of this cut" not in render(plan_of(uniform(2, 4)))
-    assert "<script>x" not in render(planned(cut_named("<script>x</script>"))).split("Layers of every")[1]
+    assert "no plan of this cut" not in export(plan_of(uniform(2, 4)), "html")
+    odd = export(planned(cut_named("<script>x</script>")), "html")
+    assert "<script>x" not in odd.split("Layers of every")[1]
 
 
 def cut_named(name: str) -> Problem:
@@ -196,9 +198,9 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
 def test_what_no_cut_fits_is_said_for_the_cut_that_lacks_the_least() -> None:
     error = {"title": "x", "detail": "y", "type": "/problems/infeasible-memory", "smallest_limit": [25, 24]}
     found = record(state="infeasible", plan_id=None, objective=None, error=error)
-    view = search_view(found, layered(), None, AT)
+    view = search_view(found, layered(), AT)
     assert view.shortages == (Shortage(0, 0, "24 MiB", "25 MiB"),)
-    assert "what the closest cut would need" in search_page(view, Shell())
+    assert "what the closest cut would need" in page_of(found, layered())
 
 
 def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:

@@ -170,3 +170,13 @@ async def test_a_plan_has_a_small_picture_that_is_kept_for_good(serving: Serving
         (shown_at,) = re.findall(rf'src="({address}[^"]*)"', await shown(service.http, "/"))
         assert "immutable" in (await service.http.get(shown_at)).headers["cache-control"]
         assert (await service.http.get("/plans/nothing/thumbnail.png")).status_code == 404
+
+
+async def test_the_front_page_of_an_empty_service_offers_an_example(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        text = await shown(service.http, "/")
+        assert "No plans yet" in text
+        assert "Search an example" in text
+        assert "zbv-service submit problem.json --server http://" in text
+        await some_searches(service, 1)
+        assert "No plans yet" not in await shown(service.http, "/")

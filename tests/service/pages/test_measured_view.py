@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.rank_traces import trace_documents
 from zbv_service.pages.views.measured import MeasuredView, measured_view
-from zbv_service.runs.measurements import Chosen, Measured, measure
+from zbv_service.runs.measurements import Measured, TraceSource, measure
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
@@ -29,9 +29,9 @@ def planned(objective: Objective, costs: Any = COSTS) -> Plan:
 def view_of(plan: Plan, actual: Plan, *, steps: int = 1, ranks: tuple[int, ...] = (0, 1)) -> MeasuredView:
     """What is told of a plan whose actions took as long as another's."""
     documents = trace_documents(actual.problem, actual.orders, plan_id=plan.plan_id, steps=steps)
-    found = measure(plan, [parse_rank_trace(documents[rank]) for rank in ranks], Chosen())
+    found = measure(plan, [parse_rank_trace(documents[rank]) for rank in ranks], None, TraceSource())
     assert isinstance(found, Measured)
-    return measured_view("e" * 32, found, "", is_open=False)
+    return measured_view(found, "")
 
 
 def idle_notes(view: MeasuredView) -> list[list[str]]:

@@ -23,7 +23,7 @@ from support.runs_over_http import (
 )
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.pages.routes import runs as pages
-from zbv_service.pages.shell import Shell
+from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.run import run_view
 from zbv_service.runs.measurements import most_shared
 from zbv_solver.measure.rank_trace import parse_rank_trace
@@ -178,11 +178,11 @@ async def test_a_browser_cancels_a_run_and_takes_an_offer(serving: Serving) -> N
             await beat(service, agent, run_id, 0)
         for rank, agent in enumerate((first, second)):
             await send(service, agent, run_id, rank, traces(SLOW, plan_id, steps=3)[rank])
-        await service.app.state.application.dispatcher.look()
+        await service.app.state.application.dispatcher.replanner.step()
         for _ in range(200):
             if (await run_of(service, run_id))["offer"]:
                 break
-            await service.app.state.application.dispatcher.look()
+            await service.app.state.application.dispatcher.replanner.step()
         offer = (await run_of(service, run_id))["offer"]["plan_id"]
         seen = await page_of(service, f"/runs/{run_id}")
         assert f'name="plan_id" value="{offer}"' in seen
@@ -228,8 +228,9 @@ async def test_who_may_not_launch_is_not_offered_to(serving: Serving) -> None:
         run_id = (await submit(service)).json()["id"]
         run = await service.app.state.application.runs.get(run_id)
         for may, expected in ((("read",), False), (("launch",), True), (("admin",), True)):
-            view = run_view(run, None, (), (), (), Shell(may=frozenset(may)))
-            assert view.may_launch == expected
+            view, shell = run_view(run, None, (), ()), Shell(may=frozenset(may))
+            text = render("run.html.j2", shell, view=view, run=run, events=())
+            assert ("Cancel run" in text) == expected
 
 
 def test_of_steps_that_not_all_ranks_have_those_of_the_most_ranks_count() -> None:

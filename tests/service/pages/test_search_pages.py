@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support.problems import uniform
 from support.serving import PROBLEM, Serving
-from zbv_service.pages.shell import Shell
+from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.new_search import presets, start_from
-from zbv_service.pages.views.search import Shortage, search_page, search_view
+from zbv_service.pages.views.search import Shortage, search_view
 from zbv_service.problems.check import check
 from zbv_service.records.searches import SearchRecord
 from zbv_service.settings import Settings
@@ -45,8 +45,8 @@ RECORD = SearchRecord(
 
 
 def page_of(record: SearchRecord, problem: Problem | None = None, **shell: Any) -> str:
-    view = search_view(record, problem or uniform(2, 4, limit=3), None, AT + timedelta(seconds=12.5))
-    return search_page(view, Shell(**shell))
+    view = search_view(record, problem or uniform(2, 4, limit=3), AT + timedelta(seconds=12.5))
+    return render("search.html.j2", Shell(**shell), view=view, row=record)
 
 
 def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
@@ -84,11 +84,11 @@ def test_only_a_proof_is_called_one() -> None:
     assert "Proved optimal" in page_of(replace(done, gap=0.0))
     early = replace(RECORD, gap=0.0)
     assert "Proved optimal" not in page_of(early), "not before its plan is stored"
-    assert not search_view(early, uniform(2, 4, limit=3), None).optimal
+    assert not search_view(early, uniform(2, 4, limit=3)).optimal
 
 
 def test_how_a_method_was_set_is_told_whole() -> None:
-    view = search_view(replace(RECORD, method="windows(greedy-v(a=1))"), uniform(2, 4), None)
+    view = search_view(replace(RECORD, method="windows(greedy-v(a=1))"), uniform(2, 4))
     assert (view.method, view.details) == ("windows", "greedy-v(a=1)")
 
 
@@ -115,13 +115,13 @@ def test_what_ended_without_a_plan_says_why_and_what_to_do() -> None:
 def test_ranks_that_lack_memory_are_listed_together() -> None:
     problem = parse_problem({**problem_json(uniform(4, 4, limit=1)), "pp_degree": 4})
     limited = replace(problem, memory=replace(problem.memory, limit=(1.0, 1.0, 5.0, 1.5)))
-    view = search_view(replace(RECORD, state="infeasible"), limited, None)
+    view = search_view(replace(RECORD, state="infeasible"), limited)
     assert view.shortages == (Shortage(0, 1, "1", "2"), Shortage(3, 3, "1.5", "2"))
     assert view.fraction == "0.25 ×"
     rounded = replace(problem, memory=replace(problem.memory, limit=(1.0, 2 - 1e-12, 5.0, 5.0)))
-    view = search_view(replace(RECORD, state="infeasible"), rounded, None)
+    view = search_view(replace(RECORD, state="infeasible"), rounded)
     assert view.shortages == (Shortage(0, 0, "1", "2"),), "a limit that is too low by rounding alone is none"
-    assert "limit=smallest" in search_page(view, Shell())
+    assert "limit=smallest" in page_of(replace(RECORD, state="infeasible"), rounded)
     weightless = replace(
         problem,
         memory=replace(
@@ -132,7 +132,7 @@ def test_ranks_that_lack_memory_are_listed_together() -> None:
             static=(2.0,) * 4,
         ),
     )
-    assert search_view(replace(RECORD, state="infeasible"), weightless, None).fraction == ""
+    assert search_view(replace(RECORD, state="infeasible"), weightless).fraction == ""
 
 
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)

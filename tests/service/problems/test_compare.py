@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from support.serving import PROBLEM, Service, Serving
-from zbv_solver.plans.plan import baseline_json
+from zbv_solver.documents.text import plain
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import compare
 
@@ -21,7 +21,7 @@ async def compared(service: Service, problem: Any = PROBLEM) -> httpx.Response:
 async def test_all_baselines_are_given_and_the_best_plan_that_is_stored(serving: Serving) -> None:
     async with serving("honest") as service:
         before = (await compared(service)).json()
-        assert before["baselines"] == [baseline_json(found) for found in compare(parse_problem(PROBLEM))]
+        assert before["baselines"] == [plain(found) for found in compare(parse_problem(PROBLEM))]
         assert before["problem_summary"]["pp_degree"] == 2
         assert 0 < before["lower_bound"] <= min(row["span"] for row in before["baselines"])
         assert before["best"] is None

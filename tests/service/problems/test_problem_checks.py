@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from support.serving import PROBLEM, Service, Serving
 from zbv_solver.bounds import lower_bound
-from zbv_solver.plans.plan import baseline_json, plan_json
+from zbv_solver.documents.text import plain
+from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan, compare
 
@@ -98,7 +99,7 @@ async def test_an_estimate_is_a_real_plan_that_is_not_stored(
         assert answer.status_code == 200, answer.text
         found, problem = answer.json(), parse_problem(PROBLEM)
         assert found["problem_summary"]["microbatches"] == 4
-        assert found["baselines"] == [baseline_json(each) for each in compare(problem)]
+        assert found["baselines"] == [plain(each) for each in compare(problem)]
         plan = found["plan"]
         assert lower_bound(problem).value <= found["lower_bound"] <= plan["span"]
         assert plan["span"] < min(each["span"] for each in found["baselines"])

@@ -1,4 +1,4 @@
-"""An agent belongs to the token that registered it: nobody else acts for it."""
+"""An agent belongs to the token that registered it; other tokens cannot act for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def run_on_two(service: Service) -> str:
     return str(answer.json()["id"])
 
 
-async def test_only_the_token_that_registered_an_agent_or_admin_acts_for_it(service: Service) -> None:
+async def test_only_the_registering_token_or_admin_acts_for_an_agent(service: Service) -> None:
     own = await add(service, "agent", name="own")
     foreign = await add(service, "agent", "read", "search", "launch", name="foreign")
     admin = await add(service, "admin", name="admin")
@@ -62,7 +62,7 @@ async def test_only_the_token_that_registered_an_agent_or_admin_acts_for_it(serv
     assert (await service.http.delete(f"/v1/agents/{agent}", headers=admin)).status_code == 204
 
 
-async def test_a_registration_is_not_repeated_by_others_and_not_shown_to_them(service: Service) -> None:
+async def test_another_token_can_neither_repeat_nor_read_a_registration(service: Service) -> None:
     own, foreign = await add(service, "agent", name="own"), await add(service, "agent", name="foreign")
     assert (await register(service, "a", own)).status_code == 201
     assert (await register(service, "a", own)).status_code == 200
@@ -73,11 +73,11 @@ async def test_a_registration_is_not_repeated_by_others_and_not_shown_to_them(se
     assert (await service.http.get(address, headers=own)).json()["name"] == "host-a"
     assert (await service.http.get(address, headers=foreign)).status_code == 403
     reader = await add(service, "agent", "read", name="reader")
-    assert (await service.http.get(address, headers=reader)).status_code == 200, "read sees everything"
+    assert (await service.http.get(address, headers=reader)).status_code == 200, "the scope read allows it"
 
 
-async def test_a_false_node_gets_no_part_in_the_runs_of_others(service: Service) -> None:
-    """As node 0 it would say where the ranks meet, and they would believe what it sends them."""
+async def test_an_agent_of_another_token_gets_no_node_of_a_run(service: Service) -> None:
+    """As node 0 it would set the rendezvous, and the ranks would unpickle its messages."""
     own, foreign = await add(service, "agent", name="own"), await add(service, "agent", name="foreign")
     run_id = await run_on_two(service)
     for digit, fields in (("0", foreign), ("a", own), ("b", own)):
@@ -90,14 +90,14 @@ async def test_a_false_node_gets_no_part_in_the_runs_of_others(service: Service)
     assert {found["rendezvous"] for found in works} == {"10.0.0.97:29500"}
     none = await service.http.get(f"/v1/agents/{'0' * 32}/work", headers=foreign)
     assert none.status_code == 204
-    assert "b" * 32 not in str(works[0]), "a node learns nothing of the others but where they meet"
+    assert "b" * 32 not in str(works[0]), "a node learns only the rendezvous of the others"
     end = {"run_id": run_id, "generation": 0, "outcome": "failed", "failures": []}
     for digit in "0a":
         await service.http.post(f"/v1/agents/{digit * 32}/ended", json=end, headers=foreign)
     assert (await service.http.get(f"/v1/runs/{run_id}")).json()["state"] == "starting"
 
 
-async def test_an_agent_of_before_belongs_to_the_first_token_that_acts_for_it(service: Service) -> None:
+async def test_an_agent_without_owner_belongs_to_the_first_token_that_acts_for_it(service: Service) -> None:
     own, foreign = await add(service, "agent", name="own"), await add(service, "agent", name="foreign")
     admin = await add(service, "admin", name="admin")
     assert (await register(service, "a", own)).status_code == 201
@@ -108,16 +108,16 @@ async def test_an_agent_of_before_belongs_to_the_first_token_that_acts_for_it(se
         assert (await service.http.post(address, json={}, headers=fields)).status_code == status
 
 
-def test_an_agent_whose_token_was_replaced_registers_again() -> None:
-    """Its file of the token holds another one by then."""
-    told = {"type": "/problems/agent-of-others", "title": "T", "status": 403, "detail": "D"}
+def test_the_client_reports_a_replaced_token_as_a_gone_agent() -> None:
+    """The agent then registers again with the new token. The service is below a root path here."""
+    told = {"type": "/planner/problems/agent-of-others", "title": "T", "status": 403, "detail": "D"}
     transport = httpx.MockTransport(lambda _request: httpx.Response(403, json=told))
     with AgentClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
         client.heartbeat("a", {})
 
 
-async def test_an_agent_that_is_gone_may_be_registered_by_another_token(service: Service) -> None:
-    """Retention removes agents that left; their ids are free then."""
+async def test_a_removed_agent_can_be_registered_by_another_token(service: Service) -> None:
+    """Retention removes agents that left, which frees their ids."""
     first, second = [await add(service, "agent", name=name) for name in ("first", "second")]
     assert (await register(service, "c", first)).status_code == 201
     agent = f"/v1/agents/{'c' * 32}"

@@ -1,4 +1,4 @@
-"""Runs of plans from layers: they keep the layers of their stages, whatever is measured or offered."""
+"""Runs of plans from layers keep the partition, also when costs are measured and plans offered."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cut(partition: list[list[str]]) -> dict[str, Any]:
     return {**LAYERED, "partition": partition}
 
 
-async def test_a_run_takes_another_plan_only_of_the_same_cut(serving: Serving) -> None:
+async def test_a_run_changes_only_to_plans_with_the_same_partition(serving: Serving) -> None:
     async with serving("immediate") as service:
         ours, theirs = [await import_plan(service, cut(partition)) for partition in (EARLY, LATE)]
         document = (await service.http.get(f"/v1/plans/{ours}")).json()
@@ -40,7 +40,7 @@ async def test_a_run_takes_another_plan_only_of_the_same_cut(serving: Serving) -
         run = (await submit(service, plan_id=ours)).json()
         refused = await service.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": theirs})
         assert refused.status_code == 422
-        assert "cuts the model elsewhere" in refused.json()["errors"][0]["detail"]
+        assert "partitions the model differently" in refused.json()["errors"][0]["detail"]
         slower = {**cut(EARLY), "costs": {"p2p": 3}}
         taken = await service.http.post(
             f"/v1/runs/{run['id']}/plan", json={"plan_id": await import_plan(service, slower)}
@@ -48,7 +48,7 @@ async def test_a_run_takes_another_plan_only_of_the_same_cut(serving: Serving) -
         assert taken.status_code == 202, taken.text
 
 
-async def test_a_run_may_be_asked_for_by_its_layers(serving: Serving) -> None:
+async def test_a_run_can_be_submitted_by_layers(serving: Serving) -> None:
     async with serving("immediate") as service:
         body = {"problem": LAYERED, "model": MODEL, "nodes": 2, "steps": 5}
         answer = await service.http.post("/v1/runs", json=body)
@@ -61,7 +61,7 @@ async def test_a_run_may_be_asked_for_by_its_layers(serving: Serving) -> None:
         assert refused.json()["errors"][0]["pointer"] == "/problem/placement"
 
 
-def test_what_is_searched_for_measured_costs_is_the_same_cut() -> None:
+def test_the_measured_problem_keeps_the_partition() -> None:
     problem = parse_problem(cut(EARLY))
     plan = make_plan(problem, orders_of(problem), method="test")
     costs = Costs((20.0, 15.0, 25.0, 60.0), (21.0, 16.0, 26.0, 61.0), (9.0, 8.0, 7.0, 60.0), (2.0,) * 3)
@@ -71,13 +71,13 @@ def test_what_is_searched_for_measured_costs_is_the_same_cut() -> None:
     assert found.change > 0.1
     assert found.problem.model is not None
     assert [list(names) for names in found.problem.model.partition] == EARLY
-    # What the replanner submits: a document whose layers contradicted its stages would be refused.
+    # The replanner submits this document; one with contradicting layers and stages would be refused.
     asked = new_search({"problem": problem_json(found.problem)}, Settings())
     assert asked.summary["layers"] == 8
     assert isinstance(parse_problem(problem_json(found.problem)), Problem)
 
 
-def test_a_rank_whose_cut_cannot_be_read_is_no_rank() -> None:
+def test_a_rank_with_an_invalid_partition_is_refused() -> None:
     rank: dict[str, Any] = {"plan_id": "p", "rank": 0, "pp_degree": 1, "microbatches": 1}
     rank |= {"placement": "single", "chunks": 1, "stages": [0], "actions": [], "peers": [], "channels": []}
     found = read_rank({**rank, "partition": [["a", "b"]], "recompute": [True]})

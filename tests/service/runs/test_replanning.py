@@ -1,4 +1,4 @@
-"""Replanning: measured costs that differ are searched once, and a better plan is offered or taken."""
+"""Replanning: measured costs that drift are searched once, and a better plan is offered or adopted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.runs_over_http import beat, end, events, import_plan, run_of, started, submit, until_run, work
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.runs.replanner import _is_enough, _patience, measure, objective_of
+from zbv_service.runs import dispatch
+from zbv_service.runs.replanner import _is_enough, _patience, evaluate, measure
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
@@ -19,7 +20,13 @@ pytestmark = pytest.mark.anyio
 
 PLANNED = {**PROBLEM, "units": {"time": "us"}}
 SLOW = {**PLANNED, "costs": {"forward": 3, "backward_input": 1, "backward_weight": 1}}
-"""What the ranks really cost. The fake search states 8 for any plan; the running one then takes 40."""
+"""The real costs of the ranks. The fake search claims 8 for any plan; the running one then takes 40."""
+
+
+@pytest.fixture(autouse=True)
+def only_explicit_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service looks once when it starts; afterwards only :func:`looked` does."""
+    monkeypatch.setattr(dispatch, "POLL_SECONDS", 3600.0)
 
 
 async def running(service: Service, **options: Any) -> tuple[str, str, str]:
@@ -33,7 +40,7 @@ async def running(service: Service, **options: Any) -> tuple[str, str, str]:
 async def measured(
     service: Service, run: tuple[str, str, str], document: dict[str, Any], generation: int = 0, **how: Any
 ) -> str:
-    """Send what the ranks measured, as the plan that the run has unless told otherwise."""
+    """Send traces of the ranks with the costs of a document, by default for the plan of the run."""
     run_id, *agents = run
     problem = parse_problem(document)
     plan_id = str(how.pop("plan_id", None) or (await run_of(service, run_id))["plan_id"])
@@ -45,15 +52,25 @@ async def measured(
 
 
 async def looked(service: Service) -> None:
-    """Have the service look, as it does by itself every second."""
-    await service.app.state.application.dispatcher.look()
+    """Have the service look, as it usually does every second."""
+    await service.app.state.application.dispatcher.replanner.step()
+
+
+async def replanned(service: Service, run_id: str) -> None:
+    """Look, wait for the search of the measured costs, and judge its plan."""
+    await looked(service)
+    await service.ended((await memory(service, run_id))["search_id"])
+    await looked(service)
 
 
 async def searches(service: Service) -> int:
     return len((await service.http.get("/v1/searches")).json()["searches"])
 
 
-async def test_auto_searches_offers_and_changes_over(serving: Serving) -> None:
+async def test_auto_searches_offers_and_changes_the_plan(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "POLL_SECONDS", 0.05)  # in this test the service looks by itself
     async with serving("immediate") as service:
         run = run_id, first, second = await running(service, replan="auto")
         before = await measured(service, run, SLOW, steps=3)
@@ -61,7 +78,7 @@ async def test_auto_searches_offers_and_changes_over(serving: Serving) -> None:
         found = await run_of(service, run_id)
         assert found["plan_id"] == before != target
         assert (found["offer"]["plan_id"], found["offer"]["objective_then"]) == (target, 8.0)
-        assert found["offer"]["objective_now"] == pytest.approx(objective_of(*under(SLOW)))
+        assert found["offer"]["objective_now"] == pytest.approx(evaluate(*under(SLOW)))
         assert (await beat(service, first, run_id))["plan_id"] == target
         await measured(service, run, SLOW, steps=1, first_step=5, plan_id=target)
         found = await run_of(service, run_id)
@@ -76,11 +93,12 @@ def under(document: dict[str, Any]) -> tuple[Problem, Any]:
     return parse_problem(document), make_plan(problem, orders_of(problem), method="test")
 
 
-async def test_ask_waits_for_an_answer_and_off_does_not_look(serving: Serving) -> None:
+async def test_ask_waits_for_a_decision_and_off_does_nothing(serving: Serving) -> None:
     async with serving("immediate") as service:
         run = run_id, first, _ = await running(service, replan="ask")
         await measured(service, run, SLOW, steps=3)
-        offer = (await until_run(service, run_id, lambda seen: seen["offer"]))["offer"]
+        await replanned(service, run_id)
+        offer = (await run_of(service, run_id))["offer"]
         assert (await beat(service, first, run_id))["plan_id"] is None
         answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": offer["plan_id"]})
         assert (answer.status_code, answer.json()["target_plan_id"]) == (202, offer["plan_id"])
@@ -101,7 +119,7 @@ async def test_ask_waits_for_an_answer_and_off_does_not_look(serving: Serving) -
         assert await searches(service) == count
 
 
-async def test_few_steps_or_costs_as_planned_start_no_search(serving: Serving) -> None:
+async def test_too_few_steps_or_planned_costs_start_no_search(serving: Serving) -> None:
     async with serving("immediate") as service:
         run = run_id, *_ = await running(service, replan="auto")
         await measured(service, run, SLOW, steps=2)
@@ -117,13 +135,13 @@ async def test_few_steps_or_costs_as_planned_start_no_search(serving: Serving) -
 
 
 async def memory(service: Service, run_id: str) -> Any:
-    """What is remembered of looks at a run."""
+    """The stored state of replanning."""
     record = await service.app.state.application.runs.get(run_id)
     return record.replanning
 
 
-async def test_costs_that_were_searched_in_vain_are_not_searched_again(serving: Serving) -> None:
-    """A plan that is no better is not offered, the next look waits for longer, and needs other costs."""
+async def test_costs_without_a_better_plan_are_not_searched_again(serving: Serving) -> None:
+    """A plan that is no better is not offered. The next look comes later, and needs other costs."""
     async with serving("honest") as service:
         run = run_id, *_ = await running(service, replan="auto")
         await measured(service, run, SLOW, steps=3)
@@ -146,7 +164,7 @@ async def test_costs_that_were_searched_in_vain_are_not_searched_again(serving: 
         assert (await run_of(service, run_id))["offer"] is None
 
 
-async def test_an_open_search_is_the_only_one(serving: Serving) -> None:
+async def test_a_run_has_at_most_one_open_search(serving: Serving) -> None:
     async with serving("held") as service:
         run = run_id, *_ = await running(service, replan="auto")
         for step in (0, 3, 6):
@@ -157,11 +175,12 @@ async def test_an_open_search_is_the_only_one(serving: Serving) -> None:
         await service.http.post(f"/v1/searches/{(await memory(service, run_id))['search_id']}/cancel")
 
 
-async def test_after_a_change_only_traces_of_the_new_plan_count(serving: Serving) -> None:
+async def test_after_a_change_of_plan_only_its_traces_count(serving: Serving) -> None:
     async with serving("immediate") as service:
         run = run_id, *_ = await running(service, replan="auto")
         before = await measured(service, run, SLOW, steps=3)
-        target = (await until_run(service, run_id, lambda seen: seen["target_plan_id"]))["target_plan_id"]
+        await replanned(service, run_id)
+        target = (await run_of(service, run_id))["target_plan_id"]
         await measured(service, run, SLOW, steps=1, first_step=3, plan_id=target)
         slower = {**PLANNED, "costs": {"forward": 9, "backward_input": 1, "backward_weight": 1}}
         await measured(service, run, slower, steps=3, first_step=4, plan_id=before)
@@ -174,7 +193,7 @@ async def test_after_a_change_only_traces_of_the_new_plan_count(serving: Serving
         assert (known["plan_id"], known["step"], known["searches"]) == (target, 9, 2)
 
 
-async def test_a_generation_begun_anew_has_the_plan_that_was_decided_on(serving: Serving) -> None:
+async def test_a_new_generation_starts_with_the_target_plan(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await running(service, retries=1)
         target = await import_plan(service, SLOW)
@@ -188,7 +207,7 @@ async def test_a_generation_begun_anew_has_the_plan_that_was_decided_on(serving:
         assert swapped["detail"].endswith("from the start of generation 1")
 
 
-async def test_only_a_plan_of_the_same_shape_can_be_changed_to(serving: Serving) -> None:
+async def test_a_run_changes_only_to_plans_of_the_same_shape(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await running(service)
         loop = await import_plan(service, {**PLANNED, "placement": "loop"})
@@ -205,7 +224,7 @@ async def test_only_a_plan_of_the_same_shape_can_be_changed_to(serving: Serving)
         assert answer.status_code == 409
 
 
-async def test_a_run_that_is_to_stay_with_its_plan_after_all_says_so_to_its_ranks(serving: Serving) -> None:
+async def test_a_change_of_plan_can_be_reverted(serving: Serving) -> None:
     async with serving("immediate") as service:
         run = run_id, first, _ = await running(service)
         plan_id = (await run_of(service, run_id))["plan_id"]
@@ -217,18 +236,18 @@ async def test_a_run_that_is_to_stay_with_its_plan_after_all_says_so_to_its_rank
         assert (await beat(service, first, run_id))["plan_id"] is None
 
 
-def test_three_steps_are_enough_and_one_of_very_many_microbatches() -> None:
+def test_three_steps_or_one_with_many_microbatches_are_enough() -> None:
     assert [_is_enough(steps, 4) for steps in range(5)] == [False, False, False, True, True]
     assert _is_enough(1, 1000)
     assert not _is_enough(0, 10**6)
 
 
-def test_every_search_doubles_the_patience_up_to_a_point() -> None:
+def test_every_search_doubles_the_patience_up_to_a_limit() -> None:
     assert [_patience(searches) for searches in range(4)] == [3, 6, 12, 24]
     assert _patience(10) == _patience(1000) == 3072
 
 
-def test_the_objective_counts_as_well_as_each_stage() -> None:
+def test_a_change_of_the_objective_counts_like_a_change_of_a_stage() -> None:
     problem, plan = under(PLANNED)
     slow = parse_problem({**PLANNED, "costs": {**PLANNED["costs"], "p2p": 5}})
     traces = tuple(map(parse_rank_trace, trace_documents(slow, plan.orders, steps=3)))

@@ -1,4 +1,4 @@
-"""A run that fails begins anew: with any agents that are free, a stated number of times, and not in vain."""
+"""A failed run is retried with any free agents, a limited number of times, unless it would fail again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def fail(service: Service, run_id: str, first: str, second: str, generatio
     await end(service, first, run_id, "stopped", generation=generation)
 
 
-async def test_a_failed_generation_is_followed_by_another_until_retries_are_used_up(serving: Serving) -> None:
+async def test_a_failed_generation_is_retried_until_retries_are_used_up(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=2)
         for generation in range(2):
@@ -57,7 +57,7 @@ async def test_a_failed_generation_is_followed_by_another_until_retries_are_used
         assert retries == [f"retry {n} of 2 after: rank 1 was killed" for n in (1, 2)]
 
 
-async def test_a_retried_run_can_succeed_and_then_has_no_error(serving: Serving) -> None:
+async def test_a_retried_run_that_succeeds_has_no_error(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=1)
         await fail(service, run_id, first, second, 0)
@@ -68,7 +68,7 @@ async def test_a_retried_run_can_succeed_and_then_has_no_error(serving: Serving)
         assert (ended["state"], ended["generation"], ended["error"]) == ("succeeded", 1, None)
 
 
-async def test_a_late_report_of_a_former_generation_changes_nothing(serving: Serving) -> None:
+async def test_a_late_report_of_an_earlier_generation_is_ignored(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=1)
         await fail(service, run_id, first, second, 0)
@@ -80,7 +80,7 @@ async def test_a_late_report_of_a_former_generation_changes_nothing(serving: Ser
         assert [node["state"] for node in found["members"]] == ["assigned", "assigned"]
 
 
-async def test_what_would_only_fail_again_is_not_retried(serving: Serving) -> None:
+async def test_invalid_input_is_not_retried(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=5)
         await end(service, first, run_id, "failed", {"kind": "peer", "rank": 0, "detail": "rank 1 is gone"})
@@ -89,7 +89,7 @@ async def test_what_would_only_fail_again_is_not_retried(serving: Serving) -> No
         assert (found["state"], found["generation"], found["error"]["detail"]) == ("failed", 0, "wrong")
 
 
-async def test_a_run_that_an_agent_refuses_waits_for_another_and_fails_nothing(serving: Serving) -> None:
+async def test_a_refused_run_waits_for_another_agent_without_using_a_retry(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=0)
         refusal = {"kind": "refused", "detail": "agent host-b does not load model a.b:c."}
@@ -106,14 +106,14 @@ async def test_a_run_that_an_agent_refuses_waits_for_another_and_fails_nothing(s
         assert "host-b refused the run" in await words(service, f"/runs/{run_id}")
         third = await register(service, "c")
         assert {(await work(service, agent))["generation"] for agent in (first, third)} == {1}
-        # The refusal took no retry, of which this run has none.
+        # The refusal did not count as a retry; this run has none.
         await end(service, first, run_id, "failed", KILLED, generation=1)
         await end(service, third, run_id, "stopped", generation=1)
         found = await run_of(service, run_id)
         assert (found["state"], found["waits_for"], len(found["failures"])) == ("failed", None, 1)
 
 
-async def test_a_run_is_given_only_to_agents_that_allow_it(serving: Serving) -> None:
+async def test_a_run_is_assigned_only_to_agents_that_allow_it(serving: Serving) -> None:
     async with serving("immediate") as service:
         closed = [await register(service, digit, allowed_models=[], slots=2) for digit in "ab"]
         allows = {"models": ["a.*"], "checkpoint_directories": ["/elsewhere"]}
@@ -132,7 +132,7 @@ async def test_a_run_is_given_only_to_agents_that_allow_it(serving: Serving) -> 
         assert (shown["allowed_models"], shown["checkpoint_directories"]) == (["a.*"], ["/data"])
 
 
-async def test_the_cause_of_every_generation_stays_after_a_later_one_succeeds(serving: Serving) -> None:
+async def test_the_cause_of_each_failed_generation_is_kept(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=3)
         await beat(service, second, run_id, 7)
@@ -167,7 +167,7 @@ async def test_the_cause_of_every_generation_stays_after_a_later_one_succeeds(se
         assert "rank 1 on host-a error step 9, at 1B2 log out of memory" in seen
 
 
-async def test_a_cancelled_run_is_not_begun_anew(serving: Serving) -> None:
+async def test_a_cancelled_run_is_not_retried(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=5)
         await service.http.post(f"/v1/runs/{run_id}/cancel")
@@ -176,7 +176,7 @@ async def test_a_cancelled_run_is_not_begun_anew(serving: Serving) -> None:
         assert (await run_of(service, run_id))["state"] == "cancelled"
 
 
-async def test_a_run_that_waits_for_its_next_generation_can_be_cancelled(serving: Serving) -> None:
+async def test_a_run_can_be_cancelled_between_generations(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=5)
         await service.http.post(f"/v1/agents/{first}/drain")
@@ -186,7 +186,7 @@ async def test_a_run_that_waits_for_its_next_generation_can_be_cancelled(serving
         assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
 
 
-async def test_a_lost_agents_place_is_taken_by_any_that_is_idle(serving: Serving) -> None:
+async def test_any_idle_agent_replaces_a_lost_one(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=1)
         spare = await register(service, "c")
@@ -199,14 +199,14 @@ async def test_a_lost_agents_place_is_taken_by_any_that_is_idle(serving: Serving
         assert "agent host-b" in lost["detail"]
 
 
-async def test_an_unknown_run_is_told_apart_from_a_failed_one(serving: Serving) -> None:
+async def test_the_heartbeat_of_an_unknown_run_is_told_to_stop(serving: Serving) -> None:
     async with serving("immediate") as service:
         agent = await register(service, "a")
         answer = await beat(service, agent, "f" * 32)
         assert (answer["stop"], answer["cause"]) == (True, "unknown-run")
 
 
-async def test_replicas_need_as_many_ranks_more(serving: Serving) -> None:
+async def test_replicas_multiply_the_ranks(serving: Serving) -> None:
     async with serving("immediate") as service:
         answer = await submit(service, nodes=3, options={"data_parallel": 3})
         assert (answer.status_code, answer.json()["ranks_per_node"]) == (202, 2)
@@ -215,7 +215,7 @@ async def test_replicas_need_as_many_ranks_more(serving: Serving) -> None:
         assert "2 ranks of a pipeline times 3 replicas" in refused.json()["errors"][0]["detail"]
 
 
-async def test_options_reach_the_agents_whole_and_with_their_defaults(serving: Serving) -> None:
+async def test_options_reach_agents_with_their_defaults(serving: Serving) -> None:
     options = {
         "precision": "bfloat16",
         "clip_norm": 1.0,
@@ -260,14 +260,14 @@ async def test_options_reach_the_agents_whole_and_with_their_defaults(serving: S
         ({"replicas": 2}, "/options/replicas"),
     ],
 )
-def test_a_wrong_option_is_refused_where_it_is_wrong(options: dict[str, Any], pointer: str) -> None:
+def test_a_wrong_option_is_refused_with_a_pointer(options: dict[str, Any], pointer: str) -> None:
     body = {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5, "options": options}
     with pytest.raises(InvalidInput) as found:
         parse_body(RunRequest, body)
     assert [issue.pointer for issue in found.value.issues] == [pointer]
 
 
-def test_a_relative_checkpoint_directory_is_refused_in_words() -> None:
+def test_a_relative_checkpoint_directory_is_refused_with_a_suggestion() -> None:
     options = {"checkpoint": {"directory": "ck", "every": 1}}
     body = {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5, "options": options}
     with pytest.raises(InvalidInput, match=r"must be an absolute path, .* such as /shared/ck") as found:
@@ -276,7 +276,7 @@ def test_a_relative_checkpoint_directory_is_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("directory", ["/shared/../etc", "/shared/run/.."])
-def test_a_checkpoint_directory_that_no_node_can_allow_is_refused(directory: str) -> None:
+def test_a_checkpoint_directory_with_dots_is_refused(directory: str) -> None:
     options = {"checkpoint": {"directory": directory, "every": 1}}
     body = {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5, "options": options}
     with pytest.raises(InvalidInput, match=r"must not contain '\.\.'"):

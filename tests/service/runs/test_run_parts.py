@@ -1,4 +1,4 @@
-"""Traces and logs: who may send them, how large they may be, and what is shown of them."""
+"""Traces and logs: permissions, limits of size, and the merged trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.runs_over_http import end, started, work
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.runs.parts import MAX_LOG_BYTES
+from zbv_service.database import PartTable
+from zbv_service.runs.parts import MAX_LOG_BYTES, parse_traces
+from zbv_solver.measure.rank_trace import RankTrace
 from zbv_solver.problem.reading import parse_problem
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +35,7 @@ async def put(
     return await service.http.put(address, content=gzip.compress(content), headers=PACKED)
 
 
-async def test_the_newest_step_of_all_ranks_is_one_trace_on_rank_0s_clock(serving: Serving) -> None:
+async def test_the_newest_common_step_is_one_trace_on_the_clock_of_rank_0(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         shown = f"/v1/runs/{run_id}/trace"
@@ -61,7 +63,7 @@ def not_finite(*steps: int, **more: Any) -> dict[str, Any]:
     return {"rank": 1, "events": events, **more}
 
 
-async def test_values_that_are_not_finite_are_events_of_the_run_each_once(serving: Serving) -> None:
+async def test_each_non_finite_value_becomes_one_event(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         for steps in ((7,), (7, 8), (8, 9)):
@@ -80,7 +82,7 @@ async def test_values_that_are_not_finite_are_events_of_the_run_each_once(servin
             assert (await put(service, agent, run_id, 1, body, "events")).status_code == status, name
 
 
-async def test_the_latest_trace_of_a_rank_counts_and_each_generation_has_its_own(serving: Serving) -> None:
+async def test_each_generation_keeps_the_latest_trace_of_a_rank(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=1)
         for rank, agent in enumerate((first, second)):
@@ -98,7 +100,14 @@ async def test_the_latest_trace_of_a_rank_counts_and_each_generation_has_its_own
             assert shown.json()["otherData"]["steps"] == [step]
 
 
-async def test_former_steps_are_kept_for_ranks_that_write_at_other_times(serving: Serving) -> None:
+async def stored_trace(service: Service, run_id: str) -> RankTrace:
+    """The stored trace of rank 0."""
+    parts = await PartTable(service.app.state.application.database).read(run_id, 0, "trace", [0])
+    (trace,) = parse_traces([part.body for part in parts])
+    return trace
+
+
+async def test_earlier_steps_are_kept_because_ranks_write_at_different_times(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         for step in (0, 5, 10, 15):
@@ -107,14 +116,14 @@ async def test_former_steps_are_kept_for_ranks_that_write_at_other_times(serving
         for sent, expected in ((traces(5, first_step=4), 8), (traces(5, first_step=0), 8)):
             await put(service, second, run_id, 1, sent[1])
             assert (await service.http.get(shown)).json()["otherData"]["steps"] == [expected]
-        kept = (await service.app.state.application.parts.traces(run_id, 0))[0]
+        kept = await stored_trace(service, run_id)
         assert kept.numbers == frozenset(range(5, 20))
         await put(service, first, run_id, 0, traces(2, first_step=20, ahead=[5, 5])[0])
-        kept = (await service.app.state.application.parts.traces(run_id, 0))[0]
-        assert kept.numbers == {20, 21}  # of another clock
+        kept = await stored_trace(service, run_id)
+        assert kept.numbers == {20, 21}  # the earlier steps were measured with another clock
 
 
-async def test_ranks_without_a_step_of_one_plan_in_common_have_no_picture(serving: Serving) -> None:
+async def test_ranks_without_a_common_step_of_one_plan_have_no_trace(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         await put(service, first, run_id, 0, traces(2)[0])
@@ -124,7 +133,7 @@ async def test_ranks_without_a_step_of_one_plan_in_common_have_no_picture(servin
             assert (answer.status_code, "no step in common" in answer.text) == (404, True)
 
 
-async def test_a_loss_that_is_no_number_does_not_hide_the_trace(serving: Serving) -> None:
+async def test_a_trace_with_a_nan_loss_is_accepted(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, _ = await started(service)
         text = json.dumps(traces()[0]).replace('"loss": null', '"loss": NaN')
@@ -132,7 +141,7 @@ async def test_a_loss_that_is_no_number_does_not_hide_the_trace(serving: Serving
         assert (await put(service, first, run_id, 0, text.encode())).status_code == 204
 
 
-async def test_only_the_agent_of_a_rank_may_speak_for_it(serving: Serving) -> None:
+async def test_only_the_agent_of_a_rank_may_send_its_trace(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         for agent, run, rank, generation in (
@@ -148,7 +157,7 @@ async def test_only_the_agent_of_a_rank_may_speak_for_it(serving: Serving) -> No
         assert (await put(service, first, run_id, 0, traces()[0])).status_code == 410
 
 
-async def test_what_is_too_large_or_no_trace_is_refused(serving: Serving) -> None:
+async def test_large_or_invalid_traces_are_refused(serving: Serving) -> None:
     async with serving("immediate", max_trace_bytes=5000) as service:
         run_id, first, _ = await started(service)
         bomb = b" " * 50_000
@@ -173,7 +182,7 @@ async def test_what_is_too_large_or_no_trace_is_refused(serving: Serving) -> Non
         assert (await service.http.get(f"/v1/runs/{run_id}/trace")).status_code == 404
 
 
-async def test_the_end_of_a_log_is_kept_per_rank_and_generation(serving: Serving) -> None:
+async def test_the_end_of_a_log_is_stored_per_rank_and_generation(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         shown = f"/v1/runs/{run_id}/ranks/1/log"

@@ -18,7 +18,7 @@ async def submit_problem(service: Service, problem: Any = PROBLEM, **more: Any) 
     return await service.http.post("/v1/runs", json={**body, **more})
 
 
-async def test_it_waits_for_its_plan_and_then_for_its_agents(serving: Serving, directory: Path) -> None:
+async def test_a_run_waits_for_its_plan_and_then_for_its_agents(serving: Serving, directory: Path) -> None:
     async with serving("held") as service:
         answer = await submit_problem(service, search_options={"effort": "quick", "seed": 7})
         run = answer.json()
@@ -35,7 +35,7 @@ async def test_it_waits_for_its_plan_and_then_for_its_agents(serving: Serving, d
         assert kinds == ["planning", "planned", "waiting", "starting"]
 
 
-async def test_a_service_that_ends_while_it_plans_goes_on_with_it(serving: Serving, directory: Path) -> None:
+async def test_planning_continues_after_a_restart(serving: Serving, directory: Path) -> None:
     async with serving("held", shutdown_seconds=0.5) as service:
         run_id = (await submit_problem(service)).json()["id"]
     (directory / "release").touch()
@@ -43,7 +43,7 @@ async def test_a_service_that_ends_while_it_plans_goes_on_with_it(serving: Servi
         assert (await until_run(service, run_id, lambda seen: seen["state"] == "waiting"))["plan_id"]
 
 
-async def test_a_search_that_was_done_before_is_not_done_again(serving: Serving) -> None:
+async def test_a_finished_search_is_reused(serving: Serving) -> None:
     async with serving("immediate") as service:
         search = await service.ended((await service.submit()).json()["id"])
         run = (await submit_problem(service)).json()
@@ -52,7 +52,7 @@ async def test_a_search_that_was_done_before_is_not_done_again(serving: Serving)
         assert found["plan_id"] == search["plan_id"]
 
 
-async def test_a_search_that_fails_fails_the_run_with_its_error(serving: Serving) -> None:
+async def test_a_failed_search_fails_the_run_with_its_error(serving: Serving) -> None:
     async with serving("broken") as service:
         run = (await submit_problem(service)).json()
         found = await until_run(service, run["id"], lambda seen: seen["state"] == "failed")
@@ -70,7 +70,7 @@ async def test_a_search_cancelled_without_a_plan_fails_the_run(serving: Serving)
         await service.http.post(f"/v1/searches/{first['id']}/cancel")
 
 
-async def test_cancelling_ends_the_search_that_the_run_began_and_no_other(serving: Serving) -> None:
+async def test_cancelling_a_run_cancels_its_search_unless_others_use_it(serving: Serving) -> None:
     async with serving("held") as service:
         run = (await submit_problem(service)).json()
         answer = await service.http.post(f"/v1/runs/{run['id']}/cancel")
@@ -97,7 +97,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
-async def test_a_wrong_problem_or_option_is_refused_where_it_is_wrong(serving: Serving) -> None:
+async def test_a_wrong_problem_or_option_is_refused_with_a_pointer(serving: Serving) -> None:
     async with serving("immediate") as service:
         for changes, pointer in WRONG:
             answer = await submit_problem(service, **changes)
@@ -107,7 +107,7 @@ async def test_a_wrong_problem_or_option_is_refused_where_it_is_wrong(serving: S
         assert (await service.http.get("/v1/searches")).json()["searches"] == []
 
 
-async def test_a_planned_run_may_still_be_given_another_plan(serving: Serving, directory: Path) -> None:
+async def test_a_waiting_run_can_change_its_plan(serving: Serving, directory: Path) -> None:
     async with serving("held") as service:
         plan_id = await import_plan(service)
         run = (await submit_problem(service)).json()

@@ -1,4 +1,4 @@
-"""Runs and agents over HTTP: states, repeated messages, what a run fails of, and who is lost."""
+"""Runs and agents over HTTP: states, repeated messages, causes of failures, and lost agents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.serving import DEADLINE, Serving
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_run_waits_for_all_its_agents_and_then_each_gets_its_node(serving: Serving) -> None:
+async def test_a_run_waits_for_all_its_agents_and_each_gets_a_node(serving: Serving) -> None:
     async with serving("immediate") as service:
         answer = await submit(service)
         assert (answer.status_code, answer.json()["state"]) == (202, "waiting")
@@ -44,7 +44,7 @@ async def test_a_run_waits_for_all_its_agents_and_then_each_gets_its_node(servin
         assert await work(service, first) == found[0]
 
 
-async def test_it_runs_once_every_node_does_and_succeeds_once_all_have(serving: Serving) -> None:
+async def test_a_run_is_running_or_succeeded_once_all_nodes_are(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         await beat(service, first, run_id, 0)
@@ -64,12 +64,12 @@ async def test_it_runs_once_every_node_does_and_succeeds_once_all_have(serving: 
         assert later.json()["events"] == events[2:]
 
 
-async def test_a_failure_stops_the_others_and_the_cause_speaks_for_the_run(serving: Serving) -> None:
+async def test_a_failure_stops_other_nodes_and_the_cause_is_the_error_of_the_run(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)
         lost = {"kind": "peer", "rank": 0, "action": "3F1", "peer": 1, "detail": "rank 1 did not deliver"}
         await end(service, first, run_id, "failed", lost)
-        assert (await run_of(service, run_id))["state"] == "starting"  # the other may know more
+        assert (await run_of(service, run_id))["state"] == "starting"  # the other node may report the cause
         answer = await beat(service, second, run_id)
         assert (answer["stop"], answer["cause"]) == (True, "failed")
         await end(service, second, run_id, "failed", {"kind": "killed", "rank": 1, "detail": "SIGKILL"})
@@ -80,7 +80,7 @@ async def test_a_failure_stops_the_others_and_the_cause_speaks_for_the_run(servi
         assert [failure["peer"] for failure in found["error"]["failures"]] == [None, 1]
 
 
-async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_when_its_nodes_say_so(
+async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_once_its_nodes_stopped(
     serving: Serving,
 ) -> None:
     async with serving("immediate") as service:
@@ -98,7 +98,7 @@ async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_when_its_nod
         assert [run["id"] for run in listed] == [run_id, waiting]
 
 
-async def test_silent_agents_are_lost_and_named_and_the_others_are_not(serving: Serving) -> None:
+async def test_only_silent_agents_are_lost(serving: Serving) -> None:
     async with serving("immediate", agent_heartbeat_seconds=0.1, agent_timeout_seconds=1.0) as service:
         run_id, first, second = await started(service)
         until = time.monotonic() + DEADLINE
@@ -116,7 +116,7 @@ async def test_silent_agents_are_lost_and_named_and_the_others_are_not(serving: 
         assert [agent["name"] for agent in listed] == ["host-a"]
 
 
-async def test_a_draining_agent_gets_no_work_and_one_that_leaves_fails_its_run(serving: Serving) -> None:
+async def test_a_draining_agent_gets_no_work_and_a_leaving_agent_fails_its_run(serving: Serving) -> None:
     async with serving("immediate") as service:
         idle = await register(service, "c")
         assert (await service.http.post(f"/v1/agents/{idle}/drain")).json()["state"] == "draining"
@@ -131,7 +131,7 @@ async def test_a_draining_agent_gets_no_work_and_one_that_leaves_fails_its_run(s
         assert "deregistered while it had a node" in found["error"]["detail"]
 
 
-async def test_registering_twice_is_one_agent(serving: Serving) -> None:
+async def test_a_repeated_registration_is_one_agent(serving: Serving) -> None:
     async with serving("immediate") as service:
         agent = await register(service, "a")
         again = await service.http.post(
@@ -142,46 +142,49 @@ async def test_registering_twice_is_one_agent(serving: Serving) -> None:
         assert len((await service.http.get("/v1/agents")).json()["agents"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "pointer"),
-    [
-        ({"plan_id": "0" * 64}, "/plan_id"),
-        ({"plan_id": "x"}, "/plan_id"),
-        ({"nodes": 3}, "/nodes"),
-        ({"nodes": 0}, "/nodes"),
-        ({"steps": 2**40}, "/steps"),
-        ({"model": {"factory": "no colon"}}, "/model/factory"),
-        ({"model": {"factory": "a:b", "seed": -1}}, "/model/seed"),
-        ({"options": {"backend": "mpi"}}, "/options/backend"),
-        ({"extra": 1}, "/extra"),
-    ],
-)
-async def test_a_wrong_run_is_refused_where_it_is_wrong(
-    serving: Serving, changes: dict[str, Any], pointer: str
-) -> None:
+WRONG_RUNS: list[tuple[dict[str, Any], str]] = [
+    ({"plan_id": "0" * 64}, "/plan_id"),
+    ({"plan_id": "x"}, "/plan_id"),
+    ({"nodes": 3}, "/nodes"),
+    ({"nodes": 0}, "/nodes"),
+    ({"steps": 2**40}, "/steps"),
+    ({"model": {"factory": "no colon"}}, "/model/factory"),
+    ({"model": {"factory": "a:b", "seed": -1}}, "/model/seed"),
+    ({"options": {"backend": "mpi"}}, "/options/backend"),
+    ({"extra": 1}, "/extra"),
+]
+
+
+async def test_a_wrong_run_is_refused_with_a_pointer(serving: Serving) -> None:
     async with serving("immediate") as service:
-        answer = await submit(service, **changes)
-        assert answer.status_code == 422, answer.text
-        assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
+        for changes, pointer in WRONG_RUNS:
+            answer = await submit(service, **changes)
+            assert answer.status_code == 422, answer.text
+            assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
         assert (await service.http.get("/v1/runs")).json() == {"runs": [], "next": None, "previous": None}
 
 
-@pytest.mark.parametrize(
-    "argument",
-    ["1e999", '"\\ud800"', '"\\u0000"', '{"\\udfff": 1}', '{"\\\\\\u0000": 1}', "[" * 32 + "]" * 32],
-)
-async def test_arguments_that_answers_cannot_hold_are_refused(serving: Serving, argument: str) -> None:
+async def test_arguments_that_responses_cannot_contain_are_refused(serving: Serving) -> None:
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
-        text = f'{{"plan_id": "{plan_id}", "model": {{"factory": "a:b", "arguments": {{"x": {argument}}}}},'
-        answer = await service.http.post(
-            "/v1/runs", content=text + '"nodes": 1, "steps": 1}', headers={"content-type": "application/json"}
-        )
-        assert answer.status_code == 422
-        assert answer.json()["errors"][0]["pointer"] == "/model/arguments"
+        start = f'{{"plan_id": "{plan_id}", "nodes": 1, "steps": 1, "model": {{"factory": "a:b", '
+        for argument in (
+            "1e999",
+            '"\\ud800"',
+            '"\\u0000"',
+            '{"\\udfff": 1}',
+            '{"\\\\\\u0000": 1}',
+            "[" * 32 + "]" * 32,
+        ):
+            content = f'{start}"arguments": {{"x": {argument}}}}}}}'
+            answer = await service.http.post(
+                "/v1/runs", content=content, headers={"content-type": "application/json"}
+            )
+            assert answer.status_code == 422, argument
+            assert answer.json()["errors"][0]["pointer"] == "/model/arguments", argument
 
 
-async def test_a_run_whose_arguments_are_at_every_limit_is_answered_everywhere(serving: Serving) -> None:
+async def test_arguments_at_every_limit_are_shown_everywhere(serving: Serving) -> None:
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
         nested: Any = "\\u0000 é 😀 " + "x" * 16_000
@@ -195,8 +198,8 @@ async def test_a_run_whose_arguments_are_at_every_limit_is_answered_everywhere(s
             assert (await service.http.get(path)).status_code == 200, path
 
 
-@pytest.mark.parametrize("address", ["/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"])
-async def test_unknown_ids_are_not_found(serving: Serving, address: str) -> None:
+async def test_unknown_ids_are_not_found(serving: Serving) -> None:
     async with serving("immediate") as service:
-        answer = await service.http.get(address)
-        assert (answer.status_code, answer.json()["type"]) == (404, "/problems/not-found")
+        for address in ("/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"):
+            answer = await service.http.get(address)
+            assert (answer.status_code, answer.json()["type"]) == (404, "/problems/not-found"), address

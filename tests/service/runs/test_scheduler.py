@@ -1,4 +1,4 @@
-"""Gangs: all agents at once or none, and never one agent for two runs."""
+"""The scheduler: all agents at once or none, and never one agent for two runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ agents = st.lists(
 
 
 def takes(agent: AvailableAgent, run: WaitingRun) -> bool:
-    """Whether an agent may be given a run, busy or not."""
+    """Whether an agent is suitable for a run, busy or not."""
     return (
         agent.slots >= run.ranks_per_node
         and is_model_allowed(run.factory, agent.allowed_models)
@@ -46,13 +46,13 @@ def takes(agent: AvailableAgent, run: WaitingRun) -> bool:
 
 
 @given(runs, agents)
-def test_chosen_agents_are_enough_idle_suitable_and_of_one_owner(
+def test_chosen_agents_are_sufficient_idle_suitable_and_of_one_owner(
     waiting: list[WaitingRun], offers: list[AvailableAgent]
 ) -> None:
     placed = choose(waiting, offers)
     known = {offer.agent_id: offer for offer in offers}
-    given_away = [agent_id for ids in placed.values() for agent_id in ids]
-    assert len(given_away) == len(set(given_away))
+    assigned = [agent_id for ids in placed.values() for agent_id in ids]
+    assert len(assigned) == len(set(assigned))
     for run in waiting:
         chosen = [known[agent_id] for agent_id in placed.get(run.run_id, [])]
         assert len(chosen) in (0, run.nodes)
@@ -70,7 +70,7 @@ def test_the_oldest_run_starts_if_it_can(waiting: list[WaitingRun], offers: list
     assert (oldest.run_id in choose(waiting, offers)) == can_start
 
 
-def test_agents_of_two_owners_are_never_one_run() -> None:
+def test_a_run_never_gets_agents_of_two_owners() -> None:
     offers = [AvailableAgent("a", 1, True, ("*",), "one"), AvailableAgent("b", 1, True, ("*",), "two")]
     pair = WaitingRun("pair", 2, 1, "a:b")
     assert choose([pair], offers) == {}
@@ -78,7 +78,7 @@ def test_agents_of_two_owners_are_never_one_run() -> None:
     assert choose([pair, WaitingRun("small", 1, 1, "a:b")], offers) == {"small": ["a"]}
 
 
-def test_a_large_run_keeps_its_agents_from_younger_ones_and_an_impossible_one_does_not() -> None:
+def test_a_large_run_reserves_agents_but_an_impossible_one_does_not() -> None:
     def offer(name: str, *, is_idle: bool) -> AvailableAgent:
         return AvailableAgent(name, 1, is_idle, ("*",))
 
@@ -88,7 +88,7 @@ def test_a_large_run_keeps_its_agents_from_younger_ones_and_an_impossible_one_do
     assert choose([WaitingRun("huge", 3, 1, "a:b"), small], offers) == {"small": ["p"]}
 
 
-def test_a_run_waits_for_agents_that_allow_its_model_and_its_checkpoints() -> None:
+def test_a_run_waits_for_agents_that_allow_its_model_and_checkpoints() -> None:
     offers = [
         AvailableAgent("none", 1, True, ()),
         AvailableAgent("right", 1, True, ("a.*",), checkpoint_directories=("/data",)),
@@ -99,12 +99,12 @@ def test_a_run_waits_for_agents_that_allow_its_model_and_its_checkpoints() -> No
     assert choose([WaitingRun("r", 2, 1, "a.b:c")], offers) == {}
 
 
-def test_a_run_is_not_given_again_to_an_agent_that_refused_it() -> None:
+def test_a_run_is_not_assigned_again_to_an_agent_that_refused_it() -> None:
     offers = [AvailableAgent("p", 1, True, ("*",)), AvailableAgent("q", 1, True, ("*",))]
     assert choose([WaitingRun("r", 1, 1, "a.b:c", refused_by=frozenset("p"))], offers) == {"r": ["q"]}
 
 
-def test_what_a_run_lacks_is_said() -> None:
+def test_the_reasons_why_a_run_waits_are_listed() -> None:
     offers = [
         AvailableAgent("small", 1, True, ("a.*",)),
         AvailableAgent("closed", 2, True, ()),
@@ -135,7 +135,7 @@ def test_what_a_run_lacks_is_said() -> None:
         ("/", ("/data",), False),
     ],
 )
-def test_a_directory_is_allowed_with_all_that_is_below_it(
+def test_a_directory_is_allowed_with_its_subdirectories(
     directory: str | None, allowed: tuple[str, ...] | None, expected: bool
 ) -> None:
     assert is_directory_allowed(directory, allowed) == expected
@@ -157,7 +157,7 @@ def test_a_directory_is_allowed_with_all_that_is_below_it(
         ("A.b:c", ("a.b",), False),
     ],
 )
-def test_patterns_are_held_against_the_module_or_the_whole_name(
+def test_patterns_match_the_module_or_the_whole_name(
     factory: str, patterns: tuple[str, ...], expected: bool
 ) -> None:
     assert is_model_allowed(factory, patterns) == expected

@@ -1,4 +1,4 @@
-"""A search on a cluster as the service sees it: its reports, and how it can end."""
+"""A search on a cluster from the service's side: its reports, and the errors that can end it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from distributed.core import Status
 from distributed.scheduler import KilledWorker
-from support.fake_searches import FakeProgress, immediate, orders_of, plan_of, stages_of
+from support.fake_searches import immediate, orders_of, plan_of, stages_of
 from support.serving import PROBLEM
 from zbv_service.documents.packing import pack
 from zbv_service.documents.problems import parse_question, question_json
-from zbv_service.records.searches import Update
+from zbv_service.records.searches import Claim, Update
 from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
-from zbv_service.searches.executors.task import SearchTask
 from zbv_solver.errors import ContradictedBound
+from zbv_solver.search.search import Progress
 
 pytestmark = pytest.mark.anyio
 
@@ -28,22 +28,22 @@ def a_computation(updates: list[Update] | None = None) -> DaskComputation:
     async def never(_computation: DaskComputation) -> object:
         raise AssertionError("nothing is computed here")
 
-    told = [] if updates is None else updates
-    task = SearchTask("a", b"", {}, None)
-    return DaskComputation(task, immediate, told.append, lambda: None, never)  # type: ignore[arg-type]
+    taken = [] if updates is None else updates
+    task = Claim("a", 1, b"", {}, None, 1, False)
+    return DaskComputation(task, immediate, taken.append, lambda: None, never)  # type: ignore[arg-type]
 
 
 def found(number: int, objective: float) -> Found:
     return Found(number, Update(objective, 1.0, objective - 1, "m", b""))
 
 
-async def test_reports_are_taken_once_also_from_another_process_that_counts_anew() -> None:
+async def test_each_report_is_taken_once_even_if_another_process_restarts_the_numbers() -> None:
     updates: list[Update] = []
     computation = a_computation(updates)
     assert not computation.is_under_way
     for number, objective in ((3, 9.0), (3, 9.0), (5, 8.0)):
         computation.found("first", found(number, objective))
-    # Dask itself gave it to another process, which goes on from what the first one was given.
+    # Dask moved it to another process, which resumes from the same incumbent.
     computation.found("second", found(1, 7.0))
     assert [update.objective for update in updates] == [9, 8, 7]
     assert (computation.wanted.seen, computation.is_under_way) == (1, True)
@@ -54,13 +54,13 @@ async def test_reports_are_taken_once_also_from_another_process_that_counts_anew
     [
         (KilledWorker("task", None, 3), SearchCrashed, "each worker that computed it died"),  # type: ignore[arg-type]
         (OutOfMemory(), SearchCrashed, "ran out of memory"),
-        (Evicted("its worker was told to end."), SearchEvicted, "told to end"),
+        (Evicted("its worker was stopped."), SearchEvicted, "was stopped"),
         (Abandoned("its service was silent."), SearchLost, "silent"),
         (ZeroDivisionError("of the search"), ZeroDivisionError, "of the search"),
         (ContradictedBound({}, 7.0, 8.0, "cp-sat"), ContradictedBound, "below the lower bound 8 (cp-sat)"),
     ],
 )
-async def test_what_ended_it_is_put_down_to_whom_it_should_be(
+async def test_the_error_of_a_dask_task_is_translated(
     raised: Exception, kind: type[Exception], says: str
 ) -> None:
     computation = a_computation()
@@ -72,7 +72,7 @@ async def test_what_ended_it_is_put_down_to_whom_it_should_be(
     assert says in str(error)
 
 
-async def test_one_that_does_not_stop_is_given_up_and_blamed() -> None:
+async def test_a_search_that_does_not_stop_is_given_up_as_a_crash() -> None:
     computation = a_computation()
     computation.kill()
     with pytest.raises(SearchCrashed, match="did not stop"):
@@ -86,12 +86,12 @@ async def test_a_worker_says_that_it_refused_an_incumbent(monkeypatch: pytest.Mo
     def search(problem: Any, options: Any, on_progress: Any, cancelled: Any, incumbent: Any) -> Any:
         assert incumbent is None
         stages = stages_of(problem)
-        on_progress(FakeProgress(9.0, 4.0, 1.25, "m", orders_of(stages), stages))
+        on_progress(Progress(9.0, 4.0, 1.25, "m", 0.0, orders_of(stages), stages))
         held = asyncio.run(worker.exchange("service", {"token": Wanted(stop=False, seen=0)}))
         seen.append(held.searches["token"].update)
         return plan_of(stages)
 
-    task = SearchTask("a", pack(question_json(parse_question(PROBLEM))), {}, pack([["0F0"], []]))
+    task = Claim("a", 1, pack(question_json(parse_question(PROBLEM))), {}, pack([["0F0"], []]), 1, False)
     plan = await asyncio.to_thread(worker.run_on_worker, task, search, "token", "service", 60.0)
     (update,) = seen
     assert update is not None

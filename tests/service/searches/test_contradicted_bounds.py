@@ -1,4 +1,4 @@
-"""A plan that undercuts a lower bound is a bug, and never an answer: the search fails, and says so."""
+"""A plan that undercuts a lower bound is a bug: the search fails with an error that says so."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def count(directory: Path, pattern: str) -> int:
 
 
 def require_report(failed: dict[str, Any], *numbers: str) -> None:
-    """The error has its own type, says what contradicts what, and leads to the problem."""
+    """The error has its own type, names the objective and the bound, and links to the problem."""
     error = failed["error"]
     assert (failed["state"], failed["plan_id"]) == ("failed", None)
     assert (error["type"], error["status"]) == ("/problems/contradicted-bound", 500)
@@ -46,7 +46,7 @@ def require_report(failed: dict[str, Any], *numbers: str) -> None:
         assert said in error["detail"]
 
 
-async def test_a_search_whose_bound_is_contradicted_fails_once_and_keeps_its_problem(
+async def test_a_search_with_a_contradicted_bound_fails_once_and_keeps_its_problem(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("contradicted") as service:
@@ -76,7 +76,7 @@ async def test_a_report_that_undercuts_a_stored_bound_ends_the_search(
         (directory / "release").touch()
         failed = await service.ended(search_id)
         require_report(failed, "the objective 8", "the lower bound 8.5", "an earlier report")
-        # Nobody knows which of them is wrong, so neither is shown.
+        # One of the two is wrong, so neither is shown.
         assert (failed["objective"], failed["lower_bound"], failed["gap"]) == (None, None, None)
         events = await service.http.get(
             f"/v1/searches/{search_id}/events", headers={"Accept": "application/json"}
@@ -86,10 +86,10 @@ async def test_a_report_that_undercuts_a_stored_bound_ends_the_search(
         assert (await service.http.get("/v1/plans")).json()["plans"] == []
 
 
-def test_no_plan_is_stored_whose_stated_bounds_are_above_it() -> None:
+def test_a_plan_with_a_bound_above_its_objective_is_not_stored() -> None:
     problem = parse_question(PROBLEM)
     assert isinstance(problem, Problem)
-    plan = plan_of(problem)  # states the span 8
+    plan = plan_of(problem)  # its span is 8
     too_high = replace(plan, metrics=replace(plan.metrics, lower_bound=9.0, gap=0.0, status="optimal"))
     cut = replace(plan, cut=CutCertificate("even", 9.0, 0.0))
     for stated in (too_high, cut):
@@ -111,7 +111,7 @@ async def test_a_stored_plan_below_the_bound_of_its_problem_is_not_compared(
         assert await counted(service, "zbv_contradicted_bounds_total") == 1
 
 
-def test_an_estimate_below_the_bound_of_every_cut_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_below_the_bound_over_all_cuts_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zbv_solver.frontiers.by_layers.floor", lambda _problem: 1e9)
     with pytest.raises(ContradictedBound, match="the bound of every cut"):
         estimate_of_layers(0.1, question_json(parse_question(LAYERED)))
@@ -125,6 +125,6 @@ def test_a_frontier_with_a_plan_below_its_bound_is_not_shown() -> None:
     assert [point.bound for point in tightened(points(99.0, 90.0))] == [99, 90]
     (rounded,) = tightened(points(100.0 * (1 + 1e-12)))
     assert (rounded.bound, rounded.is_proved) == (100, True)
-    for bounds in ((101.0,), (99.0, 101.0)):  # the bound of a larger limit holds at the smaller one, too
+    for bounds in ((101.0,), (99.0, 101.0)):  # the bound for a larger limit also holds for a smaller one
         with pytest.raises(ContradictedBound, match="the memory limit 8"):
             tightened(points(*bounds))

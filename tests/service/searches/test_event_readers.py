@@ -1,4 +1,4 @@
-"""Many readers of events: one look at the database for all, and none in another's way."""
+"""Many readers of events share one query, and do not delay each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import Engine, event
 from support.serving import until
 from support.stored import a_search
 from zbv_service.database import Database, SearchEventTable, SearchTable
@@ -28,14 +28,13 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-def table(database: Database) -> SearchTable:
-    return SearchTable(database)
+def table(database: Database, events: SearchEvents) -> SearchTable:
+    return SearchTable(database, events.changed)
 
 
 @pytest.fixture
-async def events(database: Database, table: SearchTable) -> AsyncIterator[SearchEvents]:
+async def events(database: Database) -> AsyncIterator[SearchEvents]:
     made = SearchEvents(SearchEventTable(database))
-    table.listen(made.changed)
     await made.start()
     yield made
     await made.stop()
@@ -56,7 +55,7 @@ async def all_of(events: SearchEvents, search_id: str, after: int = 0) -> list[S
     return [found async for batch in events.follow(search_id, after) for found in batch]
 
 
-async def test_a_change_made_here_is_told_at_once(
+async def test_a_change_by_this_service_reaches_readers_immediately(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "POLL_SECONDS", 3600.0)
@@ -70,24 +69,23 @@ async def test_a_change_made_here_is_told_at_once(
 
 
 async def test_many_idle_readers_cost_one_query_per_look(
-    events: SearchEvents, table: SearchTable, database: Database, monkeypatch: pytest.MonkeyPatch
+    events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "POLL_SECONDS", 0.05)
     for index in range(20):
         await table.add(a_search(f"s{index}"))
     readers = [asyncio.create_task(all_of(events, f"s{index % 20}", 1)) for index in range(400)]
     await until(lambda: events.readers == 400, "readers")
-    await asyncio.sleep(1.5)  # their first looks are over
+    await until(lambda: all(held.newest == 1 for held in events._channels.values()), "the first events")
     statements: list[str] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         if statement != "BEGIN":
             statements.append(statement)
 
-    engine = database._engine.sync_engine
-    event.listen(engine, "before_cursor_execute", note)
+    event.listen(Engine, "before_cursor_execute", note)
     await until(lambda: len(statements) >= 6, "looks")
-    event.remove(engine, "before_cursor_execute", note)
+    event.remove(Engine, "before_cursor_execute", note)
     assert [text for text in statements if "last_event" not in text] == []
     for reader in readers:
         reader.cancel()
@@ -95,28 +93,28 @@ async def test_many_idle_readers_cost_one_query_per_look(
     assert events.readers == 0
 
 
-async def test_a_slow_reader_neither_holds_up_others_nor_costs_memory(
+async def test_a_slow_reader_neither_delays_others_nor_costs_memory(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "HELD_EVENTS", 10)
     claim = await claimed(table, "a")
     slow = events.follow("a", 0)
-    assert [found.number for found in await anext(slow)] == [1, 2]  # and reads no further for now
+    assert [found.number for found in await anext(slow)] == [1, 2]  # it stops reading here
     fast = asyncio.create_task(all_of(events, "a"))
     for step in range(60):
         await table.progressed("a", claim.fence, better(100.0 - step))
         held = events._channels["a"].events
         assert len(held) <= 20
     await table.ended("a", claim.fence, "failed", {})
-    told = await asyncio.wait_for(fast, 30)
-    assert [found.number for found in told] == list(range(1, 64))
+    seen = await asyncio.wait_for(fast, 30)
+    assert [found.number for found in seen] == list(range(1, 64))
     late = [found.number async for batch in slow for found in batch]
     assert late[-1] == 63
     assert late == list(range(late[0], 64))
     assert len(late) >= 10
 
 
-async def test_a_reader_that_comes_as_the_last_one_goes_misses_nothing(
+async def test_a_reader_that_joins_while_the_last_one_leaves_misses_no_event(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = await claimed(table, "a")
@@ -134,14 +132,14 @@ async def test_a_reader_that_comes_as_the_last_one_goes_misses_nothing(
     await table.progressed("a", claim.fence, better(9))
     await was_read.wait()
     await first.aclose()
-    told = asyncio.create_task(anext(second))
+    seen = asyncio.create_task(anext(second))
     await asyncio.sleep(0.01)
     goes_on.set()
-    assert [found.number for found in await asyncio.wait_for(told, 30)] == [1, 2, 3]
+    assert [found.number for found in await asyncio.wait_for(seen, 30)] == [1, 2, 3]
     await second.aclose()
 
 
-async def test_silence_is_broken_now_and_then(
+async def test_a_silent_stream_sends_signs_of_life(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
@@ -158,7 +156,7 @@ async def test_readers_end_with_their_service(events: SearchEvents, table: Searc
     assert [found.kind for found in await asyncio.wait_for(reader, 30)] in ([], ["state"])
 
 
-async def test_a_database_that_is_away_for_a_moment_ends_no_stream(
+async def test_a_short_database_failure_ends_no_stream(
     events: SearchEvents, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = await claimed(table, "a")

@@ -1,4 +1,4 @@
-"""Which executor a setting names, and what is refused."""
+"""The texts that name an executor, and the owners of leases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zbv_service.settings import Settings
         ("tls://scheduler.example:8786", ExecutorChoice(scheduler="tls://scheduler.example:8786")),
     ],
 )
-def test_an_executor_is_named(text: str, choice: ExecutorChoice) -> None:
+def test_a_setting_names_an_executor(text: str, choice: ExecutorChoice) -> None:
     assert parse_choice(text) == choice
     assert Settings(executor=text).executor == text
 
@@ -45,7 +45,7 @@ def test_an_executor_is_named(text: str, choice: ExecutorChoice) -> None:
         "dask://host:1\n",
     ],
 )
-def test_anything_else_is_refused_with_the_remedy(text: str) -> None:
+def test_any_other_text_is_refused_with_a_remedy(text: str) -> None:
     with pytest.raises(ValueError, match="processes"):
         parse_choice(text)
     with pytest.raises(ValidationError, match="executor"):
@@ -60,13 +60,13 @@ def test_anything_else_is_refused_with_the_remedy(text: str) -> None:
         (Settings(searches=3, executor="processes:2"), 2),
     ],
 )
-def test_there_is_room_for_as_many_searches_as_processes(settings: Settings, slots: int) -> None:
+def test_the_number_of_slots_is_the_number_of_processes(settings: Settings, slots: int) -> None:
     executor = make_executor(settings)
     assert isinstance(executor, LocalExecutor)
     assert (executor.slots, executor.trouble) == (slots, None)
 
 
-def test_of_owners_only_those_of_this_machine_are_known_to_be_dead() -> None:
+def test_only_owners_on_this_machine_are_known_to_be_dead() -> None:
     mine, living = new_owner(), new_owner(1)
     reborn, elsewhere = new_owner(), mine.replace("/", "-else/", 1)
     assert not is_dead(mine, mine)

@@ -1,4 +1,4 @@
-"""A stored plan that does not fit the problem is never the answer, and never the end of a search."""
+"""A stored incumbent that does not fit the problem neither becomes the answer nor fails the search."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zbv_service.database import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
 from zbv_service.documents.problems import answers, parse_question, question_json
-from zbv_service.records.searches import Refusal
-from zbv_service.searches.executors.task import SearchTask, compute, solver_search
+from zbv_service.records.searches import Claim, Refusal
+from zbv_service.searches.executors.task import compute, solver_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
@@ -52,8 +52,12 @@ UNFIT = [
 ]
 
 
+def a_claim(problem: bytes, options: dict[str, Any], incumbent: bytes | None) -> Claim:
+    return Claim("s", 1, problem, options, incumbent, 1, False)
+
+
 class Tie:
-    """A search's tie to nobody."""
+    """A reporter without a service."""
 
     refusal: Refusal | None = None
 
@@ -69,7 +73,7 @@ class Tie:
     UNFIT,
     ids=[f"{number}-{reason}" for number, (_, _, reason) in enumerate(UNFIT)],
 )
-def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without(
+def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without_it(
     problem: Any, incumbent: bytes, reason: str
 ) -> None:
     given: list[Orders | Plan | None] = []
@@ -79,16 +83,16 @@ def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without
         return plan_of(stages_of(question))
 
     asked = pack(question_json(parse_question(problem)))
-    found = compute(SearchTask("s", asked, {}, incumbent), search, Tie())
+    found = compute(a_claim(asked, {}, incumbent), search, Tie())
     assert given == [None]
     assert found.refusal is not None
     assert reason in found.refusal.reason
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, LAYERED])
-def test_an_incumbent_that_fits_is_started_from(problem: Any) -> None:
+def test_a_search_starts_from_an_incumbent_that_fits(problem: Any) -> None:
     asked = pack(question_json(parse_question(problem)))
-    found = compute(SearchTask("s", asked, {"effort": "quick"}, incumbent_for(problem)), solver_search, Tie())
+    found = compute(a_claim(asked, {"effort": "quick"}, incumbent_for(problem)), solver_search, Tie())
     assert found.refusal is None
 
 
@@ -99,19 +103,19 @@ def test_an_incumbent_that_overflows_memory_is_refused() -> None:
         for actions in (("0F", "3F", "3B", "0B"), ("1F", "2F", "2B", "1B"))
     ]
     asked = pack(question_json(parse_question(tight)))
-    task = SearchTask("s", asked, {"effort": "quick"}, pack(all_forwards_first))
+    task = a_claim(asked, {"effort": "quick"}, pack(all_forwards_first))
     found = compute(task, solver_search, Tie())
     assert found.refusal is not None
     assert "memory" in found.refusal.reason
 
 
-def test_a_plan_of_another_problem_is_no_answer() -> None:
+def test_a_plan_of_another_problem_is_rejected() -> None:
     def foreign(*_: Any) -> Plan:
         return plan_of(stages_of(parse_question(OTHER_COSTS)))
 
     asked = pack(question_json(parse_question(PROBLEM)))
     with pytest.raises(InvalidPlan, match="another problem"):
-        compute(SearchTask("s", asked, {}, None), foreign, Tie())
+        compute(a_claim(asked, {}, None), foreign, Tie())
     layers = parse_question(LAYERED)
     assert answers(layers, stages_of(layers))
     assert not answers(layers, stages_of(parse_question(OTHER_LAYERS)))
@@ -129,7 +133,7 @@ async def test_after_a_restart_a_foreign_incumbent_certifies_nothing(
     foreign: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its objective and bound are better than anything that this problem has, and none of them survives."""
+    """Its objective and bound are better than possible for this problem; neither survives."""
     async with serving("held") as service:
         search_id = (await service.submit(problem)).json()["id"]
         await service.until(search_id, lambda found: found["objective"] is not None)

@@ -1,4 +1,4 @@
-"""Searches of layers: cut, placed and ordered together, stored and resumed like every other search."""
+"""Searches of layers: cut, placed and ordered together; stored and resumed like any other search."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.serving import Service, Serving, until
 from zbv_service.client.answers import read_plan, read_rank
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
 from zbv_service.documents.problems import Question, parse_question, question_json
-from zbv_service.records.searches import NewPlan, Refusal
-from zbv_service.searches.executors.task import ProgressLike, SearchTask, compute, solver_search
+from zbv_service.records.searches import Claim, NewPlan, Refusal
+from zbv_service.searches.executors.task import compute, solver_search
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
@@ -30,7 +30,7 @@ async def plan_of_search(service: Service, found: dict[str, Any]) -> dict[str, A
     return document
 
 
-async def test_layers_are_cut_and_the_plan_and_its_ranks_say_how(serving: Serving) -> None:
+async def test_layers_are_cut_and_the_plan_and_its_ranks_show_the_cut(serving: Serving) -> None:
     async with serving("solver") as service:
         accepted = await service.submit(RECOMPUTED, effort="quick")
         assert accepted.status_code == 202, accepted.text
@@ -44,7 +44,7 @@ async def test_layers_are_cut_and_the_plan_and_its_ranks_say_how(serving: Servin
         assert True in document["recompute"], "else it would not fit"
         assert max(plan.metrics.peak_memory) <= 24 * (1 + 1e-9)
 
-        # A search's bound is of every cut, its plan's of the orders of one.
+        # The bound of the search holds for every cut, the bound of the plan for its own cut.
         assert plan.cut is not None
         assert ended["lower_bound"] == plan.cut.lower_bound <= plan.metrics.lower_bound
         assert ended["gap"] == pytest.approx(gap_of(plan.objective, plan.cut.lower_bound))
@@ -66,7 +66,7 @@ async def test_layers_are_cut_and_the_plan_and_its_ranks_say_how(serving: Servin
         same = await service.submit(again, effort="quick")
         assert (same.status_code, same.json()["id"]) == (200, ended["id"]), "the same, said otherwise"
 
-        # A plan's problem is a cut that is given: what is searched then is the order alone.
+        # The problem of a plan has a fixed cut, so this searches the order only.
         fixed = await service.ended((await service.submit(document["problem"], effort="quick")).json()["id"])
         assert fixed["problem_summary"]["layers"] == 8
         assert (await plan_of_search(service, fixed))["partition"] == document["partition"]
@@ -74,7 +74,7 @@ async def test_layers_are_cut_and_the_plan_and_its_ranks_say_how(serving: Servin
         assert compared.json()["best"]["plan_id"] == ended["plan_id"]
 
 
-async def test_a_limit_that_no_cut_fits_is_infeasible_and_says_what_the_best_cut_needs(
+async def test_a_limit_that_no_cut_fits_is_infeasible_and_names_the_smallest_possible_one(
     serving: Serving,
 ) -> None:
     tight = {**RECOMPUTED, "memory": {"limit": 16}}
@@ -96,9 +96,9 @@ async def test_a_limit_that_no_cut_fits_is_infeasible_and_says_what_the_best_cut
         assert promised.json()["lower_bound"] == 620 > least == 496, (
             "where every rank has to fit, it has more"
         )
-        # A thousand ranks would have their layers told apart for minutes: a bound has to do.
+        # Comparing the layers of a thousand ranks would take minutes, so this uses a bound.
         large = {**LAYERED, "pp_degree": 1024, "placement": "auto", "cut": {"allow_empty": True}}
-        # And the head, of 66 a microbatch, is some rank's; of two ranks one has two blocks besides.
+        # Some rank has the head, 66 per microbatch; with two ranks, one has two more blocks.
         for problem, bound in ((large, 4 * 66), ({**LAYERED, "microbatches": 5000}, 5000 * 124)):
             promised = await service.http.post("/v1/problems/estimate", json={"problem": problem})
             assert (promised.json()["plan"], promised.json()["lower_bound"]) == (None, bound)
@@ -110,7 +110,7 @@ async def test_a_limit_that_no_cut_fits_is_infeasible_and_says_what_the_best_cut
         assert {"even-cut", "histogram-cut"} <= {row["name"] for row in found["baselines"]}
 
 
-async def test_a_wrong_layer_is_pointed_at_and_nothing_is_stored(serving: Serving) -> None:
+async def test_a_wrong_layer_is_named_and_nothing_is_stored(serving: Serving) -> None:
     embedding, block, head = LAYERED["layers"]
     async with serving("immediate") as service:
         for changes, pointer in (
@@ -131,11 +131,11 @@ async def test_a_wrong_layer_is_pointed_at_and_nothing_is_stored(serving: Servin
             ({"costs": {"forward": 1, "p2p": 1}}, "/costs/forward"),
             ({"partition": [["head"], [], [], []]}, "/partition/0/0"),
             ({"placement": "w"}, "/placement"),
-            # Some stage may get all of it, which would be more than a stage may cost, or its transfer.
+            # One stage may get everything, which exceeds the limit of a stage or of its transfer.
             ({"layers": [embedding, {**block, "forward": 9e14}, head]}, "/layers"),
             ({"costs": {"link": {"bandwidth": 1e-300}}}, "/costs/link"),
             ({"microbatches": 10_000}, "/microbatches"),
-            # The finest placement has eight stages: fewer microbatches than V's four would allow.
+            # The finest placement has eight stages: fewer microbatches than the four of V allow.
             ({"placement": "auto", "microbatches": 4000}, "/microbatches"),
         ):
             answer = await service.submit({**LAYERED, **changes})
@@ -159,7 +159,7 @@ async def test_a_wrong_layer_is_pointed_at_and_nothing_is_stored(serving: Servin
         assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1
 
 
-async def test_a_check_says_what_layers_amount_to_before_they_are_cut(serving: Serving) -> None:
+async def test_a_check_summarises_layers_before_they_are_cut(serving: Serving) -> None:
     async with serving("immediate") as service:
         body = {"problem": {**LAYERED, "placement": "auto"}}
         found = (await service.http.post("/v1/problems/check", json=body)).json()
@@ -168,7 +168,7 @@ async def test_a_check_says_what_layers_amount_to_before_they_are_cut(serving: S
         assert (layers["layers"], layers["parts"]) == (8, 7)
         assert [each["stages"] for each in layers["placements"]] == [4, 4, 6, 2]
         assert layers["work"] == 1 + 1 + 6 * 29 + 66
-        # The mean rank has 121 of a microbatch; no set of whole layers comes nearer than head and two blocks.
+        # The mean rank has 121 per microbatch; the closest set of whole layers is the head and two blocks.
         assert layers["least_busy"] == 4 * 124
         assert (layers["static"], layers["held"]) == (30, 14)
         fraction = {"problem": LAYERED, "limit_fraction": 0.5}
@@ -176,7 +176,7 @@ async def test_a_check_says_what_layers_amount_to_before_they_are_cut(serving: S
         assert [issue["pointer"] for issue in refused["issues"]] == ["/limit_fraction"]
 
 
-async def test_a_search_goes_on_from_the_cut_that_it_had_found(serving: Serving, directory: Path) -> None:
+async def test_a_search_resumes_from_its_best_cut(serving: Serving, directory: Path) -> None:
     async with serving("held") as service:
         search_id = (await service.submit(LAYERED)).json()["id"]
         await service.until(search_id, lambda found: found["objective"] is not None)
@@ -191,7 +191,7 @@ async def test_a_search_goes_on_from_the_cut_that_it_had_found(serving: Serving,
 
 
 class Listener:
-    """A search's tie to nobody: keeps what is reported, and has the search stop or not."""
+    """A reporter without a service: keeps the reports, and can stop the search."""
 
     def __init__(self, *, is_stopped: bool = False):
         self.reports: list[Any] = []
@@ -205,19 +205,19 @@ class Listener:
         return self._is_stopped
 
 
-def task(incumbent: bytes | None) -> SearchTask:
+def task(incumbent: bytes | None) -> Claim:
     problem = pack(question_json(parse_question(LAYERED)))
-    return SearchTask("s", problem, {"effort": "quick"}, incumbent)
+    return Claim("s", 1, problem, {"effort": "quick"}, incumbent, 1, False)
 
 
-def test_what_a_stopped_search_stores_is_a_whole_cut_for_the_next_one() -> None:
+def test_a_stopped_search_stores_a_complete_cut_for_the_next_attempt() -> None:
     known = pack_plan(plan_of(stages_of(parse_question(LAYERED))))
     given: list[Orders | Plan | None] = []
 
     def search(
         problem: Question,
         options: dict[str, Any],
-        on_progress: Callable[[ProgressLike], None],
+        on_progress: Callable[[Progress], None],
         cancelled: Callable[[], bool],
         incumbent: Orders | Plan | None,
     ) -> Plan:
@@ -229,7 +229,7 @@ def test_what_a_stopped_search_stores_is_a_whole_cut_for_the_next_one() -> None:
     (incumbent,) = given
     assert isinstance(incumbent, Plan)
     assert incumbent.problem == stages_of(parse_question(LAYERED))
-    # It is stopped at once, and still never worse than what it was given.
+    # It stops immediately, and is still at least as good as its incumbent.
     assert isinstance(found, NewPlan)
     assert found.summary.value <= incumbent.objective
     assert all(isinstance(report, Progress) for report in listener.reports)

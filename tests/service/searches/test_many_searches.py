@@ -1,6 +1,6 @@
-"""Searches accepted by a service that is killed meanwhile: none is lost, and none is there twice.
+"""A service that is killed while it accepts searches loses none of them and stores none twice.
 
-Hundreds of them, to be quick; ``python -m benchmarks service queue`` does it with thousands.
+``python -m benchmarks service queue`` does the same with thousands of searches.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from support.serving import DEADLINE, PROBLEM, until
 
 pytestmark = pytest.mark.anyio
 
-SEARCHES = 120
-STREAMS = 100
+SEARCHES = 48
+STREAMS = 40
 CONNECTIONS = 8
 
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """As many open sockets as the test needs."""
+    """Allow as many open sockets as the test needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 3 * STREAMS)), hard))
     yield
@@ -34,7 +34,7 @@ def many_files() -> Iterator[None]:
 
 
 async def submit(address: str, seeds: Iterable[int], accepted: dict[int, str]) -> None:
-    """Submit searches over a few connections, and note those that were accepted; end when nobody answers."""
+    """Submit searches over a few connections, and record the accepted ones; end when nobody answers."""
     waiting = iter(seeds)
 
     async def work(http: httpx.AsyncClient) -> None:
@@ -53,7 +53,7 @@ async def submit(address: str, seeds: Iterable[int], accepted: dict[int, str]) -
 
 
 async def states_of(address: str) -> dict[str, str]:
-    """Every search that is listed, page by page, and its state."""
+    """The state of every listed search, read page by page."""
     found: dict[str, str] = {}
     following: str | None = "/v1/searches?limit=300"
     async with httpx.AsyncClient(base_url=address, timeout=DEADLINE) as http:
@@ -78,7 +78,7 @@ async def test_none_of_many_searches_is_lost_when_the_service_is_killed(
     before = dict(accepted)
     assert SEARCHES // 2 <= len(before) < SEARCHES
     with fake_service("held", directory) as second:
-        # Some requests were cut off: nobody knows whether they were heard. Their keys make that harmless.
+        # Nobody knows whether the service handled the interrupted requests. Their keys make repetition safe.
         await submit(second.address, sorted(set(range(SEARCHES)) - before.keys()), accepted)
         assert before.items() <= accepted.items()
         states = await states_of(second.address)
@@ -89,7 +89,7 @@ async def test_none_of_many_searches_is_lost_when_the_service_is_killed(
 
 
 async def hold_streams(service: FakeService, search_ids: list[str]) -> None:
-    """A reader for each search; the service answers others meanwhile, and tells an end."""
+    """One reader per search; meanwhile the service answers requests and streams the end of a search."""
     host, port = str(urlsplit(service.address).hostname), int(str(urlsplit(service.address).port))
     streams = await asyncio.gather(*(asyncio.open_connection(host, port) for _ in search_ids))
     async with asyncio.timeout(DEADLINE):

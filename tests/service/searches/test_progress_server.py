@@ -1,4 +1,4 @@
-"""The service's end of the connections that searches open: who is expected there, and who is not."""
+"""The service's end of the connections of searches: expected, unknown and late ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def said_to(server: ProgressServer, token: str) -> bytes:
-    """What is answered to a connection that names itself, up to its end."""
+    """The complete answer to a connection with this token."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(token.encode() + b"\n")
     answer = await asyncio.wait_for(reader.read(), 30)
@@ -22,14 +22,17 @@ async def said_to(server: ProgressServer, token: str) -> bytes:
     return answer
 
 
-async def test_strangers_are_refused_and_latecomers_are_none(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_connections_are_refused_and_late_ones_ignored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server = ProgressServer()
     await server.start()
     updates: list[Update] = []
-    late = server.expect(updates.append)
+    late = TaskConnection(updates.append)
+    server.expect(late)
     server.forget(late)
     with caplog.at_level(logging.WARNING):
-        # A search that ends at once has ended before its connection is accepted.
+        # A short search ends before its connection is accepted.
         assert await said_to(server, late.token) == b""
         assert caplog.messages == []
         assert await said_to(server, TaskConnection(updates.append).token) == b""
@@ -38,10 +41,11 @@ async def test_strangers_are_refused_and_latecomers_are_none(caplog: pytest.LogC
     await server.close()
 
 
-async def test_a_task_that_was_stopped_before_it_called_hears_of_it() -> None:
+async def test_a_task_that_was_stopped_before_it_connected_receives_the_stop() -> None:
     server = ProgressServer()
     await server.start()
-    line = server.expect(lambda _update: None)
+    line = TaskConnection(lambda _update: None)
+    server.expect(line)
     line.stop()
     answer = asyncio.create_task(said_to(server, line.token))
     await until(lambda: line.writer is not None, "the connection")

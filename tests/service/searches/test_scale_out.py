@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-import zbv_service
-import zbv_solver
 from sqlalchemy import create_engine, text
 from support.dask_cluster import DaskCluster
 from support.databases import PostgresDatabases
@@ -45,7 +42,7 @@ LONG: dict[str, Any] = {
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 13},
 }
 LEASE_SECONDS = 2.0
-# Services, the scheduler and workers find the searches by it.
+# Services, the scheduler and workers import the searches from there.
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
@@ -68,7 +65,7 @@ class Served:
 
 
 class Site:
-    """Services on one database, before one cluster."""
+    """Services that share one database and one cluster."""
 
     def __init__(self, folder: Path, database: str, cluster: DaskCluster, stack: ExitStack):
         self._folder = folder
@@ -87,7 +84,7 @@ class Site:
         return None if owner is None else int(owner.split(":")[1])
 
     def crashes(self, search_id: str) -> int:
-        """How many deaths are put down to a search."""
+        """The crashes that count against a search."""
         return int(self._column("crashes", search_id))
 
     def _column(self, name: str, search_id: str) -> Any:
@@ -151,7 +148,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def begun(site: Site, seed: int) -> Search:
-    """A long search that has found a plan and goes on: with seed 0 it computes, else it waits."""
+    """A long search that has found a plan and continues: seed 0 computes, other seeds wait."""
     client = site.services[seed % 2].client
     options = {"effort": "thorough", "time_limit": 600.0, "seed": seed}
     search_id = client.submit(LONG, options).id
@@ -159,13 +156,12 @@ def begun(site: Site, seed: int) -> Search:
     return client.search(search_id)
 
 
-def test_services_share_the_work_and_find_what_the_solver_finds(site: Site) -> None:
+def test_services_share_the_work_and_find_the_plans_of_the_solver(site: Site) -> None:
     until(lambda: all(service.readiness()[0] == 200 for service in site.services), "readiness")
     clients = [service.client for service in site.services]
-    submitted = [clients[seed % 2].submit(PROBLEM, {"effort": "quick", "seed": seed}) for seed in range(4)]
+    submitted = [clients[seed].submit(PROBLEM, {"effort": "quick", "seed": seed}) for seed in range(2)]
     for seed, asked in enumerate(submitted):
-        # Asked of the other service than it was submitted to, half of the time.
-        done = clients[0].wait(asked.id, timeout=DEADLINE)
+        done = clients[1 - seed].wait(asked.id, timeout=DEADLINE)
         expected = search(parse_problem(PROBLEM), SearchOptions("quick", seed=seed))
         assert (done.state, done.plan_id) == ("done", expected.plan_id)
 
@@ -178,48 +174,44 @@ def test_any_service_cancels_a_search_of_another_one_on_a_remote_worker(site: Si
     other.client.cancel(running.id)
     ended = other.client.wait(running.id, timeout=DEADLINE)
     assert (ended.state, ended.attempts) == ("cancelled", 1)
-    assert time.monotonic() - began < 60.0  # of ten minutes that it would have gone on
+    assert time.monotonic() - began < 60.0  # its time limit is ten minutes
     verify(other.client.plan(str(ended.plan_id)))
 
 
-def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: Site, tmp_path: Path) -> None:
+def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: Site) -> None:
     before = [begun(site, seed) for seed in (1, 2)]
     first, second = site.services
 
     def states() -> list[str]:
         return sorted(first.client.search(found.id).state for found in before)
 
-    # A worker that is told to end gives its search back, which is not to blame.
+    # A worker that receives SIGTERM gives its search back; this is no crash.
     site.workers[0].send_signal(signal.SIGTERM)
     until(lambda: states() == ["queued", "running"], "the return of a search")
     assert [site.crashes(found.id) for found in before] == [0, 0]
 
-    # The scheduler, and with it the workers. It is nobody's fault, and the services wait for another one.
+    # The scheduler, and with it the workers. This is no crash either; the services wait for another one.
     site.scheduler.send_signal(signal.SIGKILL)
     until(lambda: "Searches wait: The Dask scheduler" in first.readiness()[1], "the loss of the scheduler")
     until(lambda: states() == ["queued", "queued"], "the queue")
     assert [site.crashes(found.id) for found in before] == [0, 0]
     site.cluster.start_scheduler()
 
-    # A worker of another version is not used, and the service says why.
-    site.cluster.start_worker(environment=of_another_version(tmp_path))
-    needed = f"is not used: zbv is 9.9.9 and must be {zbv_solver.__version__}"
     site.workers = [site.cluster.start_worker() for _ in range(2)]
     until(lambda: states() == ["running", "running"], "the searches' return")
-    until(lambda: needed in second.log.read_text(), "what differs")
 
-    # A service: the other one takes its searches over.
+    # A service: the other one takes over its searches.
     victim = next(s for s in site.services if s.process.pid == site.owner_of(before[0].id))
     survivor = second if victim is first else first
     victim.process.send_signal(signal.SIGKILL)
-    # A worker, and with it what it computes.
+    # A worker, and with it the search that it computes.
     site.workers[0].send_signal(signal.SIGKILL)
 
     def is_back(found: Search) -> bool:
         seen = survivor.client.search(found.id)
         return seen.state == "running" and site.owner_of(found.id) == survivor.process.pid
 
-    # One worker is left for both, one after the other.
+    # One worker remains, so the two searches run one after the other.
     until(lambda: any(map(is_back, before)), "a search in the other service")
     for found in before:
         survivor.client.cancel(found.id)
@@ -235,13 +227,3 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
     asked = survivor.client.submit(PROBLEM, {"effort": "quick", "seed": 9})
     assert survivor.client.wait(asked.id, timeout=DEADLINE).plan_id == expected.plan_id
     assert "Traceback" not in survivor.log.read_text()
-
-
-def of_another_version(folder: Path) -> dict[str, str]:
-    """An environment in which our packages are copies with another version."""
-    for package in (zbv_solver, zbv_service):
-        source = Path(str(package.__file__)).parent
-        shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-    changed = folder / "zbv_solver/_version.py"
-    changed.write_text(changed.read_text().replace(f'"{zbv_solver.__version__}"', '"9.9.9"'))
-    return {**os.environ, "PYTHONPATH": str(folder)}

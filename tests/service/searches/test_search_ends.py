@@ -1,4 +1,4 @@
-"""Cancelling keeps what was found, in every state; discarding forgets a search, and not its plan."""
+"""Cancelling keeps the best plan in every state; discarding removes a search but not its plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def running(service: Service, **options: int) -> str:
 
 
 async def planned(service: Service, run_id: str) -> dict[str, Any]:
-    """Wait for a run to have its plan."""
+    """Wait until a run has its plan."""
     deadline = time.monotonic() + DEADLINE
     while True:
         run: dict[str, Any] = (await service.http.get(f"/v1/runs/{run_id}")).json()
@@ -43,9 +43,7 @@ async def discard(service: Service, search_id: str) -> int:
     return (await service.http.delete(f"/v1/searches/{search_id}")).status_code
 
 
-async def test_a_search_that_another_service_runs_is_cancelled_from_here(
-    serving: Serving, directory: Path
-) -> None:
+async def test_any_service_can_cancel_a_search_of_another_service(serving: Serving, directory: Path) -> None:
     async with serving("held", heartbeat_seconds=4.0) as runs:
         search_id = await running(runs)
         async with serving("held") as asked:
@@ -55,12 +53,12 @@ async def test_a_search_that_another_service_runs_is_cancelled_from_here(
             assert (await asked.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
 
 
-async def test_a_cancelled_search_with_a_plan_to_make_does_not_wait_for_a_free_place(
+async def test_a_cancelled_search_with_an_incumbent_does_not_wait_for_a_free_slot(
     serving: Serving, settings: Settings
 ) -> None:
     async with serving("held") as service:
         waiting = await running(service, seed=1)
-    # Its service has stopped, and queued it again; the only place is taken by another.
+    # Its service has stopped and requeued it; another search uses the only slot.
     database = Database(settings.database)
     table = SearchTable(database)
     claim = await table.claim("elsewhere:1:x", 3600)
@@ -78,13 +76,13 @@ async def test_a_cancelled_search_with_a_plan_to_make_does_not_wait_for_a_free_p
     await database.close()
 
 
-async def test_cancelling_what_has_ended_changes_nothing(serving: Serving) -> None:
+async def test_cancelling_an_ended_search_changes_nothing(serving: Serving) -> None:
     async with serving("immediate") as service:
         search_id = (await service.submit()).json()["id"]
         done = await service.ended(search_id)
         answer = await service.http.post(f"/v1/searches/{search_id}/cancel")
         assert (answer.status_code, answer.json()) == (200, done)
-        assert (await service.submit()).json()["id"] == search_id  # and it still answers
+        assert (await service.submit()).json()["id"] == search_id  # it still answers the request
         for unknown in ("0" * 32, "nothing", "%00", "a" * 5000):
             assert await cancel(service, unknown) == 404
             assert await discard(service, unknown) == 404
@@ -100,7 +98,7 @@ async def test_a_running_search_is_stopped_and_forgotten(serving: Serving, direc
             assert (await service.http.get(f"/v1/searches/{search_id}{path}")).status_code == 404
         listed = (await service.http.get("/v1/searches")).json()["searches"]
         assert [entry["id"] for entry in listed] == [next_one]
-        # Its place is free, so it has stopped; what it returned then is nobody's plan.
+        # Its slot is free, so it has stopped; the plan that it returned then is not stored.
         await service.until(next_one, lambda found: found["objective"] is not None)
         assert (await service.http.get("/v1/plans")).json()["plans"] == []
         anew = await service.submit()
@@ -109,7 +107,7 @@ async def test_a_running_search_is_stopped_and_forgotten(serving: Serving, direc
             await cancel(service, (await service.submit(seed=seed)).json()["id"])
 
 
-async def test_a_search_that_another_service_runs_is_stopped_when_it_is_discarded(
+async def test_a_search_of_another_service_stops_when_it_is_discarded(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("held", searches=1) as runs:
@@ -131,7 +129,7 @@ async def test_the_plan_of_a_discarded_search_stays(serving: Serving) -> None:
         assert (await service.ended(again["id"]))["plan_id"] == ended["plan_id"]
 
 
-async def test_a_search_that_a_run_waits_for_is_kept(serving: Serving, directory: Path) -> None:
+async def test_a_search_that_a_run_waits_for_cannot_be_discarded(serving: Serving, directory: Path) -> None:
     async with serving("held") as service:
         run = (await service.http.post("/v1/runs", json=RUN)).json()
         search_id = run["search_id"]
@@ -141,14 +139,14 @@ async def test_a_search_that_a_run_waits_for_is_kept(serving: Serving, directory
         (directory / "release").touch()
         await service.ended(search_id)
         seen = await planned(service, run["id"])
-        # With the plan the run needs its search no more.
+        # A run with a plan no longer needs its search.
         assert await discard(service, search_id) == 204
         after = (await service.http.get(f"/v1/runs/{run['id']}")).json()
         assert (after["plan_id"], after["search_id"]) == (seen["plan_id"], None)
         await service.http.post(f"/v1/runs/{run['id']}/cancel")
 
 
-async def test_discarding_while_it_is_submitted_again_never_fails(serving: Serving) -> None:
+async def test_discarding_during_a_repeated_submission_never_fails(serving: Serving) -> None:
     async with serving("immediate") as service:
         for _ in range(5):
             search_id = (await service.submit()).json()["id"]

@@ -1,4 +1,4 @@
-"""Following a search over HTTP: typed events, durable, the same in a stream and in a list."""
+"""Following a search over HTTP: events are typed and durable, and equal in a stream and in a list."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def following(service: Service, search_id: str, **headers: str) -> asyncio.Task[
     return asyncio.create_task(service.http.get(address, headers={**STREAM, **headers}))
 
 
-def kinds(told: list[Told]) -> list[tuple[str, Any]]:
-    """Of each event its kind, and what tells it from others of its kind."""
+def kinds(events: list[Told]) -> list[tuple[str, Any]]:
+    """The kind of each event, and the value that distinguishes it from others of this kind."""
     telling = {"state": "reason", "improvement": "objective", "bound": "lower_bound", "end": "state"}
-    return [(event.kind, event.data[telling[event.kind]]) for event in told]
+    return [(event.kind, event.data[telling[event.kind]]) for event in events]
 
 
 async def a_search(service: Service, directory: Path, **options: Any) -> tuple[str, list[Told]]:
-    """A search that improved once and then ended, and what was told of it meanwhile."""
+    """A search that improved once and then ended, and its events so far."""
     search_id = (await service.submit(**options)).json()["id"]
     stream = following(service, search_id)
     await service.until(search_id, lambda found: found["objective"] is not None)
@@ -48,39 +48,39 @@ async def a_search(service: Service, directory: Path, **options: Any) -> tuple[s
     return search_id, events_of(answer.text)
 
 
-async def test_a_stream_tells_a_search_from_its_beginning_to_its_end(
+async def test_a_stream_has_the_events_of_a_search_from_start_to_end(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("held") as service:
-        search_id, told = await a_search(service, directory)
+        search_id, events = await a_search(service, directory)
         ended = await service.search(search_id)
-    assert kinds(told) == [
+    assert kinds(events) == [
         ("state", "submitted"),
         ("state", "started"),
         ("improvement", 9),
         ("improvement", 8),
         ("end", "done"),
     ]
-    assert [event.id for event in told] == [1, 2, 3, 4, 5]
-    assert all(event.data["id"] == event.id and event.data["event"] == event.kind for event in told)
-    first, last = told[2].data, told[-1].data
+    assert [event.id for event in events] == [1, 2, 3, 4, 5]
+    assert all(event.data["id"] == event.id and event.data["event"] == event.kind for event in events)
+    first, last = events[2].data, events[-1].data
     assert (first["lower_bound"], first["gap"], first["method"]) == (4, 1.25, "held")
     assert first["seconds"] >= 0
     same = ("state", "objective", "lower_bound", "gap", "method", "plan_id", "error")
     assert {name: last[name] for name in same} == {name: ended[name] for name in same}
-    for event in told:
+    for event in events:
         TypeAdapter(SearchEventDocument).validate_python(event.data)
 
 
 async def test_polling_gives_the_same_events(serving: Serving, directory: Path) -> None:
     async with serving("held") as service:
-        search_id, told = await a_search(service, directory)
+        search_id, events = await a_search(service, directory)
         address = f"/v1/searches/{search_id}/events"
         whole = await service.http.get(address, headers=JSON)
-        assert whole.json()["events"] == [event.data for event in told]
+        assert whole.json()["events"] == [event.data for event in events]
         assert (whole.json()["last_id"], whole.json()["is_over"]) == (5, True)
         SearchEventList.model_validate(whole.json())
-        rest = (await service.http.get(address, params={"after": 3})).json()  # JSON without asking for it
+        rest = (await service.http.get(address, params={"after": 3})).json()  # JSON is the default
         assert rest["events"] == whole.json()["events"][3:]
         none = (await service.http.get(address, params={"after": 5})).json()
         assert (none["events"], none["last_id"], none["is_over"]) == ([], 5, True)
@@ -89,18 +89,20 @@ async def test_polling_gives_the_same_events(serving: Serving, directory: Path) 
         assert {whole.headers["vary"], (await following(service, search_id)).headers["vary"]} == {"Accept"}
 
 
-async def test_a_stream_goes_on_where_another_broke(serving: Serving, directory: Path) -> None:
+async def test_a_stream_resumes_at_the_position_of_a_broken_one(serving: Serving, directory: Path) -> None:
     async with serving("held") as service:
-        search_id, told = await a_search(service, directory)
-    # A later service of the same database: events are rows.
+        search_id, events = await a_search(service, directory)
+    # A later service on the same database: events are stored as rows.
     async with serving("held") as service:
         rest = await following(service, search_id, **{"last-event-id": "3"})
-        assert events_of(rest.text) == told[3:]
+        assert events_of(rest.text) == events[3:]
         over = await following(service, search_id, **{"last-event-id": "5"})
-        assert (over.status_code, over.content) == (204, b"")  # which tells browsers not to come back
+        assert (over.status_code, over.content) == (204, b"")  # browsers then do not reconnect
 
 
-async def test_another_service_on_the_same_database_tells_it_too(serving: Serving, directory: Path) -> None:
+async def test_another_service_on_the_same_database_streams_the_events_too(
+    serving: Serving, directory: Path
+) -> None:
     async with serving("held") as runs:
         search_id = (await runs.submit()).json()["id"]
         await runs.until(search_id, lambda found: found["objective"] is not None)
@@ -117,14 +119,14 @@ async def test_a_search_that_is_discarded_ends_its_streams(serving: Serving, dir
         stream = following(service, search_id)
         await until(lambda: service.app.state.application.events.readers == 1, "it follows")
         assert (await service.http.delete(f"/v1/searches/{search_id}")).status_code == 204
-        told = events_of((await stream).text)
-        assert kinds(told)[-1] == ("end", "discarded")
-        TypeAdapter(SearchEventDocument).validate_python(told[-1].data)
+        events = events_of((await stream).text)
+        assert kinds(events)[-1] == ("end", "discarded")
+        TypeAdapter(SearchEventDocument).validate_python(events[-1].data)
         assert (await following(service, search_id)).status_code == 404
 
 
 @pytest.mark.parametrize("asked_with", ["token", "session"])
-async def test_a_stream_ends_with_the_token_that_asked_for_it(
+async def test_a_stream_ends_when_its_token_is_revoked(
     serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch, asked_with: str
 ) -> None:
     monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
@@ -154,17 +156,17 @@ async def test_a_stream_ends_with_the_token_that_asked_for_it(
         assert events_of((await other).text)[-1].kind == "end"
 
 
-async def test_why_a_search_waits_again_is_told(serving: Serving, directory: Path) -> None:
+async def test_the_event_of_a_requeued_search_has_the_reason(serving: Serving, directory: Path) -> None:
     (directory / "die-4-0").touch()
     async with serving("dying") as service:
         search_id = (await service.submit()).json()["id"]
-        told = events_of((await following(service, search_id)).text)
-        reasons = [event.data["reason"] for event in told if event.kind == "state"]
+        events = events_of((await following(service, search_id)).text)
+        reasons = [event.data["reason"] for event in events if event.kind == "state"]
         assert reasons == ["submitted", "started", "process-died", "started"]
-        assert [event.data["attempts"] for event in told if event.kind == "state"] == [0, 1, 1, 2]
+        assert [event.data["attempts"] for event in events if event.kind == "state"] == [0, 1, 1, 2]
 
 
-async def test_an_end_without_a_plan_says_why(serving: Serving) -> None:
+async def test_an_end_without_a_plan_has_an_error(serving: Serving) -> None:
     tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}
     async with serving("immediate") as service:
         search_id = (await service.submit(tight)).json()["id"]
@@ -173,14 +175,14 @@ async def test_an_end_without_a_plan_says_why(serving: Serving) -> None:
     assert end.data["error"]["smallest_limit"] == [2, 2]
 
 
-@pytest.mark.parametrize("wrong", ["x", "-1", "1.5", "99999999999", ""])
-async def test_a_wrong_position_is_refused(serving: Serving, wrong: str) -> None:
+async def test_a_wrong_position_is_refused(serving: Serving) -> None:
     async with serving("immediate") as service:
         search_id = (await service.submit()).json()["id"]
         address = f"/v1/searches/{search_id}/events"
-        asked = await service.http.get(address, params={"after": wrong})
-        assert asked.status_code == 422
-        assert asked.json()["errors"][0]["parameter"] == "after"
-        resumed = await following(service, search_id, **{"last-event-id": wrong})
-        assert resumed.status_code == 422
-        assert resumed.json()["errors"][0]["parameter"] == "Last-Event-ID"
+        for wrong in ("x", "-1", "1.5", "99999999999", ""):
+            asked = await service.http.get(address, params={"after": wrong})
+            assert asked.status_code == 422, wrong
+            assert asked.json()["errors"][0]["parameter"] == "after"
+            resumed = await following(service, search_id, **{"last-event-id": wrong})
+            assert resumed.status_code == 422, wrong
+            assert resumed.json()["errors"][0]["parameter"] == "Last-Event-ID"

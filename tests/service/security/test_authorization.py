@@ -1,4 +1,4 @@
-"""Who may do what: every route asks, as RFC 6750 says, and what they may do they can."""
+"""Authorization: every route requires a scope, as in RFC 6750, and accepts tokens that have it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zbv_service.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
-FOR_EVERYBODY = {
+PUBLIC = {
     ("GET", "/healthz"),
     ("GET", "/readyz"),
     ("GET", "/problems/{name}"),
@@ -53,11 +53,11 @@ def address(path: str) -> str:
     return re.sub(r"\{[^}]*\}", "0", path)
 
 
-async def test_every_route_asks_for_a_token_or_is_for_everybody(service: Service) -> None:
+async def test_every_route_requires_a_token_or_is_public(service: Service) -> None:
     asked = 0
     for method, path, scopes in requests(service.app):
         answer = await service.http.request(method, address(path))
-        if (method, path) in FOR_EVERYBODY:
+        if (method, path) in PUBLIC:
             assert scopes == [], f"{method} {path}"
             assert answer.status_code != 401, f"{method} {path}"
             continue
@@ -68,7 +68,7 @@ async def test_every_route_asks_for_a_token_or_is_for_everybody(service: Service
     assert asked > 30
 
 
-async def test_a_token_without_the_scope_is_refused_everywhere(service: Service) -> None:
+async def test_every_route_refuses_tokens_without_its_scope(service: Service) -> None:
     for scope in SCOPES[:-1]:
         fields = await add(service, scope, name=scope)
         for method, path, scopes in requests(service.app):
@@ -80,7 +80,7 @@ async def test_a_token_without_the_scope_is_refused_everywhere(service: Service)
             assert told == f'Bearer realm="zbv", error="insufficient_scope", scope="{" ".join(scopes)}"'
 
 
-async def test_a_token_with_the_scope_and_one_for_everything_pass(service: Service) -> None:
+async def test_every_route_accepts_its_scope_and_admin(service: Service) -> None:
     for scope in SCOPES:
         fields = await add(service, scope, name=scope)
         for method, path, scopes in requests(service.app):
@@ -89,7 +89,7 @@ async def test_a_token_with_the_scope_and_one_for_everything_pass(service: Servi
                 assert answer.status_code not in (401, 403), f"{scope}: {method} {path}"
 
 
-def test_what_changes_something_never_needs_read_alone() -> None:
+def test_only_get_routes_accept_the_scope_read() -> None:
     for method, path, scopes in requests(create_app(Settings(auth="none"))):
         if scopes and method != "GET" and set(scopes) != set(SCOPES):
             assert "read" not in scopes, f"{method} {path}"
@@ -97,7 +97,7 @@ def test_what_changes_something_never_needs_read_alone() -> None:
             assert "read" in scopes, f"{method} {path}"
 
 
-def test_a_route_that_forgets_to_say_keeps_the_service_from_being_made() -> None:
+def test_an_application_with_an_undeclared_route_is_not_constructed() -> None:
     router = APIRouter()
     router.add_api_route("/open", lambda: None, dependencies=[needs("read")])
     require_declared(router)
@@ -106,41 +106,33 @@ def test_a_route_that_forgets_to_say_keeps_the_service_from_being_made() -> None
         require_declared(router)
 
 
-async def test_files_of_pages_are_for_everybody_and_unknown_addresses_stay_unknown(service: Service) -> None:
+async def test_static_files_are_public_and_unknown_addresses_are_not_found(service: Service) -> None:
     assert (await service.http.get("/static/zbv.css")).status_code == 200
     assert (await service.http.get("/v1/nothing")).status_code == 404
 
 
-@pytest.mark.parametrize(
-    "credentials",
-    [f"Bearer {TokenText.new()}", "Bearer", "Bearer x y", "bearer zbv_é"],
-    ids=["unknown", "none", "two", "no-ascii"],
-)
-async def test_wrong_credentials_are_no_credentials(service: Service, credentials: str) -> None:
-    answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == 'Bearer realm="zbv", error="invalid_token"'
+async def test_wrong_credentials_are_invalid_tokens(service: Service) -> None:
+    for credentials in (f"Bearer {TokenText.new()}", "Bearer", "Bearer x y", "bearer zbv_é"):
+        answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
+        assert answer.status_code == 401, credentials
+        assert answer.headers["www-authenticate"] == 'Bearer realm="zbv", error="invalid_token"', credentials
 
 
-@pytest.mark.parametrize(
-    "credentials", ["Basic dXNlcjpwYXNz", "", str(TokenText.new())], ids=["basic", "nothing", "no scheme"]
-)
-async def test_credentials_of_another_kind_are_none_and_may_be_a_proxys(
-    service: Service, credentials: str
-) -> None:
-    for _ in range(attempts.ALLOWED + 1):  # they are no wrong tokens either
-        answer = await service.http.get("/v1/searches", headers={"Authorization": credentials})
-        assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == 'Bearer realm="zbv"'
-    assert "Authorization: Bearer" in answer.json()["detail"]
+async def test_credentials_of_another_scheme_may_be_for_a_proxy_and_are_ignored(service: Service) -> None:
+    for credentials in ("Basic dXNlcjpwYXNz", "", str(TokenText.new())):
+        for _ in range(attempts.ALLOWED + 1):  # they do not count as wrong tokens
+            answer = await service.http.get("/v1/searches", headers={"Authorization": credentials})
+            assert answer.status_code == 401, credentials
+        assert answer.headers["www-authenticate"] == 'Bearer realm="zbv"', credentials
+        assert "Authorization: Bearer" in answer.json()["detail"]
 
 
-async def test_the_name_of_the_scheme_may_be_written_in_any_way(service: Service) -> None:
+async def test_the_authorization_scheme_is_case_insensitive(service: Service) -> None:
     token = (await add(service, "read"))["Authorization"].partition(" ")[2]
     assert (await service.http.get("/v1/searches", headers={"Authorization": f"bEARER {token}"})).is_success
 
 
-async def test_many_wrong_tokens_have_to_wait_and_right_ones_do_not(service: Service) -> None:
+async def test_a_repeated_wrong_token_must_wait_but_a_valid_one_need_not(service: Service) -> None:
     right = await add(service, "read")
     assert (await service.http.get("/v1/searches", headers=right)).is_success
     wrong = bearer(str(TokenText.new()))
@@ -155,27 +147,27 @@ async def test_many_wrong_tokens_have_to_wait_and_right_ones_do_not(service: Ser
     assert (await service.http.get("/v1/searches", headers=right)).is_success
 
 
-async def test_a_stale_client_behind_a_proxy_locks_nobody_out(
+async def test_a_stale_client_behind_a_proxy_does_not_lock_out_others(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All requests of these tests come from one address, as those of a proxy that is not trusted do."""
+    """All requests come from one address, as they do from a proxy that is not trusted."""
     monkeypatch.setattr(attempts, "DELAY_SECONDS", 0.0)
     stale, tokens = bearer(str(TokenText.new())), service.app.state.application.access.tokens
     for _ in range(2 * attempts.ALLOWED):
         refused = await service.http.get("/v1/searches", headers=stale)
     assert refused.status_code == 429
-    for _ in range(2 * attempts.ALLOWED):  # and somebody guesses, from there too
+    for _ in range(2 * attempts.ALLOWED):  # and another client guesses from the same address
         wrong = bearer(str(TokenText.new()))
         assert (await service.http.get("/v1/searches", headers=wrong)).status_code == 401
     right = await add(service, "read", name="never seen before")
     assert not tokens.is_known(right["Authorization"].partition(" ")[2])
     guessed = right["Authorization"].rpartition("_")[0] + "_" + TokenText.new().secret
-    for _ in range(2 * attempts.ALLOWED):  # with its id, which is no secret
+    for _ in range(2 * attempts.ALLOWED):  # with the right id, which is not secret
         assert not (await service.http.get("/v1/searches", headers={"Authorization": guessed})).is_success
     assert (await service.http.get("/v1/searches", headers=right)).is_success
 
 
-async def test_guesses_are_looked_up_one_at_a_time_and_answered_late(
+async def test_guesses_are_looked_up_one_at_a_time_and_answered_with_a_delay(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempts, "DELAY_SECONDS", 0.2)
@@ -207,17 +199,17 @@ async def test_guesses_are_looked_up_one_at_a_time_and_answered_late(
     most = 0
     monkeypatch.setattr(attempts, "WINDOW_SECONDS", 0.0)
     assert set(await asyncio.gather(*(guess() for _ in range(10)))) == {401}
-    assert most > 1, "after the window nobody waits"
+    assert most > 1, "after the window, lookups are not serialised"
 
 
-async def test_a_rank_plan_in_memory_is_no_way_round(service: Service) -> None:
+async def test_a_cached_rank_plan_requires_a_token(service: Service) -> None:
     searcher, reader = await add(service, "search", "read", name="s"), await add(service, "launch", name="l")
     submitted = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=searcher)
     until = f"/v1/searches/{submitted.json()['id']}"
     while (found := (await service.http.get(until, headers=searcher)).json())["state"] != "done":
         pass
     rank = f"/v1/plans/{found['plan_id']}/ranks/0"
-    for _ in range(2):  # the second time it is in memory
+    for _ in range(2):  # the second time from memory
         answer = await service.http.get(rank, headers=searcher)
         assert answer.is_success
         assert "public" not in answer.headers["cache-control"]
@@ -227,7 +219,7 @@ async def test_a_rank_plan_in_memory_is_no_way_round(service: Service) -> None:
     assert (await service.http.get(rank, headers=agent)).is_success
 
 
-async def test_what_a_token_asks_for_bears_its_name(service: Service) -> None:
+async def test_searches_and_runs_store_the_name_of_their_token(service: Service) -> None:
     fields = await add(service, "search", "launch", name="alice")
     search = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
     run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 1}
@@ -238,7 +230,7 @@ async def test_what_a_token_asks_for_bears_its_name(service: Service) -> None:
     assert (await application.runs.get(launched.json()["id"])).created_by == "alice"
 
 
-async def test_a_token_has_only_so_many_unfinished_searches(serving: Serving) -> None:
+async def test_a_token_has_a_limit_of_unfinished_searches(serving: Serving) -> None:
     async with serving("held", auth="tokens", max_searches_per_token=2) as service:
 
         async def submit(fields: dict[str, str], microbatches: int) -> httpx.Response:
@@ -252,7 +244,7 @@ async def test_a_token_has_only_so_many_unfinished_searches(serving: Serving) ->
         refused = await submit(alice, 4)
         assert (refused.status_code, kind_of(refused)) == (429, "too-many-searches")
         assert int(refused.headers["retry-after"]) > 0
-        assert (await submit(alice, 2)).status_code == 202, "what is there already is no further search"
+        assert (await submit(alice, 2)).status_code == 202, "an existing search does not count again"
         assert (await submit(bob, 5)).status_code == 202
         assert [(await submit(one, m)).status_code for m in (6, 7)] == [202, 429]
         await service.http.post(f"/v1/searches/{first.json()['id']}/cancel", headers=alice)
@@ -270,7 +262,7 @@ async def test_the_operator_limits_effort(serving: Serving) -> None:
         assert (await service.submit(effort="quick")).status_code == 202
 
 
-async def test_a_service_on_this_machine_may_ask_nobody(serving: Serving) -> None:
+async def test_a_local_service_can_do_without_tokens(serving: Serving) -> None:
     async with serving("immediate", auth="none") as service:
         assert (await service.http.get("/v1/searches")).is_success
         await register(service, "a")
@@ -281,18 +273,18 @@ async def test_a_service_on_this_machine_may_ask_nobody(serving: Serving) -> Non
             {"Origin": "http://evil.example"},
             {"Origin": "null"},
         )
-        for fields in elsewhere:  # a page of another site in a browser on this machine
+        for fields in elsewhere:  # sent by a page of another site in a browser on this machine
             refused = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
             assert (refused.status_code, kind_of(refused)) == (403, "other-origin"), fields
             assert (await service.http.get("/v1/searches", headers=fields)).is_success, (
-                "as a link leads there"
+                "a link of another site may lead here"
             )
         for fields in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Origin": "http://zbv"}):
             sent = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
             assert sent.is_success, fields
 
 
-def test_the_description_says_which_scope_each_operation_takes() -> None:
+def test_openapi_lists_the_scopes_of_each_operation() -> None:
     described = create_app(Settings()).openapi()
     assert described["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
     paths = described["paths"]

@@ -1,4 +1,4 @@
-"""Tokens: what they look like, what is stored of them, how long they work, and the commands for them."""
+"""Tokens: their text, storage, caching and expiry, and the commands for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -43,7 +43,7 @@ async def database(any_database_url: str) -> AsyncIterator[Database]:
     await opened.close()
 
 
-def test_a_token_is_recognised_and_keeps_its_secret() -> None:
+def test_a_token_is_parsed_and_hides_its_secret() -> None:
     made = TokenText.new()
     assert re.fullmatch(r"zbv_[0-9a-f]{12}_[A-Za-z0-9_-]{43}", str(made))
     assert TokenText.parse(str(made)) == made
@@ -56,11 +56,11 @@ def test_a_token_is_recognised_and_keeps_its_secret() -> None:
 @pytest.mark.parametrize(
     "text", ["", "zbv", "zbv__", "zbv_0123456789ab_" + "a" * 42, "x" * 10_000, "zbv_é_ü"]
 )
-def test_what_is_no_token_is_not_taken_for_one(text: str) -> None:
+def test_other_text_is_not_parsed_as_a_token(text: str) -> None:
     assert TokenText.parse(text) is None
 
 
-def test_one_of_several_scopes_suffices_and_admin_is_all_of_them() -> None:
+def test_one_of_several_scopes_suffices_and_admin_includes_all() -> None:
     assert allows({"read"}, ["read", "agent"])
     assert allows({"admin"}, ["launch"])
     assert not allows({"read", "search", "agent"}, ["launch"])
@@ -83,7 +83,7 @@ async def test_a_token_works_until_it_is_revoked(database: Database) -> None:
     assert grant is not None
     assert (grant.name, grant.scopes, grant.max_searches) == ("ci", frozenset({"read", "search"}), 7)
     assert [record.name for record in await table.revoke("ci")] == ["ci"]
-    assert await tokens.grant(text) is not None, "it is believed for a moment"
+    assert await tokens.grant(text) is not None, "it is cached for a moment"
     clock.now += FRESH_SECONDS + 0.01
     assert await tokens.grant(text) is None
     assert await table.revoke("ci") == []
@@ -97,20 +97,20 @@ async def test_a_token_works_until_it_expires(database: Database) -> None:
     await tokens.close()
 
 
-async def test_the_right_id_with_a_wrong_secret_is_no_token(database: Database) -> None:
+async def test_a_valid_id_with_a_wrong_secret_is_refused(database: Database) -> None:
     tokens = Tokens(TokenTable(database))
     right = TokenText.parse(await add_token(database, "read"))
     assert right is not None
     wrong = str(TokenText(right.id, TokenText.new().secret))
     assert await tokens.grant(wrong) is None
     assert await tokens.grant(str(right)) is not None
-    assert await tokens.grant(wrong) is None, "nor is it once the right one is known"
+    assert await tokens.grant(wrong) is None, "also after the right one was cached"
     assert tokens.is_known(str(right))
     assert not tokens.is_known(wrong)
     await tokens.close()
 
 
-async def test_thousands_of_requests_cost_one_look_at_the_database(
+async def test_thousands_of_requests_cost_one_query(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, looks = TokenTable(database), 0
@@ -130,7 +130,7 @@ async def test_thousands_of_requests_cost_one_look_at_the_database(
     await tokens.close()
 
 
-async def test_no_more_tokens_are_remembered_than_there_is_room_for(
+async def test_the_number_of_cached_tokens_is_limited(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens_module, "REMEMBERED", 2)
@@ -143,7 +143,7 @@ async def test_no_more_tokens_are_remembered_than_there_is_room_for(
     await tokens.close()
 
 
-async def test_while_the_database_is_away_known_tokens_go_on_working(
+async def test_cached_tokens_work_while_the_database_is_away(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, clock = TokenTable(database), Clock()
@@ -165,7 +165,7 @@ async def test_while_the_database_is_away_known_tokens_go_on_working(
         await tokens.grant(str(TokenText.new()))
 
 
-async def test_that_a_token_is_in_use_is_noted_sparingly(database: Database) -> None:
+async def test_the_last_use_of_a_token_is_stored_at_intervals(database: Database) -> None:
     table, clock = TokenTable(database), Clock()
     tokens = Tokens(table, clock=clock)
     text = await add_token(database, "read")
@@ -179,7 +179,7 @@ async def test_that_a_token_is_in_use_is_noted_sparingly(database: Database) -> 
     assert [record.used_at for record in await table.tokens()] == [first.used_at]
 
 
-async def test_two_tokens_that_work_never_share_a_name(database: Database) -> None:
+async def test_two_valid_tokens_never_share_a_name(database: Database) -> None:
     table = TokenTable(database)
     await add_token(database, "read", name="ci")
     with pytest.raises(TokenNameTaken):
@@ -189,7 +189,7 @@ async def test_two_tokens_that_work_never_share_a_name(database: Database) -> No
     assert [record.is_live(datetime.now(UTC)) for record in await table.tokens()] == [False, True]
 
 
-def test_a_token_that_was_wrong_too_often_has_to_wait_and_another_one_need_not() -> None:
+def test_a_repeated_wrong_token_must_wait_but_another_need_not() -> None:
     clock = Clock()
     tried = Attempts(clock)
     for _ in range(attempts.ALLOWED - 1):
@@ -198,12 +198,12 @@ def test_a_token_that_was_wrong_too_often_has_to_wait_and_another_one_need_not()
     tried.failed("10.0.0.1", "stale")
     assert tried.wait_seconds("10.0.0.1", "stale") == attempts.WINDOW_SECONDS
     assert tried.wait_seconds("10.0.0.1", "other") == tried.wait_seconds("10.0.0.2", "stale") == 0
-    assert not tried.is_slowed("10.0.0.1"), "it is one wrong token"
+    assert not tried.is_slowed("10.0.0.1"), "it is a single wrong token"
     clock.now += attempts.WINDOW_SECONDS + 1
     assert tried.wait_seconds("10.0.0.1", "stale") == 0
 
 
-def test_many_different_wrong_tokens_slow_their_address_or_all() -> None:
+def test_many_different_wrong_tokens_slow_down_their_address_or_all() -> None:
     clock = Clock()
     tried = Attempts(clock)
     for index in range(attempts.ALLOWED):
@@ -216,7 +216,7 @@ def test_many_different_wrong_tokens_slow_their_address_or_all() -> None:
     assert not tried.is_slowed("10.0.0.1")
 
 
-def test_what_is_remembered_of_wrong_tokens_is_bounded_and_is_no_token(
+def test_the_record_of_wrong_tokens_is_limited_and_contains_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attempts, "REMEMBERED", 2)
@@ -227,13 +227,13 @@ def test_what_is_remembered_of_wrong_tokens_is_bounded_and_is_no_token(
     tried.failed("10.0.0.1", "secret")
     tried.failed("10.0.0.3", "secret")
     assert tried.wait_seconds("10.0.0.1", "secret") > 0
-    assert tried.wait_seconds("10.0.0.2", "secret") == 0, "it was quiet the longest, and is forgotten"
+    assert tried.wait_seconds("10.0.0.2", "secret") == 0, "the least recent token is dropped"
     for counts in (tried._of_token, tried._of_place, tried._everywhere):
         assert len(counts._found) <= 2
         assert "secret" not in str(counts._found)
 
 
-def test_a_network_of_addresses_is_one_address() -> None:
+def test_an_ipv6_network_counts_as_one_address() -> None:
     tried = Attempts(Clock())
     for number in range(attempts.ALLOWED):
         tried.failed(f"2001:db8::{number:x}", "stale")
@@ -253,7 +253,7 @@ def url(database_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return database_url
 
 
-def test_the_command_makes_lists_and_revokes(capsys: pytest.CaptureFixture[str], url: str) -> None:
+def test_the_command_creates_lists_and_revokes_tokens(capsys: pytest.CaptureFixture[str], url: str) -> None:
     created = run(
         capsys, "create", "--name", "ci", "--scope", "read", "--scope", "search", "--expires", "90d"
     )
@@ -285,11 +285,11 @@ def test_the_command_makes_lists_and_revokes(capsys: pytest.CaptureFixture[str],
     )
 
 
-def test_a_token_can_go_into_a_file_that_only_its_owner_reads(
+def test_a_token_can_be_written_to_a_private_file(
     capsys: pytest.CaptureFixture[str], url: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "agents.token"
-    path.write_text("what everybody reads")
+    path.write_text("readable by everyone")
     path.chmod(0o644)
     status, out, err = run(capsys, "create", "--name", "agents", "--scope", "agent", "-o", str(path))
     assert (status, out) == (0, "")
@@ -312,7 +312,7 @@ def test_a_token_can_go_into_a_file_that_only_its_owner_reads(
         ),
     ],
 )
-def test_wrong_input_makes_no_token(
+def test_wrong_input_creates_no_token(
     capsys: pytest.CaptureFixture[str], url: str, arguments: list[str], complaint: str
 ) -> None:
     try:
@@ -322,10 +322,10 @@ def test_wrong_input_makes_no_token(
     printed = capsys.readouterr()
     assert (status, printed.out) == (2, "")
     assert complaint in printed.err
-    assert run(capsys, "list")[1].count("\n") == 1, "the heading alone"
+    assert run(capsys, "list")[1].count("\n") == 1, "only the heading"
 
 
-def test_a_wrong_database_is_not_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_database_is_not_created(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/none.db"
     assert main(["token", "list", "--database", url]) == 2
     assert "there is no database" in capsys.readouterr().err

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import gpt, llama, preset_config
+from support.estimates import but, gpt, llama, preset_config
 from zbv_solver.estimate.activations import (
     Held,
+    Shapes,
+    after_forward,
+    after_input,
     attention_tensors,
-    block_activation_bytes,
     embedding_tensors,
     head_tensors,
     mlp_tensors,
-    totals,
 )
 from zbv_solver.estimate.config import ModelConfig
 from zbv_solver.estimate.layers import estimate_layers
@@ -25,11 +26,12 @@ SMALL = gpt(hidden=64, heads=4, sequence=32, vocabulary=400)
 
 def published(tensors: list[Held]) -> int:
     """Bytes after F as the papers count them, without the statistics of norms."""
-    return totals(each for each in tensors if "statistics" not in each.name).after_forward
+    return after_forward(each for each in tensors if "statistics" not in each.name)
 
 
 def block(model: ModelConfig, t: int = 1, sequence_parallel: bool = False) -> list[Held]:
-    return attention_tensors(model, t, sequence_parallel) + mlp_tensors(model, t, sequence_parallel)
+    shapes = Shapes(model, t, sequence_parallel)
+    return attention_tensors(shapes) + mlp_tensors(shapes)
 
 
 @given(
@@ -38,7 +40,7 @@ def block(model: ModelConfig, t: int = 1, sequence_parallel: bool = False) -> li
     width=st.integers(1, 50),
     t=st.sampled_from((1, 2, 4)),
 )
-def test_the_table_of_korthikanti(s: int, b: int, width: int, t: int) -> None:
+def test_blocks_match_the_table_of_korthikanti(s: int, b: int, width: int, t: int) -> None:
     """Korthikanti et al. 2022, table 2, all six rows."""
     a, h = 4, 4 * width
     model = gpt(hidden=h, heads=a, sequence=s, microbatch_size=b)
@@ -48,16 +50,14 @@ def test_the_table_of_korthikanti(s: int, b: int, width: int, t: int) -> None:
     assert published(block(model, t, True)) == (34 * sbh + scores) // t
     assert published([each for each in block(model, t) if not each.is_core]) == 10 * sbh + 24 * sbh // t
     assert published([each for each in block(model, t, True) if not each.is_core]) == 34 * sbh // t
-    assert (
-        totals(each for each in attention_tensors(model, 1, False) if each.is_input).after_forward == 2 * sbh
-    )
+    assert after_forward(each for each in attention_tensors(Shapes(model)) if each.is_input) == 2 * sbh
 
 
 @pytest.mark.parametrize(("hidden", "heads", "scores"), [(12288, 96, 80), (20480, 128, 64)])
-def test_scores_of_gpt_3_and_of_mt_nlg(hidden: int, heads: int, scores: int) -> None:
+def test_scores_of_gpt_3_and_mt_nlg(hidden: int, heads: int, scores: int) -> None:
     """Korthikanti et al. 2022, §5: 5as/h is 80 and 64, so selective recomputation saves 70 % and 65 %."""
     tensors = block(gpt(hidden=hidden, heads=heads))
-    core = totals(each for each in tensors if each.is_core).after_forward
+    core = after_forward(each for each in tensors if each.is_core)
     assert core == pytest.approx(scores * 2048 * 2 * hidden)
     assert core / published(tensors) == pytest.approx(scores / (34 + scores))
 
@@ -65,93 +65,88 @@ def test_scores_of_gpt_3_and_of_mt_nlg(hidden: int, heads: int, scores: int) -> 
 def test_the_halves_of_a_block_are_those_of_korthikanti() -> None:
     """§4.1: attention 11 s b h + 5 a s² b, MLP 19 s b h, and 2 s b h for the norm of each."""
     sbh, scores = SMALL.tokens * 64, 5 * 4 * 32 * SMALL.tokens
-    assert published(attention_tensors(SMALL, 1, False)) == 13 * sbh + scores
-    assert published(mlp_tensors(SMALL, 1, False)) == 21 * sbh
+    assert published(attention_tensors(Shapes(SMALL))) == 13 * sbh + scores
+    assert published(mlp_tensors(Shapes(SMALL))) == 21 * sbh
 
 
 @given(st.sampled_from(("plain", "flash")), st.booleans(), st.sampled_from(("layernorm", "rmsnorm")))
-def test_weight_gradients_wait_for_32_s_b_h(attention: str, dropout: bool, norm: str) -> None:
-    """Qi et al. 2023, table 1: inputs and output gradients of four linear layers, whatever else there is."""
-    model = SMALL.but(attention=attention, dropout=dropout, norm=norm)
-    assert block_activation_bytes(model).after_input == 32 * model.tokens * model.hidden
+def test_queued_weight_gradients_read_32_s_b_h(attention: str, dropout: bool, norm: str) -> None:
+    """Qi et al. 2023, table 1: inputs and output gradients of four linear layers."""
+    model = but(SMALL, attention=attention, dropout=dropout, norm=norm)
+    assert after_input(block(model)) == 32 * model.tokens * model.hidden
 
 
-def test_without_dropout_plain_attention_keeps_the_softmax_alone() -> None:
-    model = SMALL.but(dropout=False)
+def test_without_dropout_plain_attention_keeps_only_the_softmax() -> None:
+    model = but(SMALL, dropout=False)
     sbh, scores = model.tokens * 64, 4 * 32 * model.tokens
     assert published(block(model)) == 32 * sbh + 2 * scores
 
 
-def test_flash_attention_keeps_a_number_per_row_in_place_of_scores() -> None:
-    model = SMALL.but(attention="flash", dropout=False)
+def test_flash_attention_keeps_one_number_per_row_instead_of_scores() -> None:
+    model = but(SMALL, attention="flash", dropout=False)
     assert published(block(model)) == 32 * model.tokens * 64 + 4 * model.tokens * 4
 
 
-def test_flash_s_numbers_are_divided_with_the_heads() -> None:
-    model = SMALL.but(attention="flash", dropout=False)
+def test_tensor_parallelism_divides_the_normalisers_of_flash_attention() -> None:
+    model = but(SMALL, attention="flash", dropout=False)
     sbh, rows = model.tokens * 64, model.tokens * 4
     assert published(block(model, 4)) == 8 * sbh + (24 * sbh + 4 * rows) // 4
 
 
 def test_norms_keep_their_statistics() -> None:
-    layernorm, rmsnorm = (
-        block_activation_bytes(SMALL.but(norm=norm)).after_forward for norm in ("layernorm", "rmsnorm")
-    )
+    layernorm, rmsnorm = (after_forward(block(but(SMALL, norm=norm))) for norm in ("layernorm", "rmsnorm"))
     assert layernorm == published(block(SMALL)) + 2 * 8 * SMALL.tokens
     assert layernorm - rmsnorm == 2 * 4 * SMALL.tokens
 
 
-def test_a_llama_block_tensor_by_tensor() -> None:
-    """In bytes per token and value: RMSNorm, grouped heads, a gate; linear layers hold 1.0 of it after I."""
+def test_a_llama_block_is_the_sum_of_its_tensors() -> None:
+    """In bytes per token: RMSNorm, grouped heads, a gate."""
     model = llama(ffn=14336, kv_heads=8)
     h, kv, f = 4096, 1024, 14336
-    after_forward = 2 * (h + h + h + 2 * kv + h) + 4 * 32 + 2 * (h + h + 2 * f + f) + 2 * 4
-    after_input = 2 * (h + (h + 2 * kv) + h + h) + 2 * (h + 2 * f + f + h)
-    held = block_activation_bytes(model)
-    assert (held.after_forward, held.after_input) == (
-        after_forward * model.tokens,
-        after_input * model.tokens,
-    )
+    for_backward = 2 * (h + h + h + 2 * kv + h) + 4 * 32 + 2 * (h + h + 2 * f + f) + 2 * 4
+    for_weights = 2 * (h + (h + 2 * kv) + h + h) + 2 * (h + 2 * f + f + h)
+    assert after_forward(block(model)) == for_backward * model.tokens
+    assert after_input(block(model)) == for_weights * model.tokens
 
 
 def test_an_unfused_gate_and_norms_of_heads_keep_more() -> None:
     model = llama(kv_heads=8)
-    more = block_activation_bytes(model.but(fused_activation=False)).after_forward
-    assert more - block_activation_bytes(model).after_forward == 2 * model.tokens * model.ffn_width
-    more = block_activation_bytes(model.but(qk_norm=True)).after_forward
+    more = after_forward(block(but(model, fused_activation=False)))
+    assert more - after_forward(block(model)) == 2 * model.tokens * model.ffn_width
+    more = after_forward(block(but(model, qk_norm=True)))
     extra = 2 * model.tokens * (4096 + 1024) + 4 * model.tokens * (32 + 8)
-    assert more - block_activation_bytes(model).after_forward == extra
+    assert more - after_forward(block(model)) == extra
 
 
-def test_gradients_behind_a_sum_over_the_group_stay_whole() -> None:
-    """Of inputs 2 + 2 + 2 + 8 and gradients 6 + 2 + 8 + 2 two each are as wide as the residual stream;
-    sequence parallelism divides the inputs alone."""
+def test_gradients_of_a_sum_over_the_group_stay_whole() -> None:
+    """Two of the inputs and two of the gradients are as wide as the residual stream, 8 s b h in all. Sequence
+    parallelism divides only the inputs."""
     sbh = SMALL.tokens * 64
-    assert block_activation_bytes(SMALL, tensor_parallel=4).after_input == 8 * sbh + 24 * sbh // 4
-    shared = block_activation_bytes(SMALL, tensor_parallel=4, sequence_parallel=True)
-    assert shared.after_input == 4 * sbh + 28 * sbh // 4
+    assert after_input(block(SMALL, 4)) == 8 * sbh + 24 * sbh // 4
+    assert after_input(block(SMALL, 4, True)) == 4 * sbh + 28 * sbh // 4
 
 
 def test_the_head_keeps_logits_in_32_bits() -> None:
     """Korthikanti et al. 2022, §4.3: 2 s b h + 2 s b h + 4 s b V; after I the input and logits' gradient."""
     tokens, targets = SMALL.tokens, 8 * SMALL.tokens
-    held = head_tensors(SMALL, 1, False)
+    held = head_tensors(Shapes(SMALL))
     assert published(held) == 4 * tokens * 64 + 4 * tokens * 400 + targets
-    assert totals(held).after_input == 2 * tokens * 64 + 2 * tokens * 400
-    assert published(head_tensors(SMALL, 4, True)) == tokens * 64 + tokens * 400 + targets
+    assert after_input(held) == 2 * tokens * 64 + 2 * tokens * 400
+    assert published(head_tensors(Shapes(SMALL, 4, True))) == tokens * 64 + tokens * 400 + targets
 
 
 def test_the_embedding_keeps_tokens_and_then_a_gradient() -> None:
     tokens, positions = 8 * SMALL.tokens, 8 * 32
-    plain = totals(embedding_tensors(SMALL.but(positions="rotary", dropout=False), 1, False))
-    assert (plain.after_forward, plain.after_input) == (tokens, tokens + 2 * SMALL.tokens * 64)
-    learned = totals(embedding_tensors(SMALL, 1, False))
-    assert learned.after_forward == tokens + positions + SMALL.tokens * 64
-    assert learned.after_input == tokens + positions + 2 * SMALL.tokens * 64 + 2 * 32 * 64
+    plain = embedding_tensors(Shapes(but(SMALL, positions="rotary", dropout=False)))
+    assert after_forward(plain) == tokens
+    assert after_input(plain) == tokens + 2 * SMALL.tokens * 64
+    learned = embedding_tensors(Shapes(SMALL))
+    assert after_forward(learned) == tokens + positions + SMALL.tokens * 64
+    assert after_input(learned) == tokens + positions + 2 * SMALL.tokens * 64 + 2 * 32 * 64
 
 
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
-def test_the_memory_that_the_zero_bubble_paper_measured(name: str) -> None:
+def test_memory_matches_the_measurements_of_the_zero_bubble_paper(name: str) -> None:
     """Qi et al. 2023, table 4, within 5 %.
 
     The fullest rank of 1F1B is the second, which holds p - 1 microbatches of one block more than the first;

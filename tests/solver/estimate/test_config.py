@@ -1,4 +1,4 @@
-"""Reading configurations: every broken rule with a pointer, and presets under what a user says."""
+"""Reading configurations: pointers to broken rules, presets, and defaults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import zbv_solver.estimate.presets
 from pydantic import BaseModel
 from support.paths import ROOT
-from zbv_solver.commands.estimate import FLAGS
+from zbv_solver.commands.estimate_flags import FLAGS
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.config import (
     DeviceConfig,
@@ -40,7 +40,7 @@ def issues(found: Any) -> dict[str, str]:
 
 
 def words_of(section: type[BaseModel], key: str) -> set[str]:
-    """The words that a key may be."""
+    """The allowed values of a key that takes words."""
     schema = section.model_json_schema()["properties"][key]
     either = [
         schema,
@@ -50,7 +50,7 @@ def words_of(section: type[BaseModel], key: str) -> set[str]:
     return {word for each in either for word in each.get("enum", [])}
 
 
-def test_defaults_are_a_gpt_in_mixed_precision() -> None:
+def test_the_defaults_are_a_gpt_in_mixed_precision() -> None:
     config = parse_config(document())
     model = config.model
     assert (model.n_kv_heads, model.width_of_head, model.ffn_width) == (8, 64, 2048)
@@ -60,7 +60,7 @@ def test_defaults_are_a_gpt_in_mixed_precision() -> None:
     assert config.placement == "auto"
 
 
-def test_what_follows_from_a_type_or_from_tied_embeddings() -> None:
+def test_precision_and_placement_follow_from_the_model() -> None:
     single = parse_config(document(model={"dtype": "float32", "tied_embeddings": True}))
     assert single.precision == Precision(parameters=4, gradients=4, master=0, state=4)
     assert single.placement == "v"
@@ -97,12 +97,12 @@ def test_bytes_per_parameter_can_be_given() -> None:
         ({"device": {"tensor_parallel_overlap": 1.5}}, "/device/tensor_parallel_overlap", "equal to 1"),
     ],
 )
-def test_a_broken_rule_is_named_where_it_is(changes: dict[str, Any], pointer: str, says: str) -> None:
+def test_a_broken_rule_is_reported_at_its_key(changes: dict[str, Any], pointer: str, says: str) -> None:
     found = issues(document(**changes))
     assert says in found[pointer]
 
 
-def test_all_broken_rules_are_named_at_once() -> None:
+def test_all_broken_rules_are_reported_at_once() -> None:
     found = issues(document(model={"heads": 12, "kv_heads": 5}, parallel={"tensor_parallel": 7}))
     assert set(found) == {
         "/model/heads",
@@ -124,7 +124,7 @@ def test_all_broken_rules_are_named_at_once() -> None:
         ("sequence", {"sequence": 127}),
     ],
 )
-def test_a_tensor_parallel_group_divides_what_it_shares(name: str, model: dict[str, Any]) -> None:
+def test_tensor_parallelism_must_divide_every_shared_size(name: str, model: dict[str, Any]) -> None:
     parallel = {"tensor_parallel": 4, "sequence_parallel": True}
     given = document(model=model, parallel=parallel, device={"tensor_parallel_bandwidth": 100})
     with pytest.raises(InvalidInput) as raised:
@@ -136,13 +136,13 @@ def test_a_tensor_parallel_group_divides_what_it_shares(name: str, model: dict[s
 
 
 @pytest.mark.parametrize("found", [3, [], "x", None])
-def test_what_is_no_object_is_refused(found: Any) -> None:
+def test_a_document_that_is_not_an_object_is_refused(found: Any) -> None:
     with pytest.raises(InvalidInput, match="must be a JSON object"):
         with_presets(found, [], {})
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_says_where_it_is_from_and_is_valid(name: str) -> None:
+def test_every_preset_names_its_source_and_is_valid(name: str) -> None:
     found = preset(name)
     assert found.about
     assert found.source
@@ -153,7 +153,7 @@ def test_every_preset_says_where_it_is_from_and_is_valid(name: str) -> None:
         assert parse_config(with_presets(document(), [], {"device": found.device})).device.memory_limit
 
 
-def test_there_are_the_presets_that_are_promised() -> None:
+def test_all_documented_presets_exist() -> None:
     promised = {
         "gpt-1.5b",
         "gpt-6.2b",
@@ -166,13 +166,13 @@ def test_there_are_the_presets_that_are_promised() -> None:
     assert promised <= set(preset_names())
 
 
-def test_presets_are_data_beside_the_code() -> None:
-    """A wheel holds all files of a package's folder."""
+def test_presets_are_files_of_the_package() -> None:
+    """A wheel contains all files in a package's folder."""
     folder = Path(zbv_solver.estimate.presets.__file__).parent / "presets"
     assert {f"{name}.json" for name in preset_names()} == {path.name for path in folder.iterdir()}
 
 
-def test_a_user_s_keys_replace_a_preset_s_and_flags_replace_both() -> None:
+def test_the_user_s_keys_replace_the_preset_s_and_flags_replace_both() -> None:
     own = {"presets": ["llama-3.1-8b"], "model": {"sequence": 4096, "layers": 16}}
     config = parse_config(with_presets(own, ["a100-80gb"], {"model": {"layers": 8}}))
     assert (config.model.hidden, config.model.sequence, config.model.layers) == (4096, 4096, 8)
@@ -187,7 +187,7 @@ def test_a_user_s_keys_replace_a_preset_s_and_flags_replace_both() -> None:
         ({"presets": "x"}, [], "/presets"),
     ],
 )
-def test_unknown_presets_are_named(own: dict[str, Any], names: list[str], pointer: str) -> None:
+def test_an_unknown_preset_is_named(own: dict[str, Any], names: list[str], pointer: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         with_presets(own, names, {})
     (issue,) = raised.value.issues

@@ -1,4 +1,4 @@
-"""Layers as the planner takes them: properties of every estimate, and times that were measured."""
+"""Estimated layers: properties of every estimate, and measured times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import estimate_config, estimate_configs, gpt, llama, preset_config
+from support.estimates import but, estimate_config, estimate_configs, gpt, llama, preset_config
 from zbv_solver.estimate.config import EstimateConfig, ModelConfig
 from zbv_solver.estimate.layers import LayerEstimate, Running, estimate_layers
 from zbv_solver.estimate.presets import preset
@@ -19,11 +19,11 @@ ZERO_BUBBLE = ("gpt-1.5b", "gpt-6.2b", "gpt-14.6b", "gpt-28.3b")
 
 
 def changed(config: EstimateConfig, **parallel: Any) -> EstimateConfig:
-    return config.but(parallel=config.parallel.but(**parallel))
+    return but(config, parallel=but(config.parallel, **parallel))
 
 
 def on_device(config: EstimateConfig, **device: Any) -> EstimateConfig:
-    return config.but(device=config.device.but(**device))
+    return but(config, device=but(config.device, **device))
 
 
 def block_of(config: EstimateConfig) -> LayerEstimate:
@@ -33,9 +33,8 @@ def block_of(config: EstimateConfig) -> LayerEstimate:
 
 @given(estimate_configs())
 def test_every_estimate_is_a_problem_that_the_planner_accepts(config: EstimateConfig) -> None:
-    """Its rules: nothing is negative, deltas sum to nothing, W releases, names differ."""
     document = problem_document(config)
-    # A model of one block is not enough for the stages of any pipeline; that is no matter of the estimate.
+    # A model of one block has too few layers for the stages, which is not the estimate's concern.
     problem = parse_any_problem({**document, "cut": {**document.get("cut", {}), "allow_empty": True}})
     assert isinstance(problem, LayeredProblem)
     halves = 2 if config.parallel.granularity == "half" else 1
@@ -66,7 +65,7 @@ def test_tensor_parallelism_divides_work_and_adds_none(
     model = config.model
     sizes = {name: 4 * getattr(model, name) for name in ("heads", "vocabulary", "sequence")}
     sizes |= {"kv_heads": 4 * model.n_kv_heads, "ffn": 4 * model.ffn_width, "head_dim": model.width_of_head}
-    alone = config.but(model=model.but(**sizes))
+    alone = but(config, model=but(model, **sizes))
     shared = changed(alone, tensor_parallel=degree, sequence_parallel=sequence_parallel)
     for whole, part in zip(estimate_layers(alone), estimate_layers(shared), strict=True):
         assert part.flops.total * degree == pytest.approx(whole.flops.total)
@@ -78,7 +77,7 @@ def test_tensor_parallelism_divides_work_and_adds_none(
 
 
 @given(estimate_configs())
-def test_replicas_share_what_zero_says_and_nothing_else(config: EstimateConfig) -> None:
+def test_replicas_share_only_static_memory_and_more_in_higher_stages_of_zero(config: EstimateConfig) -> None:
     stages = [estimate_layers(changed(config, zero_stage=stage)) for stage in range(4)]
     for layers in zip(*stages, strict=True):
         sizes = [layer.static.total for layer in layers]
@@ -89,7 +88,7 @@ def test_replicas_share_what_zero_says_and_nothing_else(config: EstimateConfig) 
 
 
 @given(estimate_configs(recompute="full"))
-def test_full_recomputation_trades_a_forward_for_all_but_the_input(config: EstimateConfig) -> None:
+def test_full_recomputation_keeps_only_the_input_and_adds_a_forward(config: EstimateConfig) -> None:
     for layer in estimate_layers(config):
         if layer.recomputed is None:
             assert layer.name in ("embedding", "head")
@@ -103,8 +102,8 @@ def test_full_recomputation_trades_a_forward_for_all_but_the_input(config: Estim
         assert again.workspace - plain.workspace == plain.after_forward - again.after_forward
 
 
-def test_selective_recomputation_drops_scores_and_makes_them_again() -> None:
-    """Korthikanti et al. 2022, §5: 34 s b h are left."""
+def test_selective_recomputation_drops_scores_and_computes_them_again() -> None:
+    """Korthikanti et al. 2022, §5: 34 s b h remain."""
     config = estimate_config(gpt(), recompute="selective", granularity="half")
     attention, mlp = estimate_layers(config)[1:3]
     assert mlp.recomputed is None
@@ -123,13 +122,13 @@ def test_selective_recomputation_drops_scores_and_makes_them_again() -> None:
     assert added == pytest.approx(1e6 * (score_flops / 100e12 + moved / 1000e9))
 
 
-def test_by_default_plain_attention_recomputes_scores_and_flash_everything() -> None:
+def test_by_default_plain_attention_recomputes_scores_and_flash_recomputes_everything() -> None:
     assert estimate_config(gpt()).recompute == "selective"
     assert estimate_config(llama()).recompute == "full"
 
 
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
-def test_the_times_that_the_zero_bubble_paper_profiled(name: str) -> None:
+def test_times_match_the_profile_of_the_zero_bubble_paper(name: str) -> None:
     """Qi et al. 2023, table 9: four models, one device; each of F, I, W within 13 %, their sum within 5 %."""
     config, measured = preset_config(name), preset(name).published
     times, blocks = block_of(config).plain.times, measured["stage_layers"]
@@ -145,7 +144,7 @@ def test_the_times_that_the_zero_bubble_paper_profiled(name: str) -> None:
     assert transfer / 1e3 == pytest.approx(profiled["p2p"], rel=0.08)
 
 
-def test_products_take_their_operations_at_the_achieved_rate() -> None:
+def test_matrix_products_run_at_the_achieved_rate() -> None:
     config = on_device(estimate_config(llama()), memory_bandwidth=None)
     block = block_of(config)
     assert block.plain.times.forward == pytest.approx(block.flops.forward / 100e12 * 1e6)
@@ -153,15 +152,15 @@ def test_products_take_their_operations_at_the_achieved_rate() -> None:
     assert faster.backward_weight == pytest.approx(block.plain.times.backward_weight / 2)
 
 
-def test_memory_bandwidth_adds_what_is_not_a_product() -> None:
-    """A norm reads and writes, a sum reads two: 5 tensors of the residual stream twice; MLP 3, rotary 4."""
+def test_memory_bandwidth_adds_the_time_of_everything_but_products() -> None:
+    """In each half a norm moves 2 tensors and a residual sum 3; the MLP moves 3, rotary positions 4."""
     without = block_of(on_device(estimate_config(llama()), memory_bandwidth=None)).plain.times
     added = block_of(estimate_config(llama())).plain.times.forward - without.forward
     values = 2 * (2 + 3) * 4096 + 3 * 4 * 4096 + 2 * (2 * 4096)
     assert added == pytest.approx(2 * values * 4096 / 1e12 * 1e6)
 
 
-def test_collectives_follow_the_ring_and_can_be_hidden() -> None:
+def test_collectives_take_the_time_of_a_ring_and_can_be_hidden() -> None:
     """An all-reduce in each half is 2 (t - 1) / t of the residual stream, at 100 GB/s after 5 us."""
     config = on_device(estimate_config(llama(), tensor_parallel=4), memory_bandwidth=None)
     size = 2 * 4096 * 4096
@@ -183,9 +182,9 @@ def test_collectives_follow_the_ring_and_can_be_hidden() -> None:
     assert hidden.forward == pytest.approx(compute("forward"))
 
 
-def test_the_ends_of_the_model_exchange_less() -> None:
-    """A sum over parts of the vocabulary in the embedding's F, one of the input's gradient in the head's I;
-    with sequence parallelism a scatter and a gather in place of them."""
+def test_embedding_and_head_exchange_less() -> None:
+    """The embedding sums parts of the vocabulary in F, and the head sums its input's gradient in I. With
+    sequence parallelism, a scatter and a gather replace these sums."""
     config = on_device(estimate_config(llama(), tensor_parallel=4), memory_bandwidth=None)
     free = on_device(config, tensor_parallel_overlap=1.0)
     ring = 2 * 4096 * 4096 * 3 / 4 / 100e9 * 1e6
@@ -204,8 +203,8 @@ def test_the_ends_of_the_model_exchange_less() -> None:
     assert exchanged(2, sequence_parallel=True) == pytest.approx([one, one, one])
 
 
-def test_the_ends_of_the_model_move_tables_and_logits() -> None:
-    """Rows read and written, a table's gradient zeroed, filled and added; logits and norm of the head."""
+def test_embedding_and_head_move_tables_and_logits() -> None:
+    """The embedding copies rows; the gradient of its table is zeroed, filled and added."""
     config = estimate_config(llama(), precision="mixed-fp32-gradients")
     row, table, logits = 2 * 4096 * 4096, 4096 * 32000, 4096 * 32000
     embedding, _, head = (layer.plain.times for layer in estimate_layers(config))
@@ -217,7 +216,7 @@ def test_the_ends_of_the_model_move_tables_and_logits() -> None:
     assert head.backward_input - product == pytest.approx((3 * row + (4 + 2) * logits) * per_byte)
 
 
-def test_norms_of_queries_and_keys_move_them_again() -> None:
+def test_norms_of_queries_and_keys_add_memory_traffic() -> None:
     plain, normed = (
         block_of(estimate_config(llama(kv_heads=8, qk_norm=on))).plain.times for on in (False, True)
     )
@@ -226,8 +225,8 @@ def test_norms_of_queries_and_keys_move_them_again() -> None:
     assert normed.backward_input - plain.backward_input == pytest.approx(3 * moved)
 
 
-def test_the_ends_of_the_model_cost_what_a_large_vocabulary_makes_of_them() -> None:
-    """With 128 k tokens the head is more than two blocks of Llama 3.1 8B, the embedding next to nothing."""
+def test_a_large_vocabulary_makes_the_head_expensive_but_not_the_embedding() -> None:
+    """With 128 k tokens the head of Llama 3.1 8B costs more than two blocks, the embedding almost nothing."""
     embedding, block, head = estimate_layers(preset_config("llama-3.1-8b"))
     assert head.plain.times.forward > 2 * block.plain.times.forward
     assert embedding.flops.total == 0
@@ -254,7 +253,7 @@ def test_the_ends_of_the_model_cost_what_a_large_vocabulary_makes_of_them() -> N
         ),
     ],
 )
-def test_workspace_is_the_fullest_moment_of_an_action(
+def test_workspace_is_the_largest_extra_memory_of_any_action(
     shape: dict[str, Any], embedding: int, attention: int, mlp: int, head: int
 ) -> None:
     small = {"hidden": 8, "layers": 1, "heads": 4, "vocabulary": 1000, "sequence": 100, "dtype": "float32"}
@@ -266,34 +265,35 @@ def test_workspace_is_the_fullest_moment_of_an_action(
 @pytest.mark.parametrize(
     ("shape", "embedding", "attention", "mlp", "head"),
     [
-        # Of one token, 4096 bytes. In B there are, beside the gradient of a weight: that of the last matrix's
-        # input and the residual stream's; of the first matrix, and of the head, its input's alone.
+        # In units of 4096 bytes, a token's width. In addition to the gradient of a weight, B holds: for the
+        # last matrix, the gradients of its input and of the residual stream; for the first matrix and the
+        # head, only the gradient of the input.
         ({}, 1 + 8, 1 + 3 * 1024, 1 + 4 + 4 * 1024, 8 + 1),
         ({"kv_heads": 1}, 1 + 8, 1 + 1024 * 1.5, 1 + 4 + 4 * 1024, 8 + 1),
-        # Of a gate's first matrix, twice as large, when three tensors of the MLP's width are gone.
+        # A gated MLP's first matrix is twice as large, and three tensors of the MLP's width are released.
         ({"gated": True, "fused_activation": False}, 1 + 8, 1 + 3 * 1024, 2 - 8 + 8 * 1024, 8 + 1),
         ({"gated": True, "fused_activation": True}, 1 + 8, 1 + 3 * 1024, 2 - 4 + 8 * 1024, 8 + 1),
     ],
 )
-def test_of_few_tokens_the_gradient_of_a_weight_is_most_of_the_workspace(
+def test_with_few_tokens_the_gradient_of_a_weight_dominates_the_workspace(
     shape: dict[str, Any], embedding: float, attention: float, mlp: float, head: float
 ) -> None:
-    """B makes it before it is added to what there is."""
+    """B computes it before it is accumulated."""
     few = {"hidden": 1024, "layers": 1, "heads": 4, "vocabulary": 8, "sequence": 1, "dtype": "float32"}
     model = ModelConfig.model_validate({**few, "ffn": 4096, **shape})
     found = [layer.plain.workspace for layer in estimate_layers(estimate_config(model, granularity="half"))]
     assert found == [4096 * tokens for tokens in (embedding, attention, mlp, head)]
 
 
-def test_of_few_keys_it_is_the_gradient_of_the_matrix_behind_attention() -> None:
-    """That of the first matrix comes when the heads' output is gone, and is not much larger."""
+def test_with_few_key_heads_the_gradient_of_the_projection_back_dominates() -> None:
+    """When B computes the gradient of the first matrix, the heads' output is already released."""
     shape = {"hidden": 1024, "layers": 1, "heads": 4, "kv_heads": 1, "vocabulary": 8, "sequence": 600}
     model = ModelConfig.model_validate({**shape, "dtype": "float32"})
     _, attention, *_ = estimate_layers(estimate_config(model, granularity="half"))
     assert attention.plain.workspace == (600 + 600 + 1024) * 1024 * 4
 
 
-def test_the_heads_gradient_is_made_when_the_logits_in_float32_are_gone() -> None:
+def test_the_gradient_of_the_head_s_weight_comes_after_the_float32_logits_are_released() -> None:
     few = {"hidden": 1024, "layers": 1, "heads": 4, "vocabulary": 512, "sequence": 1, "dtype": "bfloat16"}
     *_, head = estimate_layers(estimate_config(ModelConfig.model_validate(few)))
     assert head.plain.workspace == 2 * 512 * 1024 + 2 * 1024 + 2 * 512 - 4 * 512

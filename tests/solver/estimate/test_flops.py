@@ -6,15 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import gpt, llama
+from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.config import ModelConfig
-from zbv_solver.estimate.flops import (
-    Flops,
-    attention_flops,
-    block_flops,
-    core_flops,
-    head_flops,
-    mlp_flops,
-)
+from zbv_solver.estimate.flops import attention_flops, core_flops, head_flops, mlp_flops
 
 gpts = st.builds(
     lambda width, layers, vocabulary, sequence, b: gpt(
@@ -24,21 +18,25 @@ gpts = st.builds(
 )
 
 
+def block_flops(model: ModelConfig) -> PerAction:
+    return attention_flops(model) + mlp_flops(model)
+
+
 def per_microbatch(model: ModelConfig, *, recomputed: bool = False) -> float:
     block, head = block_flops(model), head_flops(model)
     return model.layers * (block.total + recomputed * block.forward) + head.total
 
 
 @given(gpts)
-def test_a_block_is_that_of_the_zero_bubble_paper(model: ModelConfig) -> None:
+def test_a_block_has_the_operations_of_the_zero_bubble_paper(model: ModelConfig) -> None:
     """Qi et al. 2023, table 1: s b h (24h + 4s), s b h (24h + 8s), s b h 24h."""
     s, b, h = model.sequence, model.microbatch_size, model.hidden
-    expected = Flops(s * b * h * (24 * h + 4 * s), s * b * h * (24 * h + 8 * s), s * b * h * 24 * h)
+    expected = PerAction(s * b * h * (24 * h + 4 * s), s * b * h * (24 * h + 8 * s), s * b * h * 24 * h)
     assert block_flops(model) == expected
 
 
 @given(gpts)
-def test_a_step_is_that_of_megatron(model: ModelConfig) -> None:
+def test_a_step_has_the_operations_of_megatron(model: ModelConfig) -> None:
     """Narayanan et al. 2021, equation 3, with recomputation; appendix: 72 for 96 and 12 for 16 without."""
     b, s, n, h, v = (
         model.microbatch_size,
@@ -53,15 +51,15 @@ def test_a_step_is_that_of_megatron(model: ModelConfig) -> None:
     assert per_microbatch(model) == pytest.approx(without)
 
 
-def test_gpt_3_trained_for_3_14e23() -> None:
-    """Brown et al. 2020, table D.1: 300 billion tokens; it leaves out attention's scores."""
+def test_training_gpt_3_took_3_14e23_operations() -> None:
+    """Brown et al. 2020, table D.1: 300 billion tokens, without attention's scores."""
     model = gpt(hidden=12288, layers=96, heads=96, vocabulary=50257)
     scores = model.layers * core_flops(model).total
     per_token = (per_microbatch(model) - scores) / model.tokens
     assert per_token * 300e9 == pytest.approx(3.14e23, rel=2e-3)
 
 
-def test_llama_3_405b_trained_for_3_8e25() -> None:
+def test_training_llama_3_405b_took_3_8e25_operations() -> None:
     """Grattafiori et al. 2024, §1 and §3: 15.6 trillion tokens; 6 per parameter and token, without scores."""
     shape = {"hidden": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn": 53248, "vocabulary": 128256}
     model = llama(**shape)
@@ -69,7 +67,7 @@ def test_llama_3_405b_trained_for_3_8e25() -> None:
     assert per_token * 15.6e12 == pytest.approx(3.8e25, rel=0.01)
 
 
-def test_scores_have_no_weight_gradient_and_linear_layers_as_much_of_each() -> None:
+def test_scores_have_no_weight_gradient_and_linear_layers_split_evenly() -> None:
     model = llama()
     linear = block_flops(model).backward_weight
     core = core_flops(model)
@@ -79,7 +77,7 @@ def test_scores_have_no_weight_gradient_and_linear_layers_as_much_of_each() -> N
     assert block_flops(model).backward_input == linear + core.backward_input
 
 
-def test_flash_leaves_out_what_is_masked_and_computes_scores_twice() -> None:
+def test_flash_attention_skips_masked_scores_and_computes_scores_twice() -> None:
     """Dao 2023, §4.1: half for a causal mask, and a backward of 2.5 forwards."""
     plain = core_flops(llama(attention="plain"))
     causal, full = core_flops(llama()), core_flops(llama(causal=False))
@@ -89,7 +87,7 @@ def test_flash_leaves_out_what_is_masked_and_computes_scores_twice() -> None:
     assert causal.backward_input == 2.5 * causal.forward
 
 
-def test_fewer_key_heads_shrink_projections_and_not_scores() -> None:
+def test_fewer_key_heads_shrink_only_the_projections() -> None:
     grouped, whole = llama(kv_heads=8), llama()
     h, tokens = whole.hidden, whole.tokens
     saved = 2 * tokens * h * 2 * (whole.kv_width - grouped.kv_width)
@@ -97,5 +95,5 @@ def test_fewer_key_heads_shrink_projections_and_not_scores() -> None:
     assert core_flops(whole) == core_flops(grouped)
 
 
-def test_a_gate_is_half_an_mlp_more() -> None:
+def test_a_gate_adds_half_an_mlp() -> None:
     assert mlp_flops(llama()).forward == 1.5 * mlp_flops(llama(gated=False)).forward

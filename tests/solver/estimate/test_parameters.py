@@ -1,4 +1,4 @@
-"""Counts of parameters, and what training keeps of them, against what is published."""
+"""Parameter counts, and the memory that training keeps per parameter, against published figures."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import gpt, llama, preset_config
-from zbv_solver.estimate.config import PRECISIONS, Precision
+from support.estimates import but, gpt, llama, preset_config
+from zbv_solver.estimate.config import PRECISIONS, ModelConfig, Precision
 from zbv_solver.estimate.layers import estimate_layers
 from zbv_solver.estimate.parameters import (
     Parameters,
-    block_parameters,
+    attention_parameters,
     embedding_parameters,
+    mlp_parameters,
     model_parameters,
     static_bytes,
 )
@@ -40,7 +41,7 @@ def test_llamas_have_the_parameters_of_their_checkpoints(shape: dict[str, Any], 
     assert model_parameters(llama(**shape)) == published
 
 
-def test_gpt_3_has_175_billion() -> None:
+def test_gpt_3_has_175_billion_parameters() -> None:
     """Brown et al. 2020, table D.1: 174,600 million."""
     model = gpt(hidden=12288, layers=96, heads=96, vocabulary=50257, tied_embeddings=True)
     assert model_parameters(model) == pytest.approx(174.6e9, rel=1e-3)
@@ -51,17 +52,17 @@ def test_gpt_3_has_175_billion() -> None:
     [(1.7, 24, 2304), (3.6, 30, 3072), (7.5, 36, 4096), (18.4, 40, 6144), (39.1, 48, 8192), (76.1, 60, 10240),
      (145.6, 80, 12288), (310.1, 96, 16384), (529.6, 105, 20480), (1008.0, 128, 25600)],
 )  # fmt: skip
-def test_megatron_s_models_have_the_size_that_names_them(billions: float, layers: int, hidden: int) -> None:
+def test_megatron_models_have_the_size_in_their_names(billions: float, layers: int, hidden: int) -> None:
     """Narayanan et al. 2021, table 1."""
     count = model_parameters(gpt(hidden=hidden, layers=layers, heads=32, tied_embeddings=True))
     assert count == pytest.approx(billions * 1e9, abs=0.06e9)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_presets_have_the_parameters_that_are_published(name: str) -> None:
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     published, model = preset(name).published, preset_config(name).model
     if published.get("parameters_counted") == "one vocabulary matrix":
-        model = model.but(tied_embeddings=True)
+        model = but(model, tied_embeddings=True)
     within = published.get("parameters_within", 0)
     assert model_parameters(model) == pytest.approx(published["parameters"], rel=0, abs=within)
     if "without_embeddings" in published:
@@ -80,18 +81,22 @@ def test_a_gpt_has_12_l_h_squared_and_its_corrections(
     assert (
         model_parameters(model) == 12 * layers * h**2 + 13 * layers * h + (vocabulary + sequence) * h + 2 * h
     )
-    assert model_parameters(model.but(tied_embeddings=False)) - model_parameters(model) == vocabulary * h
+    assert model_parameters(but(model, tied_embeddings=False)) - model_parameters(model) == vocabulary * h
 
 
-def test_queries_keys_and_values_alone_may_have_biases() -> None:
+def test_only_queries_keys_and_values_may_have_biases() -> None:
     """As in Qwen2.5-32B: 32.76 billion parameters, 31.0 without embeddings."""
     model = llama(hidden=5120, layers=64, heads=40, kv_heads=8, ffn=27648, vocabulary=152064, qkv_bias=True)
     assert model_parameters(model) == 32_763_876_352
 
 
+def block_parameters(model: ModelConfig) -> Parameters:
+    return attention_parameters(model) + mlp_parameters(model)
+
+
 def test_norms_of_heads_are_two_heads_wide() -> None:
     grouped = llama(kv_heads=8)
-    with_norms = block_parameters(grouped.but(qk_norm=True))
+    with_norms = block_parameters(but(grouped, qk_norm=True))
     assert with_norms == block_parameters(grouped) + Parameters(shared=0, replicated=2 * 128)
 
 
@@ -131,7 +136,7 @@ def test_bytes_per_parameter(precision: str, states: int, per_parameter: tuple[i
     states=st.integers(0, 2),
     sizes=st.tuples(*[st.integers(0, 8)] * 4),
 )
-def test_every_stage_of_zero_holds_no_more_than_the_one_before(
+def test_every_stage_of_zero_holds_at_most_as_much_as_the_previous_one(
     parameters: int, replicas: int, states: int, sizes: tuple[int, int, int, int]
 ) -> None:
     precision = Precision(parameters=sizes[0], gradients=sizes[1], master=sizes[2], state=sizes[3])
@@ -140,7 +145,7 @@ def test_every_stage_of_zero_holds_no_more_than_the_one_before(
     assert held[3] == pytest.approx(held[0] / replicas)
 
 
-def test_a_tied_head_needs_a_copy_only_where_the_embedding_is_elsewhere() -> None:
+def test_a_tied_head_needs_a_copy_only_if_the_embedding_is_on_another_rank() -> None:
     """The first and the last stage of a V are on one rank."""
 
     def parameters_of_head(**parallel: Any) -> int:
@@ -148,9 +153,9 @@ def test_a_tied_head_needs_a_copy_only_where_the_embedding_is_elsewhere() -> Non
 
     config = preset_config("gpt-1.5b")
     table, norm = config.model.vocabulary * config.model.hidden, 2 * config.model.hidden
-    tied = config.but(model=config.model.but(tied_embeddings=True))
+    tied = but(config, model=but(config.model, tied_embeddings=True))
     assert tied.placement == "v"
     assert estimate_layers(tied)[-1].parameters == norm
-    loop = tied.but(parallel=tied.parallel.but(placement="loop"))
+    loop = but(tied, parallel=but(tied.parallel, placement="loop"))
     assert estimate_layers(loop)[-1].parameters == table + norm
     assert parameters_of_head() == parameters_of_head(placement="v") == table + norm

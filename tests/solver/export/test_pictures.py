@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from zbv_solver.export import export, palette, quantities
-from zbv_solver.export.axis import ticks
 from zbv_solver.export.per_rank import RankBars, idle_bars, idle_shares, memory_bars
 from zbv_solver.export.raster import coverage, image
 from zbv_solver.export.report import MODULES, PlanView, gantt_canvas, plan_view, script_json
@@ -395,7 +394,7 @@ def test_relative_figures_carry_their_sign() -> None:
 
 @given(st.floats(1e-6, 1e12), st.integers(4, 20))
 def test_ticks_are_even_and_few(length: float, at_most: int) -> None:
-    found = ticks(length, at_most)
+    found = quantities.ticks(0.0, length, at_most)
     assert found[0] == 0
     assert found[-1] <= length * (1 + 1e-9)
     assert 2 <= len(found) <= at_most + 1

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import limited_problems, uniform
-from zbv_solver.construct.attempt import from_orders
+from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial, simple_rule
 from zbv_solver.improve.parameter_search import RuleClimber
 from zbv_solver.improve.rest_search import RestClimber, rest_search
@@ -26,8 +26,8 @@ def test_what_starts_before_the_cut_is_kept(problem: Problem, share: float) -> N
     kept = np.array([int(np.searchsorted(begins[start.orders.slice_of(rank)], cut)) for rank in ranks])
     scheduler = ListScheduler(problem)
     rule = simple_rule(problem, "forward-deep", 1.0, 0.0)
-    attempt = scheduler.attempt(rule, "again", (start.code, kept))
-    assert attempt is not None
+    assert scheduler.value(rule, kept=(start.code, kept)) < np.inf
+    attempt = Attempt.of("again", problem, scheduler.board)
     for rank in ranks:
         assert np.array_equal(attempt.code[rank, : kept[rank]], start.code[rank, : kept[rank]])
     verify_orders(problem, attempt.orders)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def serial_plan() -> Document:
     problem = parse_any_problem(PROBLEM)
     assert isinstance(problem, Problem)
     plan = make_plan(problem, serial(problem).orders, method="serial")
-    return plan_json(plan.with_baselines(compare(problem)))
+    return plan_json(replace(plan, baselines=compare(problem)))
 
 
 def pointers(checked: CheckedPlan, *, verified: bool) -> set[str]:

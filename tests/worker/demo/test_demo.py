@@ -52,7 +52,7 @@ def test_losses_must_agree_and_decrease() -> None:
         check_losses([outcome("zbv", 1, [1], [4.0, 3.0, 4.5])])
 
 
-def test_two_to_four_ranks() -> None:
+def test_the_demonstration_uses_two_to_four_ranks() -> None:
     assert 2 <= rank_count() <= 4
 
 

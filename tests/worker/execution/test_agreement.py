@@ -51,7 +51,7 @@ def test_equal_statements_give_every_rank_all_channels() -> None:
         ),
     ],
 )
-def test_all_ranks_refuse_with_one_message_that_names_who_differs(
+def test_all_ranks_refuse_with_one_message_that_names_the_differing_ranks(
     change: dict[str, object], message: str
 ) -> None:
     statements = [statement(rank) for rank in range(3)]

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans import unit_problem
 from support.selfcheck import hard_model, random_orders
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.computation import Batches
+from zbv_worker.execution.binding import Batches
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
@@ -29,14 +29,8 @@ CPU = torch.device("cpu")
 MICROBATCHES = 3
 
 
-def problem_of(kind: str, p: int) -> Problem:
-    placement = Placement.of(kind, p)  # type: ignore[arg-type]  # a placement's name
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, MICROBATCHES, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-
-
 class Sampled:
-    """A model whose evaluation data are those of another step."""
+    """A model with evaluation data: the microbatches of another step."""
 
     def __init__(self, model: Batches):
         self._model = model
@@ -140,7 +134,7 @@ def plain_losses(step: int) -> list[float]:
 def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
     kind: str, p: int, seed: int, fused: float
 ) -> None:
-    problem = problem_of(kind, p)
+    problem = unit_problem(p, MICROBATCHES, kind)
     pipeline = Pipeline(problem, random_orders(problem, Random(seed), fused))
     expected = plain_losses(3)
     for turn in range(2):
@@ -152,11 +146,11 @@ def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
             assert all(parameter.grad is None for m in pipeline.modules for parameter in m.parameters())
             pipeline.all(lambda executor: executor.step(0))
     for transport in pipeline.transports:
-        transport.flush(1.0)  # nothing was sent that nobody takes
+        transport.flush(1.0)  # every sent tensor was received
 
 
 def test_evaluation_data_are_used_if_the_model_has_them() -> None:
-    problem = problem_of("v", 2)
+    problem = unit_problem(2, MICROBATCHES)
     pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), own_data=True)
     for _ in range(2):  # in turns, as in a run
         losses = pipeline.evaluate(3)
@@ -164,7 +158,7 @@ def test_evaluation_data_are_used_if_the_model_has_them() -> None:
         pipeline.all(lambda executor: executor.step(0))
 
 
-class Noticing(nn.Module):
+class ModeRecorder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Dropout(0.5)
@@ -177,8 +171,8 @@ class Noticing(nn.Module):
         return output
 
 
-def test_modules_are_in_evaluation_mode_and_then_each_in_the_mode_it_was_in() -> None:
-    module = Noticing()
+def test_modules_are_evaluated_in_evaluation_mode_and_then_return_to_their_own_mode() -> None:
+    module = ModeRecorder()
     stage = Stage(0, 2, module, 1)
     input = torch.ones(2, 2, requires_grad=True)
     with stage.evaluating():
@@ -192,7 +186,7 @@ def test_modules_are_in_evaluation_mode_and_then_each_in_the_mode_it_was_in() ->
 
 
 def test_an_evaluation_that_fails_leaves_the_modules_in_training() -> None:
-    problem = problem_of("v", 1)
+    problem = unit_problem(1, MICROBATCHES)
     pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
     pipeline.modules[1].register_forward_hook(fail)
     with pytest.raises(ZeroDivisionError) as found:
@@ -205,8 +199,8 @@ def fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
-def test_stages_without_a_model_are_not_evaluated() -> None:
-    problem = problem_of("v", 1)
+def test_stages_without_a_model_cannot_be_evaluated() -> None:
+    problem = unit_problem(1, MICROBATCHES)
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(1), 0.5), 0)
     stages = {
         index: SleepingStage(dict.fromkeys("FIWB", 0), None, None, SleepingDevice()) for index in plan.stages

@@ -54,7 +54,7 @@ def deltas(stages: dict[int, Stage], inputs: dict[int, Tensor], target: Tensor) 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_live_bytes_after_every_action_are_the_plans(seed: int) -> None:
+def test_live_bytes_after_every_action_follow_the_plan(seed: int) -> None:
     model = gpt(layers=4, width=32, heads=2, length=32, sequences=2, characters=20_000)
     orders = random_orders(problem_of(), Random(seed))
     plan = RankPlan.of("plan", problem_of(), orders, 0)
@@ -77,7 +77,7 @@ def test_live_bytes_after_every_action_are_the_plans(seed: int) -> None:
 
 
 def watch(executor: Executor, live: LiveBytes) -> list[int]:
-    """The live bytes after every action to come, without what is on its way between the stages."""
+    """The live bytes after every later action, without tensors that are passed between the stages."""
     seen: list[int] = []
 
     def watched(bound: Bound) -> Bound:
@@ -93,7 +93,7 @@ def watch(executor: Executor, live: LiveBytes) -> list[int]:
     return seen
 
 
-def test_the_peak_is_the_most_that_was_alive_at_once_since_the_restart() -> None:
+def test_the_peak_is_the_largest_number_of_live_bytes_since_the_restart() -> None:
     with LiveBytes() as live:
         kept = torch.zeros(1000)
         dropped = torch.zeros(2000)

@@ -15,13 +15,12 @@ import pytest
 import torch
 import zbv_worker.training.plan_change
 from support.cut_models import cut_problem, parts
+from support.plans import write_plan
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from support.trained import Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders, first_in_first_out
-from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.writing import problem_json
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource
@@ -43,13 +42,6 @@ from zbv_worker.training.report import read_reports, summarise
 CPU = torch.device("cpu")
 GPT = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 NAMES = list(hard_model().layer_names())
-
-
-def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
-    document: dict[str, Any] = {"problem": problem_json(problem), "ranks": orders.all_text()}
-    document["plan_id"] = identity(document["problem"], document["ranks"])
-    path.write_text(json.dumps(document))
-    return path
 
 
 # --- gradients
@@ -133,7 +125,7 @@ def test_the_gpt_is_the_same_model_for_any_partition(sizes: tuple[int, ...]) -> 
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-def test_tied_layers_stay_tied_where_the_cut_has_both_on_one_rank() -> None:
+def test_tied_layers_stay_tied_if_the_cut_has_both_on_one_rank() -> None:
     model = gpt(**GPT, tied=True)
     near = cut_problem(model.layer_names(), (2, 1, 1, 2))
     orders = random_orders(near, Random(0))
@@ -150,7 +142,7 @@ def test_tied_layers_stay_tied_where_the_cut_has_both_on_one_rank() -> None:
 
 @dataclass
 class Misnamed:
-    """A model whose layers are others than planned."""
+    """A model with other layers than planned."""
 
     names: Sequence[str]
 
@@ -179,7 +171,7 @@ def test_a_plan_of_other_layers_is_refused(own: list[str], message: str) -> None
         build_stages(Misnamed(own), plan, CPU)
 
 
-def test_a_model_without_layers_is_refused_with_what_it_needs() -> None:
+def test_a_model_without_layers_is_refused_with_the_methods_that_it_needs() -> None:
     problem = cut_problem(NAMES, (2, 2, 2, 2))
     with pytest.raises(InvalidRun, match=r"Tiny without layer_names and build_layers; see .*Layered"):
         require_layers(tiny(), PlannedCut.of(problem))
@@ -190,7 +182,7 @@ def test_a_model_without_layers_is_refused_with_what_it_needs() -> None:
     ("module", "found"),
     [(nn.Linear(1, 1), "a Linear;"), (nn.Sequential(nn.Tanh()), "a Sequential of 1 modules;")],
 )
-def test_layers_that_were_not_asked_for_are_refused(module: nn.Module, found: str) -> None:
+def test_wrong_results_of_build_layers_are_refused(module: nn.Module, found: str) -> None:
     class Wrong(Misnamed):
         def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
             return module  # type: ignore[return-value]  # that is the point
@@ -236,7 +228,7 @@ def test_a_plan_file_has_the_partition_and_recomputation(tmp_path: Path) -> None
 
 
 class Changing(Remembering):
-    """Remembers its layers; and during its step 3 the next plan arrives."""
+    """Records its layers; the next plan arrives during step 3."""
 
     next_plan: Path
     text: str
@@ -277,7 +269,7 @@ def test_a_run_may_change_to_a_plan_that_recomputes_other_stages(tmp_path: Path)
     options = TrainingOptions(next_plan=Changing.next_plan)
     found = train_in_threads(first, random_orders(first, Random(0)), options, steps, model=Changing)
     assert len({line.plan_id for report in found.reports for line in report.lines}) == 2
-    assert Changing.ran_without_graph == set(NAMES)  # those of the first plan, and then the others
+    assert Changing.ran_without_graph == set(NAMES)  # first the stages of the first plan, then the others
     expected, losses, _ = train_alone(4, steps)
     assert relative_error(found.parameters[0], expected) < 1e-4
     assert found.losses == pytest.approx(losses, rel=1e-4)
@@ -350,12 +342,12 @@ def test_two_processes_train_a_cut_as_one_process_trains_the_model(folder: Path,
 
 
 def test_a_checkpoint_resumes_with_another_partition(folder: Path, alone: list[float]) -> None:
-    """Parameters and the states of the optimizer go to the ranks that have their layers now."""
+    """Parameters and optimizer state go to the ranks that have their layers now."""
     assert losses_of(folder / "other") == pytest.approx(alone[3:], rel=1e-4)
 
 
 class Kept(Gpt):
-    """A model that keeps its modules and optimizers, of all ranks that are threads."""
+    """A model that records the modules and optimizers of all ranks, which are threads."""
 
     modules: ClassVar[list[nn.Sequential]] = []
     optimizers: ClassVar[list[torch.optim.Optimizer]] = []

@@ -8,18 +8,17 @@ from itertools import pairwise
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
+from support.plans import unit_problem
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
 from zbv_solver.plans.orders import Action, Orders
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.execution.rank_plan import Instruction, RankPlan
-from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, timeline_of
+from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
-from zbv_worker.transport.channels import ChannelKey, Pending, TensorSpec, key_of
+from zbv_worker.transport.channels import ChannelKey, Receive, key_of
 
 CPU = torch.device("cpu")
 ORDERS = Orders.from_text(
@@ -60,7 +59,7 @@ class Kernels:
 
 
 class Hanging(Kernels):
-    """Its first kernel never ends."""
+    """A stage whose first kernel never ends."""
 
     def _queue(self, letter: str) -> Tensor:
         self._cuda.compute.hang()
@@ -68,7 +67,7 @@ class Hanging(Kernels):
 
 
 class OnStream:
-    """A receive as NCCL's: the host goes on, the compute stream waits."""
+    """Like an NCCL receive: the host goes on, the compute stream waits."""
 
     def __init__(self, cuda: FakeCuda, milliseconds: float | None):
         self._cuda = cuda
@@ -86,15 +85,15 @@ class OnStream:
 
 
 class Streaming(ThreadTransport):
-    """One rank whose peer's tensors come after a time, or never."""
+    """One rank; tensors of its peer arrive after some time, or never."""
 
     def __init__(self, cuda: FakeCuda, milliseconds: float | None):
         super().__init__(ThreadHub(2), 0)
         self._cuda = cuda
         self._milliseconds = milliseconds
 
-    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
-        return OnStream(self._cuda, self._milliseconds)
+    def receiver(self, key: ChannelKey) -> Receive:
+        return lambda spec: OnStream(self._cuda, self._milliseconds)
 
 
 def executor_of(
@@ -105,9 +104,7 @@ def executor_of(
     unfinished: list[int] | None = None,
     last_stage: type[Kernels] = Kernels,
 ) -> Executor:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * 4
-    problem = Problem(placement, 2, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    problem = unit_problem(2, 2)
     plan = RankPlan.of("plan", problem, ORDERS, 0)
     transport = Streaming(cuda, arrival)
     transport.open([key_of(channel) for channel in plan.channels], 1.0)
@@ -129,7 +126,7 @@ def executor_of(
 def test_records_are_gpu_times_on_the_hosts_clock() -> None:
     cuda = FakeCuda()
     executor = executor_of(cuda, arrival=5.0)
-    for step in range(2):  # the second uses the first one's events again
+    for step in range(2):  # the second step reuses the events of the first
         records = executor.step(step).records
         assert [str(record.action) for record in records] == ORDERS.text(0)
         for record in records:
@@ -143,11 +140,11 @@ def test_records_are_gpu_times_on_the_hosts_clock() -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [1, 2, 5])
-def test_the_host_runs_ahead_by_as_many_actions_as_it_may(run_ahead: int) -> None:
+def test_the_host_runs_ahead_up_to_its_limit(run_ahead: int) -> None:
     unfinished: list[int] = []
     executor_of(FakeCuda(), arrival=5.0, run_ahead=run_ahead, unfinished=unfinished).step(0)
     assert len(unfinished) == 12
-    assert max(unfinished) == run_ahead - 1  # and the one that is being queued
+    assert max(unfinished) == run_ahead - 1  # without the action that is being queued
 
 
 def test_a_missing_tensor_is_named_by_its_action_not_by_the_hosts_position() -> None:
@@ -160,7 +157,7 @@ def test_a_missing_tensor_is_named_by_its_action_not_by_the_hosts_position() -> 
     assert e.value.__notes__ == ["rank 0, step 4, action 3F0"]
 
 
-def test_a_step_ends_when_the_gpu_has_come_to_its_end_or_by_the_timeout() -> None:
+def test_the_end_of_a_step_waits_for_the_gpu_at_most_for_the_timeout() -> None:
     executor = executor_of(FakeCuda(), arrival=None, timeout=0.1, run_ahead=100)
     with pytest.raises(ChannelTimeout, match="at 3F0 for the activation of 2F0 from rank 1"):
         executor.step(0)
@@ -180,7 +177,7 @@ def instruction(text: str) -> Instruction:
 
 
 class Ticking:
-    """A clock that goes on by a second at every pause, when the GPU goes on too, every so often."""
+    """A clock that advances by a second at every pause; every few seconds the GPU completes an action."""
 
     def __init__(self, every: int):
         self._every = every
@@ -218,7 +215,7 @@ def test_every_action_has_its_own_timeout() -> None:
     queued.finish()
     assert len(queued) == 0
     assert ticking.seconds >= 18 > 9
-    assert len(checks) == ticking.seconds  # failures elsewhere are looked for at every pause
+    assert len(checks) == ticking.seconds  # other failures are checked at every pause
 
 
 def test_an_action_that_takes_longer_is_overdue() -> None:
@@ -241,9 +238,8 @@ def fail() -> None:
     raise ConnectionError("an earlier send")
 
 
-def test_the_cpus_times_are_the_clocks() -> None:
-    timeline = timeline_of(CPU, iter(range(10, 100)).__next__)
-    assert isinstance(timeline, HostTimeline)
+def test_times_on_the_cpu_are_the_clocks() -> None:
+    timeline = HostTimeline(iter(range(10, 100)).__next__)
     assert timeline.run_ahead is None
     records = [Record(Action.parse("0F0"), timeline.mark(), timeline.mark(), timeline.mark())]
     assert timeline.resolved(records) == (Record(Action.parse("0F0"), 10, 11, 12),)

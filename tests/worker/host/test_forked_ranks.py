@@ -16,7 +16,7 @@ SHOW = (
 )
 
 
-def test_it_runs_a_module_with_its_arguments_and_environment(tmp_path: Path) -> None:
+def test_a_forked_rank_runs_a_module_with_its_arguments_and_environment(tmp_path: Path) -> None:
     command = python_command("timeit", "-n1", "-r1", SHOW)
     with LocalRanks([command] * 2, tmp_path, {"OWN": "yes"}) as ranks:
         ranks.wait(timeout=240)
@@ -25,7 +25,7 @@ def test_it_runs_a_module_with_its_arguments_and_environment(tmp_path: Path) -> 
             assert shown == f"['-n1', '-r1', {SHOW!r}] {rank} yes __main__ 1"
 
 
-def test_its_status_and_last_output_are_known(tmp_path: Path) -> None:
+def test_a_forked_ranks_status_and_last_output_are_reported(tmp_path: Path) -> None:
     (tmp_path / "broken").write_text("x")
     command = python_command("json.tool", str(tmp_path / "broken"))
     with (
@@ -35,15 +35,15 @@ def test_its_status_and_last_output_are_known(tmp_path: Path) -> None:
         ranks.wait(timeout=240)
 
 
-def test_it_can_be_killed_and_none_outlives_its_test(tmp_path: Path) -> None:
+def test_a_forked_rank_can_be_killed_and_does_not_outlive_its_block(tmp_path: Path) -> None:
     command = python_command("timeit", "-n1", "-r1", "import time; time.sleep(60)")
     with LocalRanks([command] * 2, tmp_path) as ranks:
-        os.kill(ranks.pids[1], signal.SIGKILL)
+        os.kill(ranks.processes[1].pid, signal.SIGKILL)
         with pytest.raises(LaunchError, match="rank 1 ended with status -9"):
             ranks.wait(timeout=240)
-        os.kill(ranks.pids[0], 0)
+        os.kill(ranks.processes[0].pid, 0)
     with pytest.raises(ProcessLookupError):
-        os.kill(ranks.pids[0], 0)
+        os.kill(ranks.processes[0].pid, 0)
 
 
 def test_other_commands_start_as_usual_processes(tmp_path: Path) -> None:

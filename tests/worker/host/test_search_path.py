@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.paths import ROOT
+from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.search_path import environment_of_ranks, searched
 from zbv_worker.model.spec import ModelSpec
 
-REPOSITORY = ROOT
-SCRIPT = "import sys; from zbv_worker.commands.cli import main; sys.exit(main())"
 
-
-def test_a_command_finds_the_documents_model_in_the_working_directory(tmp_path: Path) -> None:
-    """As a console script, which Python gives the script's directory and not the working directory."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "zbv-worker").write_text(SCRIPT)
-    text = (REPOSITORY / "docs" / "training.md").read_text()
-    (example, *_) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "mymodel.py").write_text(example)
-    command = [sys.executable, "bin/zbv-worker", "estimate", "mymodel:layers", "--pp-degree", "2"]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    assert found.returncode == 0, found.stderr
-    assert "layer.7" in found.stdout
+def test_a_command_searches_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a console script, Python itself searches only the script's directory."""
+    (tmp_path / "mymodel.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", os.getcwd())])
+    assert main(["estimate", "mymodel:layers", "--pp-degree", "2"]) == 2
+    assert sys.modules.pop("mymodel").__file__ == str(tmp_path / "mymodel.py")
+    assert "mymodel has no callable 'layers'" in capsys.readouterr().err
 
 
 def test_a_missing_module_is_reported_with_the_search_path(

@@ -13,7 +13,7 @@ RUN, OTHER = "a" * 32, "b" * 32
 
 
 def generation(state: Path, run: str, number: str, days: float) -> Path:
-    """A generation's folder in which nothing has changed for so many days."""
+    """A generation's folder without changes for this many days."""
     folder = state / run / number
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "stdout.log").write_text("text")
@@ -27,7 +27,7 @@ def age(folder: Path, days: float) -> None:
         os.utime(path, (NOW - days * DAY,) * 2)
 
 
-def test_old_generations_are_removed_and_empty_runs_too(tmp_path: Path) -> None:
+def test_old_generations_and_empty_runs_are_removed(tmp_path: Path) -> None:
     old, young = generation(tmp_path, RUN, "0", 8), generation(tmp_path, RUN, "1", 6)
     alone = generation(tmp_path, OTHER, "12", 7.1)
     assert remove_old(tmp_path, 7, NOW) == [old, alone]
@@ -45,7 +45,7 @@ def test_one_file_that_is_written_keeps_its_generation(tmp_path: Path) -> None:
     assert remove_old(tmp_path, 7, NOW) == []
 
 
-def test_folders_of_others_stay(tmp_path: Path) -> None:
+def test_folders_of_other_programs_are_kept(tmp_path: Path) -> None:
     for run, number in (("my-data", "0"), (RUN, "notes")):
         generation(tmp_path, run, number, 30)
     bare = tmp_path / OTHER / "0"

@@ -41,7 +41,7 @@ anything = lambda seed: Built(seed)
 
 @pytest.fixture(autouse=True)
 def module() -> Iterator[None]:
-    """mypackage.models, which imports what others must not call."""
+    """mypackage.models, which imports functions that others must not call."""
     made = ModuleType("mypackage.models")
     exec(SOURCE, made.__dict__)
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def test_nothing_is_called_before_it_is_allowed(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_a_pattern_with_a_callable_allows_it_wherever_it_is_defined() -> None:
+def test_a_pattern_that_names_a_callable_allows_it_wherever_it_is_defined() -> None:
     assert load("gpt", "mypackage.models:gpt", layers=2, width=8, heads=2, length=4, characters=100)
     assert load("_private", "mypackage.mod*:_private")
     with pytest.raises(InvalidRun, match="it is defined in zbv_worker"):

@@ -6,10 +6,9 @@ from random import Random
 
 import pytest
 import torch
+from support.plans import unit_problem
 from support.selfcheck import random_orders, reference_gradients, run_in_threads
 from torch import nn
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.execution.build_stages import build_modules
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.gpu_report.rank import relative_error
@@ -22,12 +21,6 @@ CPU = torch.device("cpu")
 
 def small(layers: int = 4, seed: int = 0) -> GPT:
     return gpt(layers=layers, width=32, heads=2, length=16, sequences=2, characters=20_000, seed=seed)
-
-
-def v_problem() -> Problem:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * 4
-    return Problem(placement, 3, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
 
 
 def parameters(model: GPT, n_stages: int) -> dict[str, torch.Tensor]:
@@ -76,16 +69,16 @@ def test_targets_are_the_next_characters() -> None:
     assert "import" in bytes(text.tolist()).decode()
 
 
-def test_a_random_plan_computes_its_gradients() -> None:
-    problem = v_problem()
+def test_a_random_plan_computes_the_gradients_of_the_model() -> None:
+    problem = unit_problem(2, 3)
     found, loss = run_in_threads(problem, random_orders(problem, Random(1)), small())
     reference, right = reference_gradients(small(), 3)
     assert relative_error(found, reference) <= 1e-5
     assert loss == pytest.approx(right, rel=1e-6)
 
 
-def test_a_tied_head_is_the_embedding_where_both_are_on_one_rank() -> None:
-    problem = v_problem()
+def test_a_tied_head_shares_the_embedding_if_both_are_on_one_rank() -> None:
+    problem = unit_problem(2, 3)
     plan = RankPlan.of("tied", problem, random_orders(problem, Random(1)), rank=0)
     names = "embedding.token.weight", "head.logits.weight"
     for tied in (True, False):
@@ -95,7 +88,7 @@ def test_a_tied_head_is_the_embedding_where_both_are_on_one_rank() -> None:
         assert (found[0] is found[1]) == tied
 
 
-def test_dropout_leaves_out_in_training_only() -> None:
+def test_dropout_acts_only_in_training() -> None:
     model = gpt(layers=2, width=16, heads=2, length=8, sequences=1, characters=20_000, dropout=0.5)
     module = model.build_stage(0, 1, CPU)
     x, _ = model.microbatch(0, 0)

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as nnf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.plans import unit_problem
 from support.selfcheck import HardModel, random_orders, reference_gradients, run_in_threads
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from zbv_solver.plans.orders import first_in_first_out
-from zbv_solver.problem.placement import Placement, PlacementKind
-from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.placement import PlacementKind
 from zbv_worker.errors import ModelError
 from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.measure.live_bytes import LiveBytes
@@ -31,19 +31,13 @@ WIDTH = 6
 CPU = torch.device("cpu")
 
 
-def problem_of(kind: PlacementKind, p: int, microbatches: int) -> Problem:
-    placement = Placement.of(kind, p)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-
-
 def bent(gradient: Tensor) -> Tensor:
-    """Not linear: of the parts of a gradient it gives something else than of the whole."""
+    """Not linear: the results for the parts of a gradient do not sum to the result for the whole."""
     return gradient.clamp(-0.02, 0.01)
 
 
 class Hooked(HardModel):
-    """A model with a hook of each kind on some of its parameters, which counts their calls."""
+    """A model with every kind of hook on some of its parameters; counts their calls."""
 
     def __init__(self, seed: int = 0):
         super().__init__(seed)
@@ -89,7 +83,7 @@ class Hooked(HardModel):
 def test_in_any_plan_hooks_are_called_as_often_and_with_the_same_gradients_as_by_autograd(
     p: int, microbatches: int, kind: PlacementKind, seed: int, fused: float
 ) -> None:
-    problem = problem_of(kind, p, microbatches)
+    problem = unit_problem(p, microbatches, kind)
     orders = random_orders(problem, Random(seed), fused)
     # A hook that scales what is there depends on the order of the microbatches, under plain autograd too.
     orders = first_in_first_out(orders, problem.n_stages)
@@ -102,7 +96,7 @@ def test_in_any_plan_hooks_are_called_as_often_and_with_the_same_gradients_as_by
 
 
 def split(module: nn.Module, x: Tensor, gradient: Tensor) -> WeightGrads:
-    """F and I."""
+    """Run F and I; returns the queue."""
     queue = WeightGrads()
     with defer_weight_gradients(module).into(queue):
         module(x).backward(gradient)
@@ -137,7 +131,7 @@ def test_a_removed_hook_lets_the_parameter_be_queued_again() -> None:
     assert len(split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
 
 
-def test_graphs_in_flight_do_not_look_like_hooks() -> None:
+def test_live_graphs_are_not_mistaken_for_hooks() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     queue = WeightGrads()
     with defer_weight_gradients(module).into(queue):
@@ -168,7 +162,7 @@ def test_a_hook_added_after_f_is_called_by_w() -> None:
 
 
 def optimize_in_backward(module: nn.Module, kept: list[Any]) -> None:
-    """As torch's ``_apply_optimizer_in_backward``, whose import warns."""
+    """Like torch's ``_apply_optimizer_in_backward``, which warns when imported."""
     for parameter in module.parameters():
         optimizer = torch.optim.SGD([parameter], lr=0.1)
 
@@ -181,7 +175,7 @@ def optimize_in_backward(module: nn.Module, kept: list[Any]) -> None:
         kept.append(node)
 
 
-def test_an_optimizer_in_the_backward_takes_the_steps_that_it_takes_under_autograd() -> None:
+def test_an_optimizer_in_the_backward_takes_the_same_steps_as_under_autograd() -> None:
     torch.manual_seed(0)
     modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())
@@ -228,7 +222,7 @@ def test_hooks_on_shared_parameters_of_a_recomputed_stage_are_refused() -> None:
 
 
 class Force(nn.Module):
-    """Its output is the gradient of an energy by its input, as in models of molecules."""
+    """Returns the gradient of an energy with respect to its input, as models of molecules do."""
 
     def __init__(self, create_graph: bool):
         super().__init__()
@@ -244,7 +238,7 @@ class Force(nn.Module):
 
 
 def test_gradients_requested_in_the_forward_are_not_queued() -> None:
-    """Under autograd they do not reach the weights of what they go through."""
+    """Under autograd they do not reach the weights that they pass through."""
     module = Force(create_graph=False)
     prepared = copy.deepcopy(module)
     x, gradient = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
@@ -307,7 +301,7 @@ def test_functional_transforms_go_through_a_prepared_module() -> None:
 
 
 class Tied(nn.Module):
-    """An embedding and a head that share their weight, in one stage; ``direct`` uses the weight once more."""
+    """An embedding and a head with one weight, in one stage; ``direct`` adds a direct use of the weight."""
 
     def __init__(self, direct: bool):
         super().__init__()
@@ -323,7 +317,7 @@ class Tied(nn.Module):
 
 
 class Twice(nn.Module):
-    """One weight, first through its Linear and then directly, or the other way round."""
+    """One weight, used through its Linear and directly, in either order."""
 
     def __init__(self, first: str):
         super().__init__()
@@ -348,10 +342,10 @@ class Twice(nn.Module):
         lambda: Twice("direct"),
     ],
 )
-def test_weights_that_are_used_more_than_once_get_all_of_their_gradient(
+def test_a_weight_that_is_used_twice_gets_its_whole_gradient(
     make: Callable[[], nn.Module], autocast: torch.dtype | None
 ) -> None:
-    """Autocast caches the casts of parameters: one without a graph would cut off a later use."""
+    """Autocast caches casts of parameters: a cast without a graph would lose the gradient of a later use."""
     torch.manual_seed(0)
     module = make()
     prepared = copy.deepcopy(module)
@@ -377,7 +371,7 @@ def test_weights_that_are_used_more_than_once_get_all_of_their_gradient(
 def test_w_under_autocast_makes_one_temporary_of_the_weights_size() -> None:
     module = nn.Sequential(nn.Linear(64, 64, bias=False))
     weight = module.get_parameter("0.weight")
-    for expected in (weight.nbytes // 2 + weight.nbytes, weight.nbytes // 2):  # the first one makes .grad
+    for expected in (weight.nbytes // 2 + weight.nbytes, weight.nbytes // 2):  # the first one creates .grad
         queue = WeightGrads()
         with torch.autocast("cpu", torch.bfloat16), defer_weight_gradients(module).into(queue):
             output = module(torch.randn(2, 64))

@@ -9,13 +9,12 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as nnf
+from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.gpu_report.rank import relative_error
@@ -32,7 +31,7 @@ BFLOAT16 = 2.0**-8
 
 
 class Half(Remembering):
-    """Four layers in bfloat16 whose microbatches are alike, so that in bfloat16 the later ones vanish."""
+    """Four layers in bfloat16; with similar microbatches, a sum in bfloat16 loses the later gradients."""
 
     def layer_names(self) -> Sequence[str]:
         return [f"layer.{at}" for at in range(4)]
@@ -50,7 +49,7 @@ class Half(Remembering):
     def _half(self, name: str) -> nn.Module:
         # A norm's gradient comes from autograd, a Linear's from W.
         layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())
-        generator = torch.Generator().manual_seed(int(name[-1]))  # ranks that are threads share torch's own
+        generator = torch.Generator().manual_seed(int(name[-1]))  # threads share torch's default generator
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.normal_(0.1, 0.3, generator=generator)
@@ -70,7 +69,7 @@ class Half(Remembering):
 
 
 class Noting(torch.optim.SGD):
-    """Changes nothing, and keeps the gradients that it was given."""
+    """Changes no parameter and records the gradients."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         super().__init__(parameters, lr=0.0)
@@ -90,7 +89,7 @@ def given(model: Half) -> dict[str, Tensor]:
 
 
 def alone(microbatches: int, *, in_float32: bool) -> dict[str, Tensor]:
-    """The mean gradient by plain autograd, added up in float32 or, as autograd does, in bfloat16."""
+    """The mean gradient by plain autograd, summed in float32 or, as autograd does, in bfloat16."""
     model = Half()
     module = model.build_stage(0, 1, CPU)
     total: dict[str, Tensor] = {}
@@ -108,15 +107,9 @@ def alone(microbatches: int, *, in_float32: bool) -> dict[str, Tensor]:
     return {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def v_problem(microbatches: int) -> Problem:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-
-
 @pytest.mark.parametrize(("replicas", "fused"), [(1, 0.0), (1, 0.5), (1, 1.0), (2, 0.3)])
-def test_the_gradients_of_64_microbatches_are_those_added_up_in_float32(replicas: int, fused: float) -> None:
-    problem = v_problem(MICROBATCHES // replicas)
+def test_gradients_of_64_microbatches_are_summed_in_float32(replicas: int, fused: float) -> None:
+    problem = unit_problem(2, MICROBATCHES // replicas)
     models: list[Half] = []
 
     def make() -> Half:
@@ -134,8 +127,8 @@ def test_the_gradients_of_64_microbatches_are_those_added_up_in_float32(replicas
     assert relative_error(alone(MICROBATCHES, in_float32=False), right) > 2 * BFLOAT16
 
 
-def test_clipping_measures_and_scales_the_gradients_in_float32() -> None:
-    problem = v_problem(4)
+def test_clipping_uses_the_float32_gradients() -> None:
+    problem = unit_problem(2, 4)
     models: list[Half] = []
 
     def make() -> Half:
@@ -157,7 +150,7 @@ def stage_of(module: nn.Module) -> Stage:
     return Stage(0, 2, module, microbatches=1)
 
 
-def test_between_actions_there_is_only_the_main_gradient_and_the_optimizer_frees_it() -> None:
+def test_only_main_gradients_live_between_actions_and_the_optimizer_frees_them() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16()
     gradients, stage = Gradients({0: module}), stage_of(module)
     gradients.begin()

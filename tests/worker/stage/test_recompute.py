@@ -68,12 +68,12 @@ def test_recomputed_stages_compute_the_gradients_of_one_process(
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_recomputation_changes_no_bit_of_the_gradients(precision: str) -> None:
-    """With dropout: what F drew is drawn again, although other microbatches drew in between."""
+    """With dropout: the random numbers of F are repeated, although others drew in between."""
     kept, again = (gradients_of(dropout_gpt(), problem, precision) for problem in (plain(), recomputing()))
     assert kept.keys() == again.keys()
     assert all(torch.equal(kept[name], again[name]) for name in kept)
     other = gradients_of(dropout_gpt(), recomputing(), precision, seed=1)
-    assert not all(torch.equal(kept[name], other[name]) for name in kept)  # there was something to draw
+    assert not all(torch.equal(kept[name], other[name]) for name in kept)  # dropout did draw
 
 
 def dropout_gpt() -> GPT:
@@ -89,7 +89,7 @@ def recomputing() -> Problem:
 
 
 def gradients_of(model: GPT, problem: Problem, precision: str, seed: int = 0) -> Gradients:
-    """Of one rank that has two microbatches under way at once."""
+    """Gradients of one rank with two microbatches in flight."""
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 0)
     stages = build_stages(model, plan, CPU, precision=precision)  # type: ignore[arg-type]  # parametrized
     torch.manual_seed(seed)
@@ -116,7 +116,7 @@ def gradients_of(model: GPT, problem: Problem, precision: str, seed: int = 0) ->
 def test_recomputation_does_not_change_later_random_numbers() -> None:
     stage = Stage(1, 3, nn.Dropout(0.5), 1, is_recomputed=True)
     stage.forward(0, torch.ones(4), split=False)
-    torch.rand(1)  # as another microbatch does, which comes in between
+    torch.rand(1)  # as another microbatch in between would
     state = torch.get_rng_state()
     stage.backward(0, torch.ones(4))
     assert torch.equal(torch.get_rng_state(), state)
@@ -125,8 +125,8 @@ def test_recomputation_does_not_change_later_random_numbers() -> None:
 # --- the memory of a run
 
 
-def test_the_peak_of_a_run_is_lower_by_what_the_plan_says_and_never_above_it() -> None:
-    """Of six microbatches, with the account of `zbv-worker estimate`."""
+def test_recomputation_lowers_the_peak_as_planned() -> None:
+    """Six microbatches, with the costs of `zbv-worker estimate`."""
     model = gpt(layers=4, width=32, heads=2, length=32, sequences=2, characters=20_000)
     peaks, planned = {}, {}
     for is_recomputed in (False, True):
@@ -154,7 +154,7 @@ def estimated_problem(model: GPT, is_recomputed: bool) -> Problem:
 
 
 def activations_peak(model: GPT, problem: Problem, orders: Orders) -> int:
-    """The most bytes alive at once in a step that finds gradients there already."""
+    """The largest number of live bytes in a step, with gradients present from the start."""
     plan = RankPlan.of("plan", problem, orders, 0)
     stages = build_stages(model, plan, CPU)
     executor = Executor(plan, stages, model, ThreadHub(1).transport(0), device=CPU, timeout=5)
@@ -183,18 +183,18 @@ def stage_of(layers: list[nn.Module], *, by_layer: bool, is_recomputed: bool = T
 
 
 @pytest.mark.parametrize(("by_layer", "inputs"), [(True, 4), (False, 1)])
-def test_after_f_only_inputs_are_held_and_after_i_what_w_needs(by_layer: bool, inputs: int) -> None:
+def test_f_holds_only_inputs_and_i_only_the_operands_of_w(by_layer: bool, inputs: int) -> None:
     stage = stage_of(four_layers(), by_layer=by_layer)
     x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     stage.forward(0, x, split=False)
     stage.backward(0, gradient)
     found = stage_memory(stage, x, None, gradient, CPU)
     assert found.after_forward == inputs * TENSOR
-    assert found.after_input == 8 * TENSOR  # of four Linears the input and the output's gradient
+    assert found.after_input == 8 * TENSOR  # inputs and output gradients of four Linears
     assert found.after_weight == 0
 
 
-def test_layer_by_layer_the_activations_of_one_layer_exist_at_a_time() -> None:
+def test_only_one_layers_recomputed_activations_exist_at_a_time() -> None:
     x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     found = {}
     for by_layer in (True, False):
@@ -212,12 +212,12 @@ def test_a_layers_output_is_released_before_its_backward() -> None:
     x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     stage.forward(0, x, split=False)
     stage.backward(0, gradient)
-    # B: the received gradient, and the input's and the weight's gradient beside what F held.
+    # B: the received gradient, and the input's and the weight's gradient, in addition to what F held.
     assert stage_memory(stage, x, None, gradient, CPU).workspace == 2 * TENSOR + WIDTH * WIDTH * 4
 
 
 def test_the_loss_is_recomputed_with_the_layer_before_it() -> None:
-    """Of the last stage nothing of the logits is held, which may be more than all activations."""
+    """The last stage holds no logits, which may be larger than all activations."""
     head = nn.Linear(WIDTH, 100 * WIDTH)
     layers = (nn.Tanh(), head)
     stage = Stage(
@@ -256,7 +256,7 @@ def test_recomputation_may_change_between_two_forwards() -> None:
 
 
 class Counting(nn.Module):
-    """Says how often it ran, and whether with a graph."""
+    """Records for every run whether it had a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def test_f_runs_without_a_graph_and_the_backward_runs_it_once_more_with_one() ->
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_layers_without_a_gradient_pass_none_on(index: int) -> None:
-    """A frozen stage; and one whose output does not depend on its input gives zeros, as it does otherwise."""
+    """A frozen stage; a stage that ignores its input returns zeros, as without recomputation."""
     frozen = nn.Linear(3, 3).requires_grad_(False)
     stage = Stage(index, 3, nn.Sequential(frozen), 1, layers=(frozen,), is_recomputed=True)
     stage.forward(0, torch.ones(2, 3), split=True)
@@ -303,7 +303,7 @@ class Constant(nn.Module):
         return self.value * 2
 
 
-def test_an_input_that_does_not_matter_has_the_gradient_zero() -> None:
+def test_an_unused_input_has_the_gradient_zero() -> None:
     layer = Constant()
     stage = Stage(1, 3, layer, 1, is_recomputed=True)
     stage.forward(0, torch.ones(2), split=False)
@@ -319,14 +319,14 @@ class Pair(nn.Module):
         return x, x
 
 
-def test_between_layers_there_is_one_tensor() -> None:
+def test_layers_that_pass_on_several_tensors_are_refused() -> None:
     layers = (Pair(), nn.Tanh())
     stage = Stage(1, 3, nn.Sequential(*layers), 1, layers=layers, is_recomputed=True)
     with pytest.raises(ModelError, match="stage 1 returned a tuple"):
         stage.forward(0, torch.ones(2), split=False)
 
 
-def test_the_last_layers_output_is_one_tensor_too_although_the_loss_comes_with_it() -> None:
+def test_the_last_layer_must_return_one_tensor_before_the_loss() -> None:
     stage = Stage(1, 2, Pair(), 1, lambda y, t: y[0].sum(), is_recomputed=True)
     with pytest.raises(ModelError, match="stage 1 returned a tuple"):
         stage.forward(0, torch.ones(2), torch.ones(2), split=False)
@@ -334,7 +334,7 @@ def test_the_last_layers_output_is_one_tensor_too_although_the_loss_comes_with_i
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_recomputed_layer_that_modifies_its_input_is_refused(index: int) -> None:
-    """Without a graph torch does not notice, and its activations would be those of another input."""
+    """Without a graph torch does not notice, and the recomputation would use another input."""
     layers = (nn.Tanh(), nn.Dropout(0.5, inplace=True))
     stage = Stage(index, 3, nn.Sequential(*layers), 1, layers=layers, is_recomputed=True)
     with pytest.raises(ModelError, match=rf"stage {index}: a Dropout modified its input"):

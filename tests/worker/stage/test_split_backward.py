@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from zbv_worker.stage.split_backward import defer_weight_gradients
-from zbv_worker.stage.weight_grads import WeightGrads
+from zbv_worker.stage.weight_grads import LinearGrad, WeightGrads
 
 WIDTH = 6
 
@@ -28,7 +28,7 @@ class Twice(nn.Module):
 
 
 class WrittenTo(nn.Module):
-    """What comes after its Linears writes to what they gave."""
+    """Modifies the outputs of its Linears in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class WrittenTo(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two Linears share a weight, and it is used directly once more."""
+    """Two Linears share a weight, which is also used directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class OwnParameter(nn.Module):
 
 
 class Low(nn.Linear):
-    """A subclass that means something else by its weight."""
+    """A subclass that uses its weight differently."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) @ self.weight
@@ -134,7 +134,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def split_backward(module: nn.Module, x: Tensor, grad_output: Tensor) -> WeightGrads:
-    """F and I of one microbatch; W is the caller's."""
+    """Run F and I of one microbatch; the caller runs W."""
     queue = WeightGrads()
     with defer_weight_gradients(module).into(queue):
         module(x).backward(grad_output)
@@ -180,7 +180,7 @@ def test_embeddings_equal_autograd(name: str) -> None:
     assert_same(gradients(prepared), gradients(module))
 
 
-def test_i_leaves_no_weight_gradient_behind_and_w_brings_it() -> None:
+def test_weight_gradients_appear_in_w_and_not_in_i() -> None:
     module = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     queue = split_backward(module, torch.randint(11, (3, 5)), torch.randn(3, 5, WIDTH))
     assert len(queue) == 3
@@ -190,7 +190,7 @@ def test_i_leaves_no_weight_gradient_behind_and_w_brings_it() -> None:
     assert len(gradients(module)) == 5
 
 
-def test_without_recording_a_prepared_module_has_a_fused_backward() -> None:
+def test_without_a_queue_a_prepared_module_has_a_fused_backward() -> None:
     module = nn.Linear(WIDTH, WIDTH)
     recorder = defer_weight_gradients(module)
     module(torch.randn(2, WIDTH)).sum().backward()
@@ -199,11 +199,11 @@ def test_without_recording_a_prepared_module_has_a_fused_backward() -> None:
         assert module(torch.randn(2, WIDTH)).grad_fn is None
 
 
-def test_state_dict_and_behaviour_under_copying_are_untouched() -> None:
+def test_preparing_keeps_the_state_dict_and_allows_copying() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Embedding(3, WIDTH))
     before = list(module.state_dict())
     recorder = defer_weight_gradients(module)
-    assert defer_weight_gradients(module) is recorder  # twice is harmless
+    assert defer_weight_gradients(module) is recorder  # idempotent
     assert list(module.state_dict()) == before
     assert isinstance(copy.deepcopy(module)[0], nn.Linear)
 
@@ -222,7 +222,9 @@ def test_w_releases_the_tensors_that_i_kept() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(2, WIDTH, requires_grad=True)
     queue = split_backward(module, x, torch.randn(2, WIDTH))
-    held = [weakref.ref(tensor) for tensor in queue.held_tensors()]
+    linears = [grad for grad in queue if isinstance(grad, LinearGrad)]
+    held = [weakref.ref(tensor) for grad in linears for tensor in (grad.x, grad.grad_output)]
+    del linears
     assert len(held) == 4
     gc.collect()
     assert all(reference() is not None for reference in held)
@@ -230,8 +232,8 @@ def test_w_releases_the_tensors_that_i_kept() -> None:
     assert all(reference() is None for reference in held)
 
 
-def test_output_gradients_that_autograd_goes_on_using_are_not_changed_in_the_queue() -> None:
-    """A residual connection hands the same gradient tensor to the Linear and, added to, further up."""
+def test_output_gradients_that_autograd_still_uses_are_not_changed_in_the_queue() -> None:
+    """A residual connection passes one gradient tensor to the Linear and, after adding to it, further up."""
     module = Residual()
     prepared = copy.deepcopy(module)
     x, grad_output = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
@@ -274,7 +276,7 @@ def test_under_autocast_gradients_have_the_dtypes_of_their_parameters_and_equal_
         torch.testing.assert_close(parameter.grad, other.grad, rtol=2e-2, atol=2e-2)
 
 
-def test_trees_that_share_a_module_both_queue() -> None:
+def test_module_trees_that_share_a_module_both_queue() -> None:
     shared = nn.Linear(WIDTH, WIDTH)
     one, two = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(WIDTH, WIDTH))
     assert len(split_backward(one, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
@@ -289,11 +291,11 @@ def test_checkpointed_layers_queue_too() -> None:
     assert not gradients(module)
 
 
-def test_one_dimensional_inputs() -> None:
+def test_one_dimensional_inputs_equal_autograd() -> None:
     module = nn.Linear(WIDTH, 3)
     prepared = copy.deepcopy(module)
     x, grad_output = torch.randn(WIDTH), torch.randn(3)
-    for _ in range(2):  # the second adds to the first: the bias gradient must not be the output's
+    for _ in range(2):  # the second adds to the first, so the bias gradient must be its own tensor
         module(x).backward(grad_output)
         split_backward(prepared, x, grad_output).run()
     assert_same(gradients(prepared), gradients(module))

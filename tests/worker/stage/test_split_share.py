@@ -8,11 +8,10 @@ from random import Random
 import pytest
 import torch
 from rich.console import Console
+from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor, nn
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.measure.profile.profile import RankProfile, Spread, StageProfile, rank_json, read_rank
 from zbv_worker.measure.profile.report import print_report
 from zbv_worker.measure.stage_memory import StaticBytes
@@ -23,11 +22,11 @@ from zbv_worker.training.options import TrainingOptions
 
 
 class TELinear(nn.Linear):
-    """A Linear that is not split, as TransformerEngine's."""
+    """A Linear that is not split, like TransformerEngine's."""
 
 
 class Unsplit(Remembering):
-    """A model whose last two layers have nothing that is split."""
+    """A model without split modules in its last two layers."""
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
         module = super().build_stage(stage, n_stages, device)
@@ -39,9 +38,7 @@ class Unsplit(Remembering):
 
 
 def train(model: type[Remembering], fused: float) -> Trained:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    problem = Problem(placement, 2, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    problem = unit_problem(2, 2)
     return train_in_threads(
         problem, random_orders(problem, Random(0), fused), TrainingOptions(), 3, model=model
     )
@@ -69,7 +66,7 @@ def share_of(module: nn.Module, x: Tensor) -> SplitShare | None:
     return SplitShare.of(module, queue.parameters())
 
 
-def test_the_share_is_that_of_elements_and_the_largest_module_comes_first() -> None:
+def test_the_share_counts_elements_and_the_largest_module_comes_first() -> None:
     module = nn.Sequential(
         nn.Linear(4, 4), nn.LayerNorm(4), TELinear(4, 8), nn.Linear(8, 1).requires_grad_(False)
     )

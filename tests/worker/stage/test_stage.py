@@ -17,7 +17,7 @@ TENSOR = WIDTH * ROWS * 4
 
 
 class Remembering(nn.Module):
-    """Multiplies by a constant that it lets tests watch: its graph saves it."""
+    """Multiplies by a constant; its graph saves the constant, and tests can watch it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def data() -> Tensor:
     return torch.randn(ROWS, WIDTH)
 
 
-def test_i_frees_the_graph_and_w_the_rest() -> None:
+def test_i_frees_the_graph_and_w_frees_the_queue() -> None:
     module = Remembering()
     stage = middle(module)
     stage.forward(0, data(), split=True)
@@ -57,11 +57,11 @@ def test_i_frees_the_graph_and_w_the_rest() -> None:
 
 
 def test_bytes_held_follow_the_actions() -> None:
-    """Two Linears with a GELU between them: what is live after every action, to the byte."""
+    """Two Linears with a GELU between them: the exact live bytes after every action."""
     stage = middle(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)))
     stage.forward(9, data(), split=True)
     stage.backward_input(9, data())
-    stage.backward_weight(9)  # parameters' gradients exist from here on
+    stage.backward_weight(9)  # creates the parameters' gradients
     with LiveBytes() as live:
         stage.forward(0, data(), split=True)
         assert live.bytes == 3 * TENSOR  # input, GELU's input, second Linear's input; not the output
@@ -84,8 +84,8 @@ def test_the_output_and_the_input_gradient_are_detached() -> None:
     assert not gradient.requires_grad
 
 
-def test_the_first_stage_does_the_work_of_i_in_i() -> None:
-    """Its input needs no gradient, yet I must reach every layer: W must not run a backward of its own."""
+def test_the_first_stage_propagates_in_i_and_not_in_w() -> None:
+    """Its input needs no gradient, yet I must reach every layer, because W runs no backward."""
     reached: list[str] = []
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     stage = Stage(0, 2, nn.Sequential(first, Watch(reached), second), microbatches=1)
@@ -127,7 +127,7 @@ def test_the_last_stage_returns_its_loss_and_scales_gradients_by_the_number_of_m
     torch.testing.assert_close(found, module.weight.grad)
 
 
-def test_a_stage_that_is_a_view_or_the_identity() -> None:
+def test_a_stage_may_be_the_identity_or_a_view() -> None:
     stage = middle(nn.Sequential(nn.Identity()))
     x, gradient = data(), data()
     torch.testing.assert_close(stage.forward(0, x, split=True), x)

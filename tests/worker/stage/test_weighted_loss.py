@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 import torch
+from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_in_threads
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
+from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import InvalidRun, ModelError, NotFinite
 from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.stage.stage import Stage, WeightedLoss
@@ -22,7 +22,7 @@ MICROBATCHES, STEPS = 3, 3
 
 
 class Padded(Remembering):
-    """Targets of which a part that differs by microbatch is padding (infinite)."""
+    """Targets with padding (infinite); its length differs by microbatch."""
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         words, target = super().microbatch(step, index)
@@ -30,7 +30,7 @@ class Padded(Remembering):
         return words, target.masked_fill(torch.arange(10).reshape(2, 5, 1) >= tokens, torch.inf)
 
     def tokens(self, step: int, index: int) -> int:
-        """1 to 10, and now and then none at all."""
+        """0 to 10 tokens."""
         return (7 * index + 3 * step) % 11
 
     def loss_sum(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,9 +45,7 @@ class Empty(Padded):
 
 
 def plan(microbatches: int = MICROBATCHES) -> tuple[Problem, Orders]:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    problem = Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    problem = unit_problem(2, microbatches)
     return problem, random_orders(problem, Random(0))
 
 
@@ -81,7 +79,7 @@ def alone(microbatches: int, clip_norm: float | None = None) -> tuple[dict[str, 
         TrainingOptions(non_finite="skip"),
     ],
 )
-def test_training_is_that_of_one_process_with_the_whole_batch(options: TrainingOptions) -> None:
+def test_training_equals_one_process_with_the_whole_batch(options: TrainingOptions) -> None:
     found = train_in_threads(*plan(), options, STEPS, model=Padded)
     expected, losses = alone(MICROBATCHES * options.replicas, options.clip_norm)
     assert found.losses == pytest.approx(losses, rel=1e-5)
@@ -89,7 +87,7 @@ def test_training_is_that_of_one_process_with_the_whole_batch(options: TrainingO
         assert relative_error(parameters, expected) < 1e-5
 
 
-def test_the_factor_of_float16_is_taken_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_divided_by_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "_FIRST_SCALE", 64.0)  # so that no step overflows
     found = train_in_threads(*plan(), TrainingOptions(precision="float16"), STEPS, model=Padded)
     expected, losses = alone(MICROBATCHES)
@@ -98,13 +96,15 @@ def test_the_factor_of_float16_is_taken_out_again(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_evaluation_is_a_mean_over_the_tokens_too(replicas: int) -> None:
+def test_evaluation_is_a_mean_over_tokens(replicas: int) -> None:
     options = TrainingOptions(replicas=replicas, evaluate_every=10)
     found = train_in_threads(*plan(), options, STEPS, model=Padded)
     evaluations = next(r.evaluations for r in found.reports if r.evaluations)
     _, losses = alone(MICROBATCHES * replicas)
     assert evaluations[0] == pytest.approx(losses[0], rel=1e-5)
-    assert found.losses == pytest.approx(losses, rel=1e-5)  # no weight of the evaluation is left over
+    assert found.losses == pytest.approx(
+        losses, rel=1e-5
+    )  # weights of the evaluation do not leak into the step
 
 
 def test_a_recomputed_loss_counts_its_weight_once() -> None:
@@ -123,12 +123,12 @@ def test_a_recomputed_loss_counts_its_weight_once() -> None:
     assert weights == [(2.0 * model.tokens(0, 1), 0.0)] * 2
 
 
-def test_a_step_without_any_token_is_not_finite() -> None:
+def test_a_step_without_tokens_is_not_finite() -> None:
     with pytest.raises(NotFinite, match="step 0"):
         train_in_threads(*plan(), TrainingOptions(clip_norm=1.0), 1, model=Empty)
 
 
-def test_pytorchs_runtime_refuses_weights() -> None:
+def test_pytorchs_runtime_refuses_weighted_losses() -> None:
     with pytest.raises(InvalidRun, match="--runtime torch averages over microbatches"):
         require_plain(TrainingOptions(), Padded())
 

@@ -17,7 +17,7 @@ SECOND = 1_000_000_000
 
 
 class Post(ThreadTransport):
-    """Rank 0 of two, on a simulated clock: messages take the given times there and back."""
+    """Rank 0 of two on a simulated clock; ``delays`` has the times of the messages there and back."""
 
     def __init__(self, delays: list[tuple[int, int]], ahead: int):
         super().__init__(ThreadHub(2), 0)
@@ -52,7 +52,7 @@ def test_the_shortest_exchange_counts_and_a_symmetric_one_is_exact() -> None:
 
 
 @pytest.mark.parametrize("delays", [(0, 100), (100, 0), (33, 68)])
-def test_an_asymmetric_exchange_is_wrong_by_no_more_than_it_says(delays: tuple[int, int]) -> None:
+def test_the_error_of_an_asymmetric_exchange_is_at_most_its_uncertainty(delays: tuple[int, int]) -> None:
     post = Post([delays], ahead=12_345)
     found = find_offsets(post, 1.0, post.clock, exchanges=1)[1]
     assert abs(found.ahead - 12_345) <= found.uncertainty <= 51
@@ -87,7 +87,7 @@ def test_a_rank_that_does_not_answer_ends_the_exchange() -> None:
         barrier_only.result(10)
 
 
-def test_times_are_translated_with_the_drift_between_two_looks() -> None:
+def test_times_are_corrected_for_the_drift_between_two_measurements() -> None:
     origin = 2**60  # a clock that has run for decades: floats would round to 128 ns
     before = (Offset(origin), Offset(origin, ahead=1_000))
     after = (Offset(origin + SECOND), Offset(origin + SECOND, ahead=3_000))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from zbv_solver.plans.orders import Action
@@ -85,9 +86,7 @@ def test_an_unwritable_output_is_named_before_anything_runs(tmp_path: Path) -> N
 
 
 def test_a_training_run_writes_one_trace_of_all_ranks(tmp_path: Path) -> None:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * 4
-    problem = Problem(placement, 2, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+    problem = unit_problem(2, 2)
     plan = make_plan(problem, random_orders(problem, Random(1)), method="random")
     (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan)))
     model = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
@@ -137,7 +136,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholePlan, dict[st
     return plan, json.loads(path.read_text())
 
 
-def test_every_rank_runs_its_list_in_order_and_one_thing_at_a_time(
+def test_every_rank_runs_its_list_in_order_and_one_action_at_a_time(
     merged: tuple[WholePlan, dict[str, Any]],
 ) -> None:
     plan, document = merged

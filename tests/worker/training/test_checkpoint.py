@@ -127,7 +127,7 @@ def test_a_run_killed_during_a_step_resumes_with_the_same_losses(
     saved = tmp_path / "saved"
     with runs.start(plan, *saving(saved), steps=1_000_000, dropout=0.2) as started:
         until(lambda: "step 5:" in started.log(0) or "step 5:" in started.log(1))
-        os.kill(started.pids[1], signal.SIGKILL)
+        os.kill(started.processes[1].pid, signal.SIGKILL)
         with pytest.raises(LaunchError):
             started.wait(timeout=DEADLINE)
     begun = newest_step(saved)
@@ -163,7 +163,7 @@ def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_success
     with runs.start(
         plan, *always, module="support.stopping_rank", environment=stop, steps=1_000_000
     ) as given_up:
-        until(lambda: is_stopped(given_up.pids[0]))
+        until(lambda: is_stopped(given_up.processes[0].pid))
         newest = 4 if check == 2 else 3
         assert newest_step(saved) == newest
         undisturbed = runs.losses(plan, *always, steps=newest + 2)
@@ -172,7 +172,7 @@ def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_success
         assert found is not None
         assert found.name == f"step-{newest + 2:08d}.g2"
 
-        os.kill(given_up.pids[0], signal.SIGCONT)
+        os.kill(given_up.processes[0].pid, signal.SIGCONT)
         with pytest.raises(LaunchError, match="generation 2 has taken over"):
             given_up.wait(timeout=DEADLINE)
         assert contents(saved) == before

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun
 from zbv_worker.training.gradients import Gradients, SummedGradients, squares
 from zbv_worker.transport.channels import Reduction
-from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.world import Layout
 
 
 class Watched(ThreadTransport):

@@ -166,12 +166,12 @@ def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
     arguments = run_arguments(plan_file, steps=1_000_000, timeout=3)
     with ranks([arguments] * 2, tmp_path / "logs") as started:
         until_said(started, "step 3:")
-        os.kill(started.pids[1], sign)
+        os.kill(started.processes[1].pid, sign)
         with pytest.raises(LaunchError):
             started.wait(timeout=240)
         until_said(started, "zbv-worker:")
         if sign == signal.SIGSTOP:
-            os.kill(started.pids[1], signal.SIGKILL)
+            os.kill(started.processes[1].pid, signal.SIGKILL)
         waited = (
             r"rank 0 waited 3 s at \d[FIB]\d for the .* from rank 1"
             if sign == signal.SIGSTOP

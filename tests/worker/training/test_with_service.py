@@ -71,7 +71,7 @@ def test_a_service_that_does_not_start_is_reported_with_its_log(
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     def interrupted() -> list[int]:
         with LocalRanks([["sleep", "60"], ["sleep", "60"]], tmp_path) as ranks:
-            pids.extend(ranks.pids)
+            pids.extend(process.pid for process in ranks.processes)
             raise KeyboardInterrupt
 
     pids: list[int] = []

@@ -20,7 +20,7 @@ from zbv_worker.transport.messages import gather_json
 
 
 def with_peer(theirs: bytes, announced: int | None = None) -> Callable[[Tensor], Sequence[Tensor]]:
-    """A gathering of two ranks, of which the second sends certain bytes."""
+    """A gather of two ranks; the second one sends these bytes."""
 
     def gather(mine: Tensor) -> Sequence[Tensor]:
         if mine.dtype == torch.int64:
@@ -44,7 +44,7 @@ def test_a_pickled_message_runs_no_code_and_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the message of rank 1 is not JSON"):
         gather_json({}, with_peer(bomb))
     assert not target.exists()
-    pickle.loads(bomb)  # the bomb itself works
+    pickle.loads(bomb)  # unpickled, it does run
     assert target.exists()
 
 
@@ -80,7 +80,7 @@ UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
 def unsafe(tree: ast.AST) -> list[str]:
-    """The names in a module that unpickle what others wrote."""
+    """The names in a module that unpickle data of other programs."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -101,7 +101,7 @@ def unsafe(tree: ast.AST) -> list[str]:
 
 
 OWN_CHILDREN = {"service/zbv_service/plans/schedules.py"}
-"""Modules that pickle for a child process of their own, as multiprocessing does anyway."""
+"""Modules that pickle for their own child process, as multiprocessing does anyway."""
 
 
 @pytest.mark.parametrize("package", ["worker", "service"])

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class FakeWork:
-    """Says that it is completed when asked for the ``after``-th time; remembers how it was waited for."""
+    """Is complete from the query after the first ``after``; records the timeouts of its waits."""
 
     def __init__(self, after: int = 0, failure: str | None = None):
         self._after = after
@@ -32,7 +32,7 @@ class FakeWork:
         return True
 
 
-def test_on_the_cpu_both_ways_wait_for_the_tensor() -> None:
+def test_on_the_cpu_both_methods_wait_for_the_tensor() -> None:
     work, buffer = FakeWork(), torch.zeros(1)
     receive = HostReceive(work, buffer)
     assert receive.wait(7) is buffer
@@ -54,14 +54,14 @@ def test_torchs_errors_are_classified(text: str, kind: type[Exception]) -> None:
         StreamReceive(FakeWork(failure=text), torch.zeros(1)).on_stream(7)
 
 
-def test_a_receive_of_nccl_only_orders_the_stream() -> None:
-    """With a timeout NCCL would hold up the host, and end the process when it is over."""
+def test_an_nccl_receive_only_orders_the_stream() -> None:
+    """With a timeout, NCCL would block the host and then end the process."""
     work, buffer = FakeWork(after=10**9), torch.zeros(1)
     assert StreamReceive(work, buffer).on_stream(7) is buffer
     assert work.waits == [None]
 
 
-def test_a_receive_of_nccl_can_be_waited_for() -> None:
+def test_the_host_can_wait_for_an_nccl_receive() -> None:
     work, buffer = FakeWork(after=3), torch.zeros(1)
     assert StreamReceive(work, buffer).wait(7) is buffer
     assert work.waits == [None]
@@ -69,7 +69,7 @@ def test_a_receive_of_nccl_can_be_waited_for() -> None:
         StreamReceive(FakeWork(after=10**9), buffer).wait(0.01)
 
 
-def test_a_staged_tensor_waits_for_the_last_reader_of_its_buffer_and_compute_waits_for_it() -> None:
+def test_a_staged_copy_waits_for_the_last_reader_of_its_buffer() -> None:
     cuda = FakeCuda()
     staging = Staging(CPU, cuda, pin=False)
     buffer, seen = torch.zeros(2), []
@@ -79,9 +79,9 @@ def test_a_staged_tensor_waits_for_the_last_reader_of_its_buffer_and_compute_wai
         return True
 
     running = cuda.compute.hang()
-    cuda.compute.queue.append(read)  # of what was in the buffer before
+    cuda.compute.queue.append(read)  # reads the old content
     receive = StagedReceive(FakeWork(), torch.ones(2), buffer, staging.here(), staging)
-    later = cuda.compute.hang()  # queued after the receive was posted: nothing to wait for
+    later = cuda.compute.hang()  # queued after the receive was posted, so the copy does not wait for it
     assert receive.on_stream(7) is buffer
     cuda.compute.queue.append(read)
     cuda.settle()
@@ -96,7 +96,7 @@ def test_a_staged_tensor_waits_for_the_last_reader_of_its_buffer_and_compute_wai
     assert seen == [[0, 0], [1, 1]]
 
 
-def test_compute_stands_still_until_a_staged_tensor_is_there() -> None:
+def test_compute_waits_for_a_staged_tensor() -> None:
     cuda = FakeCuda()
     staging = Staging(CPU, cuda, pin=False)
     copying = staging._inwards.hang()  # type: ignore[attr-defined]  # of the fake
@@ -110,7 +110,7 @@ def test_compute_stands_still_until_a_staged_tensor_is_there() -> None:
     assert seen == [[1, 1]]
 
 
-def test_waiting_for_a_staged_tensor_ends_when_it_is_on_the_gpu() -> None:
+def test_the_host_can_wait_until_a_staged_tensor_is_on_the_gpu() -> None:
     cuda = FakeCuda()
     staging = Staging(CPU, cuda, pin=False)
     buffer = torch.zeros(2)

@@ -8,20 +8,22 @@ import pytest
 from torch.distributed.distributed_c10d import Store
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import free_port
+from zbv_worker.transport import rendezvous
 from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host, refuse
 
 PATIENT = 120.0
 
 
 @pytest.fixture(autouse=True)
-def _place(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(free_port()))):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(rendezvous, "_LINGER_SECONDS", 0.2)
 
 
 def in_threads(*calls: object) -> list[BaseException | None]:
-    """What each call raised."""
+    """The exception of each call, or None."""
     raised: list[BaseException | None] = [None] * len(calls)
     stores: list[object] = []  # the store ends with rank 0's object
 
@@ -44,15 +46,15 @@ def test_all_ranks_meet() -> None:
 
 
 def test_ranks_that_do_not_start_are_named_on_every_rank() -> None:
-    raised = in_threads(lambda: meet(0, 4, 1.0), lambda: meet(2, 4, 1.0))
+    raised = in_threads(lambda: meet(0, 4, 0.3), lambda: meet(2, 4, 0.3))
     for error in raised:
         assert isinstance(error, TimeoutError | ConnectionError), error
-        assert "ranks 1, 3 of 4 did not start within 1 s" in str(error)
+        assert "ranks 1, 3 of 4 did not start within 0.3 s" in str(error)
 
 
 def test_a_missing_rank_0_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"rank 0 did not start: no answer at 127\.0\.0\.1"):
-        meet(1, 2, 1.0)
+        meet(1, 2, 0.2)
 
 
 def test_a_rank_that_cannot_start_ends_the_rendezvous_with_its_reason() -> None:
@@ -75,14 +77,14 @@ def test_a_message_names_at_most_16_ranks() -> None:
     assert named(range(20)).endswith("14, 15 and 4 more")
 
 
-def test_ranks_of_one_host_know_how_many_they_are() -> None:
+def test_ranks_count_the_ranks_on_their_host() -> None:
     stores: list[Store] = []
     assert in_threads(*(lambda r=r: stores.append(meet(r, 3, PATIENT)) for r in range(3))) == [None] * 3
     assert [ranks_on_this_host(store) for store in stores] == [3] * 3
 
 
-def test_the_last_rank_may_come_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says that it is there before it is counted: whoever looks in between has met everybody."""
+def test_the_last_rank_may_arrive_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank announces itself before it is counted; a check in between finds all ranks present."""
 
     class Late:
         def add(self, key: str, amount: int) -> int:

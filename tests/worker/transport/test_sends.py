@@ -40,7 +40,7 @@ class FakeWork:
 
 
 class FakeWire:
-    """Remembers what was sent, as it was when the send began."""
+    """Records the content of every tensor at the start of its send."""
 
     def __init__(self) -> None:
         self.works: list[FakeWork] = []
@@ -95,7 +95,7 @@ def test_a_tensor_is_kept_alive_until_received_and_no_longer(
     sender.close()
 
 
-def test_much_memory_is_released_at_once_and_a_flush_does_not_wait_for_a_poll(
+def test_large_tensors_are_released_at_once_and_a_flush_does_not_wait_for_a_poll(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sends, "_LOOK_SECONDS", 3600.0)
@@ -180,11 +180,13 @@ def test_the_first_failure_is_reported() -> None:
         failures.check()
 
 
-def test_a_gpu_tensor_is_sent_after_its_copy_and_headers_stay_in_order() -> None:
-    """The tensor is on the GPU as far as the sender can tell: what is on the CPU goes as it is."""
+def test_a_gpu_tensor_is_sent_after_its_copy_and_headers_stay_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sends, "_is_on_gpu", lambda tensor: tensor.numel() > 1)
     cuda, wire = FakeCuda(), FakeWire()
     staging = Staging(CPU, cuda, pin=False)
-    sender = ThreadSender(3, wire, SendFailures(), staging, is_staged=lambda tensor: tensor.numel() > 1)
+    sender = ThreadSender(3, wire, SendFailures(), staging)
     done = cuda.compute.hang()
     tensor = torch.zeros(2)
 

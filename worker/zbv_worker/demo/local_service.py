@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 from zbv_worker.errors import WorkerError
+from zbv_worker.host.local_ranks import start_process, stop_processes, tail
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
@@ -50,67 +48,45 @@ class LocalService:
         self._folder = folder
         self._port = port
         self._timeout = start_timeout
-        self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
 
     def __enter__(self) -> LocalService:
         self._folder.mkdir(parents=True, exist_ok=True)
         database = f"sqlite:///{self._folder / 'zbv.db'}"
         command = [_executable(), "serve", "--port", str(self._port), "--database", database]
-        self._log.unlink(missing_ok=True)
-        # Readable only by its user, because it contains the sign-in link.
-        with os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+        log = self._folder / "service.log"
+        log.unlink(missing_ok=True)
+        log.touch(mode=0o600)  # it will contain the sign-in link
+        self._process = start_process(command, os.environ, log)
         try:
-            self.address = self._await_address(self._process)
+            self.address = self._await_address(log)
         except BaseException:
             self.stop()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def wait(self) -> None:
         """Wait until the service ends or this process is interrupted."""
-        while self._process is not None and self._process.poll() is None:
-            time.sleep(10 * _POLL_SECONDS)
+        self._process.wait()
 
     def stop(self) -> None:
         """End the service: terminate, then kill."""
-        process = self._process
-        if process is None:
-            return
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            if process.poll() is not None:
-                return
-            process.send_signal(sign)
-            try:
-                process.wait(timeout=_GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
+        stop_processes([self._process], _GRACE_SECONDS)
 
-    @property
-    def _log(self) -> Path:
-        return self._folder / "service.log"
-
-    def _await_address(self, process: subprocess.Popen[bytes]) -> str:
+    def _await_address(self, log: Path) -> str:
         deadline = time.monotonic() + self._timeout
         while time.monotonic() < deadline:
-            found = _LISTENING.search(self._log.read_text(errors="replace"))
+            found = _LISTENING.search(log.read_text(errors="replace"))
             if found is not None:
                 return found[1].rstrip("/")
-            if process.poll() is not None:
+            if self._process.poll() is not None:
                 break
             time.sleep(_POLL_SECONDS)
-        tail = "\n".join(self._log.read_text(errors="replace").strip().splitlines()[-12:])
-        raise ServiceStartError(
-            f"the service did not start within {self._timeout:g} s; its log ends:\n{tail}"
-        )
+        end = "\n".join(tail(log.read_text(errors="replace")))
+        raise ServiceStartError(f"the service did not start within {self._timeout:g} s; its log ends:\n{end}")
 
 
 def _executable() -> str:

@@ -16,12 +16,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from zbv_service.client import Client, ClientError, Search
+from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
+from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.writing import problem_json
 
+from zbv_worker.commands.arguments import positive
 from zbv_worker.demo.local_service import LocalService, port_or_free
 from zbv_worker.errors import WorkerError
 from zbv_worker.host.cores import usable_cores
@@ -29,11 +35,6 @@ from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.training.report import RunSummary, read_reports, summarise
-
-if TYPE_CHECKING:
-    from zbv_service.client import Client, Search
-    from zbv_solver.plans.plan import Plan
-    from zbv_solver.problem.problem import Problem
 
 MICROBATCHES = 8
 LAYERS_PER_STAGE = 2
@@ -88,34 +89,29 @@ class ScheduleResult:
 
 
 class Demo:
-    """The demonstration between the start of the service and the summary."""
+    """The demonstration between the start of the service and the summary.
 
-    def __init__(
-        self,
-        client: Client,
-        server: str,
-        folder: Path,
-        ranks: int,
-        steps: int,
-        width: int,
-        effort: str,
-        progress: Progress,
-    ):
+    Parameters
+    ----------
+    options
+        The command line.
+    """
+
+    def __init__(self, client: Client, server: str, options: argparse.Namespace, progress: Progress):
         self._client = client
         self._server = server
-        self._folder = folder
-        self._ranks = ranks
-        self._steps = steps
+        self._folder: Path = options.folder
+        self._effort: str = options.effort
+        self._steps: int = options.steps
+        self._ranks = rank_count()
         self._progress = progress
-        layers = LAYERS_PER_STAGE * 2 * ranks
-        self._effort = effort
-        self._model = ModelSpec("zbv_worker.models.gpt:gpt", {"layers": layers, "width": width, **MODEL_SIZE})
+        layers = LAYERS_PER_STAGE * 2 * self._ranks
+        arguments = {"layers": layers, "width": options.width, **MODEL_SIZE}
+        self._model = ModelSpec("zbv_worker.models.gpt:gpt", arguments)
 
     def results(self) -> list[ScheduleResult]:
         """Profile, plan and run; the planner's schedule comes first, then the baselines."""
-        from zbv_solver.plans.plan import plan_json
-        from zbv_solver.problem.writing import problem_json
-        from zbv_solver.search.search import baseline_plan
+        from zbv_solver.search.search import baseline_plan  # needs zbv[solver]
 
         problem = self._profile()
         (self._folder / "problem.json").write_text(json.dumps(problem_json(problem), indent=2) + "\n")
@@ -127,15 +123,13 @@ class Demo:
 
     def _profile(self) -> Problem:
         options = ProfileOptions(self._model, self._ranks, MICROBATCHES, repeats=_PROFILE_ROUNDS)
-        rounds = _PROFILE_ROUNDS + 3
-        task = self._progress.add_task(f"measuring {2 * self._ranks} stages", total=rounds)
-        problem = profile(options, lambda done: self._progress.update(task, completed=done))
-        self._progress.update(task, completed=rounds)
+        task = self._progress.add_task(f"measuring {2 * self._ranks} stages", total=None)
+        problem = profile(options)
+        self._progress.update(task, total=1, completed=1)
         return problem
 
     def _plan(self, problem: Problem) -> str:
-        from zbv_solver.problem.writing import problem_json
-
+        """Search a plan on the service; returns its id."""
         task = self._progress.add_task("searching a plan", total=1)
         search = self._client.submit(problem_json(problem), {"effort": self._effort})
 
@@ -224,29 +218,24 @@ def rank_count() -> int:
 
 def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None:
     """Run everything, print the summary, and keep the service running unless ``--exit`` is given."""
-    from zbv_service.client import Client
-    from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
-
-    ranks, folder = rank_count(), options.folder.absolute()
-    port = port_or_free(options.port)
+    port, cores = port_or_free(options.port), len(usable_cores())
     if port != options.port:
         err.print(f"Port {options.port} is in use; the service listens on a free one.")
-    if len(usable_cores()) < ranks:
+    if cores < rank_count():
         err.print(
-            f"[yellow]{ranks} ranks share {len(usable_cores())} CPU cores, so they fill each other's "
-            f"bubbles: the measured times do not compare the schedules."
+            f"[yellow]{rank_count()} ranks share {cores} CPU cores, so they fill each other's bubbles: the "
+            f"measured times do not compare the schedules."
         )
     for name in (TOKEN_VARIABLE, FILE_VARIABLE):
         os.environ.pop(name, None)  # a token of another service; this one writes its own
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with ExitStack() as stack:
-        service = stack.enter_context(LocalService(folder, port))
+        service = stack.enter_context(LocalService(options.folder, port))
         client = stack.enter_context(Client(service.address))
-        err.print(f"Service at {service.address}, state and logs in {folder}")
-        with _progress(err) as progress:
-            sizes = (options.steps, options.width, options.effort)
-            demo = Demo(client, service.address, folder, ranks, *sizes, progress)
-            results = demo.results()
-        _summary(results, service.address, folder, out)
+        err.print(f"Service at {service.address}, state and logs in {options.folder}")
+        with Progress(*columns, console=err) as progress:
+            results = Demo(client, service.address, options, progress).results()
+        _summary(results, service.address, options.folder, out)
         if not options.exit:
             link = f"{client.sign_in_link()}&next=/plans/{results[0].plan_id}"
             out.print(f"To view the plan, sign in with this link, which works once: {link}", soft_wrap=True)
@@ -257,14 +246,13 @@ def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None
 
 def _summary(results: Sequence[ScheduleResult], server: str, folder: Path, out: Console) -> None:
     worst = check_losses(results)
-    ranks = rank_count()
     out.print(table(results))
     out.print(
-        f"{ranks} ranks, {MICROBATCHES} microbatches. Planned: the plan's span, from stages measured on this "
-        f"machine. Measured: the slowest rank's time from the start of its first action to the end of its "
-        f"last, without the optimizer; median over the steps after the first {WARM_UP_STEPS}. The schedules "
-        f"took turns, step by step. ÷ profile: the time of the actions themselves, relative to the profile; "
-        f"the rest of ÷ planned is waiting."
+        f"{rank_count()} ranks, {MICROBATCHES} microbatches. Planned: the plan's span, from stages measured "
+        f"on this machine. Measured: the slowest rank's time from the start of its first action to the end "
+        f"of its last, without the optimizer; median over the steps after the first {WARM_UP_STEPS}. The "
+        f"schedules took turns, step by step. ÷ profile: the time of the actions themselves, relative to the "
+        f"profile; the rest of ÷ planned is waiting."
     )
     spread = max(outcome.run.spread(WARM_UP_STEPS) for outcome in results)
     if spread > _CALM:
@@ -278,18 +266,8 @@ def _summary(results: Sequence[ScheduleResult], server: str, folder: Path, out: 
         out.print(f"Loss of {outcome.name} over {len(losses)} steps: {losses[0]:.4f} → {losses[-1]:.4f}")
     out.print(f"Losses of the schedules agree to {worst:.0e} (relative).")
     out.print(f"The plan: {server}/plans/{results[0].plan_id}", soft_wrap=True)
-    report = [{**asdict(outcome), "run": asdict(outcome.run)} for outcome in results]
+    report = [asdict(outcome) for outcome in results]
     (folder / "summary.json").write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
 
 
 def _stop(number: int, _frame: object) -> NoReturn:
@@ -306,9 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--port", type=int, default=8000, help="port of the service (default 8000; 0 for any free port)"
     )
-    parser.add_argument("--steps", type=int, default=20, help="training steps per schedule (default 20)")
+    parser.add_argument("--steps", type=positive, default=20, help="training steps per schedule (default 20)")
     parser.add_argument(
-        "--width", type=int, default=WIDTH, help=f"width of the model, a multiple of 6 (default {WIDTH})"
+        "--width", type=positive, default=WIDTH, help=f"width of the model, a multiple of 6 (default {WIDTH})"
     )
     parser.add_argument(
         "--effort",
@@ -318,17 +296,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--folder",
-        type=Path,
-        default=Path("build/demo"),
+        type=lambda text: Path(text).absolute(),
+        default=Path("build/demo").absolute(),
         help="folder of state, logs and results (default build/demo)",
     )
     options = parser.parse_args(arguments)
-    if options.steps < 1:
-        parser.error(f"--steps: found {options.steps}; must be at least 1")
-    if options.width < 1 or options.width % MODEL_SIZE["heads"]:
+    if options.width % MODEL_SIZE["heads"]:
         parser.error(f"--width: found {options.width}; must be a multiple of {MODEL_SIZE['heads']}")
-    from zbv_service.client import ClientError
-
     signal.signal(signal.SIGTERM, _stop)
     out, err = Console(), Console(stderr=True)
     try:

@@ -7,14 +7,15 @@ what they were started with, and if these differ, every rank fails with the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pydantic import TypeAdapter
 from zbv_solver.plans.channels import Channel
 
 from zbv_worker.errors import ChannelTimeout, Disagreement
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
-from zbv_worker.transport.layout import Layout
+from zbv_worker.transport.rendezvous import named
+from zbv_worker.transport.world import Layout
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,8 @@ class Statement:
 
 _STATEMENTS = TypeAdapter(list[Statement])
 
-_COMMON = (
-    "plan_id",
-    "pp_degree",
-    "world_size",
-    "replicas",
-    "model",
-    "backend",
-    "steps",
-    "traced",
-    "runtime",
-)
+_PER_RANK = ("pp_rank", "channels", "options")
+"""The fields that may differ between ranks; of the options, each one must be equal."""
 
 
 def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[ChannelKey, ...]:
@@ -89,23 +81,21 @@ def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[Channe
 
 
 def _check_common(statements: Sequence[Statement]) -> None:
-    said = [_said(statement) for statement in statements]
-    for name in said[0]:
+    """Check what must be equal on all ranks."""
+    common = [field.name for field in fields(Statement) if field.name not in _PER_RANK]
+    for name in (*common, *dict(statements[0].options)):
         values: dict[object, list[int]] = {}
-        for rank, about in enumerate(said):
-            values.setdefault(about.get(name), []).append(rank)
+        for rank, statement in enumerate(statements):
+            value = getattr(statement, name) if name in common else dict(statement.options).get(name)
+            values.setdefault(value, []).append(rank)
         if len(values) > 1:
             # The largest group first: the others are more likely the ones started wrongly.
             groups = sorted(values.items(), key=lambda item: (-len(item[1]), item[1]))
-            found = "; ".join(f"{_ranks(ranks)}: {_shown(value)}" for value, ranks in groups)
+            found = "; ".join(f"{named(ranks)}: {_shown(value)}" for value, ranks in groups)
             raise Disagreement(
                 f"the ranks differ in {name.replace('_', ' ')} ({found}). Start all of them with the same "
                 f"plan, model and options; nothing was run."
             )
-
-
-def _said(statement: Statement) -> dict[str, object]:
-    return {name: getattr(statement, name) for name in _COMMON} | dict(statement.options)
 
 
 def _check_ranks(statements: Sequence[Statement]) -> None:
@@ -136,10 +126,6 @@ def _check_channels(statements: Sequence[Statement]) -> None:
                     f"ranks {channel.sender} and {channel.receiver} expect different tensors on the channel "
                     f"{key_of(channel)}. Fetch the plan again from the service that made it."
                 )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _shown(value: object) -> str:

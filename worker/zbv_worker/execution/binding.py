@@ -2,23 +2,67 @@
 
 Time between two actions is time in which a rank does not compute. So everything that is the same in every
 step (the stage, the channel, the tensor's index on the channel) is looked up once per plan, and each
-instruction becomes three calls: take the input, run, pass the output on.
+instruction becomes three calls: take the input, run, pass the output on. What a stage must offer for that is
+a protocol, because a rehearsal's stages only sleep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from zbv_solver.plans.channels import Transfer
 
-from zbv_worker.execution.computation import Computation, evaluation_of
+from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.rank_plan import Instruction, Local, Remote
 from zbv_worker.execution.wait_errors import not_received, send_failed
-from zbv_worker.transport.channels import ChannelKey, Inbox, Outbox, TensorSpec
+from zbv_worker.transport.channels import ChannelKey, TensorSpec
+from zbv_worker.transport.endpoints import Inbox, Outbox
+
+
+class Batches(Protocol):
+    """The source of the first stage's inputs and the last stage's targets."""
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """Input and target, on the CPU."""
+
+
+class Computation(Protocol):
+    """The actions of a stage in a step; see :class:`zbv_worker.stage.stage.Stage`."""
+
+    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
+        """Run F; returns the output, or the last stage's loss."""
+
+    def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        """Run B; returns the input's gradient, None for the first stage."""
+
+    def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        """Run I; returns the input's gradient, None for the first stage."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Run W."""
+
+
+@runtime_checkable
+class Evaluation(Protocol):
+    """The actions of a stage in an evaluation."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context in which the stage's modules are in evaluation mode."""
+
+    def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+        """Run F without keeping anything for a backward."""
+
+
+def evaluation_of(index: int, stage: Computation) -> Evaluation:
+    """Return a stage that can be evaluated; raises :class:`InvalidRun` if it cannot."""
+    if not isinstance(stage, Evaluation):
+        raise InvalidRun(f"stage {index}: a {type(stage).__name__} has no model and cannot be evaluated.")
+    return stage
 
 
 @dataclass
@@ -37,7 +81,8 @@ class WalkState:
 
 
 Take = Callable[[WalkState], Tensor]
-Run = Callable[[Tensor | None, WalkState], Tensor | None]
+Run = Callable[[Any, WalkState], Tensor | None]
+"""Takes the input, or None if the action has none."""
 PassOn = Callable[[Tensor, WalkState], None]
 
 
@@ -48,7 +93,6 @@ class Bound(NamedTuple):
     take: Take | None
     run: Run
     pass_on: PassOn | None
-    is_received: bool
 
 
 @dataclass(frozen=True)
@@ -81,8 +125,7 @@ class Binding:
         return tuple(self._bound(instruction, self._evaluate(instruction)) for instruction in forwards)
 
     def _bound(self, instruction: Instruction, run: Run) -> Bound:
-        received = isinstance(instruction.source, Remote)
-        return Bound(instruction, self._take(instruction), run, self._pass_on(instruction), received)
+        return Bound(instruction, self._take(instruction), run, self._pass_on(instruction))
 
     def _take(self, instruction: Instruction) -> Take | None:
         source = instruction.source
@@ -124,11 +167,7 @@ class Binding:
             return self._forward(instruction, lambda x, y: forward(microbatch, x, y, split=split))
         if letter == "W":
             backward_weight = computation.backward_weight
-
-            def run_weight(value: Tensor | None, state: WalkState) -> None:
-                backward_weight(microbatch)
-
-            return run_weight
+            return lambda value, state: backward_weight(microbatch)
         backward = computation.backward_input if letter == "I" else computation.backward
         return lambda value, state: backward(microbatch, value)
 
@@ -141,15 +180,15 @@ class Binding:
         stage, _, microbatch = instruction.action
         specs, target_of = self.specs, self._target(microbatch)
 
-        def run(value: Tensor | None, state: WalkState) -> Tensor:
-            output = forward(_given(value), None)
+        def run(value: Tensor, state: WalkState) -> Tensor:
+            output = forward(value, None)
             known = specs.get(stage)
             if known is None or not known.fits(output):
                 specs[stage] = TensorSpec.of(output)
             return output
 
-        def run_last(value: Tensor | None, state: WalkState) -> None:
-            state.losses[microbatch] = forward(_given(value), target_of(state))
+        def run_last(value: Tensor, state: WalkState) -> None:
+            state.losses[microbatch] = forward(value, target_of(state))
 
         return run_last if stage == self.last_stage else run
 
@@ -169,7 +208,12 @@ class Binding:
         if sink is None:
             return None
         if isinstance(sink, Local):
-            return _hand_over((sink.kind, sink.transfer))
+            key = (sink.kind, sink.transfer)
+
+            def hand_over(output: Tensor, state: WalkState) -> None:
+                state.handed_over[key] = output
+
+            return hand_over
         send, transfer, rank = self.outboxes[sink.channel].send, sink.transfer, self.rank
         action = instruction.action
 
@@ -191,16 +235,3 @@ class Binding:
             return tensor.pin_memory().to(device, non_blocking=True)
 
         return through_pinned_memory if device.type == "cuda" else lambda tensor: tensor.to(device)
-
-
-def _hand_over(key: tuple[str, Transfer]) -> PassOn:
-    def hand_over(output: Tensor, state: WalkState) -> None:
-        state.handed_over[key] = output
-
-    return hand_over
-
-
-def _given(value: Tensor | None) -> Tensor:
-    if value is None:  # impossible: lowering gives every F a source or data
-        raise RuntimeError("found an F without an input")
-    return value

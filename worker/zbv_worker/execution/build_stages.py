@@ -72,23 +72,21 @@ def _layers(module: nn.Module, plan: RankPlan) -> tuple[nn.Module, ...] | None:
 
 def _tie(modules: Mapping[int, nn.Module], first: str, last: str, plan: RankPlan) -> None:
     """Share one parameter between two stages of this rank, such as the first and the last stage of a V."""
-    owners = {name: _owner(modules, name) for name in (first, last)}
-    if all(owner is None for owner in owners.values()):
+    source, target = _owner(modules, first), _owner(modules, last)
+    if source is None and target is None:
         return
-    for name, owner in owners.items():
-        if owner is None:
-            raise InvalidRun(
-                f"rank {plan.rank}: {first} and {last} are tied, but {name} is on another rank. Tied "
-                f"parameters must be on one rank; for the first and the last stage, use placement v."
-            )
-    source, target = owners[first], owners[last]
-    if source is not None and target is not None:
-        shared = source.get_parameter(first)
-        path, _, leaf = last.rpartition(".")
-        holder = target.get_submodule(path)
-        if holder.get_parameter(leaf).shape != shared.shape:
-            raise InvalidRun(f"{first} and {last} are tied, but their shapes differ.")
-        holder.register_parameter(leaf, shared)
+    if source is None or target is None:
+        raise InvalidRun(
+            f"rank {plan.rank}: {first} and {last} are tied, but {first if source is None else last} is on "
+            f"another rank. Tied parameters must be on one rank; for the first and the last stage, use "
+            f"placement v."
+        )
+    shared = source.get_parameter(first)
+    path, _, leaf = last.rpartition(".")
+    holder = target.get_submodule(path)
+    if holder.get_parameter(leaf).shape != shared.shape:
+        raise InvalidRun(f"{first} and {last} are tied, but their shapes differ.")
+    holder.register_parameter(leaf, shared)
 
 
 def _owner(modules: Mapping[int, nn.Module], name: str) -> nn.Module | None:

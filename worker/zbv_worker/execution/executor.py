@@ -7,7 +7,6 @@ ahead of the device (:mod:`zbv_worker.execution.timeline`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,18 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zbv_worker.execution.binding import Binding, Bound, WalkState
-from zbv_worker.execution.computation import (
+from zbv_worker.execution.binding import (
     Batches,
+    Binding,
+    Bound,
     Computation,
+    WalkState,
     evaluation_of,
 )
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, forwards, lower
-from zbv_worker.execution.timeline import Clock, Overdue, Queued, Record, Timeline, timeline_of
+from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, Timeline
 from zbv_worker.execution.wait_errors import overdue, send_failed
 from zbv_worker.model.protocol import Evaluated
-from zbv_worker.transport.channels import Inbox, Outbox, TensorSpec, Transport, key_of
+from zbv_worker.transport.channels import TensorSpec, Transport, key_of
+from zbv_worker.transport.endpoints import Inbox, Outbox
 
 DEFAULT_LOOK_AHEAD = 3
 
@@ -66,18 +68,15 @@ class ExecutorOptions:
     ----------
     look_ahead
         Receives kept posted ahead per channel.
-    clock
-        The clock of the records, in nanoseconds; by default the host's monotonic clock.
     progress
         Updated with every action.
     on_stage_done
         Called with a stage's index in each step, right after the last action that adds to its gradients.
     timeline
-        Records when actions happen; by default that of the device.
+        Records when actions happen; by default the timeline of the device.
     """
 
     look_ahead: int = DEFAULT_LOOK_AHEAD
-    clock: Clock = time.perf_counter_ns
     progress: CurrentProgress | None = None
     on_stage_done: Callable[[int], None] | None = None
     timeline: Timeline | None = None
@@ -121,7 +120,9 @@ class Executor:
         self._timeout = timeout
         self._progress = options.progress or CurrentProgress()
         self._on_stage_done = options.on_stage_done
-        self._timeline = options.timeline or timeline_of(device, options.clock)
+        self._timeline = options.timeline or (
+            CudaTimeline(device) if device.type == "cuda" else HostTimeline()
+        )
         mine, specs = plan.rank, dict[int, TensorSpec]()
         self._inboxes = {
             key_of(c): Inbox(transport, c, specs, options.look_ahead)
@@ -175,7 +176,9 @@ class Executor:
         InvalidRun
             If a stage cannot be evaluated.
         """
-        state = WalkState(step, _evaluation_data(self._batches))
+        batches = self._batches
+        fetch = batches.evaluation_microbatch if isinstance(batches, Evaluated) else batches.microbatch
+        state = WalkState(step, fetch)
         program = self._binding.of_evaluation(self._forwards)
         with ExitStack() as stack:
             for index, stage in self._stages.items():
@@ -197,7 +200,7 @@ class Executor:
         instruction: Instruction | None = None
         value: Tensor | None = None
         try:
-            for instruction, take, run, pass_on, is_received in program:
+            for instruction, take, run, pass_on in program:
                 progress.now = (step, instruction)
                 if queued is not None:
                     queued.make_room()
@@ -214,7 +217,7 @@ class Executor:
                     pass_on(output, state)
                 if done is not None and instruction.completes_stage:
                     done(instruction.action.stage)
-                received = value.nbytes if is_received and value is not None else 0
+                received = 0 if instruction.peer is None or value is None else value.nbytes
                 records.append(Record(instruction.action, wait, start, end, received))
                 value = output = None  # release the memory before the next action takes its input
             if queued is not None:
@@ -239,7 +242,3 @@ class Executor:
         action = None if instruction is None else str(instruction.action)
         attach_progress(error, Progress(step, action, None if instruction is None else instruction.peer))
         error.add_note(f"rank {self._rank}, step {step}, action {action}")
-
-
-def _evaluation_data(batches: Batches) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    return batches.evaluation_microbatch if isinstance(batches, Evaluated) else batches.microbatch

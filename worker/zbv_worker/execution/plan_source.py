@@ -5,25 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from zbv_solver.plans.plan import identity
 from zbv_solver.plans.reading import parse_orders, parse_plan_document
-from zbv_solver.problem.placement import Placement, PlacementKind
+from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement, PlacementKind
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify_orders
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.planned_cut import PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.whole_plan import (
-    WholePlan,
-    naming_plan_file,
-    naming_service,
-    require_rank,
-    seconds_per_attempt,
-)
-
-_NO_PLAN = "no plan given; pass --plan ID and --server URL (or set ZBV_SERVER), or --plan-file FILE."
+from zbv_worker.execution.whole_plan import WholePlan, asking_service, naming_plan_file, require_rank
 
 
 @dataclass(frozen=True)
@@ -36,49 +29,42 @@ class PlanSource:
 
     def rank_plan(self, rank: int, timeout: float) -> RankPlan:
         """One rank's list; raises :class:`InvalidRun`, or :class:`PeerLost` without an answer."""
-        if self.file is not None:
-            return _from_file(self.file, rank)
-        if self.server is None or self.plan_id is None:
-            raise InvalidRun(_NO_PLAN)
-        return _from_service(self.server, self.plan_id, rank, timeout)
+        if self.file is None:
+            return _from_service(*self._address(), rank, timeout)
+        with naming_plan_file(self.file):
+            problem, orders = parse_orders(parse_plan_document(json.loads(self.file.read_text())))
+            verify_orders(problem, orders)
+        require_rank(rank, problem.pp_degree)
+        return RankPlan.of(identity(problem_json(problem), orders.all_text()), problem, orders, rank)
 
     def whole(self, timeout: float) -> WholePlan:
         """The whole plan; raises like :meth:`rank_plan`."""
-        if self.file is not None:
-            return WholePlan.of_file(self.file)
+        if self.file is None:
+            return WholePlan.of_service(*self._address(), timeout)
+        return WholePlan.of_file(self.file)
+
+    def _address(self) -> tuple[str, str]:
         if self.server is None or self.plan_id is None:
-            raise InvalidRun(_NO_PLAN)
-        return WholePlan.of_service(self.server, self.plan_id, timeout)
+            raise InvalidRun(
+                "no plan given; pass --plan ID and --server URL (or set ZBV_SERVER), or --plan-file FILE."
+            )
+        return self.server, self.plan_id
 
 
 def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankPlan:
-    from zbv_service.client import Client
-
-    with (
-        naming_service(f"rank {rank}: no action list of plan {plan_id}", server),
-        Client(server, timeout=seconds_per_attempt(timeout)) as client,
-    ):
+    with asking_service(server, timeout, f"rank {rank}: no action list of plan {plan_id}") as client:
         answer = client.rank(plan_id, rank)
-    kinds: dict[str, PlacementKind] = {"v": "v", "loop": "loop", "single": "single"}
-    if answer.placement not in kinds:
+    if answer.placement not in PLACEMENT_KINDS:
         raise InvalidRun(
-            f"rank {rank}: found placement {answer.placement!r}; this worker supports {', '.join(kinds)}. "
-            f"Use the same zbv version as the service."
+            f"rank {rank}: found placement {answer.placement!r}; this worker supports "
+            f"{', '.join(PLACEMENT_KINDS)}. Use the same zbv version as the service."
         )
     return RankPlan(
         plan_id=answer.plan_id,
         rank=answer.rank,
-        placement=Placement(kinds[answer.placement], answer.pp_degree, answer.chunks),
+        placement=Placement(cast("PlacementKind", answer.placement), answer.pp_degree, answer.chunks),
         microbatches=answer.microbatches,
         actions=answer.actions,
         channels=answer.channels,
         cut=PlannedCut.parse(answer.partition, answer.recompute),
     )
-
-
-def _from_file(path: Path, rank: int) -> RankPlan:
-    with naming_plan_file(path):
-        problem, orders = parse_orders(parse_plan_document(json.loads(path.read_text())))
-        verify_orders(problem, orders)
-    require_rank(rank, problem.pp_degree)
-    return RankPlan.of(identity(problem_json(problem), orders.all_text()), problem, orders, rank)

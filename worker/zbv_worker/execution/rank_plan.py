@@ -5,6 +5,7 @@ A rank plan comes from the service, which sends each rank its own list and chann
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -122,13 +123,20 @@ def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Inst
     last_of = {a.stage: a for a in plan.actions if a.letter in "WB"}
 
     def instruction(action: Action) -> Instruction:
-        source, sink = _ends(plan, action)
+        stage, letter, microbatch = action
+        source = sink = None
+        if letter == "F":
+            source = _end(plan, "activation", stage - 1, microbatch)
+            sink = _end(plan, "activation", stage, microbatch)
+        elif letter != "W":
+            source = _end(plan, "gradient", stage, microbatch)
+            sink = _end(plan, "gradient", stage - 1, microbatch)
         return Instruction(
             action,
             source,
             sink,
-            split=(action.stage, action.microbatch) in split,
-            completes_stage=action == last_of[action.stage],
+            split=(stage, microbatch) in split,
+            completes_stage=action == last_of[stage],
             peer=global_rank(source.channel.sender) if isinstance(source, Remote) else None,
         )
 
@@ -152,36 +160,16 @@ def producer_of(action: Action) -> tuple[int, bool, int]:
     return action.stage + (-1 if is_forward else 1), is_forward, action.microbatch
 
 
-def _ends(plan: RankPlan, action: Action) -> tuple[Remote | Local | None, Remote | Local | None]:
-    """The source and the sink of an action."""
-    stage, last = action.stage, plan.placement.n_stages - 1
-    above = stage - 1 if stage > 0 else None
-    below = stage if stage < last else None
-    if action.letter == "W":
-        return None, None
-    if action.letter == "F":
-        return (
-            _end(plan, "activation", above, action.microbatch, incoming=True),
-            _end(plan, "activation", below, action.microbatch, incoming=False),
-        )
-    return (
-        _end(plan, "gradient", below, action.microbatch, incoming=True),
-        _end(plan, "gradient", above, action.microbatch, incoming=False),
-    )
-
-
-def _end(
-    plan: RankPlan, kind: ChannelKind, boundary: int | None, microbatch: int, *, incoming: bool
-) -> Remote | Local | None:
-    if boundary is None:
+def _end(plan: RankPlan, kind: ChannelKind, boundary: int, microbatch: int) -> Remote | Local | None:
+    """Where the tensor of a boundary travels; None before the first and after the last stage."""
+    if not 0 <= boundary < plan.placement.n_stages - 1:
         return None
     transfer = Transfer(boundary, microbatch)
-    first, second = plan.placement.rank_of[boundary], plan.placement.rank_of[boundary + 1]
-    if first == second:
+    above, below = plan.placement.rank_of[boundary : boundary + 2]
+    if above == below:
         return Local(kind, transfer)
-    peer = second if first == plan.rank else first
-    ends = (peer, plan.rank) if incoming else (plan.rank, peer)
-    return Remote(ChannelKey(*ends, kind), transfer)
+    sender, receiver = (above, below) if kind == "activation" else (below, above)
+    return Remote(ChannelKey(sender, receiver, kind), transfer)
 
 
 def _check_complete(plan: RankPlan) -> None:
@@ -214,23 +202,24 @@ def _check_complete(plan: RankPlan) -> None:
 
 
 def _check_channels(plan: RankPlan, program: Iterable[Instruction]) -> None:
-    sent: dict[ChannelKey, list[Transfer]] = {}
-    received: dict[ChannelKey, set[Transfer]] = {}
+    sent: defaultdict[ChannelKey, list[Transfer]] = defaultdict(list)
+    received: defaultdict[ChannelKey, set[Transfer]] = defaultdict(set)
     for instruction in program:
         if isinstance(instruction.sink, Remote):
-            sent.setdefault(instruction.sink.channel, []).append(instruction.sink.transfer)
+            sent[instruction.sink.channel].append(instruction.sink.transfer)
         if isinstance(instruction.source, Remote):
-            received.setdefault(instruction.source.channel, set()).add(instruction.source.transfer)
+            received[instruction.source.channel].add(instruction.source.transfer)
     stated = {key_of(channel): channel.transfers for channel in plan.channels}
-    wrong = stated.keys() ^ (sent.keys() | received.keys())
-    wrong |= {key for key, transfers in sent.items() if stated.get(key) != tuple(transfers)}
-    wrong |= {
-        key
-        for key, transfers in received.items()
-        if len(stated.get(key, ())) != len(transfers) or set(stated[key]) != transfers
-    }
+
+    def is_wrong(key: ChannelKey) -> bool:
+        transfers = stated.get(key, ())
+        if key in sent:
+            return list(transfers) != sent[key]
+        return len(transfers) != len(received[key]) or set(transfers) != received[key]
+
+    wrong = [str(key) for key in sorted({*stated, *sent, *received}) if is_wrong(key)]
     if wrong:
         raise InvalidRun(
-            f"rank {plan.rank}: the plan's channels ({', '.join(map(str, sorted(wrong)))}) do not carry what "
-            f"its actions send and receive. Fetch the plan again from the service that made it."
+            f"rank {plan.rank}: the plan's channels ({', '.join(wrong)}) do not carry what its actions send "
+            f"and receive. Fetch the plan again from the service that made it."
         )

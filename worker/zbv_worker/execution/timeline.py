@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from zbv_solver.plans.orders import Action
@@ -49,26 +49,16 @@ class Record(NamedTuple):
     received: int = 0
 
 
-class Timeline(Protocol):
-    """Marks points in time. Only the timeline can interpret its marks, in :meth:`resolved`."""
-
-    @property
-    def mark(self) -> Callable[[], Any]:
-        """Marks the rank's current point in time."""
-
-    @property
-    def run_ahead(self) -> int | None:
-        """How many queued actions may be incomplete; None if an action completes within its call."""
-
-    def begin(self) -> None:
-        """Start a step; marks of earlier steps become invalid."""
-
-    def resolved(self, records: Iterable[Record]) -> tuple[Record, ...]:
-        """Replace the marks of records by nanoseconds; all marks must have been passed."""
-
-
 class HostTimeline:
-    """A mark is the host's time."""
+    """A mark is the host's time.
+
+    Attributes
+    ----------
+    mark
+        Marks the rank's current point in time; only :meth:`resolved` can interpret the mark.
+    run_ahead
+        How many queued actions may be incomplete; None if an action completes within its call.
+    """
 
     run_ahead: int | None = None
 
@@ -76,15 +66,15 @@ class HostTimeline:
         self.mark: Callable[[], Any] = clock
 
     def begin(self) -> None:
-        """Nothing to prepare."""
+        """Start a step; marks of earlier steps become invalid."""
 
     def resolved(self, records: Iterable[Record]) -> tuple[Record, ...]:
-        """The records, unchanged."""
+        """Replace the marks of records by nanoseconds; all marks must have been passed."""
         return tuple(records)
 
 
 class CudaTimeline:
-    """A mark is an event on the compute stream.
+    """Like :class:`HostTimeline`, but a mark is an event on the compute stream.
 
     Events are reused in every step. At the end of a step the host waits for one more event and pairs it with
     its clock; CUDA measures the other events against it, to about a microsecond. The pairing is as precise as
@@ -111,7 +101,7 @@ class CudaTimeline:
         self._stream = self._cuda.current_stream(self._device)
         self._used = 0
 
-    def mark(self) -> CudaEvent:
+    def mark(self) -> Any:
         """An event at the current end of the stream's queue."""
         if self._used == len(self._events):
             self._events.append(self._cuda.Event(enable_timing=True))
@@ -135,9 +125,7 @@ class CudaTimeline:
         )
 
 
-def timeline_of(device: torch.device, clock: Clock = time.perf_counter_ns) -> Timeline:
-    """The timeline of a device."""
-    return CudaTimeline(device, clock) if device.type == "cuda" else HostTimeline(clock)
+Timeline = HostTimeline | CudaTimeline
 
 
 class Overdue(Exception):

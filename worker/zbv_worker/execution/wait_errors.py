@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from zbv_solver.plans.channels import Transfer
-
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.rank_plan import Instruction, Remote
 from zbv_worker.execution.timeline import Overdue
-from zbv_worker.transport.channels import ChannelKey
 
 
 def send_failed(error: Exception, rank: int, instruction: Instruction) -> ChannelTimeout | PeerLost:
@@ -44,14 +41,11 @@ def overdue(found: Overdue, rank: int, timeout: float) -> WorkerError:
 
 
 def _what(instruction: Instruction) -> str:
+    """The tensor that an action waits for, named by its producer."""
     source = instruction.source
     if not isinstance(source, Remote):
         return "its input"
-    producer = _producer(source.channel, source.transfer)
-    return f"the {source.channel.kind} of {producer} from rank {instruction.peer}"
-
-
-def _producer(key: ChannelKey, transfer: Transfer) -> str:
-    if key.kind == "activation":
-        return f"{transfer.boundary}F{transfer.microbatch}"
-    return f"stage {transfer.boundary + 1}, microbatch {transfer.microbatch}"
+    kind, boundary, microbatch = source.channel.kind, source.transfer.boundary, source.transfer.microbatch
+    if kind == "activation":
+        return f"the activation of {boundary}F{microbatch} from rank {instruction.peer}"
+    return f"the gradient of stage {boundary + 1}, microbatch {microbatch} from rank {instruction.peer}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
@@ -22,15 +23,11 @@ from zbv_solver.verify.verifier import verify, verify_orders
 from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.rank_plan import RankPlan
 
+if TYPE_CHECKING:
+    from zbv_service.client import Client
+
 SECONDS: dict[str, float] = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 """Seconds per time unit of a problem, for the units with a fixed length."""
-
-
-def seconds_per_attempt(timeout: float) -> float:
-    """The time limit of one request, so that all attempts of a client end within ``timeout`` seconds."""
-    from zbv_service.client.retries import DEFAULT_RETRIES
-
-    return timeout / (1 + DEFAULT_RETRIES)
 
 
 @contextmanager
@@ -47,12 +44,17 @@ def naming_plan_file(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def naming_service(what: str, server: str) -> Iterator[None]:
-    """Convert errors of fetching a plan to :class:`InvalidRun`, or :class:`PeerLost` without an answer."""
-    from zbv_service.client import ClientError, ServiceUnreachable
+def asking_service(server: str, timeout: float, what: str) -> Iterator[Client]:
+    """A client for one request, whose attempts end within ``timeout`` seconds together.
+
+    Converts errors to :class:`InvalidRun`, or :class:`PeerLost` without an answer; ``what`` begins them.
+    """
+    from zbv_service.client import Client, ClientError, ServiceUnreachable
+    from zbv_service.client.retries import DEFAULT_RETRIES
 
     try:
-        yield
+        with Client(server, timeout=timeout / (1 + DEFAULT_RETRIES)) as client:
+            yield client
     except ServiceUnreachable as error:
         raise PeerLost(f"{what} from {server}: {error}") from error
     except (ClientError, InvalidInput, InvalidPlan) as error:
@@ -114,12 +116,8 @@ class WholePlan:
     @classmethod
     def of_service(cls, server: str, plan_id: str, timeout: float) -> WholePlan:
         """Fetch a plan; raises :class:`InvalidRun`, or :class:`PeerLost` without an answer."""
-        from zbv_service.client import Client
-
-        with naming_service(f"no plan {plan_id}", server):
-            with Client(server, timeout=seconds_per_attempt(timeout)) as client:
-                document = client.plan_document(plan_id)
-            plan = cls.of_document(document)
+        with asking_service(server, timeout, f"no plan {plan_id}") as client:
+            plan = cls.of_document(client.plan_document(plan_id))
         if plan.plan_id != plan_id:
             raise InvalidRun(f"requested plan {plan_id} from {server}, but received plan {plan.plan_id}.")
         return plan

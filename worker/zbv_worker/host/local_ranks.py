@@ -11,9 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from zbv_worker.errors import WorkerError
@@ -84,7 +83,9 @@ class Process(Protocol):
         """Signal the process unless it has ended."""
 
 
-def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
     """Start a process with exactly this environment and its output in a file."""
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -94,6 +95,22 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], log: P
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+
+
+def stop_processes(processes: Iterable[Process], grace: float = _GRACE_SECONDS) -> None:
+    """End processes: terminate, then kill those that still run after ``grace`` seconds."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        running = [process for process in processes if process.poll() is None]
+        for process in running:
+            process.send_signal(sign)
+        deadline = time.monotonic() + grace
+        while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+
+def tail(text: str) -> list[str]:
+    """The last lines of a log."""
+    return text.strip().splitlines()[-_TAIL_LINES:]
 
 
 class LocalRanks:
@@ -107,6 +124,11 @@ class LocalRanks:
         Folder of the ranks' output, ``rank-{rank}.log``.
     environment
         Additional variables for every rank.
+
+    Attributes
+    ----------
+    processes
+        By rank, once the block has begun.
     """
 
     def __init__(
@@ -115,28 +137,22 @@ class LocalRanks:
         self._commands = commands
         self._log_dir = log_dir
         self._environment = dict(environment or {})
-        self._processes: list[Process] = []
+        self.processes: list[Process] = []
 
     def __enter__(self) -> LocalRanks:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         port = free_port()
         try:
             for rank, command in enumerate(self._commands):
-                self._processes.append(self._start(rank, command, port))
+                added = {**rank_environment(rank, len(self._commands), port), **self._environment}
+                self.processes.append(start_process(command, {**os.environ, **added}, self._log_path(rank)))
         except BaseException:
             self.stop()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [process.pid for process in self._processes]
 
     def log(self, rank: int) -> str:
         """A rank's output."""
@@ -151,11 +167,11 @@ class LocalRanks:
             If a rank ended with an error (includes the end of its log), or after the timeout.
         """
         deadline = time.monotonic() + timeout
-        while any(process.poll() is None for process in self._processes):
-            if any(process.returncode for process in self._processes):
+        while any(process.poll() is None for process in self.processes):
+            if any(process.returncode for process in self.processes):
                 break
             if time.monotonic() > deadline:
-                waiting = [rank for rank, process in enumerate(self._processes) if process.returncode is None]
+                waiting = [rank for rank, process in enumerate(self.processes) if process.returncode is None]
                 raise LaunchError(
                     f"ranks {waiting} did not end within {timeout:g} s.\n{self._tail(waiting[0])}"
                 )
@@ -165,31 +181,17 @@ class LocalRanks:
         self._raise_failure()
 
     def stop(self) -> None:
-        """End every rank: terminate, then kill."""
-        for sign, patience in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, _GRACE_SECONDS)):
-            running = [process for process in self._processes if process.poll() is None]
-            for process in running:
-                process.send_signal(sign)
-            deadline = time.monotonic() + patience
-            while any(process.poll() is None for process in running) and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-
-    def _start(self, rank: int, command: Sequence[str], port: int) -> Process:
-        added = {**rank_environment(rank, len(self._commands), port), **self._environment}
-        return start_process(command, {**os.environ, **added}, self._log_path(rank))
+        """End every rank."""
+        stop_processes(self.processes)
 
     def _raise_failure(self) -> None:
-        failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
-        if not failed:
-            return
-        # Ranks that lost a failed peer fail shortly after it; wait for their status too.
-        time.sleep(_POLL_SECONDS)
-        code = self._processes[failed[0]].returncode
-        raise LaunchError(f"rank {failed[0]} ended with status {code}.\n{self._tail(failed[0])}", code)
+        failed = next((rank for rank, process in enumerate(self.processes) if process.returncode), None)
+        if failed is not None:
+            code = self.processes[failed].returncode
+            raise LaunchError(f"rank {failed} ended with status {code}.\n{self._tail(failed)}", code)
 
     def _tail(self, rank: int) -> str:
-        lines = self.log(rank).strip().splitlines()[-_TAIL_LINES:]
-        return "\n".join(f"  rank {rank}: {line}" for line in lines)
+        return "\n".join(f"  rank {rank}: {line}" for line in tail(self.log(rank)))
 
     def _log_path(self, rank: int) -> Path:
         return self._log_dir / f"rank-{rank}.log"

@@ -15,7 +15,7 @@ _VARIABLE = "PYTHONPATH"
 
 
 def add_working_directory() -> None:
-    """Search the working directory for modules first, unless Python was told not to."""
+    """Search the working directory for modules first, unless Python runs in safe-path mode."""
     if not sys.flags.safe_path and "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 

@@ -87,9 +87,8 @@ class ModelSpec:
         partition
             The layers of every stage; None if the model decides.
         """
-        parts: list[Any] = [self.factory, dict(self.arguments), self.seed, n_stages]
-        if partition is not None:
-            parts.append([list(names) for names in partition])
+        parts = [self.factory, dict(self.arguments), self.seed, n_stages]
+        parts += [] if partition is None else [partition]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def _load(self) -> Callable[..., Any]:
@@ -136,16 +135,15 @@ def require_admitted(factory: str, found: object, patterns: Sequence[str]) -> No
         of_module, colon, of_name = pattern.partition(":")
         if colon and of_name == name and fnmatchcase(module, of_module):
             return
-    is_defined = inspect.isfunction(found) or inspect.isclass(found)
     home = getattr(found, "__module__", None)
-    if is_defined and home == module and not name.startswith("_"):
-        return
     if name.startswith("_"):
         why = "its name begins with an underscore"
     elif home != module:
         why = f"it is defined in {home or 'another module'}"
-    else:
+    elif not (inspect.isfunction(found) or inspect.isclass(found)):
         why = f"it is a {type(found).__name__}, not a function or class"
+    else:
+        return
     raise InvalidRun(
         f"--model {factory}: this agent allows functions and classes that {module} defines, but not "
         f"{name}: {why}. Define a function in {module}, or start the agent with --allow-model '{factory}' if "

@@ -105,7 +105,7 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
     for child in children:
         if type(child) in _SUBCLASS:
             # Changing the class preserves parameters, hooks and state-dict names.
-            child.__class__ = _SUBCLASS[type(child)]  # type: ignore[assignment]  # a subclass of its own class
+            child.__class__ = _SUBCLASS[type(child)]  # type: ignore[assignment]  # a subclass of its class
         if isinstance(child, QUEUEING):
             child.recorder = recorder
     return recorder
@@ -229,7 +229,7 @@ class _LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if _is_accumulating(ctx, (1, 2)):
             # Detached: the queue must not keep the graph of x alive.
-            ctx.queue.push(LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
+            ctx.queue.append(LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         weight = weight.to(grad_output.dtype)
@@ -265,7 +265,7 @@ class _EmbeddingFunction(torch.autograd.Function):
         (grad_output,) = grad_outputs
         (indices,) = ctx.saved_tensors
         if _is_accumulating(ctx, (1,)):
-            ctx.queue.push(
+            ctx.queue.append(
                 EmbeddingGrad(
                     ctx.parameter, indices, grad_output.detach(), ctx.padding_idx, ctx.scale_by_frequency
                 )

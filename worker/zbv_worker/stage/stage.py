@@ -156,7 +156,7 @@ class Stage:
     def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
         """Run I: compute the input's gradient, None for the first stage, and queue the weights' for W."""
         held = self._forwards.pop(microbatch)
-        # Not `or`: the queue is empty at this point, and an empty queue is falsy.
+        # Not `or`: the queue is still empty, hence falsy, but the forward refers to it.
         queue = held.weight_grads if held.weight_grads is not None else WeightGrads()
         self._weight_grads[microbatch] = queue
         grad_input = self._backpropagate(held, grad_output)
@@ -231,7 +231,7 @@ class Stage:
 
     def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
         """Run F without keeping anything for a backward; returns the output, for the last stage the loss."""
-        with torch.no_grad(), torch.autocast(input.device.type, self._autocast, self._autocast is not None):
+        with torch.no_grad(), self._computing(input):
             output = self._computed(input.detach(), target).detach()
         self._weigh()
         return output
@@ -264,7 +264,7 @@ class Stage:
         if not self._layers:
             self._require_float(x)
         output = checked_output(self.index, self.module(x))
-        return output if self._loss is None else self._with_loss(output, target)
+        return self._with_loss(output, target)
 
     def _require_float(self, x: Tensor) -> None:
         """Refuse data that is not floating-point in an empty first stage: no gradient could come back."""

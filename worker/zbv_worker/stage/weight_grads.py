@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,34 +12,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zbv_worker.stage.main_gradients import OwnHook, add_gradient, gradient_of
 
 
-class _Deferred(Protocol):
-    """A queued weight gradient."""
-
-    def accumulate(self) -> None:
-        """Add the gradient to ``.grad``; runs under ``no_grad``."""
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors kept in memory until then."""
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters whose gradients it adds to."""
-
-
-class WeightGrads:
+class WeightGrads(deque["LinearGrad | EmbeddingGrad"]):
     """The queued weight gradients of one stage and microbatch.
 
     F registers the queue, I fills it, W runs it. It holds tensors only between I and W.
     """
-
-    def __init__(self) -> None:
-        self._queue: deque[_Deferred] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def push(self, deferred: _Deferred) -> None:
-        """Queue a weight gradient."""
-        self._queue.append(deferred)
 
     def run(self) -> None:
         """Compute every queued gradient and accumulate it into its parameter's ``.grad``.
@@ -49,16 +25,12 @@ class WeightGrads:
         have a graph that keeps all output gradients alive.
         """
         with torch.no_grad():
-            while self._queue:
-                self._queue.popleft().accumulate()
-
-    def held_tensors(self) -> list[Tensor]:
-        """The tensors kept alive until :meth:`run`."""
-        return [tensor for deferred in self._queue for tensor in deferred.tensors()]
+            while self:
+                self.popleft().accumulate()
 
     def parameters(self) -> set[Tensor]:
         """The parameters that :meth:`run` will add to."""
-        return {parameter for deferred in self._queue for parameter in deferred.parameters()}
+        return {parameter for deferred in self for parameter in deferred.parameters()}
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -92,10 +64,6 @@ class LinearGrad:
         if self.bias is not None and self.bias.requires_grad:
             _add(self.bias, grad.sum(0))
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors kept in memory until then."""
-        return self.x, self.grad_output
-
     def parameters(self) -> tuple[Tensor, ...]:
         """The parameters whose gradients it adds to."""
         both = (self.weight,) if self.bias is None else (self.weight, self.bias)
@@ -118,10 +86,6 @@ class EmbeddingGrad:
             self.grad_output, self.indices, self.weight.shape[0], self.padding_idx, self.scale_by_frequency
         )
         _add(self.weight, grad)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors kept in memory until then."""
-        return self.indices, self.grad_output
 
     def parameters(self) -> tuple[Tensor, ...]:
         """The parameters whose gradients it adds to."""

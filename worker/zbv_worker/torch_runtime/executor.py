@@ -4,12 +4,10 @@ The runtime, ``_PipelineScheduleRuntime``, walks lists of actions like the worke
 errors in them. This module works around its known traps:
 
 - It looks losses up by run order, so microbatches are relabelled such that the last stage runs them in
-ascending
-  order, and labelled back in all results.
+  ascending order, and labelled back in all results.
 - It matches sends and receives of two ranks by their order, and divides gradients only where the list says
-so.
-  The lists come from :mod:`zbv_solver.export.torch_comms_csv`, and every rank checks the loaded lists before
-  anything runs (:mod:`zbv_solver.verify.communication`).
+  so. The lists come from :mod:`zbv_solver.export.torch_comms_csv`, and every rank checks the loaded lists
+  before anything runs (:mod:`zbv_solver.verify.communication`).
 - Its split of the backward and its receive buffers are replaced: see :mod:`zbv_worker.torch_runtime.stage`.
 - It infers shapes by running the stages once on uninitialised memory; afterwards buffers (running statistics)
   are restored and gradients removed.
@@ -22,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -93,11 +91,12 @@ class TorchExecutor:
         last = plan.problem.n_stages - 1
         self._has_first, self._has_last = 0 in modules, last in modules
         orders = relabelled(plan.orders, last + 1)
-        self._original = _inverse(microbatch_labels(plan.orders, last + 1).tolist())
+        # The original microbatch of every label: the inverse of the permutation.
+        self._original: list[int] = microbatch_labels(plan.orders, last + 1).argsort().tolist()
         split = {index: _split_microbatches(orders, index) for index in modules}
         refuse_compiled({index: module for index, module in modules.items() if split[index]})
         group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
-        self._watch = _Watch()
+        self._watch = _Watch(self._original)
         stages = [
             StoreStage(modules[index], index, last + 1, device, group, split[index], self._watch.begin)
             for index in sorted(modules)
@@ -139,7 +138,7 @@ class TorchExecutor:
             self._watch.end_last()
         whole = [float(loss.detach()) * self._microbatches for loss in losses]
         found = {self._original[at]: loss for at, loss in enumerate(whole)}
-        return StepResult(step, dict(sorted(found.items())), self._records())
+        return StepResult(step, dict(sorted(found.items())), tuple(self._watch.records))
 
     def _share_of_loss(self, output: Tensor, target: Tensor) -> Tensor:
         return self._model.loss(output, target) / self._microbatches
@@ -175,12 +174,6 @@ class TorchExecutor:
         for module in modules:
             module.zero_grad()
         self._is_prepared = True
-
-    def _records(self) -> tuple[Record, ...]:
-        return tuple(
-            Record(Action(stage, letter, self._original[microbatch]), *times)
-            for (stage, letter, microbatch), *times in self._watch.records
-        )
 
     def _named(self, error: Exception, step: int) -> Exception:
         """Convert an error of the runtime to the worker's, with the rank's position."""
@@ -263,12 +256,19 @@ def refuse_compiled(modules: Mapping[int, nn.Module]) -> None:
 
 
 class _Watch:
-    """The runtime's current action, and when every computing action was reached, began and ended."""
+    """The runtime's current action, and when every computing action was reached, began and ended.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    original
+        The plan's microbatch of each of the runtime's.
+    """
+
+    def __init__(self, original: Sequence[int]) -> None:
         self.current: Any = None
         self.is_computing = False
-        self.records: list[tuple[tuple[int, str, int], int, int, int, int]] = []
+        self.records: list[Record] = []
+        self._original = original
         self._turned = self._began = self._received = 0
         self._is_armed = False
         # The runtime logs the whole schedule, which can be megabytes, at every error.
@@ -291,18 +291,14 @@ class _Watch:
         """The current action has ended; the next one follows, or None."""
         now = time.perf_counter_ns()
         if self.is_computing:
-            what = (
-                self.current.stage_index,
-                self.current.computation_type.value,
-                self.current.microbatch_index,
-            )
-            self.records.append((what, self._turned, self._began, now, self._received))
+            letter, microbatch = self.current.computation_type.value, self.current.microbatch_index
+            ended = Action(self.current.stage_index, letter, self._original[microbatch])
+            self.records.append(Record(ended, self._turned, self._began, now, self._received))
         self.current, self.is_computing, self._turned = action, False, now
 
     def end_last(self) -> None:
         """Set the end of the last action to now, when the device has completed it."""
-        *before, (what, turned, began, _, received) = self.records
-        self.records = [*before, (what, turned, began, time.perf_counter_ns(), received)]
+        self.records[-1] = self.records[-1]._replace(end=time.perf_counter_ns())
 
 
 class _Watched(list[Any]):
@@ -321,14 +317,6 @@ class _Watched(list[Any]):
             self._watch.turn_to(action)
             yield action
         self._watch.turn_to(None)
-
-
-def _inverse(labels: list[int]) -> list[int]:
-    """The original microbatch of every label."""
-    original = [0] * len(labels)
-    for microbatch, label in enumerate(labels):
-        original[label] = microbatch
-    return original
 
 
 def _split_microbatches(orders: Orders, stage: int) -> frozenset[int]:

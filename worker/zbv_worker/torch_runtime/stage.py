@@ -7,11 +7,9 @@ runs the queue of :mod:`zbv_worker.stage.split_backward`, as in :mod:`zbv_worker
 Two more things differ from PyTorch's stage:
 
 - PyTorch keeps a receive buffer per microbatch and direction, m activations and m gradients, from the first
-step
-  on. Here a buffer exists only from its receive to the end of the backward that uses it.
+  step on. Here a buffer exists only from its receive to the end of the backward that uses it.
 - Outputs and the buffers that receive them are made contiguous: transports require it, and a gradient's
-layout
-  during shape inference may differ from its layout later.
+  layout during shape inference may differ from its layout later.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from torch.distributed.pipelining import PipelineStage
 from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.stage import checked_output
 from zbv_worker.stage.weight_grads import WeightGrads
-
-OnStart = Callable[[int], None]
 
 
 class StoreStage(PipelineStage):
@@ -52,7 +48,7 @@ class StoreStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         split: frozenset[int],
-        on_start: OnStart,
+        on_start: Callable[[int], None],
     ):
         super().__init__(module, index, n_stages, device, group=group, dw_builder=self._take_queue)
         self._recorder = defer_weight_gradients(module)
@@ -138,18 +134,12 @@ class StoreStage(PipelineStage):
     def _take_queue(self) -> Callable[[], None]:
         """Return the function that PyTorch calls in W, or at once for B."""
         queue, self._current = self._current, None
-        return queue.run if queue is not None else _nothing
-
-
-def _nothing() -> None:
-    """Nothing to do for W: a fused backward has computed all weight gradients."""
+        # A fused backward has computed all weight gradients, so its W does nothing.
+        return queue.run if queue is not None else lambda: None
 
 
 def _without_buffers(infos: tuple[Any, ...], microbatches: int) -> dict[int, tuple[Any, ...]]:
     """Descriptions of every microbatch's receives, copied from those of one."""
-    described = {}
-    for microbatch in range(microbatches):
-        described[microbatch] = tuple(copy.copy(info) for info in infos)
-        for info in described[microbatch]:
-            info.buffer = None
-    return described
+    for info in infos:
+        info.buffer = None
+    return {microbatch: tuple(map(copy.copy, infos)) for microbatch in range(microbatches)}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,15 +113,12 @@ def find_offsets(
 
 def _ask(transport: Transport, peer: int, timeout: float, clock: Clock, exchanges: int) -> Offset:
     """Measure the offset of one peer, from the shortest of several exchanges."""
-    best: tuple[int, Offset] | None = None
+    answers: list[tuple[int, Offset]] = []
     for _ in range(exchanges):
         asked = clock()
         transport.tell(peer, asked, timeout)
         answer = transport.hear(peer, timeout)
         round_trip = clock() - asked
-        if best is None or round_trip < best[0]:
-            ahead = answer - asked - round_trip // 2
-            best = round_trip, Offset(at=answer, ahead=ahead, uncertainty=-(-round_trip // 2))
-    if best is None:
-        raise ValueError(f"found {exchanges} exchanges; must be at least one.")
-    return best[1]
+        ahead = answer - asked - round_trip // 2
+        answers.append((round_trip, Offset(at=answer, ahead=ahead, uncertainty=-(-round_trip // 2))))
+    return min(answers, key=itemgetter(0))[1]

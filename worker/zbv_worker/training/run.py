@@ -24,9 +24,8 @@ from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.distributed import DistributedTransport
-from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.rendezvous import refuse
-from zbv_worker.transport.world import World, select_device
+from zbv_worker.transport.world import Layout, World, select_device
 
 
 def run(options: RunOptions, world: World, progress: CurrentProgress | None = None) -> list[RankReport]:

@@ -11,7 +11,7 @@ was taken (:mod:`zbv_worker.transport.receives`). The caching allocator relies o
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from sys import getrefcount
 from typing import NamedTuple
 
@@ -34,23 +34,15 @@ class ReceiveBuffers:
     """The receive buffers of one rank, by shape and dtype; channels with equal tensors share them.
 
     Buffers are never freed: a step needs as many at once as the step before.
-
-    Attributes
-    ----------
-    bytes
-        Bytes allocated so far.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._pools: dict[TensorSpec, deque[_Buffer]] = {}
-        self.bytes = 0
+        self._pools: defaultdict[TensorSpec, deque[_Buffer]] = defaultdict(deque)
 
     def take(self, spec: TensorSpec) -> Tensor:
         """Return a tensor of undefined content whose memory nothing else uses."""
-        pool = self._pools.get(spec)
-        if pool is None:
-            pool = self._pools[spec] = deque()
+        pool = self._pools[spec]
         # Least recently taken first: most buffers are released in about the order in which they were taken.
         for _ in range(len(pool)):
             buffer = pool[0]
@@ -62,14 +54,12 @@ class ReceiveBuffers:
     def clear(self) -> None:
         """Release every buffer; those in use stay alive with their users."""
         self._pools.clear()
-        self.bytes = 0
 
     def _make(self, spec: TensorSpec, pool: deque[_Buffer]) -> Tensor:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         pool.append(_Buffer(tensor, tensor.untyped_storage(), 0))
         # Count inside the pool, as `take` does: a local name for the storage would be one more holder.
         pool[-1] = pool[-1]._replace(idle=_held(pool[-1].storage))
-        self.bytes += tensor.nbytes
         # Never return the pool's own tensor: its user would not add a holder of the storage.
         return tensor.detach()
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +34,40 @@ from zbv_worker.transport.channels import (
     TensorSpec,
     Transport,
 )
-from zbv_worker.transport.layout import Layout
 from zbv_worker.transport.messages import gather_json
-from zbv_worker.transport.receives import HostReceive, StreamReceive, naming_peer, post_staged
-from zbv_worker.transport.reductions import Summed, Summing
+from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
 from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host
 from zbv_worker.transport.sends import GroupWire, PollSender, Sender, SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
-from zbv_worker.transport.torch_errors import classified, first_line
-from zbv_worker.transport.world import Backend, World
+from zbv_worker.transport.torch_errors import classified, classifying, first_line
+from zbv_worker.transport.world import Backend, Layout, World
 
 _EVER = timedelta(days=1)
 _REPORT_SECONDS, _REPORT_POLL_SECONDS = 2.0, 0.05
 """How long a rank whose barrier failed waits for rank 0 to report the absent ranks."""
+
+
+class Summed:
+    """The sum over a single replica."""
+
+    def wait(self, timeout: float) -> None:
+        """Return at once: nothing to add."""
+
+
+@dataclass(frozen=True, eq=False)
+class Summing:
+    """A sum in a buffer of the network's device, copied to the target tensor when complete."""
+
+    sum: HostReceive | StreamReceive
+    target: Tensor
+    naming_absent: Callable[[], AbstractContextManager[None]]
+
+    def wait(self, timeout: float) -> None:
+        """Wait until ``target`` holds the sum."""
+        with self.naming_absent():
+            found = self.sum.wait(timeout)
+        if found is not self.target:
+            self.target.copy_(found)
 
 
 class DistributedTransport(Transport):
@@ -55,7 +78,7 @@ class DistributedTransport(Transport):
     device
         Where received tensors go. gloo moves CUDA tensors through the CPU.
     timeout
-        Seconds for the rendezvous, and for operations without a timeout of their own.
+        Seconds for the rendezvous, and for operations that take no timeout.
     replicas
         Number of pipelines in the world.
 
@@ -91,8 +114,7 @@ class DistributedTransport(Transport):
         self._staging = Staging(device) if backend == "gloo" and device.type == "cuda" else None
         self._senders: dict[ChannelKey, Sender] = {}
         self._failures = SendFailures()
-        self._wires_out: dict[ChannelKey, GroupWire] = {}
-        self._receivers: dict[ChannelKey, GroupWire] = {}
+        self._wires_in: dict[ChannelKey, GroupWire] = {}
         self._buffers = ReceiveBuffers(device)
         # Counts collectives to name their notes. Equal on all ranks of a collective; ranks with other stages
         # may sum over their replicas more often.
@@ -101,35 +123,33 @@ class DistributedTransport(Transport):
         # Notes are only polled, so the store's own timeout matters for the rendezvous alone.
         self._notes = PrefixStore("zbv/notes", store)
         self.ranks_on_host = ranks_on_this_host(store)
-        patience = timedelta(seconds=timeout)
-        try:
+        with classifying(f"the {world.world_size} ranks did not meet"):
             dist.init_process_group(
-                "gloo", store=store, rank=world.rank, world_size=world.world_size, timeout=patience
+                "gloo",
+                store=store,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timedelta(seconds=timeout),
             )
-        except (RuntimeError, ValueError) as error:
-            raise classified(error, f"the {world.world_size} ranks did not meet") from error
         self.replica_group = self._meet_replicas(timeout) if replicas > 1 else None
 
     def _meet_replicas(self, timeout: float) -> dist.ProcessGroup:
         """Create this position's replica group and connect it, because NCCL connects at first use."""
-        mine: dist.ProcessGroup | None = None
-        for pp_rank in range(self.layout.pp_degree):
-            copies = self.layout.copies_of(pp_rank)
-            group = self._new_group(copies, timeout, "its replicas")
-            if pp_rank == self.pp_rank:
-                mine = group
-        if mine is None:
-            raise InvalidRun(f"rank {self.rank} has no position among {self.layout.world_size} ranks.")
+        groups = [
+            self._new_group(self.layout.copies_of(pp_rank), timeout, "its replicas")
+            for pp_rank in range(self.layout.pp_degree)
+        ]
+        mine = groups[self.pp_rank]
         greeting = torch.zeros(1, device=self._wire_device)
         self._waiting(dist.all_reduce(greeting, group=mine, async_op=True), greeting).wait(timeout)
         return mine
 
     def _new_group(self, ranks: Sequence[int], timeout: float, what: str) -> dist.ProcessGroup:
-        try:
-            made = dist.new_group([*ranks], timeout=self._patience(timeout), backend=self._backend)
-        except RuntimeError as error:
-            raise classified(error, f"connecting {what}") from error
-        return cast("dist.ProcessGroup", made)
+        with classifying(f"connecting {what}"):
+            made: dist.ProcessGroup = dist.new_group(
+                [*ranks], timeout=self._patience(timeout), backend=self._backend
+            )
+        return made
 
     def _patience(self, timeout: float) -> timedelta:
         """A group's timeout.
@@ -152,10 +172,9 @@ class DistributedTransport(Transport):
                 )
                 group = self._new_group([sender, receiver], timeout, f"a channel {sender} → {receiver}")
                 if self.rank == sender:
-                    wire = self._wires_out[key] = GroupWire.of(group, receiver)
-                    self._senders[key] = self._sender(receiver, wire)
+                    self._senders[key] = self._new_sender(receiver, GroupWire.of(group, receiver))
                 elif self.rank == receiver:
-                    self._receivers[key] = GroupWire.of(group, sender)
+                    self._wires_in[key] = GroupWire.of(group, sender)
             self._opened.add(key)
             self._greet(key, timeout)
 
@@ -166,22 +185,14 @@ class DistributedTransport(Transport):
         """
         greeting = torch.zeros(1, dtype=torch.int64)
         if self.pp_rank == key.sender:
-            self.isend(key, greeting, "greeting")
+            self.sender(key)(greeting, "greeting")
         elif self.pp_rank == key.receiver:
-            self.irecv(key, TensorSpec.of(greeting)).wait(timeout)
+            self.receiver(key)(TensorSpec.of(greeting)).wait(timeout)
 
-    def _sender(self, peer: int, wire: GroupWire) -> Sender:
+    def _new_sender(self, peer: int, wire: GroupWire) -> Sender:
         if self._backend == "nccl":
             return PollSender(peer, wire, self._failures)
         return ThreadSender(peer, wire, self._failures, self._staging)
-
-    @override
-    def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
-        self.sender(key)(tensor, label)
-
-    @override
-    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
-        return self.receiver(key)(spec)
 
     @override
     def sender(self, key: ChannelKey) -> Send:
@@ -197,38 +208,24 @@ class DistributedTransport(Transport):
 
         return send_from_device
 
-    def wire_to(self, key: ChannelKey) -> GroupWire:
-        """The wire of a channel's sends, for benchmarks that use it directly."""
-        wire = self._wires_out.get(key)
-        if wire is None:
-            raise InvalidRun(f"rank {self.rank} does not send on {key}.")
-        return wire
-
-    def wire_from(self, key: ChannelKey) -> GroupWire:
-        """The wire of a channel's receives."""
-        wire = self._receivers.get(key)
-        if wire is None:
-            raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
-        return wire
-
     @override
     def receiver(self, key: ChannelKey) -> Receive:
-        wire = self.wire_from(key)
-        take = self._buffers.take
-        if self._staging is not None:
-            return naming_peer(key, partial(post_staged, wire, take, self._staging))
-        made = StreamReceive if self._backend == "nccl" else HostReceive
+        wire, take, staging = self._wires_in.get(key), self._buffers.take, self._staging
+        if wire is None:
+            raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
+        receive, made = wire.receive, StreamReceive if self._backend == "nccl" else HostReceive
 
         def post(spec: TensorSpec) -> Pending:
             buffer = take(spec)
-            return made(wire.receive(buffer), buffer)
+            try:
+                if staging is None:
+                    return made(receive(buffer), buffer)
+                host = staging.host_memory(spec.shape, spec.dtype)
+                return StagedReceive(receive(host), host, buffer, staging.here(), staging)
+            except RuntimeError as error:
+                raise classified(error, f"posting a receive from rank {key.sender}") from error
 
-        return naming_peer(key, post)
-
-    @property
-    @override
-    def buffer_bytes(self) -> int:
-        return self._buffers.bytes
+        return post
 
     @override
     def check(self) -> None:
@@ -274,11 +271,8 @@ class DistributedTransport(Transport):
         except TimeoutError as error:
             with contextlib.suppress(ConnectionError):
                 self.post(f"{name}/{self.rank}", "")
-                deadline = time.monotonic() + _REPORT_SECONDS
-                absent = list(ranks)
-                while absent and time.monotonic() < deadline:
-                    time.sleep(_REPORT_POLL_SECONDS)
-                    absent = [rank for rank in absent if self.posted(f"{name}/{rank}") is None]
+                notes = {f"{name}/{rank}": rank for rank in ranks}
+                absent = [notes[note] for note in self._unpublished(notes)]
                 if absent:
                     raise TimeoutError(f"{named(absent)} did not take part: {error}") from error
             raise
@@ -289,14 +283,19 @@ class DistributedTransport(Transport):
         with contextlib.suppress(ConnectionError):
             if self.rank == 0:
                 self.post(name, said)
-                return said
-            deadline = time.monotonic() + _REPORT_SECONDS
-            while time.monotonic() < deadline:
-                found = self.posted(name)
-                if found is not None:
-                    return found
-                time.sleep(_REPORT_POLL_SECONDS)
+            else:
+                self._unpublished([name])
+                return self.posted(name) or said
         return said
+
+    def _unpublished(self, names: Iterable[str]) -> list[str]:
+        """Wait a moment for other ranks to publish these notes; returns those that are still absent."""
+        absent = list(names)
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while absent and time.monotonic() < deadline:
+            time.sleep(_REPORT_POLL_SECONDS)
+            absent = [name for name in absent if self.posted(name) is None]
+        return absent
 
     @override
     def tell(self, peer: int, value: int, timeout: float) -> None:
@@ -312,22 +311,18 @@ class DistributedTransport(Transport):
         self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, timeout: float
     ) -> None:
         """Send or receive one message on the default group, which always uses gloo."""
-        try:
+        with classifying(f"a control message between ranks {self.rank} and {peer}"):
             work = operation(tensor, peer)
             if work is not None:
                 work.wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise classified(error, f"a control message between ranks {self.rank} and {peer}") from error
 
     @override
     def sum_over_replicas(self, tensor: Tensor) -> Reduction:
         if self.replica_group is None:
             return Summed()
         payload = tensor.to(self._wire_device)  # no copy if it is there already
-        try:
+        with classifying(f"summing over the replicas of rank {self.pp_rank}"):
             work = dist.all_reduce(payload, group=self.replica_group, async_op=True)
-        except RuntimeError as error:
-            raise classified(error, f"summing over the replicas of rank {self.pp_rank}") from error
         self._replica_sums += 1
         copies = self.layout.copies_of(self.pp_rank)
         naming = partial(self._naming_absent, f"replicas/{self.pp_rank}/{self._replica_sums}", copies)
@@ -337,10 +332,8 @@ class DistributedTransport(Transport):
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
         total = values.clone()
         self._rank_sums += 1
-        try:
+        with classifying("summing over all ranks"):
             work = dist.all_reduce(total, async_op=True)
-        except RuntimeError as error:
-            raise classified(error, "summing over all ranks") from error
         with self._naming_absent(f"ranks/{self._rank_sums}", range(self.world_size)):
             return HostReceive(work, total).wait(timeout)
 
@@ -359,8 +352,7 @@ class DistributedTransport(Transport):
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()
-        self._wires_out.clear()
-        self._receivers.clear()
+        self._wires_in.clear()
         self._buffers.clear()
         self._opened.clear()
         if dist.is_initialized():

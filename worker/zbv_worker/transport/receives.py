@@ -7,7 +7,6 @@ NCCL ensures that itself: its operations run after the stream that is current wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -15,14 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zbv_worker.transport.channels import (
-    ChannelKey,
-    Pending,
-    Receive,
-    TensorSpec,
-)
 from zbv_worker.transport.cuda_api import CudaEvent
-from zbv_worker.transport.sends import GroupWire
 from zbv_worker.transport.staging import Staging
 from zbv_worker.transport.torch_errors import classified
 
@@ -117,24 +109,3 @@ class StagedReceive:
     def _copied(self, timeout: float) -> CudaEvent:
         HostReceive(self.work, self.arrived).wait(timeout)
         return self.staging.inwards(self.arrived, self.buffer, self.free)
-
-
-def post_staged(
-    wire: GroupWire, take: Callable[[TensorSpec], Tensor], staging: Staging, spec: TensorSpec
-) -> Pending:
-    """Post a gloo receive into pinned memory, for a tensor wanted on the GPU."""
-    buffer = take(spec)
-    host = staging.host_memory(spec.shape, spec.dtype)
-    return StagedReceive(wire.receive(host), host, buffer, staging.here(), staging)
-
-
-def naming_peer(key: ChannelKey, post: Receive) -> Receive:
-    """Add the peer to errors that posting a receive raises."""
-
-    def receive(spec: TensorSpec) -> Pending:
-        try:
-            return post(spec)
-        except RuntimeError as error:
-            raise classified(error, f"posting a receive from rank {key.sender}") from error
-
-    return receive

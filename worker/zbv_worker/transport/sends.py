@@ -13,7 +13,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, cast
@@ -59,16 +58,6 @@ class Wire(Protocol):
         """Start a send."""
 
 
-class Endpoint(Protocol):
-    """A process group, or its backend."""
-
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work:  # torch's name
-        """Start a send."""
-
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work:
-        """Post a receive."""
-
-
 class GroupWire(NamedTuple):
     """A process group of two, and the peer's rank in it.
 
@@ -76,20 +65,20 @@ class GroupWire(NamedTuple):
     result never changes.
     """
 
-    group: Endpoint
+    group: dist.ProcessGroup
     peer: int
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, peer: int) -> GroupWire:
         """The wire from a group to the global rank ``peer``.
 
-        For gloo it uses the group's backend: a group's send goes through torch's dispatcher, which takes as
-        long as gloo's own part and only finds that backend.
+        For gloo it uses the group's backend, which has the same methods: a group's send goes through torch's
+        dispatcher, which takes as long as gloo's own part and only finds that backend.
         """
-        at, cpu = dist.get_group_rank(group, peer), torch.device("cpu")
-        if dist.get_backend(group) != "gloo":
-            return cls(group, at)
-        return cls(cast("Endpoint", group._get_backend(cpu)), at)
+        at = dist.get_group_rank(group, peer)
+        if dist.get_backend(group) == "gloo":
+            group = cast("dist.ProcessGroup", group._get_backend(torch.device("cpu")))
+        return cls(group, at)
 
     def send(self, tensor: Tensor) -> dist.Work:
         """Start a send."""
@@ -128,7 +117,7 @@ class Sender(ABC):
 
     def __init__(self, peer: int, wire: Wire, failures: SendFailures):
         self._peer = peer
-        self._wire = wire
+        self.wire = wire
         self._failures = failures
 
     @abstractmethod
@@ -143,16 +132,28 @@ class Sender(ABC):
         """Release completed sends, if no thread does so."""
 
     @abstractmethod
-    def flush(self, deadline: float) -> None:
-        """Wait until the peer has everything; raises TimeoutError or ConnectionError."""
+    def unfinished(self) -> object | None:
+        """The label of the oldest send that the peer has not received; None without any."""
 
     @abstractmethod
     def close(self) -> None:
         """Stop; does not wait for the peer."""
 
+    def flush(self, deadline: float) -> None:
+        """Wait until the peer has everything; raises TimeoutError or ConnectionError.
+
+        Polls, once a run: a condition variable would slow every send down.
+        """
+        while (label := self.unfinished()) is not None:
+            self._failures.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self._peer} did not take {label}")
+            time.sleep(_POLL_SECONDS)
+        self._failures.check()
+
     def _start(self, tensor: Tensor, label: object) -> SendWork:
         try:
-            return self._wire.send(tensor)
+            return self.wire.send(tensor)
         except RuntimeError as error:
             raise classified(error, self._what(label)) from error
 
@@ -175,6 +176,14 @@ def _payload(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
+def _staged(staging: Staging, tensor: Tensor, label: object) -> _Sent:
+    """A send that waits for the tensor's copy to the host; headers are on the host already."""
+    if not _is_on_gpu(tensor):
+        return _Sent(None, tensor, label)
+    copy, copied = staging.outwards(tensor)
+    return _Sent(None, copy, label, copied, tensor)
+
+
 def _is_on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
@@ -187,20 +196,10 @@ class ThreadSender(Sender):
     staging
         Given if the rank computes on a GPU: the thread then also starts each send, once its copy to the host
         is complete.
-    is_staged
-        Selects the tensors to copy: those on a GPU, which excludes headers.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        wire: Wire,
-        failures: SendFailures,
-        staging: Staging | None = None,
-        is_staged: Callable[[Tensor], bool] = _is_on_gpu,
-    ):
+    def __init__(self, peer: int, wire: Wire, failures: SendFailures, staging: Staging | None = None):
         super().__init__(peer, wire, failures)
-        self._is_staged = is_staged
         self._staging = staging
         self._sent: deque[_Sent] = deque()
         self._bytes = 0
@@ -217,7 +216,7 @@ class ThreadSender(Sender):
         tensor = _payload(tensor)
         self._added += 1
         if self._staging is not None:
-            self._sent.append(self._staged(tensor, label))
+            self._sent.append(_staged(self._staging, tensor, label))
             self._wakes.put(True)  # the thread starts the send
             return
         self._sent.append(_Sent(self._start(tensor, label), tensor, label))
@@ -226,26 +225,17 @@ class ThreadSender(Sender):
             self._bytes = 0
             self._wakes.put(True)
 
-    def _staged(self, tensor: Tensor, label: object) -> _Sent:
-        if self._staging is None or not self._is_staged(tensor):
-            return _Sent(None, tensor, label)
-        copy, copied = self._staging.outwards(tensor)
-        return _Sent(None, copy, label, copied, tensor)
-
     @override
     def look(self) -> None:
         """Nothing to do: the thread releases sends."""
 
     @override
-    def flush(self, deadline: float) -> None:
-        # Polls, once a run: a condition variable would slow every send down.
-        self._wakes.put(True)
-        while self._finished < self._added:
-            self._failures.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._peer} did not take {self._current}")
-            time.sleep(_POLL_SECONDS)
-        self._failures.check()
+    def unfinished(self) -> object | None:
+        if self._finished == self._added:
+            return None
+        if self._wakes.empty():
+            self._wakes.put(True)
+        return self._current
 
     @override
     def close(self) -> None:
@@ -307,15 +297,9 @@ class PollSender(Sender):
             self._sent.popleft()
 
     @override
-    def flush(self, deadline: float) -> None:
+    def unfinished(self) -> object | None:
         self.look()
-        self._failures.check()
-        while self._sent:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._peer} did not take {self._sent[0].label}")
-            time.sleep(_POLL_SECONDS)
-            self.look()
-            self._failures.check()
+        return self._sent[0].label if self._sent else None
 
     @override
     def close(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 
 
@@ -11,6 +14,15 @@ def classified(error: Exception, what: str) -> TimeoutError | ConnectionError:
     if isinstance(error, dist.DistStoreError) or "timed out" in text.lower() or "timeout" in text.lower():
         return TimeoutError(f"{what}: {text}")
     return ConnectionError(f"{what}: {text}")
+
+
+@contextmanager
+def classifying(what: str) -> Iterator[None]:
+    """Convert torch's RuntimeErrors in a block; too slow for the path of every transfer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise classified(error, what) from error
 
 
 def first_line(error: Exception) -> str:

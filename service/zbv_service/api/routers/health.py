@@ -1,53 +1,45 @@
-"""Signs of life, for those who restart services and those who send them work."""
+"""``/healthz`` and ``/readyz`` for supervisors and load balancers, and ``/metrics`` for Prometheus."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
+from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
-from zbv_service.api.error_handlers import documented
+from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
+from zbv_service.database.tally import tally
 from zbv_service.errors import NOT_READY, ProblemError
-from zbv_service.security.scheme import ANYBODY
+from zbv_service.security.scheme import ANYBODY, READ
 
 RETRY_SECONDS = 1
+COUNT_SECONDS = 5.0
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], generate_unique_id_function=operation_id)
 
 
 class Health(BaseModel):
-    """A sign of life."""
+    """The process responds."""
 
     status: Literal["ok"] = "ok"
 
 
-@router.get(
-    "/healthz",
-    operation_id="get_health",
-    dependencies=[ANYBODY],
-    summary="Whether the process is alive",
-    responses=documented(),
-)
+@router.get("/healthz", dependencies=[ANYBODY], summary="Whether the process is alive")
 async def get_health(response: Response) -> Health:
-    """Answers as long as the process can answer at all."""
+    """Responds as long as the process can respond at all."""
     response.headers["Cache-Control"] = "no-store"
     return Health()
 
 
-@router.get(
-    "/readyz",
-    operation_id="get_readiness",
-    dependencies=[ANYBODY],
-    summary="Whether it can work",
-    responses=documented(NOT_READY),
-)
+@router.get("/readyz", dependencies=[ANYBODY], summary="Whether the service can work")
 async def get_readiness(request: Request, response: Response) -> Health:
-    """Answers 200 while the database answers, and searches and runs are looked after.
+    """Responds with 200 while the database answers and the loops for searches and runs work.
 
-    Otherwise ``errors`` has one entry for each check that failed: ``database``, ``searches``, ``runs``.
+    Otherwise ``errors`` has one entry for each failed check: ``database``, ``searches``, ``runs``.
     """
     failed = await state_of(request).readiness.failed_checks()
     if failed:
@@ -59,3 +51,30 @@ async def get_readiness(request: Request, response: Response) -> Health:
         )
     response.headers["Cache-Control"] = "no-store"
     return Health()
+
+
+@router.get(
+    "/metrics",
+    dependencies=[READ],
+    summary="Metrics for Prometheus",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The text format, or OpenMetrics if the client accepts it.",
+            "content": {
+                "text/plain": {"schema": {"type": "string"}},
+                "application/openmetrics-text": {"schema": {"type": "string"}},
+            },
+        },
+    },
+)
+async def get_metrics(request: Request) -> Response:
+    """Numbers of stored resources are current; all others count from the start of this process."""
+    found = state_of(request)
+    try:
+        async with asyncio.timeout(COUNT_SECONDS):
+            found.metrics.take(await tally(found.database))
+    except TimeoutError:
+        raise ProblemError(NOT_READY, "The database does not answer in time; ask again.") from None
+    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(found.metrics.registry), media_type=None, headers={"Content-Type": media_type})

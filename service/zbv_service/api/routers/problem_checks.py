@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from zbv_service.api.bodies import read_text
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.openapi import body_of
+from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
-from zbv_service.errors import (
-    BODY_TOO_LARGE,
-    INFEASIBLE_MEMORY,
-    INVALID_BODY,
-    MALFORMED_JSON,
-    NOT_READY,
-    UNSUPPORTED_MEDIA_TYPE,
-)
+from zbv_service.errors import INFEASIBLE_MEMORY, INVALID_BODY
 from zbv_service.problems.check import check_text
 from zbv_service.problems.documents import (
     CheckRequest,
@@ -30,20 +24,18 @@ from zbv_service.problems.documents import (
 from zbv_service.security.scheme import needs
 
 SEARCH = needs("search")
-_BODY_ERRORS = (MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE)
 
-router = APIRouter(prefix="/v1/problems", tags=["problems"])
+router = APIRouter(prefix="/v1/problems", tags=["problems"], generate_unique_id_function=operation_id)
+former_router = APIRouter(tags=["problems"])
 
 
 @router.post(
     "/check",
     dependencies=[SEARCH],
-    operation_id="check_problem",
     summary="Check a problem",
     response_model=ProblemCheck,
     response_description="Every broken rule; for a valid problem its limits, fractions and loads.",
     openapi_extra=body_of(CheckRequest),
-    responses=documented(*_BODY_ERRORS),
 )
 async def check_problem(request: Request) -> Response:
     """Says whether `POST /v1/searches` would accept this body. A broken rule is reported with status 200."""
@@ -56,11 +48,10 @@ async def check_problem(request: Request) -> Response:
 @router.post(
     "/estimate",
     dependencies=[SEARCH],
-    operation_id="estimate_problem",
     summary="Estimate a problem",
     response_description="The metrics of a plan, a bound, and the classical schedules.",
     openapi_extra=body_of(EstimateRequest),
-    responses=documented(*_BODY_ERRORS, INVALID_BODY, INFEASIBLE_MEMORY, NOT_READY),
+    responses=documented(INVALID_BODY, INFEASIBLE_MEMORY),
 )
 async def estimate_problem(request: Request) -> ProblemEstimate:
     """Searches for half a second. The plan is verified but not stored."""
@@ -69,32 +60,28 @@ async def estimate_problem(request: Request) -> ProblemEstimate:
         return await found.estimates.estimate(body)
 
 
+_COMPARE: dict[str, Any] = {
+    "dependencies": [SEARCH],
+    "response_description": "The metrics of each schedule, and the best stored plan.",
+    "openapi_extra": body_of(CompareRequest),
+    "responses": documented(INVALID_BODY),
+}
+
+
+@former_router.post(
+    "/v1/compare",
+    deprecated=True,
+    operation_id="compare",
+    summary="Former address of `POST /v1/problems/compare`",
+    **_COMPARE,
+)
 @router.post(
     "/compare",
-    dependencies=[SEARCH],
-    operation_id="compare_problem",
     summary="Compare the classical schedules of a problem",
-    response_description="The metrics of each schedule, and the best stored plan.",
-    openapi_extra=body_of(CompareRequest),
-    responses=documented(*_BODY_ERRORS, INVALID_BODY, NOT_READY),
+    **_COMPARE,
 )
 async def compare_problem(request: Request) -> Comparison:
     """Searches and stores nothing."""
     found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
         return await found.comparisons.compare(body)
-
-
-former_router = APIRouter(tags=["problems"])
-former_router.add_api_route(
-    "/v1/compare",
-    compare_problem,
-    methods=["POST"],
-    deprecated=True,
-    dependencies=[SEARCH],
-    operation_id="compare",
-    summary="Former address of `POST /v1/problems/compare`",
-    response_description="The metrics of each schedule, and the best stored plan.",
-    openapi_extra=body_of(CompareRequest),
-    responses=documented(*_BODY_ERRORS, INVALID_BODY, NOT_READY),
-)

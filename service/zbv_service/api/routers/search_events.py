@@ -11,10 +11,10 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.types import Send
 
-from zbv_service.api.error_handlers import documented
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, preferred
+from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
-from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND
+from zbv_service.errors import located
 from zbv_service.records.searches import FINISHED, SearchEvent, SearchRecord
 from zbv_service.searches.event_documents import SearchEventList
 from zbv_service.searches.events import event_json
@@ -23,18 +23,17 @@ from zbv_service.security.scheme import READ, READ_SCOPES
 RECONNECT_MILLISECONDS = 1000
 _MAX_NUMBER = 2**31 - 1
 
-router = APIRouter(prefix="/v1/searches", tags=["searches"])
+router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_function=operation_id)
 
-_Number = Annotated[
-    int | None, Query(ge=0, le=_MAX_NUMBER, description="Only events that come after this one.")
-]
+_Number = Annotated[int | None, Query(ge=0, le=_MAX_NUMBER, description="Return only events after this one.")]
 _LastEventId = Annotated[
-    int | None, Header(alias="Last-Event-ID", ge=0, le=_MAX_NUMBER, description="As after; browsers send it.")
+    int | None,
+    Header(alias="Last-Event-ID", ge=0, le=_MAX_NUMBER, description="As `after`; browsers send it."),
 ]
 
 
 class _Stream(EventSourceResponse):
-    """Closes what it streams when its reader goes away, not when Python gets round to it."""
+    """Closes its iterator as soon as the reader disconnects, instead of when it is garbage-collected."""
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(cast("Any", self.body_iterator)):
@@ -44,8 +43,7 @@ class _Stream(EventSourceResponse):
 @router.get(
     "/{search_id}/events",
     dependencies=[READ],
-    operation_id="follow_search",
-    summary="What happens to a search",
+    summary="Follow the events of a search",
     response_model=SearchEventList,
     response_description="The events so far, or a stream of them that ends after the event `end`.",
     responses={
@@ -57,8 +55,7 @@ class _Stream(EventSourceResponse):
                 }
             }
         },
-        204: {"description": "There is nothing after this event: the search has ended. Do not come back."},
-        **documented(NOT_FOUND, INVALID_PARAMETER),
+        204: {"description": "No event follows, because the search has ended. Do not reconnect."},
     },
 )
 async def follow_search(
@@ -66,7 +63,7 @@ async def follow_search(
 ) -> Response:
     """Typed events, numbered within the search: `state`, `improvement`, `bound`, `end`.
 
-    A stream that broke goes on after `Last-Event-ID`, from any service on the same database. With
+    A broken stream resumes after `Last-Event-ID`, at any service on the same database. With
     `Accept: application/json`, or `after`, the same events are a list.
     """
     found = state_of(request)
@@ -84,7 +81,7 @@ async def follow_search(
 def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Response:
     document = {
         "search_id": record.id,
-        "events": [event_json(event) for event in events],
+        "events": [_document(event) for event in events],
         "last_id": events[-1].number if events else number,
         "is_over": record.state in FINISHED or (bool(events) and events[-1].kind == "end"),
     }
@@ -93,7 +90,7 @@ def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Res
 
 
 async def _stream(request: Request, search_id: str, number: int) -> AsyncIterator[bytes]:
-    """What is sent ends with the token that asked for it; a reader that comes back then hears why."""
+    """Stream events until the search ends or the token becomes invalid; a reconnecting reader learns why."""
     found = state_of(request)
     yield format_sse_event(retry=RECONNECT_MILLISECONDS)
     async with aclosing(cast("Any", found.events.follow(search_id, number))) as batches:
@@ -103,8 +100,14 @@ async def _stream(request: Request, search_id: str, number: int) -> AsyncIterato
             yield b"".join(map(_encoded, batch)) or format_sse_event(comment="still here")
 
 
+def _document(event: SearchEvent) -> dict[str, Any]:
+    document = event_json(event)
+    error = document.get("error")
+    return document if error is None else {**document, "error": located(error)}
+
+
 def _encoded(event: SearchEvent) -> bytes:
-    return format_sse_event(event=event.kind, id=str(event.number), data_str=_text(event_json(event)))
+    return format_sse_event(event=event.kind, id=str(event.number), data_str=_text(_document(event)))
 
 
 def _text(document: Any) -> str:

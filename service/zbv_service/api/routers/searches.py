@@ -7,26 +7,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.api.bodies import read_text
-from zbv_service.api.cursors import neighbours, position_of
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.idempotency import KEY_PARAMETER
-from zbv_service.api.listing import SearchListQuery, page_at
-from zbv_service.api.negotiation import VARY, wants_page
-from zbv_service.api.openapi import body_of
-from zbv_service.api.state import SEE_PAGE, caller_of, most_searches, request_key, state_of
-from zbv_service.errors import (
-    BODY_TOO_LARGE,
-    IDEMPOTENCY_KEY_IN_USE,
-    IDEMPOTENCY_KEY_REUSED,
-    INVALID_BODY,
-    INVALID_IDEMPOTENCY_KEY,
-    INVALID_PARAMETER,
-    MALFORMED_JSON,
-    NOT_FOUND,
-    SEARCH_DISCARDED,
-    SEARCH_IN_USE,
-    UNSUPPORTED_MEDIA_TYPE,
-)
+from zbv_service.api.idempotency import KEY_PARAMETER, request_key
+from zbv_service.api.listing import SearchListQuery, list_response
+from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
+from zbv_service.api.openapi import body_of, operation_id
+from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.errors import INVALID_BODY, SEARCH_DISCARDED, SEARCH_IN_USE, TOO_MANY_SEARCHES
 from zbv_service.records.searches import FINISHED, SearchRecord
 from zbv_service.searches.documents import SearchDocument, SearchList, SearchRequest
 from zbv_service.security.scheme import READ, needs
@@ -34,99 +21,77 @@ from zbv_service.security.scheme import READ, needs
 RETRY_SECONDS = 1
 SEARCH = needs("search")
 
-router = APIRouter(prefix="/v1/searches", tags=["searches"])
+router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_function=operation_id)
 
 
 @router.post(
     "",
     dependencies=[SEARCH],
-    operation_id="submit_search",
     summary="Search a plan for a problem",
     status_code=202,
     response_model=SearchDocument,
-    response_description="Accepted, or already accepted before: follow the Location.",
+    response_description="Accepted, possibly by an earlier request: follow the Location.",
     openapi_extra={**body_of(SearchRequest), "parameters": [KEY_PARAMETER]},
     responses={
-        200: {"model": SearchDocument, "description": "Answered before: the same problem and options."},
-        **documented(
-            MALFORMED_JSON,
-            INVALID_IDEMPOTENCY_KEY,
-            IDEMPOTENCY_KEY_IN_USE,
-            SEARCH_DISCARDED,
-            BODY_TOO_LARGE,
-            UNSUPPORTED_MEDIA_TYPE,
-            INVALID_BODY,
-            IDEMPOTENCY_KEY_REUSED,
-        ),
+        200: {"model": SearchDocument, "description": "Finished earlier: the same problem and options."},
+        **documented(SEARCH_DISCARDED, INVALID_BODY, TOO_MANY_SEARCHES),
     },
 )
 async def submit_search(request: Request) -> Response:
     """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
-    found = state_of(request)
-    key = request_key(request)
+    found, key = state_of(request), request_key(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
         record = await found.searches.submit(
             body, key=key, caller=caller_of(request), most=most_searches(request)
         )
-    return _answer(record)
+    return _response(record)
 
 
 @router.get(
     "",
     dependencies=[READ],
-    operation_id="list_searches",
-    summary="Searches, the newest first",
+    summary="List searches, newest first",
     response_model=SearchList,
-    responses={**SEE_PAGE, **documented(INVALID_PARAMETER)},
+    responses=SEE_PAGE,
 )
 async def list_searches(request: Request, query: Annotated[SearchListQuery, Query()]) -> Response:
-    """By pages: ``next`` leads to older ones, ``previous`` to newer ones. New ones shift nothing."""
-    if wants_page(request):
-        return page_at(request, "/searches")
-    found = state_of(request)
-    async with found.computations.listing(query.limit):
-        page = await found.searches.page(query.filter, query.limit, position_of(query.cursor))
-    around = neighbours(request, page)
-
-    def write() -> bytes:
-        searches = [SearchDocument.of(record) for record in page.items]
-        return SearchList(searches=searches, next=around.next, previous=around.previous).json_bytes()
-
-    text = await found.computations.write(write)
-    headers = {**VARY, **around.fields, "Cache-Control": "no-store"}
-    return Response(text, headers=headers, media_type="application/json")
+    """``next`` leads to older searches, ``previous`` to newer ones. New searches do not shift the pages."""
+    searches = state_of(request).searches
+    return await list_response(
+        request,
+        query,
+        lambda limit, after: searches.page(query.filter, limit, after),
+        lambda items, around: SearchList(
+            searches=[*map(SearchDocument.of, items)], next=around.next, previous=around.previous
+        ).json_bytes(),
+    )
 
 
 @router.get(
     "/{search_id}",
     dependencies=[READ],
-    operation_id="get_search",
-    summary="A search",
+    summary="Get a search",
     response_model=SearchDocument,
-    responses={**SEE_PAGE, **documented(NOT_FOUND)},
+    responses=SEE_PAGE,
 )
 async def get_search(request: Request, search_id: str) -> Response:
-    """Its state, and the best plan known so far."""
+    """The state of the search, and the best plan so far."""
     if wants_page(request):
-        return page_at(request, f"/searches/{search_id}")
-    found = state_of(request).searches
-    record = await found.get(search_id)
-    return _body(record, 200, await found.queued_before(record))
+        return to_page(request)
+    searches = state_of(request).searches
+    record = await searches.get(search_id)
+    return _response(record, 200, await searches.queued_before(record))
 
 
 @router.get(
     "/{search_id}/problem",
     dependencies=[READ],
-    operation_id="get_search_problem",
-    summary="The problem of a search",
+    summary="Get the problem of a search",
     response_description="The normalised problem document, for a report or for another search.",
-    responses={
-        200: {"content": {"application/json": {"schema": {"type": "object"}}}},
-        **documented(NOT_FOUND),
-    },
+    responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}},
 )
 async def get_search_problem(request: Request, search_id: str) -> Response:
-    """It is kept as long as its search."""
+    """The problem is kept as long as the search."""
     text = await state_of(request).searches.problem_text(search_id)
     return Response(text, headers={"Cache-Control": "no-store"}, media_type="application/json")
 
@@ -134,43 +99,36 @@ async def get_search_problem(request: Request, search_id: str) -> Response:
 @router.post(
     "/{search_id}/cancel",
     dependencies=[SEARCH],
-    operation_id="cancel_search",
-    summary="Stop a search",
+    summary="Cancel a search",
     status_code=202,
     response_model=SearchDocument,
-    response_description="It will stop soon, and keep the best plan it found.",
-    responses={
-        200: {"model": SearchDocument, "description": "It has ended."},
-        **documented(NOT_FOUND),
-    },
+    response_description="It will stop soon, and keep its best plan.",
+    responses={200: {"model": SearchDocument, "description": "It has ended."}},
 )
 async def cancel_search(request: Request, search_id: str) -> Response:
-    """A search that has ended stays as it is."""
-    return _answer(await state_of(request).searches.cancel(search_id))
+    """A search that has ended does not change."""
+    return _response(await state_of(request).searches.cancel(search_id))
 
 
 @router.delete(
     "/{search_id}",
     dependencies=[SEARCH],
-    operation_id="discard_search",
-    summary="Stop a search and forget it",
+    summary="Discard a search",
     status_code=204,
-    response_description="It is gone, with its events. Whoever shared it finds nothing any more.",
-    responses=documented(NOT_FOUND, SEARCH_IN_USE),
+    response_description="The search and its events are removed, also for all others who use it.",
+    responses=documented(SEARCH_IN_USE),
 )
 async def discard_search(request: Request, search_id: str) -> Response:
-    """A plan that it found stays: plans never change, and others may use it."""
+    """Stops and removes the search. Its plan stays, because others may use it."""
     await state_of(request).searches.discard(search_id)
     return Response(status_code=204)
 
 
-def _answer(record: SearchRecord) -> Response:
-    return _body(record, 200 if record.state in FINISHED else 202)
-
-
-def _body(record: SearchRecord, status: int, queued_before: int | None = None) -> Response:
+def _response(record: SearchRecord, status: int | None = None, queued_before: int | None = None) -> Response:
+    """A search as JSON; the default status is 200 if it has ended and 202 otherwise."""
     headers = {**VARY, "Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
-    if record.state not in FINISHED:
+    has_ended = record.state in FINISHED
+    if not has_ended:
         headers["Retry-After"] = str(RETRY_SECONDS)
     document = SearchDocument.of(record, queued_before)
-    return Response(document.json_bytes(), status, headers, "application/json")
+    return Response(document.json_bytes(), status or (200 if has_ended else 202), headers, "application/json")

@@ -18,16 +18,10 @@ from zbv_service.client.answers import (
     Run,
     Search,
     SearchPage,
-    member,
-    read_check,
-    read_estimate,
-    read_object,
+    as_type,
     read_plan,
     read_rank,
     read_run,
-    read_runs,
-    read_search,
-    read_search_page,
 )
 from zbv_service.client.calls import Call, as_json, as_nothing, as_text, below
 from zbv_service.client.errors import ClientError, RunTimeout, SearchTimeout
@@ -56,12 +50,11 @@ class Client(Connection):
             When the problem or an option breaks a rule.
         """
         body = {"problem": problem, "options": dict(options or {})}
-        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-        return self._call(Call("POST", "/v1/searches", as_json(read_search), json=body, headers=headers))
+        return self._post(as_type(Search), "searches", json=body, key=key or uuid.uuid4().hex)
 
     def search(self, search_id: str) -> Search:
         """The state of a search."""
-        return self._call(Call("GET", below("searches", search_id), as_json(read_search)))
+        return self._get(as_type(Search), "searches", search_id)
 
     def searches(self, limit: int = 100, **filters: Any) -> list[Search]:
         """Searches, newest first; ``filters`` are those of the API, such as ``state``."""
@@ -77,11 +70,11 @@ class Client(Connection):
             found = self._search_page(found.next)
 
     def _search_page(self, path: str, **params: Any) -> SearchPage:
-        return self._call(Call("GET", path, as_json(read_search_page), params=params))
+        return self._call(Call("GET", path, as_type(SearchPage), params=params))
 
     def cancel(self, search_id: str) -> Search:
         """Stop a search; it keeps the best plan found."""
-        return self._call(Call("POST", below("searches", search_id, "cancel"), as_json(read_search)))
+        return self._post(as_type(Search), "searches", search_id, "cancel")
 
     def delete(self, search_id: str) -> None:
         """Delete a search."""
@@ -156,7 +149,7 @@ class Client(Connection):
             body["limit_fraction"] = limit_fraction
         if plan is not None:
             body["plan"] = plan
-        return self._call(Call("POST", "/v1/problems/check", as_json(read_check), json=body))
+        return self._post(as_type(Check), "problems", "check", json=body)
 
     def estimate(self, problem: Any) -> Estimate:
         """Search a problem document for a fraction of a second; the service stores nothing.
@@ -167,24 +160,23 @@ class Client(Connection):
             When the problem breaks a rule, or no plan fits its memory limit.
         """
         body = {"problem": problem}
-        return self._call(Call("POST", "/v1/problems/estimate", as_json(read_estimate), json=body))
+        return self._post(as_type(Estimate), "problems", "estimate", json=body)
 
     def compare(self, problem: Any) -> dict[str, Any]:
         """Evaluate every classical schedule for a problem document; the service stores nothing."""
-        return self._call(Call("POST", "/v1/compare", as_json(read_object), json={"problem": problem}))
+        return self._post(as_type(dict[str, Any]), "problems", "compare", json={"problem": problem})
 
     def plan_document(self, plan_id: str) -> dict[str, Any]:
         """A plan as its JSON document."""
-        return self._call(Call("GET", below("plans", plan_id), as_json(read_object)))
+        return self._get(as_type(dict[str, Any]), "plans", plan_id)
 
     def plan(self, plan_id: str) -> Plan:
         """A plan; raises :class:`InvalidAnswer` when it does not hash to its id."""
         return read_plan(plan_id, self.plan_document(plan_id))
 
     def rank(self, plan_id: str, rank: int) -> RankPlan:
-        """One rank's part of a plan; cached by the client."""
-        path = below("plans", plan_id, "ranks", str(rank))
-        return self._call(Call("GET", path, as_json(read_rank), is_immutable=True))
+        """One rank's part of a plan."""
+        return self._get(as_json(read_rank), "plans", plan_id, "ranks", str(rank))
 
     def import_plan(self, document: Mapping[str, Any]) -> str:
         """Store a plan and return its id.
@@ -194,17 +186,15 @@ class Client(Connection):
         InvalidRequest
             When the plan is invalid.
         """
-        read = as_json(lambda answer: str(member(answer, "plan_id")))
-        return self._call(Call("POST", "/v1/plans", read, json=dict(document)))
+        return self._post(as_type(str, "plan_id"), "plans", json=dict(document))
 
     def export(self, plan_id: str, format_name: str) -> str:
         """A plan in another format, as ``zbv export`` writes it."""
-        return self._call(Call("GET", below("plans", plan_id, "export", format_name), as_text))
+        return self._get(as_text, "plans", plan_id, "export", format_name)
 
     def sign_in_link(self) -> str:
         """A link that signs one browser in, once, with this client's permissions."""
-        read = as_json(lambda answer: str(member(answer, "url")))
-        return self._call(Call("POST", "/v1/sign-in-links", read))
+        return self._post(as_type(str, "url"), "sign-in-links")
 
     def submit_run(
         self,
@@ -244,40 +234,37 @@ class Client(Connection):
         }
         if problem is not None:
             body["problem"] = problem
-        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-        return self._call(Call("POST", "/v1/runs", as_json(read_run), json=body, headers=headers))
+        return self._post(as_json(read_run), "runs", json=body, key=key or uuid.uuid4().hex)
 
     def run(self, run_id: str) -> Run:
         """The state of a run."""
-        return self._call(Call("GET", below("runs", run_id), as_json(read_run)))
+        return self._get(as_json(read_run), "runs", run_id)
 
     def runs(self, limit: int = 100) -> list[Run]:
         """Runs, newest first."""
-        return self._call(Call("GET", "/v1/runs", as_json(read_runs), params={"limit": limit}))
+        found = self._get(as_type(list[dict[str, Any]], "runs"), "runs", limit=limit)
+        return [read_run(each) for each in found]
 
     def run_events(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
         """The events of a run so far, starting after the event with the id ``after``."""
-        read = as_json(lambda answer: list(member(answer, "events")))
-        return self._call(Call("GET", below("runs", run_id, "events"), read, params={"after": after}))
+        read = as_type(list[dict[str, Any]], "events")
+        return self._get(read, "runs", run_id, "events", after=after)
 
     def cancel_run(self, run_id: str) -> Run:
         """Stop a run on all of its nodes."""
-        return self._call(Call("POST", below("runs", run_id, "cancel"), as_json(read_run)))
+        return self._post(as_json(read_run), "runs", run_id, "cancel")
 
     def change_plan(self, run_id: str, plan_id: str) -> Run:
         """Switch a run to another plan of the same shape; raises :class:`InvalidRequest`."""
-        path, body = below("runs", run_id, "plan"), {"plan_id": plan_id}
-        return self._call(Call("POST", path, as_json(read_run), json=body))
+        return self._post(as_json(read_run), "runs", run_id, "plan", json={"plan_id": plan_id})
 
     def run_trace(self, run_id: str, generation: int | None = None) -> dict[str, Any]:
         """The newest step that all ranks measured, in the Trace Event Format; raises :class:`NotFound`."""
-        path, params = below("runs", run_id, "trace"), {"generation": generation}
-        return self._call(Call("GET", path, as_json(read_object), params=params))
+        return self._get(as_type(dict[str, Any]), "runs", run_id, "trace", generation=generation)
 
     def rank_log(self, run_id: str, rank: int, generation: int | None = None) -> str:
         """The end of a rank's log; raises :class:`NotFound`."""
-        path, params = below("runs", run_id, "ranks", str(rank), "log"), {"generation": generation}
-        return self._call(Call("GET", path, as_text, params=params))
+        return self._get(as_text, "runs", run_id, "ranks", str(rank), "log", generation=generation)
 
     def wait_run(self, run_id: str, timeout: float) -> Run:
         """Wait until a run ends; raises :class:`RunTimeout` after ``timeout`` seconds."""
@@ -290,5 +277,4 @@ class Client(Connection):
 
     def agents(self) -> list[dict[str, Any]]:
         """The agents that are present."""
-        read = as_json(lambda answer: list(member(answer, "agents")))
-        return self._call(Call("GET", "/v1/agents", read))
+        return self._get(as_type(list[dict[str, Any]], "agents"), "agents")

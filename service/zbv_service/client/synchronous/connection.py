@@ -14,8 +14,7 @@ from httpx_sse import EventSource
 
 from zbv_service.client import tls
 from zbv_service.client.answers import Event
-from zbv_service.client.cache import AnswerCache
-from zbv_service.client.calls import HEADERS, Call, checked
+from zbv_service.client.calls import HEADERS, Call, below, checked
 from zbv_service.client.credentials import Bearer
 from zbv_service.client.retries import DEFAULT_RETRIES, DEFAULT_TIMEOUT, Retries, RetryState
 from zbv_service.client.streams import END, Stream
@@ -57,7 +56,6 @@ class Connection:
     ):
         self._retries = retries if isinstance(retries, Retries) else Retries(retries)
         self._timeout = timeout
-        self._cache = AnswerCache()
         self._http = httpx.Client(
             base_url=base_url,
             timeout=timeout,
@@ -84,17 +82,23 @@ class Connection:
         """Close the connections."""
         self._http.close()
 
+    def _get(self, read: Callable[[httpx.Response], T], *path: str, **params: Any) -> T:
+        return self._call(Call("GET", below(*path), read, params=params))
+
+    def _post(
+        self, read: Callable[[httpx.Response], T], *path: str, json: Any = None, key: str | None = None
+    ) -> T:
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return self._call(Call("POST", below(*path), read, json=json, headers=headers))
+
     def _call(self, call: Call[T]) -> T:
-        response = checked(self._send(call), call.errors)
-        result: T = self._cache.read(call, response)
-        return result
+        return call.read(checked(self._send(call)))
 
     def _send(self, call: Call[Any]) -> httpx.Response:
         state = RetryState(self._retries, self.base_url)
         while True:
             try:
                 request = self._http.build_request(**call.request)
-                request.headers.update(self._cache.headers(call))
                 response = self._http.send(request)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 pause = state.after_error(error)

@@ -1,4 +1,4 @@
-"""The pages for people, and the files they load. What they show is made in :mod:`zbv_service.pages`."""
+"""The routes of the pages, and of the files that they load."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from zbv_service.pages.routes import (
     lists,
     new_search,
     plans,
+    problems,
     runs,
     searches,
-    thumbnails,
+    sign_in,
 )
 from zbv_service.pages.shell import STATIC_DIRECTORIES, assets
 
@@ -27,9 +28,10 @@ ROUTERS: tuple[APIRouter, ...] = (
     compare.router,
     frontier.router,
     runs.router,
-    thumbnails.router,
+    problems.router,
+    sign_in.router,
 )
-"""All of them; the order is that in which addresses are compared."""
+"""The routers of all pages, in the order in which addresses are compared."""
 
 
 def mount_static(app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""``/plans/{plan_id}/compare``: a plan beside classical schedules and other plans."""
+"""``/plans/{plan_id}/compare``: a plan, classical schedules and other plans on one time axis."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import timeline_bytes
 from zbv_solver.plans.plan import Plan
 
-from zbv_service.api.state import derived, state_of
+from zbv_service.api.caching import derived
+from zbv_service.api.negotiation import root_of
+from zbv_service.api.state import state_of
 from zbv_service.errors import NOT_FOUND, ProblemError
-from zbv_service.pages.answers import page, problem_answer, shell_of
-from zbv_service.pages.views.compare import compare_page, compare_view
+from zbv_service.pages.answers import page
+from zbv_service.pages.views.compare import compare_view
 from zbv_service.plans.compared import USUAL
 from zbv_service.security.scheme import READ
 
@@ -29,24 +31,19 @@ async def get_compare_page(
     plan_id: str,
     chosen: Annotated[list[str] | None, Query(alias="with", max_length=MOST_NAMES)] = None,
 ) -> Response:
-    """The plan beside what is chosen; the form sends an empty choice along, so that none is one, too."""
+    """The comparison. The form always sends an empty name, so that choosing nothing differs from no form."""
     found = state_of(request)
     names = USUAL if chosen is None else [name.strip()[:LONGEST_NAME] for name in chosen if name.strip()]
-    try:
-        plan = await found.plans.plan(plan_id)
-        compared = await found.compared.of(plan, names)
-        offered = await found.compared.offered(plan)
-    except ProblemError as error:
-        return problem_answer(error, request)
-    shell = shell_of(request)
-    make = partial(compare_view, compared=compared, offered=offered, root=shell.root)
-    view = await found.computations.run(make, plan)
-    return page(compare_page(view, shell), headers={"Cache-Control": "no-store"})
+    plan = await found.plans.plan(plan_id)
+    compared = await found.compared.of(plan, names)
+    offered = await found.compared.offered(plan)
+    make = partial(compare_view, compared=compared, offered=offered, root=root_of(request))
+    return page(request, "compare.html.j2", view=await found.computations.run(make, plan))
 
 
 @router.get("/plans/{plan_id}/baselines/{name}/actions", dependencies=[READ])
 async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Response:
-    """A classical schedule's actions for the script: see :mod:`zbv_solver.export.timeline_data`."""
+    """A classical schedule's packed actions: see :mod:`zbv_solver.export.timeline_data`."""
     found = state_of(request)
     baseline = await found.compared.baseline(await found.plans.plan(plan_id), name)
     if baseline is None:

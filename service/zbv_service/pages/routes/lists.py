@@ -2,114 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar, get_origin
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_origin
 
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from pydantic import ValidationError
 
-from zbv_service.api.cursors import neighbours, position_of
 from zbv_service.api.listing import (
     AgentListQuery,
-    PageQuery,
     PlanListQuery,
     RunListQuery,
     SearchListQuery,
+    neighbours,
+    position_of,
 )
 from zbv_service.api.state import state_of
-from zbv_service.pages.answers import page, shell_of
-from zbv_service.pages.routes.rows import agent_row, plan_row, run_row, search_row
-from zbv_service.pages.shell import Shell
-from zbv_service.pages.views.lists import ListView, agents_page, plans_page, runs_page, searches_page
+from zbv_service.pages.answers import html, shell_of
+from zbv_service.pages.shell import render
 from zbv_service.records.searches import Page, Position
 from zbv_service.security.scheme import READ
 
 LISTED = 50
 """Rows on a page, unless the address says otherwise."""
-_FRESH = {"Cache-Control": "no-store"}
 
-Q = TypeVar("Q", bound=PageQuery)
-T = TypeVar("T")
-R = TypeVar("R")
+Query = SearchListQuery | PlanListQuery | RunListQuery | AgentListQuery
+Load = Callable[[Any, int, Position | None], Awaitable[Page[Any]]]
+"""Loads a page by its filter, length and position."""
 
 router = APIRouter(include_in_schema=False)
 
 
+@dataclass(frozen=True)
+class AskedList:
+    """The query of a list, and the addresses of the neighbouring pages.
+
+    Attributes
+    ----------
+    values
+        The non-empty parameters of the address by name.
+    newer, older
+        Addresses of the neighbouring pages, without the prefix of a proxy; None if there is none.
+    """
+
+    values: Mapping[str, Sequence[str]]
+    newer: str | None
+    older: str | None
+
+    def one(self, name: str) -> str:
+        """The value of a parameter; empty if it is missing."""
+        return self.values.get(name, [""])[-1]
+
+    def has(self, name: str, value: str) -> bool:
+        """Whether a parameter has this value."""
+        return value in self.values.get(name, ())
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a filter is set."""
+        return bool(self.values.keys() - {"cursor", "limit"})
+
+
 @router.get("/searches", dependencies=[READ])
 async def get_searches(request: Request) -> HTMLResponse:
-    """The searches."""
-    query, table = _query(request, SearchListQuery), state_of(request).searches
-    found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
-    return await _listed(request, found, search_row, searches_page)
+    """The searches, newest first."""
+    return await _listed(request, SearchListQuery, state_of(request).searches.page, "searches.html.j2")
 
 
 @router.get("/plans", dependencies=[READ])
 async def get_plans(request: Request) -> HTMLResponse:
-    """The plans."""
-    query, table = _query(request, PlanListQuery), state_of(request).plans
-    found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
-    return await _listed(request, found, plan_row, plans_page)
+    """The plans, newest first."""
+    return await _listed(request, PlanListQuery, state_of(request).plans.page, "plans.html.j2")
 
 
 @router.get("/runs", dependencies=[READ])
 async def get_runs(request: Request) -> HTMLResponse:
-    """The runs."""
-    query, table = _query(request, RunListQuery), state_of(request).runs
-    found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
-    return await _listed(request, found, run_row, runs_page)
+    """The runs, newest first."""
+    return await _listed(request, RunListQuery, state_of(request).runs.page, "runs.html.j2")
 
 
 @router.get("/agents", dependencies=[READ])
 async def get_agents(request: Request) -> HTMLResponse:
-    """The agents."""
-    query, table = _query(request, AgentListQuery), state_of(request).agents
-    found = await _page(request, query, lambda limit, after: table.page(query.filter, limit, after))
-    return await _listed(request, found, agent_row, agents_page)
+    """The agents, newest first."""
+    return await _listed(request, AgentListQuery, state_of(request).agents.page, "agents.html.j2")
 
 
-async def _listed(
-    request: Request, found: Page[T], row: Callable[[T], R], write: Callable[[list[R], ListView, Shell], str]
-) -> HTMLResponse:
-    """The page of a list: of many entries, writing it takes long."""
-    asked, shell = _asked(request, found), shell_of(request)
-    text = await state_of(request).computations.write(lambda: write([*map(row, found.items)], asked, shell))
-    return page(text, headers=_FRESH)
+async def _listed(request: Request, model: type[Query], load: Load, template: str) -> HTMLResponse:
+    given = _given(request)
+    query = _parse(model, {"limit": [str(LISTED)], **given})
+    after = position_of(query.cursor)
+    computations = state_of(request).computations
+    async with computations.listing(query.limit):
+        found = await load(query.filter, query.limit, after)
+        if after is not None and after.is_newer and found.previous is None:
+            # The first page of newer entries may be short: fill it.
+            found = await load(query.filter, query.limit, None)
+    around = neighbours(request, found)
+    asked = AskedList(given, newer=around.previous, older=around.next)
+    # Rendering many rows takes long, so it must not block the event loop.
+    write = partial(render, template, shell_of(request), rows=found.items, asked=asked)
+    return html(await computations.write(write))
 
 
 def _given(request: Request) -> dict[str, list[str]]:
-    """The parameters of an address by name; a form sends those that nobody filled in, too."""
+    """The parameters of an address by name, without the empty ones that forms send."""
     params = request.query_params
     return {name: values for name in params if (values := [*filter(None, params.getlist(name))])}
 
 
-def _query(request: Request, model: type[Q]) -> Q:
-    """What an address asks of a list, by the rules of the API; raises :class:`RequestValidationError`."""
-    given: dict[str, Any] = {"limit": [str(LISTED)], **_given(request)}
-    for name, values in given.items():
+def _parse(model: type[Query], given: Mapping[str, list[str]]) -> Query:
+    """The query of an address, by the rules of the API; raises :class:`RequestValidationError`."""
+    values: dict[str, str | list[str]] = {}
+    for name, texts in given.items():
         known = model.model_fields.get(name)
         is_list = known is not None and get_origin(known.annotation) is list
-        given[name] = values if is_list else values[-1]
+        values[name] = texts if is_list else texts[-1]
     try:
-        return model.model_validate(given)
+        return model.model_validate(values)
     except ValidationError as error:
         places = [{**entry, "loc": ("query", *entry["loc"])} for entry in error.errors()]
         raise RequestValidationError(places) from None
-
-
-async def _page(
-    request: Request, query: PageQuery, load: Callable[[int, Position | None], Awaitable[Page[T]]]
-) -> Page[T]:
-    """A page of a list. Going back to newer ones, the first page is a full one."""
-    after = position_of(query.cursor)
-    async with state_of(request).computations.listing(query.limit):
-        found = await load(query.limit, after)
-        if after is not None and after.is_newer and found.previous is None:
-            return await load(query.limit, None)
-        return found
-
-
-def _asked(request: Request, found: Page[Any]) -> ListView:
-    around = neighbours(request, found)
-    return ListView(_given(request), newer=around.previous, older=around.next)

@@ -1,4 +1,4 @@
-"""``/new``: asking for a search."""
+"""``/new``: the form for a new search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_service.api.state import state_of
 from zbv_service.documents.problems import asked_of
 from zbv_service.errors import ProblemError
-from zbv_service.pages.answers import page, shell_of
+from zbv_service.pages.answers import html, shell_of
 from zbv_service.pages.views.new_search import (
     Start,
     new_search_page,
@@ -22,7 +22,7 @@ from zbv_service.pages.views.new_search import (
     start_from,
     start_from_layers,
 )
-from zbv_service.plans.plans import plan_of
+from zbv_service.plans.renderings import plan_of
 from zbv_service.records.searches import SearchRecord
 from zbv_service.searches.searches import parse_packed
 from zbv_service.security.scheme import READ
@@ -42,20 +42,16 @@ async def get_new_search_page(request: Request) -> HTMLResponse:
     source, preset = asked.get("from", ""), asked.get("preset", "")
     try:
         if source:
-            return _form(await _earlier(request, source, at_smallest_limit=asked.get("limit") == "smallest"))
+            return html(await _earlier(request, source, at_smallest_limit=asked.get("limit") == "smallest"))
         named = {each.name: each for each in presets()}
         start = start_at(named.get(preset, presets()[0]))
     except ProblemError as error:
         start = start_at(presets()[0], f"{error.detail} This is the form as it is without it.")
-    return _form(new_search_page(start, shell, max_effort=most))
-
-
-def _form(text: str) -> HTMLResponse:
-    return page(text, headers={"Cache-Control": "no-store"})
+    return html(new_search_page(start, shell, max_effort=most))
 
 
 async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) -> str:
-    """The page with the problem of the search or plan with an id; large ones take long to write."""
+    """The page with the problem of the search or plan with an id; rendering large ones takes long."""
     found = state_of(request)
     write = partial(new_search_page, shell=shell_of(request), max_effort=found.settings.max_effort)
     if len(source) == PLAN_ID:
@@ -68,7 +64,7 @@ def _of_plan(write: Callable[[Start], str], at_smallest_limit: bool, packed: byt
     plan = plan_of(packed)
     note = f"This is the problem of plan {plan.plan_id[:12]}."
     if plan.cut is not None:
-        # Which limit is the smallest for layers, only a search that found nothing knows.
+        # For layers, only a search that found no plan knows the smallest limit.
         return write(start_from_layers(asked_of(plan), {}, f"{note} Its layers are cut again."))
     return write(_start_from(plan.problem, {}, note, at_smallest_limit))
 

@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 from zbv_service.api.bodies import read_form
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.negotiation import wants_page
+from zbv_service.api.negotiation import root_of, wants_page
 from zbv_service.api.state import state_of
 from zbv_service.errors import (
     INSUFFICIENT_SCOPE,
@@ -21,20 +21,17 @@ from zbv_service.errors import (
     ProblemError,
     response_to,
 )
-from zbv_service.pages.answers import page, problem_answer, root_of, shell_of
-from zbv_service.pages.views.sign_in import sign_in_page
+from zbv_service.pages.answers import NO_STORE, html, shell_of
+from zbv_service.pages.shell import render
 from zbv_service.security.access import (
-    InsufficientScope,
     TooManyAttempts,
     Unauthenticated,
     require_same_origin,
 )
-from zbv_service.security.cookies import end_session, session_of, set_session
-from zbv_service.security.documents import SignInLink
+from zbv_service.security.browsers import is_from_elsewhere, session_of, set_session
 from zbv_service.security.grants import grant_of
-from zbv_service.security.origins import is_from_elsewhere
 from zbv_service.security.scheme import ANY_TOKEN, ANYBODY
-from zbv_service.security.sign_in import LINK_SECONDS, LinkUnusable
+from zbv_service.security.sign_in import LINK_SECONDS, LinkUnusable, SignInLink
 
 MAX_FORM_BYTES = 8192
 
@@ -42,8 +39,8 @@ router = APIRouter()
 
 
 def install(app: FastAPI) -> None:
-    """Show people who have to sign in, or may not see something, a page instead of a document."""
-    for error in (Unauthenticated, InsufficientScope, TooManyAttempts):
+    """Show browsers the sign-in page when a token or session is missing or wrong."""
+    for error in (Unauthenticated, TooManyAttempts):
         app.add_exception_handler(error, _on_refusal)
 
 
@@ -92,7 +89,7 @@ async def post_sign_out(request: Request) -> Response:
     if text is not None:
         await state_of(request).sign_in.end(text)
     answer = _see_other(request, "/sign-in")
-    end_session(answer, request)
+    set_session(answer, request, "", max_age=0)
     return answer
 
 
@@ -132,8 +129,6 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
         raise error
     if request.method != "GET" or not wants_page(request):
         return response_to(error)
-    if isinstance(error, InsufficientScope):
-        return problem_answer(error, request, error.headers)
     query = f"?{request.url.query}" if request.url.query else ""
     path = request.url.path.removeprefix(root_of(request))
     # A browser that still has the cookie of a session that ended can sign in whatever its pages have asked.
@@ -144,14 +139,15 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
 
 
 def _sign_in_page(request: Request, destination: str, status: int, complaint: str = "") -> HTMLResponse:
-    text = sign_in_page(
-        _inside(destination),
+    text = render(
+        "sign_in.html.j2",
         shell_of(request),
-        complaint,
-        # The cookie comes along when the browser asks again by itself.
+        destination=_inside(destination),
+        complaint=complaint,
+        # A request from another site has no cookie; when the page reloads itself, the browser sends it.
         asks_again=request.method == "GET" and is_from_elsewhere(request),
     )
-    return page(text, status, {"Cache-Control": "no-store"})
+    return html(text, status)
 
 
 def _refused_page(request: Request, error: ProblemError) -> HTMLResponse:
@@ -167,8 +163,7 @@ def _begin(request: Request, session: str, destination: str) -> Response:
 
 
 def _see_other(request: Request, destination: str) -> RedirectResponse:
-    headers = {"Cache-Control": "no-store"}
-    return RedirectResponse(root_of(request) + quote(_inside(destination), safe="/?&=%"), 303, headers)
+    return RedirectResponse(root_of(request) + quote(_inside(destination), safe="/?&=%"), 303, NO_STORE)
 
 
 def _inside(destination: str) -> str:

@@ -9,11 +9,11 @@ from zbv_solver.construct.baselines import BASELINES
 from zbv_solver.export import quantities, report
 from zbv_solver.export.per_rank import idle_shares
 from zbv_solver.export.timeline import timeline
-from zbv_solver.plans.plan import Baseline, Metrics, Plan
+from zbv_solver.plans.plan import Baseline, Plan
 from zbv_solver.problem.numeric import exceeds
-from zbv_solver.problem.problem import Objective, Units
+from zbv_solver.problem.problem import Units
 
-from zbv_service.pages.shell import Shell, assets, render
+from zbv_service.pages.shell import assets
 from zbv_service.pages.views.difference import Difference, differences
 from zbv_service.pages.views.lanes import Lane, LanesView, lanes_view
 from zbv_service.pages.views.words import shape_of
@@ -22,44 +22,12 @@ from zbv_service.records.searches import PlanSummary
 
 
 @dataclass(frozen=True)
-class ScheduleRow:
-    """A schedule of the table.
-
-    Attributes
-    ----------
-    fits
-        Whether it fits this plan's memory limit; None if the memory units differ.
-    share
-        Its objective relative to the largest, from 0 to 1.
-    """
-
-    name: str
-    url: str | None
-    span: str
-    makespan: str
-    bubble: str
-    peak: str
-    fits: bool | None
-    relative: str
-    share: float
-    is_plan: bool
-
-
-@dataclass(frozen=True)
-class ScheduleChoice:
-    """A schedule to compare with, as a checkbox."""
+class Choice:
+    """A schedule or a stored plan that the reader may choose."""
 
     value: str
     label: str
-    is_chosen: bool
-
-
-@dataclass(frozen=True)
-class PlanChoice:
-    """A stored plan that the reader may add."""
-
-    value: str
-    label: str
+    is_chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,18 +49,13 @@ class CompareView:
     unit: str
     lanes: LanesView | None
     awaited: tuple[str, ...]
-    rows: tuple[ScheduleRow, ...]
-    choices: tuple[ScheduleChoice, ...]
-    alike: tuple[PlanChoice, ...]
-    others: tuple[PlanChoice, ...]
+    rows: tuple[report.ScheduleRow, ...]
+    choices: tuple[Choice, ...]
+    alike: tuple[Choice, ...]
+    others: tuple[Choice, ...]
     complaints: tuple[tuple[str, str], ...]
     problems: tuple[Other, ...]
     has_cuts: bool
-
-
-def compare_page(view: CompareView, shell: Shell) -> str:
-    """The page of a comparison."""
-    return render("compare.html.j2", shell, view=view, modules=report.CHART_MODULES)
 
 
 def compare_view(
@@ -113,7 +76,7 @@ def compare_view(
         unit=unit,
         lanes=None if awaited else lanes_view(_lanes(plan, found, root), unit),
         awaited=awaited,
-        rows=tuple(_rows(plan, found, root)),
+        rows=report.schedule_rows(plan, _schedules(plan, found, root)),
         choices=tuple(_choices(compared)),
         alike=tuple(alike),
         others=tuple(others),
@@ -123,7 +86,7 @@ def compare_view(
             for each, other in found
             if not each.is_baseline and other.problem != plan.problem
         ),
-        has_cuts=any(each.name not in BASELINES for each in plan.baselines),
+        has_cuts=bool(_other_cuts(plan)),
     )
 
 
@@ -145,55 +108,32 @@ def _title(each: ComparedPlan) -> str:
     return each.name if each.is_baseline else f"plan {each.name[:12]}"
 
 
-def _rows(plan: Plan, found: Sequence[tuple[ComparedPlan, Plan]], root: str) -> list[ScheduleRow]:
-    objective = plan.problem.objective
-    # For other cuts and placements of the same layers only the metrics are stored, not the schedules.
-    cuts = [each for each in plan.baselines if each.name not in BASELINES]
-    every: list[Metrics | Baseline] = [plan.metrics, *(other.metrics for _, other in found), *cuts]
-    largest = max(_value(each, objective) for each in every) or 1.0
-
-    def row(
-        name: str, found: Metrics | Baseline, units: Units, fits: bool | None, url: str | None
-    ) -> ScheduleRow:
-        value = _value(found, objective)
-        return ScheduleRow(
-            name=name,
-            url=url,
-            span=quantities.figure(found.span),
-            makespan=quantities.figure(found.makespan),
-            bubble=quantities.percent(found.bubble_rate),
-            peak=quantities.memory(max(found.peak_memory, default=0.0), units),
-            fits=fits,
-            relative="" if found is plan.metrics else quantities.relative(value, plan.objective),
-            share=value / largest,
-            is_plan=found is plan.metrics,
-        )
-
+def _schedules(plan: Plan, found: Sequence[tuple[ComparedPlan, Plan]], root: str) -> list[report.Compared]:
     units = plan.problem.units
-    return [
-        row("this plan", plan.metrics, units, _fits(plan, plan), f"{root}/plans/{plan.plan_id}"),
-        *(
-            row(
-                _title(each),
-                other.metrics,
-                other.problem.units,
-                _fits(plan, other),
-                None if each.is_baseline else f"{root}/plans/{each.name}",
-            )
-            for each, other in found
-        ),
-        *(row(each.name, each, units, each.fits, None) for each in cuts),
+    own = report.Compared("this plan", plan.metrics, units, _fits(plan, plan), f"{root}/plans/{plan.plan_id}")
+    others = [
+        report.Compared(
+            _title(each),
+            other.metrics,
+            other.problem.units,
+            _fits(plan, other),
+            None if each.is_baseline else f"{root}/plans/{each.name}",
+        )
+        for each, other in found
     ]
+    # For other cuts and placements of the same layers only the metrics are stored, not the schedules.
+    cuts = [report.Compared(each.name, each, units, each.fits) for each in _other_cuts(plan)]
+    return [own, *others, *cuts]
 
 
-def _value(found: Metrics | Baseline, objective: Objective) -> float:
-    return found.span if objective == "span" else found.makespan
+def _other_cuts(plan: Plan) -> list[Baseline]:
+    return [each for each in plan.baselines if each.name not in BASELINES]
 
 
 def _fits(plan: Plan, other: Plan) -> bool | None:
-    """Whether another plan fits this plan's limits; with other ranks, the smallest one holds for all.
+    """Whether another plan fits this plan's limits; None if the two measure memory in different units.
 
-    None where nobody can say, as the two measure memory in different units.
+    A plan with another number of ranks must fit the smallest limit on all of them.
     """
     limits, peaks = plan.problem.memory.limit, other.metrics.peak_memory
     if limits is None:
@@ -205,17 +145,16 @@ def _fits(plan: Plan, other: Plan) -> bool | None:
     return not any(exceeds(peak, limit) for peak, limit in zip(peaks, limits, strict=True))
 
 
-def _choices(compared: Sequence[ComparedPlan]) -> list[ScheduleChoice]:
+def _choices(compared: Sequence[ComparedPlan]) -> list[Choice]:
     chosen = {each.name for each in compared}
-    known = [ScheduleChoice(name, name, name in chosen) for name in BASELINES]
-    return known + [
-        ScheduleChoice(each.name, _title(each), True)
-        for each in compared
-        if not each.is_baseline and not each.complaint
+    plans = [each for each in compared if not each.is_baseline and not each.complaint]
+    return [
+        *(Choice(name, name, name in chosen) for name in BASELINES),
+        *(Choice(each.name, _title(each), True) for each in plans),
     ]
 
 
-def _offer(summary: PlanSummary) -> PlanChoice:
+def _offer(summary: PlanSummary) -> Choice:
     value = quantities.time(summary.value, Units(time=summary.time_unit))
     shape = f"{summary.pp_degree} × {summary.microbatches}"
-    return PlanChoice(summary.plan_id, f"{summary.plan_id[:12]}: {shape}, {summary.objective} {value}")
+    return Choice(summary.plan_id, f"{summary.plan_id[:12]}: {shape}, {summary.objective} {value}")

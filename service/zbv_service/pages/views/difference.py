@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zbv_solver.export import quantities
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import Problem
@@ -78,10 +79,7 @@ def _near(a: float, b: float) -> bool:
 
 
 def _spread(values: Sequence[float] | None) -> str:
-    if not values:
-        return "none"
-    low, high = min(values), max(values)
-    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+    return quantities.spread(values, lambda value: f"{value:.6g}")
 
 
 def _told_apart(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from zbv_solver.export import quantities
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.options import EFFORTS
+from zbv_solver.search.options import EFFORTS, Effort
 
 from zbv_service.frontier.points import CutSummary, Frontier, Point
-from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.frontier_axis import Axis
-from zbv_service.pages.views.frontier_picture import Picture, picture_of, state_of
-from zbv_service.pages.views.words import counted, placement_name, shape_of
+from zbv_service.pages.views.frontier_picture import Axis, Picture, picture_of, state_of
+from zbv_service.pages.views.words import placement_name, shape_of
 
 
 @dataclass(frozen=True)
@@ -55,38 +53,35 @@ class FrontierView:
     ----------
     picture
         None if the problem has no memory costs.
-    cuts_anew
+    baselines
+        Name, memory and objective of the classical schedules.
+    missing, open, improvable
+        The number of limits to search, being searched, and searched without a proof.
+    has_own_cuts
         Whether every limit has its own cut.
     has_fixed_cut
         Whether the problem fixed the cut of the layers, so that all limits share it.
+    efforts
+        The efforts that the service accepts.
     """
 
     plan_id: str
     title: str
     objective: str
     unit: str
-    picture: Picture | None
-    rows: tuple[PointRow, ...]
-    baselines: tuple[tuple[str, str, str], ...]
-    missing: int
-    open: int
-    improvable: int
-    has_bounds: bool
-    cuts_anew: bool
+    has_own_cuts: bool
     has_fixed_cut: bool
     efforts: tuple[str, ...]
-    refused: int
-    known: int
+    picture: Picture | None = None
+    rows: tuple[PointRow, ...] = ()
+    baselines: tuple[tuple[str, str, str], ...] = ()
+    missing: int = 0
+    open: int = 0
+    improvable: int = 0
+    has_bounds: bool = True
 
 
-def frontier_page(view: FrontierView, shell: Shell) -> str:
-    """The page of a frontier."""
-    return render("frontier.html.j2", shell, view=view)
-
-
-def frontier_view(
-    plan: Plan, found: Frontier | None, *, most_effort: str, refused: int = 0, known: int = 0, root: str
-) -> FrontierView:
+def frontier_view(plan: Plan, found: Frontier | None, *, most_effort: Effort, root: str) -> FrontierView:
     """The known points of a frontier, ready for the template.
 
     Parameters
@@ -95,41 +90,32 @@ def frontier_view(
         None if the problem has no memory costs.
     most_effort
         The highest effort that the service accepts.
-    refused
-        Points of the last request that must wait.
-    known
-        Points of the last request that had already been searched with that effort.
     """
-    problem, units = plan.problem, plan.problem.units
-    points = () if found is None else found.points
-    return FrontierView(
+    problem = plan.problem
+    view = FrontierView(
         plan_id=plan.plan_id,
         title=shape_of(problem),
         objective=problem.objective,
-        unit=quantities.time_unit(units),
-        picture=None if found is None else picture_of(found, root),
-        rows=() if found is None else tuple(_rows(found, plan)),
-        baselines=() if found is None else tuple(_baselines(found)),
-        missing=0 if found is None else len(found.missing),
-        open=0 if found is None else len(found.open),
-        improvable=sum(not point.is_proved and not point.is_open for point in points),
-        has_bounds=all(point.bound is not None for point in points),
-        cuts_anew=plan.cut is not None,
+        unit=quantities.time_unit(problem.units),
+        has_own_cuts=plan.cut is not None,
         has_fixed_cut=problem.model is not None and plan.cut is None,
         efforts=EFFORTS[: EFFORTS.index(most_effort) + 1],
-        refused=refused,
-        known=known,
     )
-
-
-def _rows(found: Frontier, plan: Plan) -> Iterator[PointRow]:
+    if found is None:
+        return view
     axis = Axis.of(found)
-    return (_row(point, plan, axis, found.cuts) for point in found.points)
-
-
-def _baselines(found: Frontier) -> Iterator[tuple[str, str, str]]:
-    axis = Axis.of(found)
-    return ((each.name, axis.said(each.needs), quantities.figure(each.value)) for each in found.baselines)
+    return replace(
+        view,
+        picture=picture_of(found, root),
+        rows=tuple(_row(point, plan, axis, found.cuts) for point in found.points),
+        baselines=tuple(
+            (each.name, axis.said(each.needs), quantities.figure(each.value)) for each in found.baselines
+        ),
+        missing=len(found.missing),
+        open=len(found.open),
+        improvable=sum(not point.is_proved and not point.is_open for point in found.points),
+        has_bounds=all(point.bound is not None for point in found.points),
+    )
 
 
 def _row(point: Point, plan: Plan, axis: Axis, cuts: Mapping[str, CutSummary] | None) -> PointRow:
@@ -155,5 +141,7 @@ def _row(point: Point, plan: Plan, axis: Axis, cuts: Mapping[str, CutSummary] | 
 
 def _cut(cut: CutSummary) -> str:
     """The placement of a plan and its recomputed stages."""
-    recomputed = f"{cut.recomputed} of {counted(cut.stages, 'stage')}" if cut.recomputed else "nothing"
+    recomputed = (
+        f"{cut.recomputed} of {quantities.counted(cut.stages, 'stage')}" if cut.recomputed else "nothing"
+    )
     return f"{placement_name(cut.placement, cut.chunks)}, {recomputed} recomputed"

@@ -1,53 +1,96 @@
-"""The frontier as an SVG that needs no script: positions are percentages of its area."""
+"""The frontier as an SVG that needs no script."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from zbv_solver.export import quantities
-from zbv_solver.export.axis import ticks
-from zbv_solver.frontiers.limits import Known, staircase
+from zbv_solver.frontiers.limits import LARGEST, Known, fits, staircase
+from zbv_solver.problem.problem import Units
 
 from zbv_service.frontier.points import Frontier, Point
-from zbv_service.pages.views.frontier_axis import Axis
+from zbv_service.pages.views.shapes import Box, Line, Tick, percent
 
+_RIGHT_MARGIN = 0.04
+"""Room beyond the last limit, as a share of the range."""
+_LEFT_MARGIN = 0.12
+"""Room below the smallest limit, as a share of the range, if amounts do not start at 0."""
 _MARGIN = 0.08
-_APART = 1.5
-"""Percent of the area: closer marks overlap."""
+"""Room above the largest value, as a share of the range."""
+_OVERLAP = 1.5
+"""Marks closer than this, in percent of the area, overlap."""
 _LEFT_FROM = 70
-"""Percent from the left beyond which the name of a mark is at its left."""
-_TICKS = 6
+"""Percent of the width from which on the name of a mark is at its left."""
+_X_TICKS, _Y_TICKS = 8, 6
 
 
 @dataclass(frozen=True)
-class Tick:
-    """A number on an axis; ``at`` is its position in percent."""
+class Axis:
+    """The memory axis: fractions of 1F1B's memory, or amounts if every limit has its own cut.
 
-    at: float
-    text: str
+    Attributes
+    ----------
+    last
+        The last limit.
+    units
+        The units of the amounts; None for fractions.
+    """
 
+    begin: float
+    last: float
+    units: Units | None
 
-@dataclass(frozen=True)
-class ChartSegment:
-    """A straight line, in percent of the area."""
+    @classmethod
+    def of(cls, found: Frontier) -> Axis:
+        """The axis of a frontier. With amounts, it includes the memory that the plan itself needs."""
+        if found.cuts is None:
+            return cls(0.0, LARGEST, None)
+        least, last = found.points[0].at, max(found.points[-1].at, found.own.needs)
+        begin = max(0.0, least - _LEFT_MARGIN * ((last - least) or last))
+        return cls(begin, last, found.problem.units)
 
-    x1: float
-    y1: float
-    x2: float
-    y2: float
+    @property
+    def end(self) -> float:
+        """The end of the axis."""
+        return self.last + _RIGHT_MARGIN * (self.last - self.begin)
 
+    def shows(self, needs: float) -> bool:
+        """Whether an amount is on the axis."""
+        return fits(needs, self.last)
 
-@dataclass(frozen=True)
-class Box:
-    """A rectangle, in percent of the area."""
+    def place(self, at: float) -> float:
+        """The position of an amount, in percent."""
+        inside = min(max(at, self.begin), self.end)
+        return percent((inside - self.begin) / (self.end - self.begin))
 
-    x: float
-    y: float
-    width: float
-    height: float
+    def said(self, at: float) -> str:
+        """An amount: ``0.75 ×``, ``37.4 GiB``."""
+        return (
+            f"{quantities.figure(at, 3)}\u202f×" if self.units is None else quantities.memory(at, self.units)
+        )
+
+    def needs(self, at: float) -> str:
+        """The memory that a schedule needs, as the end of a sentence."""
+        if self.units is None:
+            return f"needs {self.said(at)} 1F1B's memory"
+        return f"needs {self.said(at)} on its fullest rank"
+
+    @property
+    def unit(self) -> str:
+        """The unit of the numbers at its ticks; empty for fractions."""
+        return self._scale[1]
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Round amounts on the axis with their texts."""
+        scale, _ = self._scale
+        rounded = quantities.ticks(self.begin / scale, self.last / scale, _X_TICKS)
+        return [(at * scale, quantities.figure(at)) for at in rounded]
+
+    @property
+    def _scale(self) -> tuple[float, str]:
+        return (1.0, "") if self.units is None else quantities.memory_scale(self.last, self.units)
 
 
 @dataclass(frozen=True)
@@ -74,7 +117,7 @@ class PointMark:
 
 @dataclass(frozen=True)
 class Picture:
-    """The frontier over memory, in percent of its area; y points downwards."""
+    """The frontier over memory; ``infeasible`` is the position of the smallest limit that a plan fits."""
 
     summary: str
     x_unit: str
@@ -82,25 +125,11 @@ class Picture:
     y_ticks: tuple[Tick, ...]
     infeasible: float
     below: tuple[Box, ...]
-    bound: tuple[ChartSegment, ...]
-    steps: tuple[ChartSegment, ...]
+    bound: tuple[Line, ...]
+    steps: tuple[Line, ...]
     marks: tuple[Mark, ...]
     asked: tuple[PointMark, ...]
     beyond: tuple[str, ...]
-
-
-def state_of(point: Point) -> tuple[str, str]:
-    """The state of a limit: a word for its colour, and the words of the table."""
-    if point.is_open and point.search is not None:
-        return point.search.state, {"queued": "queued"}.get(point.search.state, "being searched")
-    if point.is_proved:
-        return "optimal", "proved optimal"
-    if point.is_searched:
-        is_empty = point.search is not None and point.search.state == "infeasible"
-        return ("infeasible", "no plan fits") if is_empty else ("done", "searched")
-    if point.search is not None:
-        return point.search.state, {"done": "searched"}.get(point.search.state, point.search.state)
-    return "missing", "not searched yet"
 
 
 @dataclass(frozen=True)
@@ -115,44 +144,78 @@ class _Place:
         return self.axis.place(at)
 
     def y(self, value: float) -> float:
-        return round(100 * (self.high - value) / (self.high - self.low), 3)
+        return percent((self.high - value) / (self.high - self.low))
+
+    def line(self, at: float, value: float, to: float, until: float) -> Line:
+        return Line(self.x(at), self.y(value), self.x(to), self.y(until))
+
+
+def state_of(point: Point) -> tuple[str, str]:
+    """The state of a limit: the name of its colour, and the words in the table."""
+    if point.is_open and point.search is not None:
+        return point.search.state, "queued" if point.search.state == "queued" else "being searched"
+    if point.is_proved:
+        return "optimal", "proved optimal"
+    if point.is_searched:
+        is_empty = point.search is not None and point.search.state == "infeasible"
+        return ("infeasible", "no plan fits") if is_empty else ("done", "searched")
+    if point.search is not None:
+        state = point.search.state
+        return state, "searched" if state == "done" else state
+    return "missing", "not searched yet"
 
 
 def picture_of(found: Frontier, root: str) -> Picture:
     """The frontier over memory; ``root`` is the prefix of addresses."""
-    axis = Axis.of(found)
-    units = found.problem.units
-    inside = [each for each in found.baselines if axis.shows(each.needs)]
-    shown = [each for each in found.plans if axis.shows(each.needs)]
+    axis, units = Axis.of(found), found.problem.units
+    plans = [each for each in found.plans if axis.shows(each.needs)]
+    baselines = [each for each in found.baselines if axis.shows(each.needs)]
     bounds = [point.bound for point in found.points if point.bound is not None]
-    values = [*(each.value for each in (*inside, *shown)), *bounds] or [1.0]
+    values = [*(each.value for each in (*baselines, *plans)), *bounds] or [1.0]
     low, high = min(values), max(values)
-    pad = _MARGIN * (high - low or high or 1.0)
-    low, high = max(0.0, low - 1.6 * pad), high + pad
-
-    place = _Place(axis, low, high)
-    x, y = place.x, place.y
-    corners = staircase(shown)
+    margin = _MARGIN * (high - low or high or 1.0)
+    place = _Place(axis, max(0.0, low - 1.6 * margin), high + margin)
+    corners = staircase(plans)
     pieces = _bound_pieces(found.points)
     return Picture(
         summary=_summary(found, corners, axis),
         x_unit=axis.unit,
-        x_ticks=tuple(Tick(x(at), text) for at, text in axis.ticks()),
-        y_ticks=tuple(Tick(y(at), quantities.figure(at)) for at in _ticks(low, high)),
-        infeasible=x(found.points[0].at),
-        below=tuple(Box(x(a), y(v), round(x(b) - x(a), 3), round(100 - y(v), 3)) for a, b, v in pieces),
-        bound=tuple(ChartSegment(x(a), y(v), x(b), y(w)) for a, v, b, w in _bound_line(found.points, pieces)),
-        steps=tuple(ChartSegment(x(a), y(v), x(b), y(w)) for a, v, b, w in _stairs(corners, axis.last)),
-        marks=tuple(_marks(found, shown, corners, place, root)),
-        asked=tuple(
-            PointMark(x(p.at), state_of(p)[0], f"{axis.said(p.at)}: {state_of(p)[1]}") for p in found.points
+        x_ticks=tuple(Tick(place.x(at), text) for at, text in axis.ticks()),
+        y_ticks=tuple(
+            Tick(place.y(at), quantities.figure(at))
+            for at in quantities.ticks(place.low, place.high, _Y_TICKS)
         ),
+        infeasible=place.x(found.points[0].at),
+        below=tuple(_below(place, *piece) for piece in pieces),
+        bound=tuple(place.line(*ends) for ends in _bound_line(found.points, pieces)),
+        steps=tuple(place.line(*ends) for ends in _stairs(corners, axis.last)),
+        marks=(
+            *_baseline_marks(baselines, place, units),
+            *_plan_marks(found.own, plans, corners, place, units, root),
+        ),
+        asked=tuple(_point_mark(point, axis) for point in found.points),
         beyond=tuple(
             f"{name} needs {axis.said(each.needs)}: {quantities.time(each.value, units)}"
             for name, each in (("this plan", found.own), *((each.name, each) for each in found.baselines))
             if not axis.shows(each.needs)
         ),
     )
+
+
+def _point_mark(point: Point, axis: Axis) -> PointMark:
+    state, says = state_of(point)
+    return PointMark(axis.place(point.at), state, f"{axis.said(point.at)}: {says}")
+
+
+def _bound_pieces(points: Sequence[Point]) -> list[tuple[float, float, float]]:
+    """Start, end and bound between them: the bound of a limit holds down to the limit before it."""
+    return [(before.at, at.at, at.bound) for before, at in pairwise(points) if at.bound is not None]
+
+
+def _below(place: _Place, start: float, end: float, bound: float) -> Box:
+    """The area below a piece of the bound."""
+    x, y = place.x(start), place.y(bound)
+    return Box(x, y, round(place.x(end) - x, 3), round(100 - y, 3))
 
 
 def _bound_line(
@@ -166,71 +229,52 @@ def _bound_line(
     return lines
 
 
-def _bound_pieces(points: Sequence[Point]) -> list[tuple[float, float, float]]:
-    """Start, end and bound between them: the bound of a limit holds down to the limit before it."""
-    pieces = []
-    for before, point in pairwise(points):
-        if point.bound is not None:
-            pieces.append((before.at, point.at, point.bound))
-    return pieces
-
-
-def _stairs(corners: Sequence[Known], last: float) -> list[tuple[float, float, float, float]]:
+def _stairs(corners: Sequence[Known], last: float) -> Iterator[tuple[float, float, float, float]]:
     """The lines of the running minimum, alternately horizontal and vertical, up to the last limit."""
-    pieces = []
-    for at, corner in enumerate(corners):
-        is_last = at + 1 == len(corners)
-        until = last if is_last else corners[at + 1].needs
-        pieces.append((corner.needs, corner.value, until, corner.value))
-        if not is_last:
-            pieces.append((until, corner.value, until, corners[at + 1].value))
-    return pieces
+    for corner, after in pairwise(corners):
+        yield corner.needs, corner.value, after.needs, corner.value
+        yield after.needs, corner.value, after.needs, after.value
+    if corners:
+        yield corners[-1].needs, corners[-1].value, last, corners[-1].value
 
 
-def _marks(
-    found: Frontier, shown: Sequence[Known], corners: Sequence[Known], place: _Place, root: str
-) -> Iterator[Mark]:
-    """The schedules; those that must not be covered come last."""
-    units, axis = found.problem.units, place.axis
-
-    def said(each: Known, name: str) -> str:
-        return f"{name}: {quantities.time(each.value, units)}, {axis.needs(each.needs)}"
-
-    for x, y, names in _at_places([each for each in found.baselines if axis.shows(each.needs)], place):
-        first = next(each for each in found.baselines if each.name == names[0])
-        name = ", ".join(names)
-        yield Mark(x, y, "baseline", name, said(first, name), None, x > _LEFT_FROM)
-    for each in sorted(shown, key=lambda each: each in corners):
-        if each != found.own:
-            style, name = "corner" if each in corners else "beaten", each.name[:12]
-            url = f"{root}/plans/{each.name}"
-            yield Mark(place.x(each.needs), place.y(each.value), style, name, said(each, f"plan {name}"), url)
-    own = found.own
-    if axis.shows(own.needs):
-        url, at = f"{root}/plans/{own.name}", place.x(own.needs)
-        yield Mark(at, place.y(own.value), "own", "this plan", said(own, "this plan"), url, at > _LEFT_FROM)
-
-
-def _at_places(schedules: Sequence[Known], place: _Place) -> list[tuple[float, float, list[str]]]:
-    """The positions of baselines; those that would overlap share one mark."""
-    found: list[tuple[float, float, list[str]]] = []
-    for each in schedules:
-        x, y = place.x(each.needs), place.y(each.value)
-        for other_x, other_y, names in found:
-            if abs(x - other_x) < _APART and abs(y - other_y) < _APART:
-                names.append(each.name)
+def _baseline_marks(baselines: Sequence[Known], place: _Place, units: Units) -> Iterator[Mark]:
+    """The classical schedules; those that would overlap share the mark of the first."""
+    groups: list[list[Known]] = []
+    for each in baselines:
+        for group in groups:
+            if _overlap(each, group[0], place):
+                group.append(each)
                 break
         else:
-            found.append((x, y, [each.name]))
-    return found
+            groups.append([each])
+    for group in groups:
+        x, y = place.x(group[0].needs), place.y(group[0].value)
+        name = ", ".join(each.name for each in group)
+        yield Mark(x, y, "baseline", name, _said(group[0], name, place, units), None, x > _LEFT_FROM)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two values."""
-    step = ticks(high - low, _TICKS)
-    width = step[1] if len(step) > 1 else 1.0
-    first = math.ceil(low / width - 1e-9)
-    return [index * width for index in range(first, math.floor(high / width + 1e-9) + 1)]
+def _overlap(one: Known, other: Known, place: _Place) -> bool:
+    across = abs(place.x(one.needs) - place.x(other.needs))
+    return across < _OVERLAP and abs(place.y(one.value) - place.y(other.value)) < _OVERLAP
+
+
+def _plan_marks(
+    own: Known, plans: Sequence[Known], corners: Sequence[Known], place: _Place, units: Units, root: str
+) -> Iterator[Mark]:
+    """The plans. Later marks cover earlier ones, so the corners come late and the plan itself last."""
+    for each in sorted(plans, key=lambda each: (each == own, each in corners)):
+        x, y, url = place.x(each.needs), place.y(each.value), f"{root}/plans/{each.name}"
+        if each == own:
+            text = _said(each, "this plan", place, units)
+            yield Mark(x, y, "own", "this plan", text, url, x > _LEFT_FROM)
+        else:
+            style, name = "corner" if each in corners else "beaten", each.name[:12]
+            yield Mark(x, y, style, name, _said(each, f"plan {name}", place, units), url)
+
+
+def _said(each: Known, name: str, place: _Place, units: Units) -> str:
+    return f"{name}: {quantities.time(each.value, units)}, {place.axis.needs(each.needs)}"
 
 
 def _summary(found: Frontier, corners: Sequence[Known], axis: Axis) -> str:

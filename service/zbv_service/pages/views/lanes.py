@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
-from zbv_solver.export import palette, quantities, report
+from zbv_solver.export import quantities, report
 from zbv_solver.export.timeline import Timeline
 from zbv_solver.export.timeline_data import MAX_GLYPHS, timeline_facts, timeline_text
-from zbv_solver.problem.problem import LETTERS, Problem
+from zbv_solver.problem.problem import Problem
 
 _ALL_ROWS = 720
 _LEAST_ROWS = 110
@@ -52,14 +52,14 @@ class LanesView:
     canvases
         One per lane, from top to bottom.
     legend
-        Letter, name and style of the letters that occur.
+        The letters that occur, with their names.
     has_bars
         Whether every action is drawn one by one from the start.
     """
 
     data: Markup
     canvases: tuple[report.GanttCanvas, ...]
-    legend: tuple[tuple[str, str, str], ...]
+    legend: tuple[tuple[str, str], ...]
     chunked: bool
     has_bars: bool
 
@@ -67,7 +67,7 @@ class LanesView:
 def lanes_view(lanes: Sequence[Lane], unit: str) -> LanesView:
     """One or more lanes as a chart; ``unit`` is the unit of all times."""
     rows, last = max(_LEAST_ROWS, _ALL_ROWS / len(lanes)), len(lanes) - 1
-    letters = sorted({code for lane in lanes for code in set(lane.line.letter.tolist())})
+    letters = sorted({code for lane in lanes for code in lane.line.letter.tolist()})
     return LanesView(
         data=report.script_json([_data(lane) for lane in lanes]),
         canvases=tuple(
@@ -80,7 +80,7 @@ def lanes_view(lanes: Sequence[Lane], unit: str) -> LanesView:
             )
             for index, lane in enumerate(lanes)
         ),
-        legend=tuple((LETTERS[code], palette.NAMES[LETTERS[code]], LETTERS[code]) for code in letters),
+        legend=report.legend_of(letters),
         chunked=any(lane.problem.placement.chunks > 1 for lane in lanes),
         has_bars=all(len(lane.line) <= MAX_GLYPHS for lane in lanes),
     )

@@ -10,7 +10,7 @@ from zbv_solver.problem.layer import Layer, LayerCosts, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Units
 
-from zbv_service.pages.views.words import counted, placement_name
+from zbv_service.pages.views.words import placement_name
 
 LISTED_LAYERS = 16
 """Longer tables are folded."""
@@ -78,7 +78,7 @@ def facts_of_layers(problem: LayeredProblem) -> list[tuple[str, str]]:
         ("Layers", str(problem.model.n_layers)),
         ("Placement", _placement(problem)),
         ("Transfer", transfer_text(problem)),
-        ("Memory limit", _limit(problem)),
+        ("Memory limit", quantities.memories(problem.limit, problem.units)),
         *rules_of(problem.rules),
     ]
 
@@ -101,7 +101,7 @@ def rules_of(rules: CutRules) -> list[tuple[str, str]]:
         found.append(("In one stage", groups))
     for name, count in (("First stage", rules.first), ("Last stage", rules.last)):
         if count is not None:
-            found.append((name, counted(count, "layer")))
+            found.append((name, quantities.counted(count, "layer")))
     if rules.allow_empty:
         found.append(("Empty stages", "allowed"))
     return found
@@ -111,14 +111,6 @@ def _placement(problem: LayeredProblem) -> str:
     if problem.placement != "auto":
         return placement_name(problem.placement, problem.placements[0].chunks)
     return "the best of " + ", ".join(placement_name(each.kind, each.chunks) for each in problem.placements)
-
-
-def _limit(problem: LayeredProblem) -> str:
-    if problem.limit is None:
-        return "none"
-    low, high = min(problem.limit), max(problem.limit)
-    text = quantities.memory(low, problem.units)
-    return text if low == high else f"{text} to {quantities.memory(high, problem.units)}"
 
 
 def _line(layer: Layer, units: Units) -> LayerLine:

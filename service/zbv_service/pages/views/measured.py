@@ -12,7 +12,7 @@ from zbv_solver.export.timeline import Timeline, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, Units
 
-from zbv_service.pages.shell import Shell, assets, render
+from zbv_service.pages.shell import assets
 from zbv_service.pages.views.lanes import Lane, LanesView, lanes_view
 from zbv_service.pages.views.measured_rows import (
     NOTICEABLE,
@@ -26,7 +26,7 @@ from zbv_service.pages.views.measured_rows import (
 from zbv_service.runs.measured.accounts import RankAccount
 from zbv_service.runs.measured.explain import Cause, Explanation, sentence, told
 from zbv_service.runs.measured.step import MeasuredStep
-from zbv_service.runs.measurements import Measured, NothingMeasured
+from zbv_service.runs.measurements import Measured
 
 _CAUSES = 4
 
@@ -43,51 +43,28 @@ class CauseLine:
 
 @dataclass(frozen=True)
 class MeasuredView:
-    """The content of the page; ``nothing`` says why there is none."""
+    """The content of the page, as texts; ``letters`` are the columns of ``kinds``."""
 
-    run_id: str
-    nothing: NothingMeasured | None
-    is_open: bool
-    plan_id: str = ""
-    headline: str = ""
-    finding: str = ""
-    cards: tuple[report.Card, ...] = ()
-    causes: tuple[CauseLine, ...] = ()
-    notices: tuple[str, ...] = ()
-    lanes: LanesView | None = None
-    unit: str = ""
-    rows: tuple[AccountRow, ...] = ()
-    letters: tuple[str, ...] = ()
-    kinds: tuple[KindRow, ...] = ()
-    generation: int = 0
-    generations: tuple[int, ...] = ()
-    replica: int = 0
-    replicas: tuple[int, ...] = ()
-    step: int | None = None
-    steps: tuple[tuple[int, str], ...] = ()
-    typical: int = 0
+    headline: str
+    finding: str
+    cards: tuple[report.Card, ...]
+    causes: tuple[CauseLine, ...]
+    notices: tuple[str, ...]
+    lanes: LanesView
+    unit: str
+    rows: tuple[AccountRow, ...]
+    letters: tuple[str, ...]
+    kinds: tuple[KindRow, ...]
+    steps: tuple[tuple[int, str], ...]
+    parts: tuple[tuple[str, str, str], ...] = PARTS
 
 
-def measured_page(view: MeasuredView, shell: Shell) -> str:
-    """The page of a measured step."""
-    return render("measured.html.j2", shell, view=view, modules=report.CHART_MODULES, parts=PARTS)
-
-
-def nothing_view(run_id: str, nothing: NothingMeasured, *, is_open: bool) -> MeasuredView:
-    """The page without measurements, with the reason."""
-    return MeasuredView(run_id, nothing, is_open)
-
-
-def measured_view(run_id: str, found: Measured, root: str, *, is_open: bool) -> MeasuredView:
+def measured_view(found: Measured, root: str) -> MeasuredView:
     """A measured step, ready for the template. Slow: it lays out every action."""
-    plan, units = found.plan, found.plan.problem.units
+    units = found.plan.problem.units
     unit = quantities.time_unit(units)
     letters = tuple(letter for letter in LETTERS if any(kind.letter == letter for kind in found.kinds))
     return MeasuredView(
-        run_id=run_id,
-        nothing=None,
-        is_open=is_open,
-        plan_id=plan.plan_id,
         headline=_headline(found),
         finding=sentence(found.explanation),
         cards=tuple(_cards(found, units)),
@@ -95,16 +72,10 @@ def measured_view(run_id: str, found: Measured, root: str, *, is_open: bool) -> 
         notices=tuple(_notices(found, units)),
         lanes=lanes_view(_lanes(found, root), unit),
         unit=unit,
-        rows=tuple(account_rows(_told_apart(found))),
+        rows=tuple(account_rows(_accounts(found))),
         letters=letters,
         kinds=tuple(kind_rows(found.kinds, letters)),
-        generation=found.generation,
-        generations=found.generations,
-        replica=found.replica,
-        replicas=found.replicas,
-        step=None if found.is_typical else found.step.step,
         steps=tuple((step, quantities.time(length, units)) for step, length in found.lengths.items()),
-        typical=found.step.step,
     )
 
 
@@ -148,7 +119,7 @@ def _causes(explanation: Explanation, units: Units) -> Iterator[CauseLine]:
     if explanation.main is None:
         return
     main = explanation.main
-    shown = [each for each in explanation.causes if each != main and _is_worth_saying(each, explanation)]
+    shown = [each for each in explanation.causes if each != main and _matters(each, explanation)]
     chosen = [main, *shown][:_CAUSES]
     largest = max(abs(cause.effect) for cause in chosen) or 1.0
     for cause in chosen:
@@ -157,8 +128,8 @@ def _causes(explanation: Explanation, units: Units) -> Iterator[CauseLine]:
         yield CauseLine(told(cause), effect, share, round(100 * abs(cause.effect) / largest, 2))
 
 
-def _is_worth_saying(cause: Cause, explanation: Explanation) -> bool:
-    """Whether a cause matters and does not repeat the main one."""
+def _matters(cause: Cause, explanation: Explanation) -> bool:
+    """Whether a cause explains enough and does not repeat the main one."""
     main = explanation.main
     if abs(explanation.share(cause)) < NOTICEABLE or main is None:
         return False
@@ -188,24 +159,20 @@ def _notices(found: Measured, units: Units) -> Iterator[str]:
 
 
 def _lanes(found: Measured, root: str) -> list[Lane]:
-    plan, units = found.plan, found.plan.problem.units
+    plan, account, units = found.plan, found.account, found.plan.problem.units
     planned = timeline(plan)
-    url = f"{root}/plans/{plan.plan_id}/actions?v={assets()}"
-    measured = measured_timeline(planned, found.step)
-    account = found.account
     return [
         Lane(
             f"planned: {quantities.time(account.planned, units)}",
             planned,
             plan.problem,
-            url,
+            f"{root}/plans/{plan.plan_id}/actions?v={assets()}",
             idle=tuple(_planned_idle(plan)),
         ),
         Lane(
             f"measured, step {found.step.step}: {quantities.time(account.measured, units)}",
-            measured,
+            measured_timeline(planned, found.step),
             plan.problem,
-            None,
             is_measured=True,
             idle=tuple(_idle(found)),
         ),
@@ -241,7 +208,7 @@ def measured_timeline(planned: Timeline, step: MeasuredStep) -> Timeline:
     )
 
 
-def _told_apart(found: Measured) -> tuple[RankAccount, ...]:
+def _accounts(found: Measured) -> tuple[RankAccount, ...]:
     """The accounts; if clocks disagree, waiting includes transfer."""
     if not found.conflict.count:
         return found.account.ranks

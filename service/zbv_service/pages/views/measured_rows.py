@@ -24,7 +24,7 @@ _BAR = 200.0
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of the bar of a rank, in units of the bar's width."""
+    """A piece of the bar of a rank; the bar is 200 wide."""
 
     x: float
     width: float
@@ -62,19 +62,17 @@ class KindRow:
 
 def account_rows(ranks: Sequence[RankAccount]) -> Iterator[AccountRow]:
     """Accounts as rows; their bars share one scale."""
-    every = [row.difference for row in ranks]
-    reach = max((max(_above(parts), _below(parts)) for parts in every), default=0.0) or 1.0
+    reach = max((max(_gains_and_losses(row.difference)) for row in ranks), default=0.0) or 1.0
     for row in ranks:
-        parts = row.difference
         yield AccountRow(
             rank=row.rank,
-            parts=tuple(_told_part(row, name) for name, _, _ in PARTS),
-            total=signed(parts.total),
-            segments=tuple(_segments(parts, reach)),
+            parts=tuple(_part(row, name) for name, _, _ in PARTS),
+            total=signed(row.difference.total),
+            segments=tuple(_segments(row.difference, reach)),
         )
 
 
-def _told_part(row: RankAccount, name: str) -> tuple[str, str, str]:
+def _part(row: RankAccount, name: str) -> tuple[str, str, str]:
     """The difference, with planned and measured values for the tooltip."""
     planned, measured = getattr(row.planned, name), getattr(row.measured, name)
     both = f"planned {quantities.figure(planned)}, measured {quantities.figure(measured)}"
@@ -97,14 +95,10 @@ def _segments(parts: Parts, reach: float) -> Iterator[Segment]:
             yield Segment(round(left, 2), round(width, 2), name)
 
 
-def _above(parts: Parts) -> float:
+def _gains_and_losses(parts: Parts) -> tuple[float, float]:
+    """The sums of the positive and of the negative parts, both as positive numbers."""
     values: tuple[float, ...] = astuple(parts)
-    return sum(max(value, 0.0) for value in values)
-
-
-def _below(parts: Parts) -> float:
-    values: tuple[float, ...] = astuple(parts)
-    return sum(max(-value, 0.0) for value in values)
+    return sum(value for value in values if value > 0), -sum(value for value in values if value < 0)
 
 
 def kind_rows(kinds: Sequence[KindTimes], letters: Sequence[str]) -> Iterator[KindRow]:
@@ -126,6 +120,6 @@ def _kind_cell(kind: KindTimes) -> KindCell:
 
 
 def signed(value: float) -> str:
-    """A difference with its sign, which 0 does not have."""
+    """A difference with its sign; 0 has none."""
     text = quantities.figure(value)
     return text if value <= 0 or text == "0" else f"+{text}"

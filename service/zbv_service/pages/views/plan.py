@@ -10,7 +10,7 @@ from zbv_service.pages.shell import Shell, assets, render
 
 
 def plan_page(view: report.PlanView, shell: Shell) -> str:
-    """What the plan achieves, its Gantt chart, the baselines beside it, every action."""
+    """The solver's view of a plan, with links to the pages and documents of the service."""
     page, document = f"{shell.root}/plans/{view.plan_id}", f"{shell.root}/v1/plans/{view.plan_id}"
     links = [
         report.PageLink(
@@ -26,18 +26,15 @@ def plan_page(view: report.PlanView, shell: Shell) -> str:
             "Downloads the trace, a file that ui.perfetto.dev and chrome://tracing open",
         ),
     ]
-    if not shell.may_search:
-        del links[0]
-    exports = [
-        report.ExportLink(name, f"{document}/export/{name}", entry.description)
-        for name, entry in FORMATS.items()
-    ]
     linked = replace(
         view,
-        links=tuple(links),
-        exports=tuple(exports),
+        links=tuple(links if shell.may_search else links[1:]),
+        exports=tuple(
+            report.PageLink(name, f"{document}/export/{name}", entry.description)
+            for name, entry in FORMATS.items()
+        ),
         json_url=document,
-        # Browsers keep the answer for good: its address changes with the version.
+        # The version is part of the address, because browsers cache the answer without asking again.
         actions_url=f"{page}/actions?v={assets()}",
     )
-    return render("plan.html.j2", shell, view=linked, modules=report.MODULES)
+    return render("plan.html.j2", shell, view=linked)

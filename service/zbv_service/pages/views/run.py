@@ -8,23 +8,14 @@ from datetime import datetime
 from typing import Any
 
 from zbv_solver.export import quantities
+from zbv_solver.export.report.figures import Card
 from zbv_solver.measure.refit import NANOSECONDS
 
-from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.run_charts import LossChart, StepChart, duration, loss_chart, step_chart
-from zbv_service.records.runs import RUN_ENDED, EventRecord, PartInfo, RunRecord, place_of
+from zbv_service.pages.views.words import reached_step
+from zbv_service.records.runs import RUN_ENDED, PartInfo, RunRecord, place_of
 from zbv_service.records.searches import PlanSummary
 from zbv_service.runs.steps import StepLine
-from zbv_service.security.scopes import allows
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A number with a label; ``note`` explains it and may be empty."""
-
-    label: str
-    value: str
-    note: str
 
 
 @dataclass(frozen=True)
@@ -42,14 +33,6 @@ class RankRow:
 
 
 @dataclass(frozen=True)
-class PlanOffer:
-    """A plan that is better with the measured costs."""
-
-    plan_id: str
-    gain: str
-
-
-@dataclass(frozen=True)
 class Failure:
     """Why a rank failed; for earlier generations also which one and when."""
 
@@ -64,38 +47,39 @@ class Failure:
 
 @dataclass(frozen=True)
 class RunView:
-    """The content of the page."""
+    """The content of the page.
 
-    run: RunRecord
+    Attributes
+    ----------
+    step
+        The step that all ranks have reached.
+    share
+        The completed share of the steps, from 0 to 1.
+    gain
+        The gain of the plan that is better with the measured costs; empty if there is none.
+    earlier
+        Failures before the last one.
+    options
+        Options of the run, as terms and values.
+    """
+
     is_open: bool
-    may_launch: bool
     step: int | None
     share: float
-    facts: tuple[Fact, ...]
+    facts: tuple[Card, ...]
     steps: StepChart | None
     losses: LossChart | None
     ranks: tuple[RankRow, ...]
-    offer: PlanOffer | None
+    gain: str
     failures: tuple[Failure, ...]
     earlier: tuple[Failure, ...]
-    events: tuple[EventRecord, ...]
     generations: tuple[int, ...]
     has_traces: bool
     options: tuple[tuple[str, str], ...]
 
 
-def run_page(view: RunView, shell: Shell) -> str:
-    """The page of a run; a script keeps it up to date until the run ends."""
-    return render("run.html.j2", shell, view=view, run=view.run)
-
-
 def run_view(
-    run: RunRecord,
-    plan: PlanSummary | None,
-    events: Sequence[EventRecord],
-    index: Sequence[PartInfo],
-    lines: Sequence[StepLine],
-    shell: Shell,
+    run: RunRecord, plan: PlanSummary | None, index: Sequence[PartInfo], lines: Sequence[StepLine]
 ) -> RunView:
     """A run, ready for the template.
 
@@ -103,42 +87,30 @@ def run_view(
     ----------
     plan
         The plan of the run; None while a search is looking for it.
-    events
-        Newest first.
+    index
+        The logs and traces that ranks have sent.
     lines
         The newest measured steps, ascending.
     """
-    step = _slowest(run)
-    planned = _seconds(plan)
+    step, planned = reached_step(run), _seconds(plan)
     return RunView(
-        run=run,
         is_open=run.state not in RUN_ENDED,
-        may_launch=not shell.may or allows(shell.may, ("launch",)),
         step=step,
         share=_share(run, step),
         facts=tuple(_facts(run, plan, planned, lines, step)),
         steps=step_chart(lines, planned) if lines else None,
         losses=loss_chart(lines),
         ranks=tuple(_ranks(run, index)),
-        offer=_offer(run),
+        gain=_gain(run),
         failures=tuple(map(_failure, (run.error or {}).get("failures") or ())),
         earlier=tuple(map(_failure, _earlier(run))),
-        events=tuple(events),
         generations=tuple(sorted({part.generation for part in index})),
         has_traces=any(part.kind == "trace" for part in index),
         options=tuple(_options(run)),
     )
 
 
-def _slowest(run: RunRecord) -> int | None:
-    """The step of the slowest rank; None before all ranks have reported one."""
-    steps = [place.get("step") for node in run.members for place in node.ranks]
-    known = [step for step in steps if step is not None]
-    return min(known) if known and len(known) == len(steps) else None
-
-
 def _share(run: RunRecord, step: int | None) -> float:
-    """The completed share of the steps."""
     if run.state == "succeeded":
         return 1.0
     return 0.0 if step is None else min(1.0, step / run.steps)
@@ -156,37 +128,31 @@ def _facts(
     planned: float | None,
     lines: Sequence[StepLine],
     step: int | None,
-) -> Iterator[Fact]:
+) -> Iterator[Card]:
     done = run.steps if run.state == "succeeded" else step
-    yield Fact(
-        "Step",
-        "–" if done is None else f"{done:,}".replace(",", "\u202f"),
-        f"of {run.steps:,}".replace(",", "\u202f"),
+    yield Card(
+        "Step", "–" if done is None else quantities.figure(done, 12), f"of {quantities.figure(run.steps, 12)}"
     )
     if lines:
         middle = sorted(line.seconds for line in lines)[(len(lines) - 1) // 2]
         note = "median of the latest steps"
         if planned:
             note = f"planned {duration(planned)}, {quantities.relative(middle, planned)}"
-        yield Fact("Step time", duration(middle), note)
+        yield Card("Step time", duration(middle), note)
     elif planned:
-        yield Fact("Step time", "–", f"planned {duration(planned)}")
+        yield Card("Step time", "–", f"planned {duration(planned)}")
     for line in reversed(lines):
         if line.loss is not None:
-            yield Fact("Loss", quantities.figure(line.loss), f"of step {line.step}")
+            yield Card("Loss", quantities.figure(line.loss), f"of step {line.step}")
             break
-    ranks = run.nodes * run.ranks_per_node
-    nodes = f"on {run.nodes} node{'' if run.nodes == 1 else 's'}"
+    nodes = f"on {quantities.counted(run.nodes, 'node')}"
     replicas = int(run.options.get("data_parallel", 1))
-    yield Fact("Ranks", str(ranks), nodes if replicas == 1 else f"{replicas} replicas {nodes}")
-    again = (
-        "never restarted"
-        if run.generation == 0
-        else f"restarted {run.generation} time{'' if run.generation == 1 else 's'}"
-    )
-    yield Fact("Generation", str(run.generation), again)
+    ranks = str(run.nodes * run.ranks_per_node)
+    yield Card("Ranks", ranks, nodes if replicas == 1 else f"{replicas} replicas {nodes}")
+    restarts = f"restarted {quantities.counted(run.generation, 'time')}"
+    yield Card("Generation", str(run.generation), restarts if run.generation else "never restarted")
     if plan is not None:
-        yield Fact("Planned bubble", quantities.percent(plan.bubble_rate), "idle share of a span")
+        yield Card("Planned bubble", quantities.percent(plan.bubble_rate), "idle share of a span")
 
 
 def _ranks(run: RunRecord, index: Sequence[PartInfo]) -> Iterator[RankRow]:
@@ -212,15 +178,14 @@ def _ranks(run: RunRecord, index: Sequence[PartInfo]) -> Iterator[RankRow]:
         )
 
 
-def _offer(run: RunRecord) -> PlanOffer | None:
+def _gain(run: RunRecord) -> str:
     if run.offer is None:
-        return None
-    gain = 1 - run.offer["objective_then"] / run.offer["objective_now"]
-    return PlanOffer(str(run.offer["plan_id"]), quantities.percent(gain, 1))
+        return ""
+    return quantities.percent(1 - run.offer["objective_then"] / run.offer["objective_now"], 1)
 
 
 def _earlier(run: RunRecord) -> Sequence[dict[str, Any]]:
-    """The causes of failures before the last one, which :func:`run_view` shows in full."""
+    """The causes of failures before the last one."""
     last = run.generation if run.error is not None else None
     return [cause for cause in run.failures if cause["generation"] != last]
 
@@ -241,17 +206,17 @@ def _failure(failure: Mapping[str, Any]) -> Failure:
 def _options(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "Model", str(run.model["factory"])
     for name, value in run.model.get("arguments", {}).items():
-        yield f"Argument {name}", _told(value)
+        yield f"Argument {name}", _text(value)
     yield "Submitted by", run.created_by or "–"
     for name, value in run.options.items():
         if value is not None and not isinstance(value, dict):
-            yield name.replace("_", " ").capitalize(), _told(value)
+            yield name.replace("_", " ").capitalize(), _text(value)
     checkpoint = run.options.get("checkpoint")
     if checkpoint:
         yield "Checkpoints", f"every {checkpoint['every']} steps, in {checkpoint['directory']}"
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     """A JSON value as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -7,33 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zbv_solver.export import quantities
-from zbv_solver.export.axis import ticks
 
+from zbv_service.pages.views.shapes import Box, Line, Tick, percent
 from zbv_service.runs.steps import StepLine
 
 _HEADROOM = 1.15
 _TICKS = 5
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A step in the chart of step times, in percent of its area; y points downwards."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A straight piece of the loss curve, in percent."""
-
-    x1: float
-    y1: float
-    x2: float
-    y2: float
 
 
 @dataclass(frozen=True)
@@ -46,20 +25,12 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Level:
-    """A number on the y axis, in percent from the top."""
-
-    y: float
-    text: str
-
-
-@dataclass(frozen=True)
 class StepChart:
     """Times of the latest steps; ``planned`` is the position of the planned time, None if unknown."""
 
     summary: str
-    bars: tuple[Bar, ...]
-    levels: tuple[Level, ...]
+    bars: tuple[Box, ...]
+    levels: tuple[Tick, ...]
     planned: float | None
     first: int
     last: int
@@ -70,9 +41,9 @@ class LossChart:
     """Losses of the latest steps."""
 
     summary: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Line, ...]
     dots: tuple[Dot, ...]
-    levels: tuple[Level, ...]
+    levels: tuple[Tick, ...]
     first: int
     last: int
 
@@ -88,27 +59,26 @@ def duration(seconds: float) -> str:
 def step_chart(lines: Sequence[StepLine], planned: float | None) -> StepChart:
     """The chart of one or more steps, in seconds, with the planned time if it is known."""
     top = _HEADROOM * max(*(line.seconds for line in lines), planned or 0.0) or 1.0
-    slot = 100 / len(lines)
+    slot = 1 / len(lines)
 
     def y(seconds: float) -> float:
-        return round(100 * (1 - seconds / top), 3)
+        return percent(1 - seconds / top)
 
-    bars = tuple(
-        Bar(
-            round((at + 0.14) * slot, 3),
-            y(line.seconds),
-            round(0.72 * slot, 3),
-            round(100 - y(line.seconds), 3),
-            f"step {line.step}: {duration(line.seconds)}",
-        )
-        for at, line in enumerate(lines)
-    )
     least, most = (duration(pick(line.seconds for line in lines)) for pick in (min, max))
-    told = f"Times of steps {lines[0].step} to {lines[-1].step}: {least} to {most}"
+    summary = f"Times of steps {lines[0].step} to {lines[-1].step}: {least} to {most}"
     return StepChart(
-        summary=f"{told}{f'; planned {duration(planned)}' if planned else ''}.",
-        bars=bars,
-        levels=tuple(Level(y(at), duration(at) if at else "0") for at in ticks(top, _TICKS)),
+        summary=f"{summary}{f'; planned {duration(planned)}' if planned else ''}.",
+        bars=tuple(
+            Box(
+                percent((at + 0.14) * slot),
+                y(line.seconds),
+                percent(0.72 * slot),
+                round(100 - y(line.seconds), 3),
+                f"step {line.step}: {duration(line.seconds)}",
+            )
+            for at, line in enumerate(lines)
+        ),
+        levels=tuple(Tick(y(at), duration(at) if at else "0") for at in quantities.ticks(0.0, top, _TICKS)),
         planned=None if planned is None else y(planned),
         first=lines[0].step,
         last=lines[-1].step,
@@ -123,25 +93,20 @@ def loss_chart(lines: Sequence[StepLine]) -> LossChart | None:
     first, last = known[0][0], known[-1][0]
     low, high = min(loss for _, loss in known), max(loss for _, loss in known)
     pad = 0.12 * (high - low) or 0.05 * abs(high) or 1.0
-    low, high = low - pad, high + pad
-    places = [
-        (
-            round(100 * (step - first) / (last - first), 3),
-            round(100 * (high - loss) / (high - low), 3),
-            f"step {step}: loss {quantities.figure(loss)}",
-        )
+
+    def y(loss: float) -> float:
+        return percent((high + pad - loss) / (high - low + 2 * pad))
+
+    dots = [
+        Dot(percent((step - first) / (last - first)), y(loss), f"step {step}: loss {quantities.figure(loss)}")
         for step, loss in known
     ]
-    middle = (low + high) / 2
     return LossChart(
         summary=f"Loss from {quantities.figure(known[0][1])} at step {first} to "
         f"{quantities.figure(known[-1][1])} at step {last}.",
-        pieces=tuple(Piece(a[0], a[1], b[0], b[1]) for a, b in pairwise(places)),
-        dots=tuple(Dot(*place) for place in places),
-        levels=tuple(
-            Level(round(100 * (high - at) / (high - low), 3), quantities.figure(at, 3))
-            for at in (low + pad, middle, high - pad)
-        ),
+        pieces=tuple(Line(a.x, a.y, b.x, b.y) for a, b in pairwise(dots)),
+        dots=tuple(dots),
+        levels=tuple(Tick(y(at), quantities.figure(at, 3)) for at in (low, (low + high) / 2, high)),
         first=first,
         last=last,
     )

@@ -1,18 +1,17 @@
-"""What a step of a run took, held against its plan: where the time went, rank by rank.
+"""Where the time of a measured step went on each rank, compared with the plan.
 
-A step of length T, on every rank, is time in actions, time in which the rank stood still because an input was
-still made (waiting) or under way (transfer), and time between the end of one action and turning to the next.
-The plan says how much of each there was to be, so of each rank
+On every rank, a step of length T consists of time in actions (compute), time in which the rank was idle
+because an input was being computed (waiting) or sent (transfer), and time from the end of one action until
+the rank turned to the next (between). The plan defines the same parts, so for each rank
 
     measured T - planned T = compute + transfer + waiting + between
 
-where each term is measured minus planned, and the sum is exact. Where the objective is the span, T is the
-longest time of any rank from its first start to its last end, which is what a span states and needs no common
-clock; what a rank is done earlier than that counts as waiting. Where it is the makespan, T is from the first
-start of all to the last end of all, and a rank waits before its first action and after its last.
+where each term is measured minus planned, and the sum is exact. If the objective is the span, T is the
+longest time of any rank from its first start to its last end, which needs no common clock; a rank that takes
+less time waits for the rest. If it is the makespan, T is the time from the first start of any rank to the
+last end of any rank, and a rank waits before its first action and after its last.
 
-Times are in the plan's unit. Why a step took longer is the business of
-:mod:`zbv_service.runs.measured.explain`.
+Times are in the plan's unit. :mod:`zbv_service.runs.measured.explain` finds out why a step took longer.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from zbv_service.runs.measured.step import FloatArray, IntArray, MeasuredStep, s
 
 @dataclass(frozen=True)
 class Parts:
-    """What a rank's step consists of; see the module."""
+    """The parts of a rank's step; see the module."""
 
     compute: float
     transfer: float
@@ -42,7 +41,7 @@ class Parts:
         return self.compute + self.transfer + self.waiting + self.between
 
     def without_transfer(self) -> Parts:
-        """The same with transfer as a part of waiting: for ranks whose clocks do not agree."""
+        """The same with transfer counted as waiting, for ranks with contradicting clocks."""
         return Parts(self.compute, 0.0, self.waiting + self.transfer, self.between)
 
     def __sub__(self, other: Parts) -> Parts:
@@ -56,7 +55,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class RankAccount:
-    """Where one rank's step went, planned and measured."""
+    """The parts of one rank's step, planned and measured."""
 
     rank: int
     planned: Parts
@@ -64,13 +63,13 @@ class RankAccount:
 
     @property
     def difference(self) -> Parts:
-        """Measured minus planned; its total is the step's."""
+        """Measured minus planned; the total is the difference of the step."""
         return self.measured - self.planned
 
 
 @dataclass(frozen=True)
 class Account:
-    """Where a step went on every rank that sent it; ``planned`` and ``measured`` are its lengths."""
+    """A step on every rank that sent it; ``planned`` and ``measured`` are the lengths of the step."""
 
     step: int
     replica: int
@@ -86,7 +85,7 @@ class Account:
 
 @dataclass(frozen=True)
 class KindTimes:
-    """A rank's actions of one letter: mean planned duration, and that of its stages' measured medians."""
+    """A rank's actions of one letter: mean planned duration, and mean of the stages' measured medians."""
 
     rank: int
     letter: str
@@ -103,11 +102,8 @@ class KindTimes:
 
 
 def account(plan: Plan, measured: MeasuredStep) -> Account:
-    """Where the step went on every rank that sent it; see the module."""
-    from zbv_solver.timing.start_times import (  # numba: only who asks waits for it
-        earliest_times,
-        span_start_times,
-    )
+    """The parts of the step on every rank that sent it; see the module."""
+    from zbv_solver.timing.start_times import earliest_times, span_start_times  # loads numba
 
     orders, is_span = plan.orders, plan.problem.objective == "span"
     source = sources(plan)
@@ -133,7 +129,8 @@ def account(plan: Plan, measured: MeasuredStep) -> Account:
 def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ...]:
     """Planned and measured durations by rank and letter, over all these steps.
 
-    Per stage the median over its microbatches and the steps counts, and stages by their number of actions.
+    The measured duration of a stage is the median over microbatches and steps; stages are weighted by their
+    number of actions.
     """
     orders, durations = plan.orders, plan.problem.arrays.duration
     found = []
@@ -160,19 +157,19 @@ def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ..
 
 
 def _made(end: FloatArray, source: IntArray) -> FloatArray:
-    """When the inputs were made; nan where none came from another rank, or nobody knows."""
+    """When the inputs were computed; nan if an input is not from another rank, or the time is unknown."""
     return np.where(source >= 0, end[source], np.nan)
 
 
 def _parts(start: FloatArray, end: FloatArray, turned: FloatArray, made: FloatArray, length: float) -> Parts:
-    """A rank's step that begins when it turns to its first action, and is ``length`` long."""
-    still = start - turned
-    # Of the time since the input was made, as much as the rank stood still for; nan where nothing was sent.
-    transfer = float(np.nansum(np.clip(start - made, 0.0, still)))
+    """The parts of a rank's step that begins when it turns to its first action, and has this length."""
+    idle = start - turned
+    # Transfer is the time since the input was computed, as far as the rank was idle; nan if nothing was sent.
+    transfer = float(np.nansum(np.clip(start - made, 0.0, idle)))
     slack = turned[0] + length - end[-1]
     return Parts(
         compute=float((end - start).sum()),
         transfer=transfer,
-        waiting=float(still.sum()) - transfer + float(slack),
+        waiting=float(idle.sum()) - transfer + float(slack),
         between=float((turned[1:] - end[:-1]).sum()),
     )

@@ -1,11 +1,10 @@
-"""Why a step took longer or shorter than planned: what each cause alone would have changed.
+"""Why a step took longer or shorter than planned: the effect of each possible cause on its own.
 
-A rank that waits is seldom to blame: it waits for another. So causes are judged by replaying the plan's order
-with one thing as it was measured and all others as planned: the actions of one letter on one rank, of a
-rank, of a letter, all actions, the transfers, the time between actions, or that every rank starts as early as
-it can, where a span counts on ranks that start staggered. What such a replay takes longer than the plan is
-that cause's effect. Effects need not add up: causes hide behind each other, and what differs from one
-microbatch to the next is in none of them.
+A rank that waits is seldom the cause, because it waits for another rank. So the plan's order is replayed with
+one thing as measured and everything else as planned: the actions of one letter on one rank, of a rank, of a
+letter, all actions, the transfers, the time between actions, or ranks that start as early as possible
+although the span assumes staggered starts. The effect of a cause is how much longer its replay takes.
+Effects need not add up: one cause can hide another, and variation between microbatches is part of none.
 """
 
 from __future__ import annotations
@@ -21,33 +20,32 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 
 from zbv_service.runs.measured.accounts import Account
-from zbv_service.runs.measured.step import MeasuredStep, sources
+from zbv_service.runs.measured.step import FloatArray, MeasuredStep, sources
 
-FloatArray = NDArray[np.float64]
 CauseKind = Literal["actions", "transfers", "between", "start"]
 
 REPLAYED = 12
-"""Ranks, and pairs of rank and letter, that are replayed: those whose time differs most."""
+"""Ranks, and pairs of rank and letter, that are replayed: those with the largest difference in time."""
 CONVINCING = 0.6
-"""A cause that explains this share of the difference is the finding, however specific it is."""
+"""A cause must explain this share of the difference to be preferred over more general ones."""
 COMMON = 0.8
-"""What all are off by at least this share of what one is off by is said of all."""
+"""A finding about one rank is widened to all ranks if all deviate by at least this share of it."""
 NEGLIGIBLE = 0.01
-"""A step that differs by less than this share took as long as planned."""
+"""A step took as long as planned if it differs by at most this share."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that was not as planned.
+    """Something that differs from the plan.
 
     Attributes
     ----------
     rank, letter
-        Whose actions; None for those of all.
+        The rank and the letter of the actions; None for all.
     ratio
-        Measured time of it over planned; None where none is planned.
+        Measured over planned time; None if no time is planned.
     effect
-        By how much longer the step would have been if nothing else had differed, in the plan's unit.
+        How much longer the step takes if nothing else differs from the plan, in the plan's unit.
     """
 
     kind: CauseKind
@@ -59,7 +57,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The main cause, None when the step took as long as planned; and all that were replayed."""
+    """The main cause, None if the step took as long as planned, and all replayed causes."""
 
     planned: float
     measured: float
@@ -72,14 +70,13 @@ class Explanation:
         return self.measured - self.planned
 
     def share(self, cause: Cause) -> float:
-        """Which part of the difference a cause alone accounts for."""
+        """The share of the difference that a cause explains on its own."""
         return cause.effect / self.difference if self.difference else 0.0
 
 
 def explain(plan: Plan, measured: MeasuredStep, account: Account) -> Explanation:
     """The causes of the difference between a step and its plan."""
-    took = _mean_durations(plan, measured)
-    found = tuple(sorted(_causes(plan, measured, account, took), key=lambda cause: -abs(cause.effect)))
+    found = tuple(sorted(_causes(plan, measured, account), key=lambda cause: -abs(cause.effect)))
     return Explanation(account.planned, account.measured, _main(found, account), found)
 
 
@@ -95,16 +92,16 @@ def sentence(explanation: Explanation) -> str:
     if share < CONVINCING / 2:
         return f"{head} No single cause explains it; the largest: {_lower(told(main))}."
     extent = "all" if 0.95 <= share <= 1.05 else percent(share, 0)
-    more = "" if share <= 1.05 else "; other things made up for a part of it"
+    more = "" if share <= 1.05 else "; other causes made up for a part of it"
     return f"{head} {told(main)}: that alone explains {extent} of the difference{more}."
 
 
 def told(cause: Cause) -> str:
-    """A cause in words, without what it changed."""
+    """A cause in words, without its effect."""
     if cause.kind == "start":
-        return "Ranks started as early as they could, and then waited; the span has them start staggered"
+        return "Ranks started as early as possible and then waited; the span assumes staggered starts"
     if cause.kind == "between":
-        return "Ranks spent time between their actions, of which none was planned"
+        return "Ranks spent time between actions, although none was planned"
     times = "" if cause.ratio is None else f"{cause.ratio:.2f} ×"
     if cause.kind == "transfers":
         return f"Transfers took {times} what was planned"
@@ -135,7 +132,7 @@ def _main(causes: tuple[Cause, ...], account: Account) -> Cause | None:
 
 
 def _widened(cause: Cause, causes: list[Cause]) -> Cause:
-    """The cause said of all ranks or letters instead of one, where the others were off by about as much."""
+    """The same cause for all ranks or letters, if the others deviate by about as much."""
     wider = [
         each
         for each in causes
@@ -151,28 +148,30 @@ def _widened(cause: Cause, causes: list[Cause]) -> Cause:
 
 
 def _off(cause: Cause) -> float:
-    """By which share of the planned time a cause's time differs."""
+    """The relative deviation of a cause's time from the planned time."""
     return 0.0 if cause.ratio is None else cause.ratio - 1
 
 
 def _specific(cause: Cause) -> int:
     if cause.kind != "actions":
-        return 2  # nothing narrower is known of these
+        return 2  # these cannot be narrowed down
     return (cause.rank is not None) + (cause.letter is not None)
 
 
-def _causes(plan: Plan, measured: MeasuredStep, account: Account, took: FloatArray) -> Iterator[Cause]:
+def _causes(plan: Plan, measured: MeasuredStep, account: Account) -> Iterator[Cause]:
+    from zbv_solver.timing.start_times import earliest_start_values, objective_of  # loads numba
+
     planned = plan.problem.arrays.duration
-    base = _value(plan, plan.problem)
+    base = objective_of(plan.problem, plan.orders)
     if plan.problem.objective == "span":
-        yield Cause("start", None, None, None, _early(plan) - base)
-    counts = _counts(plan)
+        yield Cause("start", None, None, None, earliest_start_values(plan.problem, plan.orders)[1] - base)
+    counts, took = _durations(plan, measured)
     for rank, letter in _groups(plan, measured, counts * (took - planned)):
         chosen = _chosen(plan.problem, rank, letter)
         changed = np.where(chosen, took, planned)
         time = float((counts * planned)[chosen].sum())
         ratio = float((counts * took)[chosen].sum()) / time if time > 0 else None
-        effect = _value(plan, _with_durations(plan.problem, changed)) - base
+        effect = objective_of(_with_durations(plan.problem, changed), plan.orders) - base
         yield Cause("actions", rank, None if letter is None else LETTERS[letter], ratio, effect)
     yield from _transfers(plan, measured, base)
     held_up = np.zeros(plan.problem.n_stages)
@@ -181,14 +180,14 @@ def _causes(plan: Plan, measured: MeasuredStep, account: Account, took: FloatArr
         stages = list(plan.problem.placement.stages_of[row.rank])
         held_up[stages] = max(row.measured.between, 0.0) / (part.stop - part.start)
     if held_up.any():
-        effect = _value(plan, _with_durations(plan.problem, planned + held_up)) - base
+        effect = objective_of(_with_durations(plan.problem, planned + held_up), plan.orders) - base
         yield Cause("between", None, None, None, effect)
 
 
 def _groups(
     plan: Plan, measured: MeasuredStep, change: FloatArray
 ) -> Iterator[tuple[int | None, int | None]]:
-    """Which actions to replay as measured: a rank's of a letter, a rank's, a letter's, all. (4, S) change."""
+    """The ranks and letters to replay as measured, None for all; ``change`` (4, S) is in total time."""
     letters = [code for code in range(len(LETTERS)) if change[code].any()]
     stages_of = plan.problem.placement.stages_of
     of_rank = {
@@ -205,7 +204,9 @@ def _groups(
 
 
 def _transfers(plan: Plan, measured: MeasuredStep, base: float) -> Iterator[Cause]:
-    """All transfers as measured: per boundary the median of those that a rank waited for."""
+    """All transfers as measured: for each boundary the median transfer that a rank waited for."""
+    from zbv_solver.timing.start_times import objective_of  # loads numba
+
     source = sources(plan)
     at = np.flatnonzero(source >= 0)
     sent, turned = measured.end[source[at]], measured.turned[at]
@@ -224,46 +225,23 @@ def _transfers(plan: Plan, measured: MeasuredStep, base: float) -> Iterator[Caus
     planned = float(p2p[seen].sum())
     problem = replace(plan.problem, costs=replace(plan.problem.costs, p2p=tuple(changed.tolist())))
     ratio = float(changed[seen].sum()) / planned if planned > 0 else None
-    yield Cause("transfers", None, None, ratio, _value(plan, problem) - base)
+    yield Cause("transfers", None, None, ratio, objective_of(problem, plan.orders) - base)
 
 
-def _value(plan: Plan, problem: Problem) -> float:
-    """What the plan's order takes under the costs of another problem."""
-    from zbv_solver.timing.start_times import evaluate  # numba: only who asks waits for it
-
-    timing = evaluate(problem, plan.orders)
-    return timing.span if problem.objective == "span" else timing.makespan
-
-
-def _early(plan: Plan) -> float:
-    """The longest window of a rank when all start as early as they can."""
-    from zbv_solver.timing.start_times import earliest_start_span
-
-    return earliest_start_span(plan.problem, plan.orders)
-
-
-def _mean_durations(plan: Plan, measured: MeasuredStep) -> FloatArray:
-    """(4, S): mean measured duration by letter and stage; as planned where nothing was measured."""
-    orders, n_stages = plan.orders, plan.problem.n_stages
+def _durations(plan: Plan, measured: MeasuredStep) -> tuple[FloatArray, FloatArray]:
+    """(4, S) each: number of actions, and mean measured duration, the planned one if nothing was measured."""
+    orders, shape = plan.orders, plan.problem.arrays.duration.shape
+    row = orders.letter.astype(np.int64) * plan.problem.n_stages + orders.stage
+    size = plan.problem.arrays.duration.size
     took = measured.end - measured.start
     known = np.isfinite(took)
-    row = (orders.letter.astype(np.int64) * n_stages + orders.stage)[known]
-    size = len(LETTERS) * n_stages
-    sums, count = np.bincount(row, took[known], size), np.bincount(row, minlength=size)
+    sums, count = np.bincount(row[known], took[known], size), np.bincount(row[known], minlength=size)
     means = np.divide(sums, count, out=plan.problem.arrays.duration.ravel().copy(), where=count > 0)
-    return means.reshape(len(LETTERS), n_stages)
-
-
-def _counts(plan: Plan) -> FloatArray:
-    """(4, S): how many actions the plan has, by letter and stage."""
-    orders, n_stages = plan.orders, plan.problem.n_stages
-    row = orders.letter.astype(np.int64) * n_stages + orders.stage
-    counts = np.bincount(row, minlength=len(LETTERS) * n_stages).astype(np.float64)
-    return counts.reshape(len(LETTERS), n_stages)
+    return np.bincount(row, minlength=size).astype(np.float64).reshape(shape), means.reshape(shape)
 
 
 def _chosen(problem: Problem, rank: int | None, letter: int | None) -> NDArray[np.bool_]:
-    """(4, S): the actions of a rank and letter; None chooses all."""
+    """(4, S): whether an action has this rank and letter; None matches all."""
     chosen = np.ones((len(LETTERS), problem.n_stages), dtype=bool)
     if rank is not None:
         chosen &= problem.arrays.rank_of == rank

@@ -1,7 +1,6 @@
-"""A measured step of a run, laid along its plan: which action ran when, and how long the step took.
+"""A measured step of a run in the order of its plan: when each action ran, and how long the step took.
 
-Times are in the plan's unit. Where a step's time went is the business of
-:mod:`zbv_service.runs.measured.accounts`.
+Times are in the plan's unit. :mod:`zbv_service.runs.measured.accounts` says where the time went.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """One step of one replica, laid along the flat order of its plan's n actions.
+    """One step of one replica, in the flat order of its plan's n actions.
 
     Attributes
     ----------
     turned, start, end
-        (n,) float64: when the rank turned to the action, when its input was there, when it was done. 0 is
-        first start of all; nan on ranks that sent nothing.
+        (n,) float64: when the rank began to wait for the action's input, had it, and finished the action. 0
+        is the earliest start of any rank; nan for ranks that sent nothing.
     ranks
-        The ranks of the pipeline that sent the step, ascending.
+        The pipeline ranks that sent the step, ascending.
     uncertainty
-        By which times of different ranks may be shifted against each other.
+        The largest error when times of different ranks are compared.
     """
 
     step: int
@@ -48,14 +47,14 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class ClockConflict:
-    """Inputs that were there before they were made, by more than the clocks are uncertain.
+    """Inputs that arrived before they were computed, by more than the uncertainty of the clocks.
 
     Attributes
     ----------
     inputs
-        Those that came from another rank, of which ``count`` were too early.
+        Number of inputs from other ranks; ``count`` of them arrived too early.
     worst
-        By how much, in the plan's unit.
+        The largest contradiction, in the plan's unit.
     """
 
     count: int
@@ -64,10 +63,10 @@ class ClockConflict:
 
 
 def nanoseconds_of_unit(plan: Plan, traces: Sequence[RankTrace]) -> tuple[float, bool]:
-    """Nanoseconds in the plan's time unit, and whether the plan says so.
+    """Nanoseconds in the plan's time unit, and whether the plan names that unit.
 
-    A unit that says nothing is chosen as :func:`zbv_solver.measure.refit.refit` does: so that the measured
-    actions took as long in all as planned.
+    For any other unit, the total time of the measured actions is equated with the planned one, as in
+    :func:`zbv_solver.measure.refit.refit`.
     """
     named = NANOSECONDS.get(plan.problem.units.time or "")
     if named is not None:
@@ -80,19 +79,19 @@ def nanoseconds_of_unit(plan: Plan, traces: Sequence[RankTrace]) -> tuple[float,
 
 
 def lay_out(plan: Plan, traces: Sequence[RankTrace], step: int, nanoseconds: float) -> MeasuredStep:
-    """A step of one replica along its plan.
+    """A step of one replica in the order of its plan.
 
     Parameters
     ----------
     traces
-        Of some or all ranks of one replica, on one clock.
+        Traces of some or all ranks of one replica, on one clock.
     nanoseconds
-        In a unit of the plan.
+        Nanoseconds in the plan's time unit.
 
     Raises
     ------
     InvalidInput
-        When no trace has the step, or a rank did not run its list of the plan.
+        No trace has the step, or a rank did not run its actions of the plan.
     """
     columns = np.full((3, len(plan.orders)), np.nan)
     chosen = {trace.pp_rank: each for trace in traces for each in trace.steps if each.step == step}
@@ -116,7 +115,7 @@ def lay_out(plan: Plan, traces: Sequence[RankTrace], step: int, nanoseconds: flo
 
 
 def step_length(plan: Plan, measured: MeasuredStep) -> float:
-    """How long a step took, as the plan's objective measures it."""
+    """The length of a step as the plan's objective defines it."""
     parts = [plan.orders.slice_of(rank) for rank in measured.ranks]
     parts = [part for part in parts if part.start < part.stop]
     first = np.array([measured.start[part][0] for part in parts])
@@ -127,13 +126,13 @@ def step_length(plan: Plan, measured: MeasuredStep) -> float:
 
 
 def typical(plan: Plan, steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """The step of the median length (the shorter of two), so that what is shown did happen."""
+    """The step of median length, the shorter of two middle ones, so that it is a step that really ran."""
     ordered = sorted(steps, key=lambda step: (step_length(plan, step), step.step))
     return ordered[(len(ordered) - 1) // 2]
 
 
 def clock_conflict(plan: Plan, measured: MeasuredStep) -> ClockConflict:
-    """How far the ranks' clocks contradict the order of events: no input is there before it is made."""
+    """How far the clocks of the ranks contradict causality: no input arrives before it is computed."""
     source = sources(plan)
     remote = np.flatnonzero(source >= 0)
     early = measured.end[source[remote]] - measured.start[remote]
@@ -143,7 +142,7 @@ def clock_conflict(plan: Plan, measured: MeasuredStep) -> ClockConflict:
 
 
 def sources(plan: Plan) -> IntArray:
-    """(n,): the action that makes the input that an action gets from another rank, -1 where there is none."""
+    """(n,): for each action the index of the action on another rank that computes its input, -1 if none."""
     problem, orders = plan.problem, plan.orders
     n_stages, stage = problem.n_stages, orders.stage.astype(np.int64)
     down, makes = orders.letter == F, orders.letter != W
@@ -166,6 +165,6 @@ def _require_list(plan: Plan, rank: int, ran: list[str]) -> None:
     if ran != plan.orders.text(rank):
         raise InvalidInput.at(
             "/steps",
-            f"rank {rank} ran {len(ran)} actions that are not its list of plan {plan.plan_id[:12]}; take the "
-            f"plan that the trace names.",
+            f"rank {rank} ran {len(ran)} actions that are not its list of plan {plan.plan_id[:12]}; use "
+            f"the plan that the trace names.",
         )

@@ -12,12 +12,15 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
-from types import TracebackType
+from typing import TYPE_CHECKING
 
-from zbv_service.records.searches import NewPlan, Refusal
-from zbv_service.searches.executors.task import ProgressLike, SearchFunction, SearchTask, compute, update_of
+from zbv_service.records.searches import Claim, NewPlan, Refusal
+from zbv_service.searches.executors.task import SearchFunction, compute, update_of
+
+if TYPE_CHECKING:
+    from zbv_solver.search.search import Progress
 
 CONNECT_SECONDS = 10.0
 SEND_SECONDS = 30.0
@@ -25,7 +28,7 @@ REPORT_SECONDS = 0.25
 """Minimal time between two reports of one search."""
 
 
-def run_connected(task: SearchTask, search: SearchFunction, address: tuple[str, int], token: str) -> NewPlan:
+def run_connected(claim: Claim, search: SearchFunction, address: tuple[str, int], token: str) -> NewPlan:
     """Run a search that reports to an address; the token identifies the search.
 
     Raises
@@ -35,8 +38,8 @@ def run_connected(task: SearchTask, search: SearchFunction, address: tuple[str, 
     OSError
         The service cannot be reached.
     """
-    with ServiceConnection(address, token) as connection:
-        return compute(task, search, connection)
+    with closing(ServiceConnection(address, token)) as connection:
+        return compute(claim, search, connection)
 
 
 class ServiceConnection:
@@ -50,7 +53,7 @@ class ServiceConnection:
         self._closed = threading.Event()
         self._fresh = threading.Event()
         self.refusal: Refusal | None = None
-        self._latest: ProgressLike | None = None
+        self._latest: Progress | None = None
         self._threads = [
             threading.Thread(target=target, name=f"zbv-{target.__name__}", daemon=True)
             for target in (self._listen, self._send_reports)
@@ -58,15 +61,7 @@ class ServiceConnection:
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> ServiceConnection:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def report(self, progress: ProgressLike) -> None:
+    def report(self, progress: Progress) -> None:
         """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""
         self._latest = progress
         self._fresh.set()
@@ -88,14 +83,12 @@ class ServiceConnection:
     def _listen(self) -> None:
         while not self._closed.is_set():
             try:
-                received = self._socket.recv(64)
+                self._socket.recv(64)
             except TimeoutError:
                 continue  # silence is the normal case
             except OSError:
-                received = b""
-            # "stop" and a closed connection mean the same.
-            del received
-            self._stopped.set()
+                pass
+            self._stopped.set()  # "stop" and a closed connection mean the same
             return
 
     def _send_reports(self) -> None:
@@ -114,7 +107,7 @@ class ServiceConnection:
             self._closed.wait(REPORT_SECONDS)
 
 
-def _report(progress: ProgressLike, refusal: Refusal | None) -> bytes:
+def _report(progress: Progress, refusal: Refusal | None) -> bytes:
     fields = asdict(update_of(progress, refusal))
     ranks = fields.pop("incumbent")
     header = json.dumps(fields | {"size": len(ranks)}, allow_nan=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from zbv_service.records.searches import NewPlan, Update
-from zbv_service.searches.executors.task import SearchFunction, SearchTask
+from zbv_service.records.searches import Claim, NewPlan, Update
+from zbv_service.searches.executors.task import SearchFunction
 
 
 class SearchCrashed(Exception):
@@ -22,7 +22,7 @@ class SearchLost(Exception):
 
 
 class SearchEvicted(SearchLost):
-    """The process of a search was told to end. Only repeated evictions count against the search."""
+    """The process of a search received a signal to end. Only repeated evictions count against the search."""
 
 
 class Computation(Protocol):
@@ -71,6 +71,6 @@ class SearchExecutor(Protocol):
         """Why no search can be computed now; None if one can."""
 
     def expect(
-        self, task: SearchTask, search: SearchFunction, on_update: Callable[[Update], None]
+        self, claim: Claim, search: SearchFunction, on_update: Callable[[Update], None]
     ) -> Computation:
         """Prepare a search; ``on_update`` is called in the event loop."""

@@ -8,11 +8,11 @@ from concurrent.futures import BrokenExecutor, Future
 from functools import partial
 
 from zbv_service.compute.processes import IsolatedProcesses
-from zbv_service.records.searches import NewPlan, Update
+from zbv_service.records.searches import Claim, NewPlan, Update
 from zbv_service.searches.executors.connection import run_connected
 from zbv_service.searches.executors.executor import SearchCrashed
-from zbv_service.searches.executors.progress import ProgressServer
-from zbv_service.searches.executors.task import SearchFunction, SearchTask
+from zbv_service.searches.executors.progress import ProgressServer, TaskConnection
+from zbv_service.searches.executors.task import SearchFunction
 
 
 class LocalExecutor:
@@ -58,34 +58,30 @@ class LocalExecutor:
         return None
 
     def expect(
-        self, task: SearchTask, search: SearchFunction, on_update: Callable[[Update], None]
+        self, claim: Claim, search: SearchFunction, on_update: Callable[[Update], None]
     ) -> LocalComputation:
         """Prepare a search for a separate process."""
-        return LocalComputation(self._processes, self._progress, task, search, on_update)
+        run = partial(run_connected, claim, search)
+        return LocalComputation(self._processes, self._progress, run, on_update)
 
 
-class LocalComputation:
+class LocalComputation(TaskConnection):
     """One search in a separate process."""
 
     def __init__(
         self,
         processes: IsolatedProcesses,
         progress: ProgressServer,
-        task: SearchTask,
-        search: SearchFunction,
+        run: Callable[[tuple[str, int], str], NewPlan],
         on_update: Callable[[Update], None],
     ):
+        super().__init__(on_update)
         self._processes = processes
         self._progress = progress
-        self._task = task
-        self._search = search
-        self._line = progress.expect(on_update)
+        self._run = run
         self._future: Future[NewPlan] | None = None
         self._was_killed = False
-
-    def stop(self) -> None:
-        """Ask the search to return its best plan, now or as soon as it begins."""
-        self._line.stop()
+        progress.expect(self)
 
     def kill(self) -> None:
         """Kill its process."""
@@ -96,19 +92,19 @@ class LocalComputation:
     @property
     def is_under_way(self) -> bool:
         """Whether its process has connected."""
-        return self._line.writer is not None
+        return self.writer is not None
 
     async def plan(self) -> NewPlan:
         """Compute the plan; raises :class:`SearchCrashed`, or the search's own error."""
-        run = partial(run_connected, self._task, self._search, self._progress.address, self._line.token)
         try:
             # Starting a process takes some milliseconds, so another thread does it.
-            self._future = await asyncio.to_thread(lambda: self._processes.submit(run))
+            start = partial(self._processes.submit, self._run, self._progress.address, self.token)
+            self._future = await asyncio.to_thread(start)
             return await asyncio.wrap_future(self._future)
         except BrokenExecutor as error:
             how = "did not stop on request and was killed" if self._was_killed else "died"
             raise SearchCrashed(f"it {how}") from error
         except OSError as error:
-            raise SearchCrashed(f"it was refused something by its machine ({error})") from error
+            raise SearchCrashed(f"its machine refused it something ({error})") from error
         finally:
-            self._progress.forget(self._line)
+            self._progress.forget(self)

@@ -67,11 +67,9 @@ class ProgressServer:
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
 
-    def expect(self, on_update: Callable[[Update], None]) -> TaskConnection:
-        """Expect a task; the caller passes the token to it."""
-        line = TaskConnection(on_update)
+    def expect(self, line: TaskConnection) -> None:
+        """Expect the connection of a task, which the caller gives its token."""
         self._lines[line.token] = line
-        return line
 
     def forget(self, line: TaskConnection) -> None:
         """Forget a task that has ended."""

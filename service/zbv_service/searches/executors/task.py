@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zbv_solver.errors import ContradictedBound, InvalidPlan
 from zbv_solver.plans.orders import Orders
@@ -20,42 +20,23 @@ from zbv_solver.problem.writing import problem_json
 
 from zbv_service.documents.packing import finite, pack_incumbent, pack_plan, unpack
 from zbv_service.documents.problems import Question, answers, parse_question
-from zbv_service.records.searches import NewPlan, Refusal, Update
+from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
+
+if TYPE_CHECKING:  # loading the solver's kernels takes a second, which only search processes need
+    from zbv_solver.search.search import Progress
 
 METHOD_CHARACTERS = 200
 REASON_CHARACTERS = 1000
 
 
-class ProgressLike(Protocol):
-    """A progress report of the solver; see :class:`zbv_solver.search.search.Progress`."""
+SearchFunction = Callable[
+    [Question, dict[str, Any], Callable[["Progress"], None], Callable[[], bool], Orders | Plan | None], Plan
+]
+"""What the service runs for a search; it must be importable in other processes.
 
-    @property
-    def objective(self) -> float: ...  # noqa: D102
-    @property
-    def lower_bound(self) -> float: ...  # noqa: D102
-    @property
-    def gap(self) -> float: ...  # noqa: D102
-    @property
-    def method(self) -> str: ...  # noqa: D102
-    @property
-    def orders(self) -> Orders: ...  # noqa: D102
-    @property
-    def problem(self) -> Problem: ...  # noqa: D102
-
-
-class SearchFunction(Protocol):
-    """The function that the service runs for a search; it must be importable in other processes."""
-
-    def __call__(
-        self,
-        problem: Question,
-        options: dict[str, Any],
-        on_progress: Callable[[ProgressLike], None],
-        cancelled: Callable[[], bool],
-        incumbent: Orders | Plan | None,
-        /,
-    ) -> Plan:
-        """Search; returns a verified plan, or the best plan so far if cancelled."""
+Its arguments are those of :func:`solver_search`. It returns a verified plan, or the best plan so far if
+cancelled.
+"""
 
 
 class Reporter(Protocol):
@@ -69,45 +50,28 @@ class Reporter(Protocol):
 
     refusal: Refusal | None
 
-    def report(self, progress: ProgressLike) -> None:
+    def report(self, progress: Progress) -> None:
         """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""
 
     def is_stopped(self) -> bool:
         """Whether the search should return its best plan: on request, or because the service is gone."""
 
 
-@dataclass(frozen=True)
-class SearchTask:
-    """The input of a search.
-
-    Attributes
-    ----------
-    problem, incumbent
-        Packed documents: the problem, and the ranks of the best plan known (:func:`pack_incumbent`).
-    """
-
-    search_id: str
-    problem: bytes
-    options: dict[str, Any]
-    incumbent: bytes | None
-
-
 def solver_search(
     problem: Question,
     options: dict[str, Any],
-    on_progress: Callable[[ProgressLike], None],
+    on_progress: Callable[[Progress], None],
     cancelled: Callable[[], bool],
     incumbent: Orders | Plan | None,
 ) -> Plan:
     """The solver's own search."""
-    # Imported here because loading the solver's kernels takes a second, which only search processes need.
-    from zbv_solver.search.search import SearchOptions, search
+    from zbv_solver.search.search import SearchOptions, search  # here for the same reason as Progress
 
     return search(problem, SearchOptions(**options), on_progress, cancelled, incumbent)
 
 
-def compute(task: SearchTask, search: SearchFunction, reporter: Reporter) -> NewPlan:
-    """Run a search to its end.
+def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan:
+    """Run a claimed search to its end; its options also have ``workers``, the number of threads.
 
     If the stored incumbent does not fit the problem, it is refused and the search starts without it.
 
@@ -120,19 +84,19 @@ def compute(task: SearchTask, search: SearchFunction, reporter: Reporter) -> New
     ContradictedBound
         A verified plan undercuts a lower bound.
     """
-    question = parse_question(unpack(task.problem))
+    question = parse_question(unpack(claim.problem))
     if isinstance(question, Problem):  # for layers, only the search can tell
         question.require_feasible()
     incumbent = None
-    if task.incumbent is not None:
+    if claim.incumbent is not None:
         try:
-            incumbent = _incumbent(question, unpack(task.incumbent))
+            incumbent = _incumbent(question, unpack(claim.incumbent))
         except ContradictedBound:
             raise
-        except Exception as error:  # the search can start without it, whatever is wrong
-            digest = hashlib.sha256(task.incumbent).hexdigest()
+        except Exception as error:  # after any error, the search can start without it
+            digest = hashlib.sha256(claim.incumbent).hexdigest()
             reporter.refusal = Refusal(digest, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
-    plan = search(question, task.options, reporter.report, reporter.is_stopped, incumbent)
+    plan = search(question, claim.options, reporter.report, reporter.is_stopped, incumbent)
     if not answers(question, plan.problem):
         raise InvalidPlan("the search returned a plan of another problem. This is a bug in zbv.")
     return replace(pack_plan(plan), refusal=reporter.refusal)
@@ -148,8 +112,7 @@ def _incumbent(question: Question, found: Any) -> Orders | Plan:
     Exception
         It cannot be read; the error may be of any kind.
     """
-    # Imported here because loading the solver's kernels takes a second, which only search processes need.
-    from zbv_solver.search.search import make_plan
+    from zbv_solver.search.search import make_plan  # here for the same reason as Progress
     from zbv_solver.verify.verifier import verify_orders
 
     ranks = found if isinstance(found, list) else found["ranks"]
@@ -163,7 +126,7 @@ def _incumbent(question: Question, found: Any) -> Orders | Plan:
     return make_plan(problem, orders, method="resumed")
 
 
-def update_of(progress: ProgressLike, refusal: Refusal | None = None) -> Update:
+def update_of(progress: Progress, refusal: Refusal | None = None) -> Update:
     """A report in the form that is stored; packing the ranks of a large problem takes time."""
     problem = progress.problem
     return Update(

@@ -8,10 +8,9 @@ belongs to the service's pages.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,13 +25,14 @@ from zbv_solver.export.per_rank import (
     memory_bars,
 )
 from zbv_solver.export.report.action_lists import RankLine, action_lists
-from zbv_solver.export.report.canvas import (
-    MEMORY_HEIGHT,
-    OVERVIEW_HEIGHT,
-    GanttCanvas,
-    gantt_canvas,
+from zbv_solver.export.report.figures import (
+    Card,
+    Compared,
+    ScheduleRow,
+    cards_of,
+    facts_of,
+    schedule_rows,
 )
-from zbv_solver.export.report.figures import BaselineLine, Card, baselines_of, cards_of, facts_of
 from zbv_solver.export.report.layers import LayersView, layers_view
 from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import MAX_GLYPHS, timeline_facts
@@ -40,29 +40,28 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, Units
 
 if TYPE_CHECKING:
-    from jinja2 import FileSystemLoader
+    from jinja2 import Environment
 
 __all__ = [
     "CHART_MODULES",
-    "FILTERS",
-    "GLOBALS",
     "MODULES",
     "STATIC",
-    "TEMPLATES",
-    "BaselineLine",
     "Card",
-    "ExportLink",
+    "Compared",
     "GanttCanvas",
     "PageLink",
     "PlanView",
+    "ScheduleRow",
+    "environment",
     "gantt_canvas",
+    "legend_of",
     "plan_view",
+    "schedule_rows",
     "script_json",
-    "template_loader",
 ]
 
 STATIC: Path = Path(__file__).parent / "static"
-TEMPLATES: Path = Path(__file__).parent / "templates"
+_TEMPLATES: Path = Path(__file__).parent / "templates"
 
 MODULES: tuple[str, ...] = (
     "dom.js",
@@ -85,14 +84,11 @@ MODULES: tuple[str, ...] = (
 CHART_MODULES: tuple[str, ...] = MODULES[: MODULES.index("chart.js") + 1]
 """The modules that draw schedules on any page."""
 
-
-@dataclass(frozen=True)
-class ExportLink:
-    """An export format and its address."""
-
-    name: str
-    url: str
-    description: str
+_MEMORY_HEIGHT = 190
+_OVERVIEW_HEIGHT = 52
+_ALL_ROWS, _HIGHEST_ROW, _LOWEST_ROW = 640.0, 34.0, 7.0
+_ROOM_FOR_TITLE, _ROOM_FOR_AXIS, _ROOM_WITHOUT_AXIS = 22, 42, 8
+"""Heights in a chart, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -105,83 +101,129 @@ class PageLink:
 
 
 @dataclass(frozen=True)
+class GanttCanvas:
+    """A canvas that reserves its height in the page; all lengths in pixels.
+
+    Attributes
+    ----------
+    rows
+        Height of the rows of all ranks together.
+    top, bottom
+        Room above the rows for the title, and below them for the time axis.
+    axis
+        The title of the time axis; None for a chart above another one that has the axis.
+    idle
+        The idle share of every rank, shown at the right of its row; separated by spaces.
+    """
+
+    rows: int
+    top: int
+    bottom: int
+    title: str
+    axis: str | None
+    idle: str
+
+    @property
+    def height(self) -> int:
+        """Height of the whole canvas."""
+        return self.top + self.rows + self.bottom
+
+
+@dataclass(frozen=True)
 class PlanView:
     """The content of a plan's page.
 
     Attributes
     ----------
+    legend
+        Letter and name of every kind of action in the plan.
+    shades
+        The meaning of dark and light; empty with a single chunk.
+    timeline
+        JSON for the script; see :func:`~zbv_solver.export.timeline_data.timeline_facts`.
+    layers
+        The cut of the model; None if the problem gives stages.
     exports, links, json_url
         Set on a page of the service.
-    shades
-        What dark and light mean; empty with a single chunk.
-    timeline
-        What the script knows about the schedule, as JSON; see
-        :func:`~zbv_solver.export.timeline_data.timeline_facts`.
-    layers
-        Where the model is cut; None if the problem gives stages.
-    actions_url
-        Where the script gets :func:`~zbv_solver.export.timeline_data.timeline_bytes`.
-    data
-        The same in the page itself, as Base64.
+    actions_url, data
+        The address of :func:`~zbv_solver.export.timeline_data.timeline_bytes`, or the bytes in Base64.
     """
 
     plan_id: str
     title: str
     subtitle: str
     cards: tuple[Card, ...]
-    legend: tuple[tuple[str, str, str], ...]
+    legend: tuple[tuple[str, str], ...]
     shades: str
     per_rank: tuple[RankBars, ...]
     canvas: GanttCanvas
     has_bars: bool
     has_memory: bool
     example: str
-    baselines: tuple[BaselineLine, ...]
+    baselines: tuple[ScheduleRow, ...]
     objective: str
     time_unit: str
     ranks: tuple[RankLine, ...]
     facts: tuple[tuple[str, str], ...]
     timeline: Markup
     layers: LayersView | None = None
-    exports: tuple[ExportLink, ...] = ()
+    exports: tuple[PageLink, ...] = ()
     links: tuple[PageLink, ...] = ()
     json_url: str | None = None
     actions_url: str | None = None
     data: str | None = None
 
 
-def template_loader() -> FileSystemLoader:
-    """Loads ``plan_body.html.j2`` and the templates that it includes."""
-    from jinja2 import FileSystemLoader
+def environment(*directories: Path) -> Environment:
+    """Jinja2 with the templates of these directories and those of a plan's page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    return FileSystemLoader(TEMPLATES)
+    found = Environment(
+        loader=FileSystemLoader([*directories, _TEMPLATES]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals.update(
+        memory_height=_MEMORY_HEIGHT,
+        overview_height=_OVERVIEW_HEIGHT,
+        plan_modules=MODULES,
+        chart_modules=CHART_MODULES,
+    )
+    found.filters.update(
+        time=lambda value, unit: quantities.time(value, Units(time=unit)), percent=quantities.percent
+    )
+    return found
 
 
 def plan_view(plan: Plan) -> PlanView:
     """The content of a plan's page, without links and without the actions that its script draws."""
-    problem, orders = plan.problem, plan.orders
+    problem, orders, metrics = plan.problem, plan.orders, plan.metrics
     has_memory = accounts_for_memory(problem)
-    letters = np.unique(plan.orders.letter).tolist()
+    unit = quantities.time_unit(problem.units)
     return PlanView(
         plan_id=plan.plan_id,
-        title=f"{problem.pp_degree} {_plural('rank', problem.pp_degree)} × "
-        f"{problem.microbatches} {_plural('microbatch', problem.microbatches)}",
+        title=f"{quantities.counted(problem.pp_degree, 'rank')} × "
+        f"{quantities.counted(problem.microbatches, 'microbatch')}",
         subtitle=_subtitle(plan),
         cards=tuple(cards_of(plan)),
-        legend=tuple((LETTERS[code], palette.NAMES[LETTERS[code]], LETTERS[code]) for code in letters),
+        legend=legend_of(np.unique(orders.letter).tolist()),
         shades=_shades(problem.placement.chunks),
         per_rank=(idle_bars(plan), *([memory_bars(plan)] if has_memory else [])),
-        canvas=gantt_canvas(
-            problem.pp_degree,
-            axis=quantities.titled("time", quantities.time_unit(problem.units)),
-            idle=idle_shares(plan),
-        ),
+        canvas=gantt_canvas(problem.pp_degree, axis=quantities.titled("time", unit), idle=idle_shares(plan)),
         has_bars=len(orders) <= MAX_GLYPHS,
         has_memory=has_memory,
         example=orders.text_at(len(orders) // 2),
-        baselines=baselines_of(plan),
+        baselines=schedule_rows(
+            plan,
+            [
+                Compared("this plan", metrics, problem.units, fits=True),
+                *(Compared(each.name, each, problem.units, each.fits) for each in plan.baselines),
+            ],
+        ),
         objective=problem.objective,
-        time_unit=quantities.time_unit(problem.units),
+        time_unit=unit,
         ranks=tuple(action_lists(plan)),
         facts=tuple(facts_of(plan)),
         timeline=script_json(timeline_facts(timeline(plan), problem)),
@@ -189,14 +231,37 @@ def plan_view(plan: Plan) -> PlanView:
     )
 
 
+def gantt_canvas(
+    ranks: int,
+    *,
+    title: str = "",
+    axis: str | None = None,
+    idle: Sequence[float] = (),
+    rows: float = _ALL_ROWS,
+) -> GanttCanvas:
+    """The canvas for a number of ranks; all rows together take about ``rows`` pixels.
+
+    Few ranks take less, so that rows are not too high; many take more, so that a pointer can hit each.
+    """
+    return GanttCanvas(
+        rows=round(min(_HIGHEST_ROW, max(_LOWEST_ROW, rows / ranks)) * ranks),
+        top=_ROOM_FOR_TITLE,
+        bottom=_ROOM_WITHOUT_AXIS if axis is None else _ROOM_FOR_AXIS,
+        title=title,
+        axis=axis,
+        idle=" ".join(quantities.percent(share, 1) for share in idle),
+    )
+
+
+def legend_of(codes: Iterable[int]) -> tuple[tuple[str, str], ...]:
+    """Letters and their names."""
+    return tuple((LETTERS[code], palette.NAMES[LETTERS[code]]) for code in codes)
+
+
 def script_json(value: Any) -> Markup:
     """JSON for a ``<script type="application/json">``: nothing in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}es" if word.endswith("ch") else f"{word}s"
 
 
 def _shades(chunks: int) -> str:
@@ -211,17 +276,3 @@ def _subtitle(plan: Plan) -> str:
         f"{placement[plan.problem.placement.kind]}, {plan.problem.n_stages} stages, "
         f"{quantities.figure(len(plan.orders), 12)} actions, optimised for {plan.problem.objective}"
     )
-
-
-FILTERS: Mapping[str, Callable[..., str]] = MappingProxyType(
-    {
-        "time": lambda value, unit: quantities.time(value, Units(time=unit)),
-        "percent": quantities.percent,
-    }
-)
-"""Jinja2 filters of the templates."""
-
-GLOBALS: Mapping[str, int] = MappingProxyType(
-    {"memory_height": MEMORY_HEIGHT, "overview_height": OVERVIEW_HEIGHT}
-)
-"""Values that the templates need."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from zbv_solver.export import quantities
 from zbv_solver.export.per_rank import accounts_for_memory
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Baseline, Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import Units, objective_value
 
 SMALLEST_GAP = 1e-4
 """Smaller gaps show as "less than" this one."""
@@ -28,18 +27,42 @@ class Card:
 
 
 @dataclass(frozen=True)
-class BaselineLine:
-    """A row of the table of schedules; ``share`` is its objective relative to the largest, from 0 to 1."""
+class ScheduleRow:
+    """A row of a table that compares schedules with a plan.
+
+    Attributes
+    ----------
+    fits
+        Whether it fits the plan's memory limit; None if the memory units differ.
+    relative
+        Its objective relative to the plan's, in percent; empty for the plan itself.
+    share
+        Its objective relative to the largest in the table, from 0 to 1.
+    url
+        The address of its page.
+    """
 
     name: str
     span: str
     makespan: str
     bubble: str
     peak: str
-    fits: bool
+    fits: bool | None
     relative: str
     share: float
-    is_plan: bool = False
+    is_plan: bool
+    url: str | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A schedule to compare with a plan; the attributes are those of :class:`ScheduleRow`."""
+
+    name: str
+    metrics: Metrics | Baseline
+    units: Units
+    fits: bool | None
+    url: str | None = None
 
 
 def cards_of(plan: Plan) -> list[Card]:
@@ -60,70 +83,58 @@ def cards_of(plan: Plan) -> list[Card]:
             "good" if optimal else "",
         ),
     ]
-    peak = max(metrics.peak_memory, default=0.0)
+    peak = quantities.memory(max(metrics.peak_memory, default=0.0), units)
     if limits is not None:
         use = max(map(_use, metrics.peak_memory, limits), default=0.0)
-        note = f"{quantities.percent(use, 0)} of the limit"
-        cards.append(
-            Card(
-                "Peak memory",
-                quantities.memory(peak, units),
-                note,
-                "bad" if use > 1 + MEMORY_TOLERANCE else "",
-            )
-        )
+        tone = "bad" if use > 1 + MEMORY_TOLERANCE else ""
+        cards.append(Card("Peak memory", peak, f"{quantities.percent(use, 0)} of the limit", tone))
     elif accounts_for_memory(problem):
-        cards.append(Card("Peak memory", quantities.memory(peak, units), "no limit"))
+        cards.append(Card("Peak memory", peak, "no limit"))
     else:
         cards.append(Card("Peak memory", "–", "the problem has no memory costs"))
     return cards
 
 
-def baselines_of(plan: Plan) -> tuple[BaselineLine, ...]:
-    """The plan and its baselines."""
-    metrics, units, objective = plan.metrics, plan.problem.units, plan.problem.objective
-    values = [plan.objective, *(getattr(baseline, objective) for baseline in plan.baselines)]
-    largest = max(values) or 1.0
-    has_memory = accounts_for_memory(plan.problem)
-
-    def row(name: str, source: Any, *, fits: bool, is_plan: bool = False) -> BaselineLine:
-        value: float = getattr(source, objective)
-        return BaselineLine(
-            name=name,
-            span=quantities.figure(source.span),
-            makespan=quantities.figure(source.makespan),
-            bubble=quantities.percent(source.bubble_rate),
-            peak=quantities.memory(max(source.peak_memory, default=0.0), units) if has_memory else "–",
-            fits=fits,
-            relative="" if is_plan else quantities.relative(value, plan.objective),
-            share=value / largest,
-            is_plan=is_plan,
+def schedule_rows(plan: Plan, schedules: Sequence[Compared]) -> tuple[ScheduleRow, ...]:
+    """Schedules as rows of a table; the first one is the plan itself."""
+    objective, own = plan.problem.objective, schedules[0]
+    largest = max(objective_value(objective, each.metrics) for each in schedules) or 1.0
+    rows = []
+    for each in schedules:
+        metrics, value = each.metrics, objective_value(objective, each.metrics)
+        peak = max(metrics.peak_memory, default=0.0)
+        rows.append(
+            ScheduleRow(
+                name=each.name,
+                span=quantities.figure(metrics.span),
+                makespan=quantities.figure(metrics.makespan),
+                bubble=quantities.percent(metrics.bubble_rate),
+                peak=quantities.memory(peak, each.units) if peak else "–",
+                fits=each.fits,
+                relative="" if each is own else quantities.relative(value, plan.objective),
+                share=value / largest,
+                is_plan=each is own,
+                url=each.url,
+            )
         )
-
-    return (
-        row("this plan", metrics, fits=True, is_plan=True),
-        *(row(baseline.name, baseline, fits=baseline.fits) for baseline in plan.baselines),
-    )
+    return tuple(rows)
 
 
 def facts_of(plan: Plan) -> list[tuple[str, str]]:
     """The problem's costs and limit, and the plan's origin, as terms and values; the longest come last."""
-    costs, provenance = plan.problem.costs, plan.provenance
-    unit = quantities.time_unit(plan.problem.units)
-    facts = [
-        ("Forward F", _spread(costs.forward, unit)),
-        ("Backward, input I", _spread(costs.backward_input, unit)),
-        ("Backward, weight W", _spread(costs.backward_weight, unit)),
+    costs, units, provenance = plan.problem.costs, plan.problem.units, plan.provenance
+    return [
+        ("Forward F", quantities.times(costs.forward, units)),
+        ("Backward, input I", quantities.times(costs.backward_input, units)),
+        ("Backward, weight W", quantities.times(costs.backward_weight, units)),
+        *([("Full backward B", quantities.times(costs.backward, units))] if costs.backward else []),
+        ("Transfer", quantities.times(costs.p2p, units)),
+        ("Memory limit", quantities.memories(plan.problem.memory.limit, units)),
+        ("Version", provenance.version),
+        ("Seed", str(provenance.seed)),
+        ("Search time", f"{provenance.seconds:.2f} s"),
+        ("Found by", provenance.method),
     ]
-    if costs.backward is not None:
-        facts.append(("Full backward B", _spread(costs.backward, unit)))
-    facts.append(("Transfer", _spread(costs.p2p, unit)))
-    facts.append(("Memory limit", _limit(plan.problem)))
-    facts.append(("Version", provenance.version))
-    facts.append(("Seed", str(provenance.seed)))
-    facts.append(("Search time", f"{provenance.seconds:.2f} s"))
-    facts.append(("Found by", provenance.method))
-    return facts
 
 
 def _use(peak: float, limit: float) -> float:
@@ -135,18 +146,3 @@ def _use(peak: float, limit: float) -> float:
 def _gap(gap: float) -> str:
     """The gap of a plan without a proof of optimality; never shown as 0."""
     return quantities.percent(gap) if gap >= SMALLEST_GAP else f"< {quantities.percent(SMALLEST_GAP)}"
-
-
-def _limit(problem: Problem) -> str:
-    if problem.memory.limit is None:
-        return "none"
-    low, high = min(problem.memory.limit), max(problem.memory.limit)
-    text = quantities.memory(low, problem.units)
-    return text if low == high else f"{text} to {quantities.memory(high, problem.units)}"
-
-
-def _spread(values: Sequence[float], unit: str) -> str:
-    if not values:
-        return "none"
-    low, high = quantities.figure(min(values)), quantities.figure(max(values))
-    return " ".join(filter(None, [low if low == high else f"{low} to {high}", unit]))

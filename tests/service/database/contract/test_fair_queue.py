@@ -1,4 +1,4 @@
-"""The queue serves tokens in rotation, whoever came first with how much, on several services at once."""
+"""The queue serves tokens in rotation, also with several services."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_tokens_are_served_in_rotation_and_their_searches_in_order(table: 
     assert order == ["f0", "o0", "n0", "f1", "o1", "f2", "f3", "f4", "f5", None]
 
 
-async def test_whoever_comes_later_waits_for_one_round_and_not_for_all_before(table: SearchTable) -> None:
+async def test_a_new_token_waits_for_one_round_only(table: SearchTable) -> None:
     await queue(table, "flood", *(f"f{index}" for index in range(30)))
     for _ in range(10):
         claim = await table.claim("me", 60)
@@ -57,7 +57,7 @@ async def test_whoever_comes_later_waits_for_one_round_and_not_for_all_before(ta
     assert [await claimed(table) for _ in range(6)] == ["f10", "l0", "f11", "l1", "f12", "l2"]
 
 
-async def test_a_token_that_asks_for_one_at_a_time_is_served_as_often_as_one_that_floods(
+async def test_a_token_with_one_search_at_a_time_is_served_as_often_as_one_with_many(
     table: SearchTable,
 ) -> None:
     await queue(table, "flood", *(f"f{index}" for index in range(20)))
@@ -81,25 +81,25 @@ async def test_a_search_that_is_queued_again_keeps_its_turn(table: SearchTable) 
     assert [await claimed(table) for _ in range(4)] == ["a0", "b0", "a1", "b1"]
 
 
-async def test_a_token_with_its_share_running_waits_while_others_wait(table: SearchTable) -> None:
+async def test_a_token_with_its_share_running_waits_while_other_tokens_wait(table: SearchTable) -> None:
     await queue(table, "busy", "b0", "b1", "b2", "b3")
     assert [await claimed(table, share=2) for _ in range(3)] == ["b0", "b1", "b2"], "nobody else waits"
     await queue(table, "late", "l0", "l1", "l2")
     await queue(table, None, "n0")
     assert [await claimed(table, share=2) for _ in range(3)] == ["l0", "n0", "l1"]
-    # Now everybody has a share, or has nothing queued: a free place is not left empty for that.
+    # Now every token has its share or nothing queued. A free slot is used all the same.
     assert await claimed(table, share=2) == "b3"
     assert await claimed(table, share=2) == "l2"
     assert await claimed(table, share=2) is None
 
 
-async def test_whoever_has_no_name_has_a_share_too(table: SearchTable) -> None:
+async def test_anonymous_callers_share_one_turn(table: SearchTable) -> None:
     await queue(table, None, "n0", "n1")
     await queue(table, "named", "a0")
     assert [await claimed(table, share=1) for _ in range(3)] == ["n0", "a0", "n1"]
 
 
-async def test_a_cancelled_search_only_waits_for_cancelled_ones(table: SearchTable) -> None:
+async def test_a_cancelled_search_waits_only_for_other_cancelled_searches(table: SearchTable) -> None:
     await queue(table, "a", "a0")
     first = await table.claim("me", 60)
     assert first is not None
@@ -110,7 +110,7 @@ async def test_a_cancelled_search_only_waits_for_cancelled_ones(table: SearchTab
     assert await claimed(table, cancelled_only=True) is None
 
 
-async def test_services_on_one_database_share_the_rotation(any_database_url: str) -> None:
+async def test_services_on_one_database_share_the_rotation_of_tokens(any_database_url: str) -> None:
     async with AsyncExitStack() as stack:
         opened = [Database(any_database_url) for _ in range(3)]
         for each in opened:
@@ -124,5 +124,5 @@ async def test_services_on_one_database_share_the_rotation(any_database_url: str
             found += [claim.id for claim in claims if claim is not None]
         assert len(found) == len(set(found)) == 21
         served = Counter(name[0] for name in found[:20])
-        # Two that look at the same moment may take the same turn's searches in either order.
+        # Two claims at the same time may take the searches of one turn in either order.
         assert abs(served["f"] - served["o"]) <= 2

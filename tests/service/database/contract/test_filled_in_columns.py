@@ -1,4 +1,4 @@
-"""What version 5 fills in for searches and plans that were there before it."""
+"""The columns that version 5 fills in for earlier searches and plans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _searches() -> str:
     return f"INSERT INTO searches ({columns}) VALUES {', '.join(rows)}"
 
 
-async def test_searches_and_plans_of_before_are_found_and_followed_like_others(
+async def test_rows_of_earlier_versions_are_found_and_followed_like_new_ones(
     empty_database_url: str,
 ) -> None:
     url = async_url(empty_database_url)

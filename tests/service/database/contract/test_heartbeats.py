@@ -1,4 +1,4 @@
-"""Heartbeats in every kind of database: what they cost, what agents get to hear, and who is lost when."""
+"""Heartbeats on every kind of database: their cost, their answers, and the loss of silent agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy import update
 from support.stored import an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.run_models import AgentRow, ListenerRow
-from zbv_service.records.runs import Beat, BeatAnswer, NodeReport, RunOrders
+from zbv_service.records.runs import AgentFilter, Beat, BeatAnswer, NodeReport, RunOrders
 from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
@@ -48,22 +48,22 @@ async def test_a_heartbeat_costs_the_same_in_a_run_of_any_size(database: Databas
         agents = await begin(database, f"run-{nodes}", nodes)
         await table.store([in_step(agent, f"run-{nodes}") for agent in agents])
         assert await state_of(database, f"run-{nodes}") == "running"
-        with counting(database) as counts:
+        with counting() as counts:
             await table.store([in_step(agents[1], f"run-{nodes}", 2)])
         costs.append(counts)
     assert costs[0] == costs[1]
     assert costs[0].nodes == 0
 
 
-async def test_work_and_the_end_of_a_node_read_one_node_and_the_last_end_reads_all(
+async def test_the_work_and_the_end_of_a_node_read_one_node_and_the_last_end_reads_all(
     database: Database,
 ) -> None:
     agents, runs = await begin(database, "run", 12), RunTable(database)
-    with counting(database) as counts:
+    with counting() as counts:
         work = await runs.work_of(agents[5])
     assert work is not None
     assert (work.node.node_rank, counts.nodes) == (5, 1)
-    with counting(database) as counts:
+    with counting() as counts:
         for agent in agents[:-1]:
             await runs.ended(agent, NodeReport("run", 0, "succeeded", []))
     assert counts.nodes == 11
@@ -72,7 +72,9 @@ async def test_work_and_the_end_of_a_node_read_one_node_and_the_last_end_reads_a
     assert await state_of(database, "run") == "succeeded"
 
 
-async def test_agents_hear_what_their_run_wants_and_whether_they_are_known(database: Database) -> None:
+async def test_the_answer_to_a_heartbeat_has_the_state_of_the_agent_and_the_orders_of_its_run(
+    database: Database,
+) -> None:
     first, second = await begin(database, "run", 2)
     table, runs, agents = HeartbeatTable(database), RunTable(database), AgentTable(database)
     await agents.add(an_agent("idle"))
@@ -93,7 +95,7 @@ async def test_agents_hear_what_their_run_wants_and_whether_they_are_known(datab
     assert [found.state for found in await table.store([Beat("idle"), Beat(first)])] == ["left", "live"]
 
 
-async def test_first_steps_that_many_services_hear_at_once_start_a_run_once(any_database_url: str) -> None:
+async def test_first_steps_reported_to_many_services_at_once_start_a_run_once(any_database_url: str) -> None:
     databases = [Database(any_database_url) for _ in range(3)]
     agents = await begin(databases[0], "run", 12)
     tables = [HeartbeatTable(database) for database in databases]
@@ -109,7 +111,7 @@ async def test_first_steps_that_many_services_hear_at_once_start_a_run_once(any_
         await database.close()
 
 
-async def test_heartbeats_and_ends_at_the_same_time_bring_no_node_back(any_database_url: str) -> None:
+async def test_a_heartbeat_during_the_end_of_a_node_does_not_revive_it(any_database_url: str) -> None:
     databases = [Database(any_database_url) for _ in range(2)]
     agents = await begin(databases[0], "run", 8)
     table, runs = HeartbeatTable(databases[0]), RunTable(databases[1])
@@ -127,13 +129,13 @@ async def test_heartbeats_and_ends_at_the_same_time_bring_no_node_back(any_datab
         await database.close()
 
 
-async def test_heartbeats_that_come_together_are_written_together(database: Database) -> None:
+async def test_simultaneous_heartbeats_are_written_together(database: Database) -> None:
     agents = await begin(database, "run", 6)
     heartbeats = Heartbeats(HeartbeatTable(database))
-    with counting(database) as alone:
+    with counting() as alone:
         assert (await heartbeats.store(in_step(agents[0], "run"))).orders == GO_ON
-    with counting(database) as together:
-        # One agent says two things at once, and each of them is answered.
+    with counting() as together:
+        # One agent sends two heartbeats at once, and gets two answers.
         both = (in_step(agents[1], "run"), Beat(agents[1]))
         answers = await asyncio.gather(
             *map(heartbeats.store, [*both, *(Beat(agent) for agent in agents[2:])])
@@ -147,7 +149,7 @@ async def test_heartbeats_that_come_together_are_written_together(database: Data
 
 
 class Bell:
-    """A dispatcher, as far as those who wait for work know it."""
+    """The part of a dispatcher that waiting agents use."""
 
     def __init__(self) -> None:
         self.assigned = asyncio.Event()
@@ -158,7 +160,7 @@ class Bell:
         rung.set()
 
 
-async def test_agents_that_wait_for_work_share_one_look(database: Database) -> None:
+async def test_agents_that_wait_for_work_share_one_query(database: Database) -> None:
     agents, bell = AgentTable(database), Bell()
     runs = RunTable(database)
     names = [f"idle-{index}" for index in range(20)]
@@ -167,7 +169,7 @@ async def test_agents_that_wait_for_work_share_one_look(database: Database) -> N
     assignments = Assignments(runs, cast("Dispatcher", bell))
     with ExitStack() as waits:
         events = {name: waits.enter_context(assignments.expected(name)) for name in names}
-        with counting(database) as counts:
+        with counting() as counts:
             for _ in range(4):
                 bell.ring()
                 await asyncio.sleep(0.1)
@@ -183,7 +185,7 @@ async def test_agents_that_wait_for_work_share_one_look(database: Database) -> N
 
 
 async def age(database: Database, seconds: float) -> None:
-    """Let time pass for what is known of agents and services."""
+    """Move the recorded times of agents and services into the past."""
     past = datetime.now(UTC) - timedelta(seconds=seconds)
     async with database.writing() as session:
         await session.execute(update(AgentRow).values(seen_at=past))
@@ -200,18 +202,18 @@ async def test_the_silence_of_an_agent_counts_only_while_every_service_listens(d
 
     assert not await look("one")
     await age(database, 70)
-    assert not await look("two")  # which has begun just now
-    assert not await look("one")  # and the other judges as it does
+    assert not await look("two")  # it has just begun
+    assert not await look("one")  # and reaches the same decision
     await age(database, 70)
     assert not await look("one", paused=True)
     assert not await look("two")
     await age(database, 70)
     await agents.add(an_agent("talks"))
     assert await look("two")
-    assert [record.id for record in await agents.newest(9)] == ["talks"]
+    assert [record.id for record in (await agents.page(AgentFilter(), 9)).items] == ["talks"]
 
 
-async def test_a_service_that_is_stopped_holds_up_losses_until_its_agents_could_turn_elsewhere(
+async def test_a_stopped_service_delays_losses_until_its_agents_could_reach_another_one(
     database: Database,
 ) -> None:
     listeners = ListenerTable(database)
@@ -224,12 +226,12 @@ async def test_a_service_that_is_stopped_holds_up_losses_until_its_agents_could_
             stopped = update(ListenerRow).where(ListenerRow.id == "stopped")
             await session.execute(stopped.values(looked_at=past))
         assert (await listeners.look("alive", SILENCE, paused=False) is not None) == may_judge
-    # Back again, it has heartbeats to read first, whatever the other one thinks.
+    # It returns, and must read the waiting heartbeats first; the other service waits for this, too.
     assert await listeners.look("stopped", SILENCE, paused=False) is None
     assert await listeners.look("alive", SILENCE, paused=False) is None
 
 
-async def test_a_service_whose_loop_was_late_loses_nobody(database: Database) -> None:
+async def test_a_service_with_a_late_event_loop_loses_no_agent(database: Database) -> None:
     agents, now = AgentTable(database), 0.0
     await agents.add(an_agent("quiet"))
     watch = AgentWatch(agents, ListenerTable(database), 60, clock=lambda: now)

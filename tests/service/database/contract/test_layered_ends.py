@@ -1,4 +1,4 @@
-"""The end of a search of layers in every kind of database: its bound is of every cut, its plan's of one."""
+"""The end of a search of layers: its bound holds for all cuts, the bound of its plan for one cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from zbv_service.records.searches import NewPlan, NewSearch, PlanSummary
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_bound_of_every_cut_is_the_searchs_and_not_the_plans(any_database_url: str) -> None:
+async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan(
+    any_database_url: str,
+) -> None:
     database = Database(any_database_url)
     table, now = SearchTable(database), datetime.now(UTC)
     summary = {"pp_degree": 2, "microbatches": 4, "placement": "auto", "objective": "span", "layers": 8}

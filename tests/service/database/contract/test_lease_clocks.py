@@ -1,4 +1,4 @@
-"""Leases hold whatever the wall clocks of services say: there is one clock, the database's."""
+"""Leases depend on the database's clock only, not on the clocks of services."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from support.clocks import clock_off_by
 from support.stored import a_plan, a_search
 from zbv_service.database import Database, SearchTable
 from zbv_service.database.tally import tally
+from zbv_service.records.searches import SearchFilter
 
 pytestmark = pytest.mark.anyio
 
@@ -24,17 +25,17 @@ async def database(any_database_url: str) -> AsyncIterator[Database]:
     await opened.close()
 
 
-async def test_the_database_tells_the_time(database: Database) -> None:
+async def test_the_database_has_the_clock(database: Database) -> None:
     for hours in (-1, 0, 1):
         with clock_off_by(hours):
             async with database.reading() as session:
-                told = await database.now(session)
-        assert told.tzinfo is UTC
-        assert abs(told - datetime.now(UTC)) < MINUTE
+                now = await database.now(session)
+        assert now.tzinfo is UTC
+        assert abs(now - datetime.now(UTC)) < MINUTE
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-async def test_a_service_whose_clock_is_wrong_takes_no_search_away(database: Database, hours: float) -> None:
+async def test_a_service_with_a_wrong_clock_requeues_no_search(database: Database, hours: float) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"))
     assert await table.claim("right", 60) is not None
@@ -43,7 +44,7 @@ async def test_a_service_whose_clock_is_wrong_takes_no_search_away(database: Dat
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-async def test_the_searches_of_a_service_whose_clock_is_wrong_stay_its_own_as_long_as_others(
+async def test_a_service_with_a_wrong_clock_keeps_its_searches_for_the_usual_time(
     database: Database, hours: float
 ) -> None:
     table = SearchTable(database)
@@ -62,9 +63,7 @@ async def test_the_searches_of_a_service_whose_clock_is_wrong_stay_its_own_as_lo
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-async def test_what_a_service_whose_clock_is_wrong_stores_has_the_right_times(
-    database: Database, hours: float
-) -> None:
+async def test_a_service_with_a_wrong_clock_stores_right_times(database: Database, hours: float) -> None:
     table = SearchTable(database)
     await table.add(a_search("before"))
     with clock_off_by(hours):
@@ -84,21 +83,21 @@ async def test_what_a_service_whose_clock_is_wrong_stores_has_the_right_times(
     assert abs(cancelled.finished_at - datetime.now(UTC)) < MINUTE
 
 
-async def test_searches_of_one_moment_are_listed_in_the_order_in_which_they_came(
+async def test_searches_created_at_the_same_time_are_listed_in_order_of_submission(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite's clock counts milliseconds."""
     noon = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
-    async def told(_database: Database, _session: object) -> datetime:
+    async def now(_database: Database, _session: object) -> datetime:
         return noon
 
-    monkeypatch.setattr(Database, "now", told)
+    monkeypatch.setattr(Database, "now", now)
     table, names = SearchTable(database), list("zmaqkfyb")
     for name in names:
         await table.add(a_search(name, created_at=None))
-    assert [record.id for record in await table.newest(9)] == names[::-1]
-    # A clock that was set back sorts later ones before; it does not drag their times along.
+    assert [record.id for record in (await table.page(SearchFilter(), 9)).items] == names[::-1]
+    # After the clock was set back, later searches sort earlier; their times are not changed.
     noon -= timedelta(hours=1)
     await table.add(a_search("back", created_at=None))
     back = await table.get("back")

@@ -1,4 +1,4 @@
-"""Looks that ask for several things at once, in every kind of database."""
+"""Queries for several rows at once, on every kind of database."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ async def test_the_searches_of_several_requests_are_found(any_database_url: str)
     table = SearchTable(database)
     for name in ("1", "2", "3"):
         await table.add(a_search(name, f"key-{name}"))
-    await table.request_cancel("3")  # gives its key up
+    await table.request_cancel("3")  # releases its key
     found = await table.of_requests(["key-1", "key-2", "key-3", "key-4"])
     assert {key: record.id for key, record in found.items()} == {"key-1": "1", "key-2": "2"}
     await database.close()
 
 
-async def test_what_there_is_of_a_run_is_listed_without_reading_it(any_database_url: str) -> None:
+async def test_the_artifacts_of_a_run_are_listed_without_their_content(any_database_url: str) -> None:
     database = Database(any_database_url)
     await PlanTable(database).add(a_plan("f" * 64))
     model = {"factory": "a.b:c", "arguments": {}, "seed": 0}

@@ -1,4 +1,4 @@
-"""Requests that carry an Idempotency-Key, and searches that are discarded, in every kind of database."""
+"""Requests with an Idempotency-Key, and discarded searches, on every kind of database."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def names(database: Database) -> int:
         return await session.scalar(select(func.count()).select_from(IdempotencyRow)) or 0
 
 
-async def test_a_name_leads_to_its_search_even_when_that_is_cancelled(database: Database) -> None:
+async def test_a_key_returns_its_search_even_after_a_cancellation(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a", "key"), named())
     await table.request_cancel("a")
@@ -50,7 +50,7 @@ async def test_a_name_leads_to_its_search_even_when_that_is_cancelled(database: 
     assert (other.id, is_new) == ("c", True)
 
 
-async def test_a_name_of_another_body_is_refused_and_stores_nothing(database: Database) -> None:
+async def test_a_key_of_another_body_is_refused_and_stores_nothing(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"), named())
     with pytest.raises(KeyReused):
@@ -58,7 +58,7 @@ async def test_a_name_of_another_body_is_refused_and_stores_nothing(database: Da
     assert await table.get("b") is None
 
 
-async def test_a_shared_search_is_remembered_under_both_names(database: Database) -> None:
+async def test_a_shared_search_is_stored_under_both_keys(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a", "key"), named("one"))
     shared, is_new = await table.add(a_search("b", "key"), named("two"))
@@ -67,7 +67,7 @@ async def test_a_shared_search_is_remembered_under_both_names(database: Database
     assert (await table.add(a_search("c", "key"), named("two")))[0].id == "a"
 
 
-async def test_a_name_outlives_a_search_that_is_discarded(database: Database) -> None:
+async def test_a_key_outlives_a_discarded_search(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"), named())
     assert await table.discard("a")
@@ -75,7 +75,7 @@ async def test_a_name_outlives_a_search_that_is_discarded(database: Database) ->
         await table.add(a_search("b"), named())
 
 
-async def test_names_expire_and_can_be_given_again(database: Database) -> None:
+async def test_keys_expire_and_can_be_used_again(database: Database) -> None:
     table = SearchTable(database)
     for index in range(3):
         await table.add(a_search(f"old{index}"), named(f"old{index}", seconds=-1))
@@ -84,12 +84,12 @@ async def test_names_expire_and_can_be_given_again(database: Database) -> None:
     assert await names(database) == 3
 
 
-async def test_many_requests_of_one_name_at_once_are_one_search(
+async def test_many_simultaneous_requests_with_one_key_are_one_search(
     database: Database, any_database_url: str
 ) -> None:
     second = Database(any_database_url)
     tables = [SearchTable(database), SearchTable(second)]
-    # Of different keys, so that nothing but the name makes them one.
+    # With different request keys, so that only the Idempotency-Key makes them one search.
     found = await asyncio.gather(
         *(tables[index % 2].add(a_search(f"s{index}"), named()) for index in range(20))
     )
@@ -98,7 +98,7 @@ async def test_many_requests_of_one_name_at_once_are_one_search(
     await second.close()
 
 
-async def test_discarding_forgets_everything_but_the_plan(database: Database) -> None:
+async def test_discarding_removes_everything_except_the_plan(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a", "key"))
     claim = await table.claim("me", 60)
@@ -112,7 +112,7 @@ async def test_discarding_forgets_everything_but_the_plan(database: Database) ->
     assert (await table.add(a_search("b", "key")))[1]
 
 
-async def test_a_discarded_search_takes_nothing_from_who_still_runs_it(database: Database) -> None:
+async def test_writes_to_a_discarded_search_are_ignored(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
@@ -121,11 +121,11 @@ async def test_a_discarded_search_takes_nothing_from_who_still_runs_it(database:
     assert await table.renew("me", {"a": claim.fence}, 60) == set()
     assert not await table.finished("a", claim.fence, a_plan("p"))
     assert await PlanTable(database).document("p") is None
-    assert not await table.crashed("a", claim.fence, None, 1, {})
+    assert not await table.retry("a", claim.fence, None, "process-died", 1, {})
     assert not await table.release("a", claim.fence, None)
 
 
-async def test_who_asked_is_stored(database: Database) -> None:
+async def test_the_caller_is_stored(database: Database) -> None:
     table = SearchTable(database)
     record, _ = await table.add(replace(a_search("a"), created_by="ci"), named())
     assert record.created_by == "ci"

@@ -1,4 +1,4 @@
-"""What is old is removed in every kind of database; what is recent, unfinished or referred to stays."""
+"""Old rows are removed on every kind of database; recent, unfinished and referenced rows stay."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from zbv_service.database import (
     SearchEventTable,
     SearchTable,
 )
-from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow, SearchRow
+from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.sweeper import Sweeper
-from zbv_service.database.token_models import TokenRow
 from zbv_service.records.runs import NewRun
-from zbv_service.records.searches import NamedRequest, SearchState
+from zbv_service.records.searches import NamedRequest, SearchFilter, SearchState
 
 pytestmark = pytest.mark.anyio
 
@@ -67,7 +66,7 @@ def without(before: Stored, gone: Mapping[str, set[str]]) -> Stored:
 
 
 async def ended(database: Database, name: str, state: SearchState, plan_id: str | None = None) -> None:
-    """A search that is begun and ends now."""
+    """A search that was started and ends now."""
     table = SearchTable(database)
     await table.add(a_search(name, created_at=None))
     claim = await table.claim("me", 60)
@@ -125,7 +124,7 @@ def a_token(now: datetime, name: str, kind: str = "token", **more: Any) -> Token
 
 
 async def fill(database: Database, of: str) -> None:
-    """One of everything that can be stored; names begin with ``of``."""
+    """One row of every kind; names begin with ``of``."""
     async with database.reading() as session:
         now = await database.now(session)
     table, plans = SearchTable(database), PlanTable(database)
@@ -190,7 +189,7 @@ async def fill(database: Database, of: str) -> None:
 
 
 AFTER: list[tuple[float, dict[str, set[str]]]] = [
-    # Days after what is old was stored, and what the sweep of that day removes of it.
+    # Days since the old rows were stored, and the rows that the sweep of this day removes.
     (4.9, {"keys": {"old-key"}}),
     (5.1, {"agents": {"old-left", "old-lost"}}),
     (
@@ -221,7 +220,7 @@ AFTER: list[tuple[float, dict[str, set[str]]]] = [
 ]
 
 
-async def test_everything_that_grows_goes_in_its_time_and_nothing_else(database: Database) -> None:
+async def test_a_sweep_removes_old_rows_of_every_kind_and_no_others(database: Database) -> None:
     retention = Retention(database)
     await fill(database, "old")
     expected = await stored(database)
@@ -240,7 +239,7 @@ async def test_everything_that_grows_goes_in_its_time_and_nothing_else(database:
         await fill(database, "new")
         before = await stored(database)
         await retention.sweep(KEEP)
-        # Of what is old only what is unfinished, or referred to by that, is left.
+        # Of the old rows only the unfinished ones and those that they refer to are left.
         assert await stored(database) == before
         left = {name for names in before.values() for name in names if name.startswith("old")}
         assert {name.removeprefix("old-") for name in left} == {
@@ -250,7 +249,7 @@ async def test_everything_that_grows_goes_in_its_time_and_nothing_else(database:
         }
 
 
-async def test_kept_for_ever_everything_stays_but_keys_that_have_expired(database: Database) -> None:
+async def test_with_infinite_retention_only_expired_keys_are_removed(database: Database) -> None:
     await fill(database, "old")
     before = await stored(database)
     with days_later(30_000):
@@ -258,7 +257,7 @@ async def test_kept_for_ever_everything_stays_but_keys_that_have_expired(databas
         assert await stored(database) == without(before, {"keys": {"old-key"}})
 
 
-async def test_a_sweep_stops_after_the_batch_in_hand(database: Database) -> None:
+async def test_a_sweep_stops_after_the_current_batch(database: Database) -> None:
     for index in range(6):
         await ended(database, f"s{index}", "infeasible")
     asked = 0
@@ -266,14 +265,14 @@ async def test_a_sweep_stops_after_the_batch_in_hand(database: Database) -> None
     def is_enough() -> bool:
         nonlocal asked
         asked += 1
-        return asked > 7  # once for each of the five kinds before; searches take two batches
+        return asked > 7  # once for each of the five earlier kinds; searches take two batches
 
     with days_later(100):
         assert await Retention(database).sweep(KEEP, is_enough) == {"searches": 4}
         assert len((await stored(database))["searches"]) == 2
 
 
-async def test_a_plan_that_is_found_again_is_as_good_as_new(database: Database) -> None:
+async def test_a_plan_that_is_found_again_counts_as_used(database: Database) -> None:
     plans = PlanTable(database)
     for name in ("again", "not"):
         await plans.add(a_plan(name))
@@ -287,7 +286,7 @@ async def test_a_plan_that_is_found_again_is_as_good_as_new(database: Database) 
         assert (await stored(database))["plans"] == set()
 
 
-async def test_after_its_search_is_gone_a_question_is_searched_again_and_finds_the_same_plan(
+async def test_a_request_after_its_search_was_removed_starts_a_new_search_for_the_same_plan(
     database: Database,
 ) -> None:
     await ended(database, "old", "done", "plan")
@@ -300,7 +299,7 @@ async def test_after_its_search_is_gone_a_question_is_searched_again_and_finds_t
         assert is_new
 
 
-async def test_a_run_that_has_its_plan_does_without_its_search(database: Database) -> None:
+async def test_a_run_with_a_plan_does_not_need_its_search(database: Database) -> None:
     await ended(database, "served", "done", "plan")
     model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     runs = RunTable(database)
@@ -313,7 +312,7 @@ async def test_a_run_that_has_its_plan_does_without_its_search(database: Databas
     assert (run.search_id, run.plan_id) == (None, "plan")
 
 
-async def test_the_sweeper_notes_which_plans_were_fetched_and_removes_the_others(database: Database) -> None:
+async def test_the_sweeper_records_fetched_plans_and_removes_the_others(database: Database) -> None:
     for name in ("fetched", "not"):
         await PlanTable(database).add(a_plan(name))
     used = {"fetched"}
@@ -327,9 +326,7 @@ async def test_the_sweeper_notes_which_plans_were_fetched_and_removes_the_others
         assert (await stored(database))["plans"] == set()
 
 
-async def test_services_that_sweep_at_once_remove_everything_once(
-    database: Database, any_database_url: str
-) -> None:
+async def test_concurrent_sweeps_remove_everything_once(database: Database, any_database_url: str) -> None:
     for index in range(9):
         await PlanTable(database).add(a_plan(f"p{index}"))
         await ended(database, f"s{index}", "infeasible")
@@ -340,13 +337,13 @@ async def test_services_that_sweep_at_once_remove_everything_once(
             assert [sum(each.get(kind, 0) for each in gone) for kind in ("plans", "searches")] == [9, 9]
     finally:
         await second.close()
-    assert await SearchTable(database).newest(9) == []
+    assert (await SearchTable(database).page(SearchFilter(), 9)).items == ()
 
 
 async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_refused(
     database: Database, any_database_url: str
 ) -> None:
-    """Never is a run stored whose plan is gone."""
+    """A run is never stored without its plan."""
     model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     names = [f"p{index}" for index in range(8)]
     for name in names:

@@ -1,4 +1,4 @@
-"""Runs and agents in every kind of database, changed by several services at once."""
+"""Runs and agents on every kind of database, with several services at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zbv_service.database import (
     SearchTable,
 )
 from zbv_service.database.run_models import AgentRow, EventRow, RunRow
-from zbv_service.records.runs import Beat, NewAgent, NewRun, NodeOutcome, NodeReport
+from zbv_service.records.runs import AgentFilter, Beat, NewAgent, NewRun, NodeOutcome, NodeReport, RunFilter
 from zbv_service.records.searches import NamedRequest, NewPlan, PlanSummary
 from zbv_service.runs import scheduler
 
@@ -49,8 +49,8 @@ def a_plan() -> NewPlan:
     return NewPlan(summary, b"document", "problem")
 
 
-async def test_services_that_assign_at_once_give_each_agent_to_one_run(any_database_url: str) -> None:
-    """Three services, 4 agents, runs of 1 to 3 nodes; runs end and agents come free all the while."""
+async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_url: str) -> None:
+    """Three services, 4 agents, runs of 1 to 3 nodes; runs end and release agents during the test."""
     databases = [Database(any_database_url) for _ in range(3)]
     await PlanTable(databases[0]).add(a_plan())
     tables = [RunTable(database) for database in databases]
@@ -73,28 +73,30 @@ async def test_services_that_assign_at_once_give_each_agent_to_one_run(any_datab
                 assert run is not None
                 for node in run.members:
                     await table.ended(node.agent_id, NodeReport(name, 0, "succeeded", []))
-            if all(record.state == "succeeded" for record in await table.newest(100)):
+            if all(record.state == "succeeded" for record in (await table.page(RunFilter(), 100)).items):
                 return
 
     async def check(table: RunTable) -> None:
         holders: dict[str, str] = {}
-        for run in await table.newest(100):
+        for run in (await table.page(RunFilter(), 100)).items:
             assert len(run.members) == (0 if run.state == "waiting" else run.nodes)
             for node in run.members:
                 if node.state != "ended":
                     assert holders.setdefault(node.agent_id, run.id) == run.id
 
     await asyncio.gather(*map(serve, tables))
-    assert {record.state for record in await tables[0].newest(100)} == {"succeeded"}
-    assert [agent.run_id for agent in await AgentTable(databases[0]).newest(100)] == [None] * 4
+    assert {record.state for record in (await tables[0].page(RunFilter(), 100)).items} == {"succeeded"}
+    assert [agent.run_id for agent in (await AgentTable(databases[0]).page(AgentFilter(), 100)).items] == [
+        None
+    ] * 4
     for database in databases:
         await database.close()
 
 
-async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_ever(
+async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
     any_database_url: str,
 ) -> None:
-    """Two services; agents fail, report, are lost and come back while runs are assigned and cancelled."""
+    """Two services; agents fail, report, get lost and return while runs are assigned and cancelled."""
     databases = [Database(any_database_url) for _ in range(2)]
     await PlanTable(databases[0]).add(a_plan())
     names = [f"run-{index}" for index in range(8)]
@@ -106,10 +108,10 @@ async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_
     async def play(part: int) -> None:
         random = Random(part)
         runs, agents = RunTable(databases[part % 2]), AgentTable(databases[part % 2])
-        for turn in range(8):
+        for turn in range(5):
             with suppress(AgentsTaken):
                 await runs.assign(scheduler)
-            for agent in await agents.newest(100):
+            for agent in (await agents.page(AgentFilter(), 100)).items:
                 run = None if agent.run_id is None else await runs.get(agent.run_id)
                 if run is None:
                     continue
@@ -129,13 +131,13 @@ async def test_changes_from_all_sides_at_once_wait_for_each_other_and_never_for_
 
     async with asyncio.timeout(120):
         await asyncio.gather(*map(play, range(4)))
-    states = {record.state for record in await RunTable(databases[0]).newest(100)}
+    states = {record.state for record in (await RunTable(databases[0]).page(RunFilter(), 100)).items}
     assert states & {"succeeded", "failed", "cancelled"}
     for database in databases:
         await database.close()
 
 
-async def test_a_run_waits_only_for_a_search_that_is_there(any_database_url: str) -> None:
+async def test_a_run_cannot_wait_for_a_missing_search(any_database_url: str) -> None:
     database = Database(any_database_url)
     searches, runs = SearchTable(database), RunTable(database)
     waiting = replace(new_run("waits", 1), plan_id=None, search_id="search")
@@ -151,7 +153,9 @@ async def test_a_run_waits_only_for_a_search_that_is_there(any_database_url: str
 OUTCOMES: tuple[NodeOutcome, ...] = ("succeeded", "failed", "stopped")
 
 
-async def test_what_is_registered_or_submitted_twice_at_once_is_there_once(any_database_url: str) -> None:
+async def test_simultaneous_equal_registrations_and_submissions_are_stored_once(
+    any_database_url: str,
+) -> None:
     databases = [Database(any_database_url) for _ in range(2)]
     await PlanTable(databases[0]).add(a_plan())
     both = databases * 8
@@ -161,13 +165,13 @@ async def test_what_is_registered_or_submitted_twice_at_once_is_there_once(any_d
     adding = (RunTable(each).add(new_run(f"r{index}", 1), named) for index, each in enumerate(both))
     runs = await asyncio.gather(*adding)
     assert len({run.id for run in runs}) == 1
-    assert [run.id for run in await RunTable(databases[0]).newest(9)] == [runs[0].id]
+    assert [run.id for run in (await RunTable(databases[0]).page(RunFilter(), 9)).items] == [runs[0].id]
     assert len(await RunTable(databases[0]).events(runs[0].id, 0, 9)) == 1
     for database in databases:
         await database.close()
 
 
-async def test_a_named_run_and_its_name_are_stored_together_or_not_at_all(any_database_url: str) -> None:
+async def test_a_run_and_its_key_are_stored_together_or_not_at_all(any_database_url: str) -> None:
     database = Database(any_database_url)
     await PlanTable(database).add(a_plan())
     runs = RunTable(database)
@@ -180,7 +184,7 @@ async def test_a_named_run_and_its_name_are_stored_together_or_not_at_all(any_da
     for other in (replace(named, fingerprint="other"), replace(named, kind="search")):
         with pytest.raises(KeyReused):
             await runs.add(new_run("c", 1), other)
-    assert [run.id for run in await runs.newest(9)] == ["a"]
+    assert [run.id for run in (await runs.page(RunFilter(), 9)).items] == ["a"]
     async with database.writing() as session:
         await session.execute(delete(EventRow))
         await session.execute(delete(RunRow))
@@ -192,7 +196,7 @@ async def test_a_named_run_and_its_name_are_stored_together_or_not_at_all(any_da
     await database.close()
 
 
-async def test_an_agent_belongs_to_whom_it_was_registered_by_or_to_the_first_that_acts_for_it(
+async def test_an_agent_belongs_to_the_token_that_registered_it_or_used_it_first(
     any_database_url: str,
 ) -> None:
     database = Database(any_database_url)
@@ -208,8 +212,8 @@ async def test_an_agent_belongs_to_whom_it_was_registered_by_or_to_the_first_tha
     await database.close()
 
 
-async def test_an_agent_that_gives_a_sign_of_life_just_now_is_not_lost(any_database_url: str) -> None:
-    """Its sign comes between the look and the loss: it holds the row, and the loss waits for it."""
+async def test_an_agent_with_a_concurrent_heartbeat_is_not_lost(any_database_url: str) -> None:
+    """The heartbeat comes between the query and the loss: it locks the row, and the loss waits."""
     database, other = Database(any_database_url), Database(any_database_url)
     agents = AgentTable(database)
     await agents.add(new_agent("quiet"))

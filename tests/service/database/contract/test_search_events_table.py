@@ -1,4 +1,4 @@
-"""The events of searches in every kind of database: numbered in order, in the change's own transaction."""
+"""The events of searches on every kind of database: numbered in order, in the change's transaction."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def found(objective: float, lower_bound: float, ranks: bytes = b"ranks") -> Upda
     return Update(objective, lower_bound, objective / lower_bound - 1, "m", ranks)
 
 
-async def told(database: Database, search_id: str = "a", after: int = 0) -> list[SearchEvent]:
+async def stored_events(database: Database, search_id: str = "a", after: int = 0) -> list[SearchEvent]:
     return await SearchEventTable(database).after({search_id: after})
 
 
-async def test_what_is_stored_never_gets_worse(database: Database) -> None:
-    """Of an attempt that begins below what the one before it had found, nothing is seen."""
+async def test_stored_results_never_get_worse(database: Database) -> None:
+    """Reports that are worse than the results of an earlier attempt are not visible."""
     table = SearchTable(database)
     await table.add(a_search("a"))
     first = await table.claim("me", 60)
@@ -41,17 +41,17 @@ async def test_what_is_stored_never_gets_worse(database: Database) -> None:
     assert second is not None
     assert second.incumbent == b"eight"
     assert await table.progressed("a", second.fence, found(12, 4, b"twelve"))
-    assert await table.progressed("a", second.fence, found(9, 7, b"nine"))  # a bound is a fact all the same
+    assert await table.progressed("a", second.fence, found(9, 7, b"nine"))  # its bound still counts
     record = await table.get("a")
     assert record is not None
     assert (record.objective, record.lower_bound, record.gap) == (8, 7, 8 / 7 - 1)
-    assert await table.finished("a", second.fence, a_plan("p", 7.5))  # of the bound 2
+    assert await table.finished("a", second.fence, a_plan("p", 7.5))  # its bound is 2
     record = await table.get("a")
     assert record is not None
     assert (record.objective, record.lower_bound, record.plan_id) == (7.5, 7, "p")
     seen = [
         (e.kind, e.data["objective"], e.data["lower_bound"])
-        for e in await told(database)
+        for e in await stored_events(database)
         if e.kind != "state"
     ]
     assert seen == [
@@ -63,32 +63,32 @@ async def test_what_is_stored_never_gets_worse(database: Database) -> None:
     ]
 
 
-async def test_a_report_that_says_nothing_new_is_no_event(database: Database) -> None:
+async def test_a_report_without_progress_adds_no_event(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
     assert claim is not None
     for _ in range(3):
         assert await table.progressed("a", claim.fence, found(10, 5))
-    assert [event.kind for event in await told(database)] == ["state", "state", "improvement"]
+    assert [event.kind for event in await stored_events(database)] == ["state", "state", "improvement"]
 
 
-async def test_a_change_that_is_refused_is_not_told(database: Database) -> None:
-    table = SearchTable(database)
+async def test_a_rejected_change_adds_no_event(database: Database) -> None:
+    heard: list[str] = []
+    table = SearchTable(database, heard.append)
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
     assert claim is not None
-    heard: list[str] = []
-    table.listen(heard.append)
+    heard.clear()
     assert not await table.progressed("a", claim.fence - 1, found(10, 5))
     assert not await table.finished("a", claim.fence - 1, a_plan("p"))
-    assert (len(await told(database)), heard) == (2, [])
+    assert (len(await stored_events(database)), heard) == (2, [])
     assert await table.finished("a", claim.fence, a_plan("p"))
-    assert (len(await told(database)), heard) == (4, ["a"])
+    assert (len(await stored_events(database)), heard) == (4, ["a"])
 
 
 async def test_numbers_count_every_change_of_a_search(database: Database, any_database_url: str) -> None:
-    """Also of those that several services make at the same time."""
+    """Also with simultaneous changes by several services."""
     second = Database(any_database_url)
     tables = [SearchTable(database), SearchTable(second)]
     for name in "ab":
@@ -96,22 +96,22 @@ async def test_numbers_count_every_change_of_a_search(database: Database, any_da
     claims = [await tables[0].claim("me", 60) for _ in range(2)]
     changes = [
         tables[step % 2].progressed(claim.id, claim.fence, found(100.0 - step, 1))
-        for step in range(20)
+        for step in range(10)
         for claim in claims
         if claim is not None
     ]
     assert all(await asyncio.gather(*changes))
     for name in "ab":
-        events = await told(second, name)
+        events = await stored_events(second, name)
         assert [event.number for event in events] == list(range(1, len(events) + 1))
         values = [event.data["objective"] for event in events if event.kind == "improvement"]
         assert values == sorted(values, reverse=True)
         assert (await SearchEventTable(database).last_numbers([name])) == {name: len(events)}
-        assert await told(database, name, after=3) == events[3:]
+        assert await stored_events(database, name, after=3) == events[3:]
     await second.close()
 
 
-async def test_of_many_improvements_the_newest_are_kept(
+async def test_only_the_newest_improvements_are_kept(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search_events, "KEPT_EVENTS", 10)
@@ -122,8 +122,8 @@ async def test_of_many_improvements_the_newest_are_kept(
     assert claim is not None
     for step in range(40):
         await table.progressed("a", claim.fence, found(100.0 - step, 1))
-    numbers = [event.number for event in await told(database)]
-    assert numbers[:2] == [1, 2]  # how it began stays
+    numbers = [event.number for event in await stored_events(database)]
+    assert numbers[:2] == [1, 2]  # the first events stay
     assert numbers[2:] == list(range(numbers[2], 43))
     assert 10 <= len(numbers) - 2 <= 15
 
@@ -138,7 +138,7 @@ async def test_many_searches_are_read_at_once(database: Database) -> None:
     assert sorted(event.search_id for event in await events.after(everything)) == sorted(names)
 
 
-async def test_a_cancelled_search_with_a_plan_to_make_is_claimed_before_its_turn(database: Database) -> None:
+async def test_a_cancelled_search_with_an_incumbent_is_claimed_before_its_turn(database: Database) -> None:
     table = SearchTable(database)
     for name in "ab":
         await table.add(a_search(name))
@@ -155,7 +155,7 @@ async def test_a_cancelled_search_with_a_plan_to_make_is_claimed_before_its_turn
     assert (claim.id, claim.cancel_requested, claim.incumbent) == ("b", True, b"ranks")
 
 
-async def test_the_unwanted_are_those_cancelled_discarded_or_taken_away(database: Database) -> None:
+async def test_cancelled_discarded_and_requeued_searches_are_unwanted(database: Database) -> None:
     table = SearchTable(database)
     fences = {}
     for name in "abcd":

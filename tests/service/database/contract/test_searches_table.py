@@ -1,4 +1,4 @@
-"""Searches and plans in every kind of database: whole transactions, leases that fence."""
+"""Searches and plans on every kind of database: transactions, leases and fences."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
 
 
 async def test_many_writers_at_once_all_succeed(database: Database, any_database_url: str) -> None:
-    second = Database(any_database_url)  # as another process has its own connections
+    second = Database(any_database_url)  # another process has other connections
     tables = [SearchTable(database), SearchTable(second)]
-    await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(40)))
-    claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(41)))
+    await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(16)))
+    claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(17)))
     ids = [claim.id for claim in claims if claim is not None]
-    assert sorted(ids) == sorted(f"s{index}" for index in range(40))
+    assert sorted(ids) == sorted(f"s{index}" for index in range(16))
     await second.close()
 
 
@@ -94,8 +94,8 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert await table.renew("old", {"a": old.fence}, 60) == set()
     assert not await table.progressed("a", old.fence, BETTER)
     assert not await table.release("a", old.fence, None)
-    assert not await table.crashed("a", old.fence, None, 1, {})
-    assert not await table.evicted("a", old.fence, None, 1, {})
+    assert not await table.retry("a", old.fence, None, "process-died", 1, {})
+    assert not await table.retry("a", old.fence, None, "worker-ended", 1, {})
     assert not await table.ended("a", old.fence, "failed", {})
     assert not await table.finished("a", old.fence, a_plan())
     record = await table.get("a")
@@ -103,12 +103,12 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert (record.state, record.crashes, record.plan_id) == ("running", 0, None)
 
     assert await table.renew("new", {"a": new.fence}, 60) == {"a"}
-    assert await table.renew("new", {"a": old.fence}, 60) == set(), "of an attempt of its own before"
+    assert await table.renew("new", {"a": old.fence}, 60) == set(), "the fence of its earlier attempt"
     assert await table.finished("a", new.fence, a_plan())
     assert not await table.finished("a", new.fence, a_plan())
 
 
-async def test_a_lease_that_is_renewed_does_not_end(database: Database) -> None:
+async def test_a_renewed_lease_does_not_expire(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"))
     claim = await table.claim("me", 0.0)
@@ -119,7 +119,7 @@ async def test_a_lease_that_is_renewed_does_not_end(database: Database) -> None:
     assert await table.requeue_expired() == 1
 
 
-async def test_a_search_that_is_cancelled_stays_its_owners_until_it_ends(database: Database) -> None:
+async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
@@ -134,7 +134,7 @@ async def test_a_search_that_is_cancelled_stays_its_owners_until_it_ends(databas
     assert (ended.state, ended.plan_id) == ("cancelled", "p")
 
 
-async def test_a_search_that_is_given_back_goes_on_from_what_it_found(database: Database) -> None:
+async def test_a_released_search_resumes_from_its_incumbent(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
@@ -148,14 +148,14 @@ async def test_a_search_that_is_given_back_goes_on_from_what_it_found(database: 
     assert (again.incumbent, again.fence) == (b"ranks", claim.fence + 1)
 
 
-async def test_a_search_fails_when_its_process_dies_once_too_often(database: Database) -> None:
+async def test_a_search_fails_after_too_many_crashes(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a", "key"))
     for death in range(3):
         claim = await table.claim("me", 60)
         assert claim is not None
         assert claim.incumbent == (None if death == 0 else b"ranks")
-        assert await table.crashed("a", claim.fence, BETTER, 3, {"detail": "why"})
+        assert await table.retry("a", claim.fence, BETTER, "process-died", 3, {"detail": "why"})
     record = await table.get("a")
     assert record is not None
     assert (record.state, record.crashes, record.error, record.objective) == (
@@ -167,8 +167,8 @@ async def test_a_search_fails_when_its_process_dies_once_too_often(database: Dat
     assert (await table.add(a_search("b", "key")))[1], "it can be asked for again"
 
 
-async def test_a_search_fails_when_its_worker_is_told_to_end_over_and_over(database: Database) -> None:
-    """Unless it gets further in between."""
+async def test_a_search_fails_after_too_many_evictions_without_progress(database: Database) -> None:
+    """Progress restarts the count."""
     table = SearchTable(database)
     await table.add(a_search("a"))
     ended = None
@@ -177,7 +177,7 @@ async def test_a_search_fails_when_its_worker_is_told_to_end_over_and_over(datab
         claim = await table.claim("me", 60)
         assert claim is not None
         found = None if value is None else Update(value, 4.0, 1.0, "m", b"ranks")
-        assert await table.evicted("a", claim.fence, found, 4, {"detail": "why"})
+        assert await table.retry("a", claim.fence, found, "worker-ended", 4, {"detail": "why"})
         ended = await table.get("a")
         states.append(ended and ended.state)
     assert states == ["queued"] * 5 + ["failed"]
@@ -185,7 +185,7 @@ async def test_a_search_fails_when_its_worker_is_told_to_end_over_and_over(datab
     assert (ended.crashes, ended.error) == (0, {"detail": "why"})
 
 
-async def test_a_session_that_reads_sees_one_state(database: Database, any_database_url: str) -> None:
+async def test_a_reading_session_sees_one_consistent_state(database: Database, any_database_url: str) -> None:
     writer = Database(any_database_url)
     count = select(func.count()).select_from(SearchRow)
     async with database.reading() as session:
@@ -204,7 +204,7 @@ async def test_a_plan_is_stored_once(database: Database) -> None:
     assert await table.document("q") is None
 
 
-async def test_moments_come_back_in_utc(database: Database) -> None:
+async def test_times_are_read_in_utc(database: Database) -> None:
     table = SearchTable(database)
     new = a_search("a")
     await table.add(new)
@@ -213,19 +213,19 @@ async def test_moments_come_back_in_utc(database: Database) -> None:
     assert (record.created_at, record.created_at.tzinfo) == (new.created_at, UTC)
 
 
-async def test_a_plan_that_undercuts_a_stored_bound_is_no_answer(database: Database) -> None:
+async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Database) -> None:
     table = SearchTable(database)
     asked = pack({"pp_degree": 2})
     await table.add(replace(a_search("a", "key"), problem=asked))
     claim = await table.claim("me", 60)
     assert claim is not None
     assert await table.progressed("a", claim.fence, Update(9.0, 8.5, 0.5 / 8.5, "m", b"ranks"))
-    better, plan = Update(8.0, 8.0, 0.0, "n", b"others"), a_plan()  # of 3, whose own bound is 2
+    better, plan = Update(8.0, 8.0, 0.0, "n", b"others"), a_plan()  # of value 3 and bound 2
     for store in (
         table.progressed("a", claim.fence, better),
         table.release("a", claim.fence, better),
-        table.crashed("a", claim.fence, better, 1, {}),
-        table.evicted("a", claim.fence, better, 1, {}),
+        table.retry("a", claim.fence, better, "process-died", 1, {}),
+        table.retry("a", claim.fence, better, "worker-ended", 1, {}),
         table.finished("a", claim.fence, plan),
     ):
         with pytest.raises(ContradictedBound) as raised:
@@ -246,7 +246,7 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_no_answer(database: Datab
     assert (await table.add(a_search("b", "key")))[1], "it can be asked for again"
 
 
-async def test_a_bound_above_a_plan_by_rounding_is_lowered_to_it(database: Database) -> None:
+async def test_a_bound_above_the_objective_by_rounding_is_lowered(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
@@ -258,7 +258,9 @@ async def test_a_bound_above_a_plan_by_rounding_is_lowered_to_it(database: Datab
     assert (done.state, done.lower_bound, done.gap) == ("done", 3.0, 0.0)
 
 
-async def test_an_incumbent_that_does_not_fit_is_forgotten_with_what_it_claimed(database: Database) -> None:
+async def test_an_incumbent_that_does_not_fit_is_removed_with_its_objective_and_bound(
+    database: Database,
+) -> None:
     table = SearchTable(database)
     for name in "abc":
         await table.add(a_search(name))
@@ -271,7 +273,7 @@ async def test_an_incumbent_that_does_not_fit_is_forgotten_with_what_it_claimed(
 
     own = replace(BETTER, refusal=refusal)
     assert await table.progressed(a.id, a.fence, own)
-    # Every report of the attempt carries it; what the attempt itself found stays.
+    # Every report of the attempt carries the refusal; results of the attempt itself stay.
     assert await table.progressed(a.id, a.fence, replace(own, objective=7.0, incumbent=b"worse"))
     assert await table.finished(b.id, b.fence, replace(a_plan(), refusal=refusal))
     unrelated = replace(own, lower_bound=0.5, refusal=Refusal("of another", "why"))

@@ -1,4 +1,4 @@
-"""A search that several asked for, in every kind of database: a cancelled run takes it from nobody else."""
+"""A search with several submitters, on every kind of database: a cancelled run leaves it to the others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def goes_on(database: Database, search_id: str) -> bool:
     return not record.cancel_requested
 
 
-async def test_a_run_takes_a_search_away_that_it_alone_asked_for(database: Database) -> None:
+async def test_a_cancelled_run_cancels_a_search_that_only_it_submitted(database: Database) -> None:
     search = await run_asks(database, "run")
     await cancel_run(database, "run", search)
     assert not await goes_on(database, search)
@@ -57,7 +57,7 @@ async def test_a_run_takes_a_search_away_that_it_alone_asked_for(database: Datab
 
 
 @pytest.mark.parametrize("client_is_first", [True, False])
-async def test_a_run_leaves_a_search_that_a_client_asked_for_before_or_after(
+async def test_a_cancelled_run_keeps_a_search_that_a_client_submitted_too(
     database: Database, client_is_first: bool
 ) -> None:
     if client_is_first:
@@ -70,7 +70,7 @@ async def test_a_run_leaves_a_search_that_a_client_asked_for_before_or_after(
     assert await goes_on(database, search)
 
 
-async def test_the_last_of_the_runs_that_wait_for_a_search_takes_it_away(database: Database) -> None:
+async def test_the_last_run_that_waits_for_a_search_cancels_it(database: Database) -> None:
     search = await run_asks(database, "one")
     assert {await run_asks(database, "two"), await run_asks(database, "three")} == {search}
     for run_id, left in (("two", True), ("one", True), ("three", False)):
@@ -78,7 +78,9 @@ async def test_the_last_of_the_runs_that_wait_for_a_search_takes_it_away(databas
         assert await goes_on(database, search) == left
 
 
-async def test_who_joins_a_search_while_it_is_taken_away_has_one_that_goes_on(any_database_url: str) -> None:
+async def test_a_request_that_joins_a_search_during_its_cancellation_gets_a_live_search(
+    any_database_url: str,
+) -> None:
     databases = [Database(any_database_url) for _ in range(3)]
     first = await run_asks(databases[0], "first")
     for turn in range(6):

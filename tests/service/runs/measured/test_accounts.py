@@ -1,4 +1,4 @@
-"""Measured steps: every nanosecond of the difference is accounted for, on every rank."""
+"""Accounts of measured steps: the parts add up to the difference on every rank."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_the_parts_of_every_rank_add_up_to_the_difference(problem: Problem, seed
 
 
 @given(problems(max_p=3, max_m=3), st.integers(0, 1000))
-def test_each_part_is_what_it_says(problem: Problem, seed: int) -> None:
-    """Against the records themselves, one by one."""
+def test_each_part_matches_the_records(problem: Problem, seed: int) -> None:
+    """Compares the parts with sums over the single records."""
     plan = plan_of(problem, seed)
     traces = noisy(plan, seed)
     step = lay_out(plan, traces, 0, 1.0)
@@ -100,7 +100,7 @@ def test_each_part_is_what_it_says(problem: Problem, seed: int) -> None:
 
 
 @given(problems(max_p=4, max_m=4), st.integers(0, 1000))
-def test_a_step_that_went_as_planned_differs_in_nothing(problem: Problem, seed: int) -> None:
+def test_a_step_as_planned_has_no_difference(problem: Problem, seed: int) -> None:
     plan = plan_of(problem, seed)
     orders = plan.orders
     tolerance = 1e-6 * (1 + plan.objective)
@@ -125,7 +125,7 @@ def test_a_step_that_went_as_planned_differs_in_nothing(problem: Problem, seed: 
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])
-def test_ranks_that_sent_nothing_are_left_out(objective: Objective) -> None:
+def test_ranks_without_a_trace_are_left_out(objective: Objective) -> None:
     plan = plan_of(uniform(3, 5, p2p=0.5, objective=objective))
     traces = as_planned(plan)
     step = lay_out(plan, [traces[0], traces[2]], 0, MICROSECOND)
@@ -138,7 +138,7 @@ def test_ranks_that_sent_nothing_are_left_out(objective: Objective) -> None:
     assert {kind.rank for kind in kind_times(plan, [step])} == {0, 2}
 
 
-def test_durations_are_told_by_rank_and_letter() -> None:
+def test_durations_are_listed_by_rank_and_letter() -> None:
     problem = uniform(2, 4)
     plan = plan_of(problem)
     costs = replace(problem.costs, forward=(1.0, 2.0, 1.0, 1.0))
@@ -154,7 +154,7 @@ def test_durations_are_told_by_rank_and_letter() -> None:
     assert found[1, "F"].count == 8
 
 
-def test_the_typical_step_is_one_that_happened() -> None:
+def test_the_typical_step_is_a_measured_one() -> None:
     plan = plan_of(uniform(2, 4))
     traces = noisy(plan, 3, steps=5)
     steps = [lay_out(plan, traces, at, MICROSECOND) for at in range(5)]
@@ -163,7 +163,7 @@ def test_the_typical_step_is_one_that_happened() -> None:
     assert step_length(plan, typical(plan, steps[:2])) == min(step_length(plan, step) for step in steps[:2])
 
 
-def test_a_named_unit_counts_and_any_other_is_fitted() -> None:
+def test_a_named_unit_is_used_and_any_other_is_fitted() -> None:
     plan = plan_of(uniform(2, 4))
     assert nanoseconds_of_unit(plan, as_planned(plan)) == (1000.0, True)
     bare = make_plan(uniform(2, 4), plan.orders, method="random")
@@ -172,7 +172,7 @@ def test_a_named_unit_counts_and_any_other_is_fitted() -> None:
     assert not is_named
 
 
-def test_clocks_that_contradict_the_order_of_events_are_noticed() -> None:
+def test_contradicting_clocks_are_detected() -> None:
     plan = plan_of(uniform(2, 4, p2p=0.5))
     agreed = lay_out(plan, as_planned(plan), 0, MICROSECOND)
     assert clock_conflict(plan, agreed).count == 0
@@ -190,7 +190,7 @@ def test_clocks_that_contradict_the_order_of_events_are_noticed() -> None:
     assert (vague.uncertainty, clock_conflict(plan, vague).count) == (30.0, 0)
 
 
-def test_a_step_without_an_action_is_no_ranks_list() -> None:
+def test_a_trace_without_an_action_is_refused() -> None:
     plan = plan_of(uniform(2, 4))
     documents = trace_documents(plan.problem, plan.orders, plan_id=plan.plan_id)
     for document in documents:
@@ -199,7 +199,7 @@ def test_a_step_without_an_action_is_no_ranks_list() -> None:
         lay_out(plan, [parse_rank_trace(document) for document in documents], 0, MICROSECOND)
 
 
-def test_other_lists_than_the_plans_are_refused() -> None:
+def test_a_rank_that_did_not_run_its_list_is_refused() -> None:
     plan, other = plan_of(uniform(2, 4), 1), plan_of(uniform(2, 4), 2)
     with pytest.raises(InvalidInput, match="not its list of plan"):
         lay_out(plan, as_planned(other), 0, MICROSECOND)

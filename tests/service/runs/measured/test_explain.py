@@ -1,4 +1,4 @@
-"""Explanations: the one thing that was not as planned is found, and said in words."""
+"""Explanations: the one deviation from the plan is found and put into words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 
 
 def explained(plan: Plan, problem: Problem | None = None, change: Any = None) -> Explanation:
-    """The plan's order as it runs under another problem's costs, explained."""
+    """The explanation of the plan's order that runs with the costs of another problem."""
     documents = trace_documents(problem or plan.problem, plan.orders, plan_id=plan.plan_id)
     for document in documents:
         if change is not None:
@@ -44,7 +44,7 @@ def of_rank(plan: Plan, rank: int, factor: float, costs: tuple[float, ...]) -> t
     return tuple(cost * (factor if stage in stages else 1.0) for stage, cost in enumerate(costs))
 
 
-def test_a_slow_kind_of_one_rank_is_the_finding(plan: Plan) -> None:
+def test_slow_actions_of_one_letter_on_one_rank_are_the_main_cause(plan: Plan) -> None:
     weights = of_rank(plan, 2, 2.5, plan.problem.costs.backward_weight)
     found = explained(plan, with_costs(plan, backward_weight=weights))
     assert found.main is not None
@@ -55,7 +55,7 @@ def test_a_slow_kind_of_one_rank_is_the_finding(plan: Plan) -> None:
     assert "longer than planned" in sentence(found)
 
 
-def test_a_rank_that_is_slow_in_everything_is_named_without_a_letter(plan: Plan) -> None:
+def test_a_rank_with_only_slow_actions_is_reported_without_a_letter(plan: Plan) -> None:
     costs = plan.problem.costs
     slow = replace(
         costs,
@@ -69,14 +69,14 @@ def test_a_rank_that_is_slow_in_everything_is_named_without_a_letter(plan: Plan)
     assert "Rank 1's actions took 1.50 ×" in sentence(found)
 
 
-def test_slow_transfers_are_told_from_slow_actions(plan: Plan) -> None:
+def test_slow_transfers_are_distinguished_from_slow_actions(plan: Plan) -> None:
     found = explained(plan, with_costs(plan, p2p=tuple(6 * each for each in plan.problem.costs.p2p)))
     assert found.main is not None
     assert found.main.kind == "transfers"
     assert "Transfers took 6.00 × what was planned" in sentence(found)
 
 
-def test_a_kind_that_is_slow_everywhere_is_said_of_all_ranks(plan: Plan) -> None:
+def test_a_letter_that_is_slow_on_all_ranks_is_reported_for_all_ranks(plan: Plan) -> None:
     found = explained(
         plan, with_costs(plan, forward=tuple(1.4 * each for each in plan.problem.costs.forward))
     )
@@ -85,8 +85,8 @@ def test_a_kind_that_is_slow_everywhere_is_said_of_all_ranks(plan: Plan) -> None
     assert "F took 1.40 × what was planned, over all ranks" in sentence(found)
 
 
-def test_time_between_actions_is_found_though_none_is_planned(plan: Plan) -> None:
-    """Every rank turns to its actions later than it could, and does them later by as much."""
+def test_time_between_actions_is_found_although_none_is_planned(plan: Plan) -> None:
+    """Every rank turns to its actions later than possible, which delays them by the same time."""
 
     def dawdle(document: dict[str, Any]) -> None:
         for index, row in enumerate(document["steps"][0]["actions"]):
@@ -96,10 +96,10 @@ def test_time_between_actions_is_found_though_none_is_planned(plan: Plan) -> Non
     found = explained(plan, change=dawdle)
     assert found.main is not None
     assert found.main.kind == "between"
-    assert "time between their actions" in sentence(found)
+    assert "time between actions" in sentence(found)
 
 
-def test_faster_than_planned_is_explained_as_well(plan: Plan) -> None:
+def test_a_faster_step_is_explained_too(plan: Plan) -> None:
     costs = plan.problem.costs
     found = explained(
         plan,
@@ -125,8 +125,7 @@ def test_a_step_as_planned_needs_no_cause() -> None:
     assert sentence(found) == "The step took as long as planned (0.0\u202f%)."
 
 
-def test_early_starts_are_a_cause_where_the_span_counts_on_staggered_ones() -> None:
-    """Rank 1 could begin at once with its long work of stage 2, if only stage 1 came first."""
+def test_early_starts_are_a_cause_if_the_span_assumes_staggered_starts() -> None:
     ranks = [["0F0", "0F1", "3F0", "3I0", "3W0", "3F1", "3I1", "3W1", "0I0", "0W0", "0I1", "0W1"]]
     ranks += [["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2W0", "1W0", "2I1", "1I1", "2W1", "1W1"]]
     problem = replace(uniform(2, 2, p2p=3.0), units=Units(time="us"))

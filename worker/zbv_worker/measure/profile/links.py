@@ -50,20 +50,23 @@ class LinkProfiler:
 
     def round_trips(self, near: int, far: int, there_bytes: int, back_bytes: int) -> list[float]:
         """Seconds of round trips; measured on ``near``, empty on ``far``."""
+        is_far = self._transport.rank == far
         there, back = ChannelKey(near, far, "activation"), ChannelKey(far, near, "gradient")
+        send = self._transport.sender(back if is_far else there)
+        receive = self._transport.receiver(there if is_far else back)
         out, answer = (
             torch.zeros(-(-n // _FLOAT_BYTES), device=self._device) for n in (there_bytes, back_bytes)
         )
         seconds: list[float] = []
         for _ in range(ROUND_TRIPS):
-            if self._transport.rank == far:
-                self._transport.irecv(there, TensorSpec.of(out)).wait(self._timeout)
-                self._transport.isend(back, answer, "ping-pong")
+            if is_far:
+                receive(TensorSpec.of(out)).wait(self._timeout)
+                send(answer, "ping-pong")
                 continue
-            pending = self._transport.irecv(back, TensorSpec.of(answer))
+            pending = receive(TensorSpec.of(answer))
             self._settle()
             start = time.perf_counter()
-            self._transport.isend(there, out, "ping-pong")
+            send(out, "ping-pong")
             pending.wait(self._timeout)
             self._settle()
             seconds.append(time.perf_counter() - start)

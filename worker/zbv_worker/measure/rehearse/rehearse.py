@@ -20,6 +20,7 @@ from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.timeline import HostTimeline
 from zbv_worker.execution.whole_plan import SECONDS, WholePlan
 from zbv_worker.host.cores import keep_freed_memory
 from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
@@ -136,7 +137,7 @@ def rehearse_on(
         transport,
         device=_CPU,
         timeout=timeout,
-        options=ExecutorOptions(look_ahead=options.look_ahead, clock=clock),
+        options=ExecutorOptions(look_ahead=options.look_ahead, timeline=HostTimeline(clock)),
     )
     steps = [_step(executor, step, transport, plan, timeout) for step in range(WARM_UP_STEPS)]
     spent = _cpu_times(compute)

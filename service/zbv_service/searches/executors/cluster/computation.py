@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from distributed.scheduler import KilledWorker
 
-from zbv_service.records.searches import NewPlan, Update
+from zbv_service.records.searches import Claim, NewPlan, Update
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
-from zbv_service.searches.executors.task import SearchFunction, SearchTask
+from zbv_service.searches.executors.task import SearchFunction
 
 
 class DaskComputation:
@@ -34,7 +34,7 @@ class DaskComputation:
 
     def __init__(
         self,
-        task: SearchTask,
+        claim: Claim,
         search: SearchFunction,
         on_update: Callable[[Update], None],
         look_now: Callable[[], None],
@@ -45,7 +45,7 @@ class DaskComputation:
         self._on_update = on_update
         self._is_stopped = False
         self._seen = 0
-        self.task = task
+        self.claim = claim
         self.search = search
         self.token = secrets.token_hex(16)
         self.place: str | None = None

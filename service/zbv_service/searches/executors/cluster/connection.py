@@ -101,7 +101,7 @@ class Cluster:
         executor: Executor = self._client.get_executor(  # type: ignore[no-untyped-call]
             pure=False, retries=0, workers=workers, allow_other_workers=False
         )
-        run = partial(run_on_worker, computation.task, computation.search, computation.token)
+        run = partial(run_on_worker, computation.claim, computation.search, computation.token)
         future = await asyncio.to_thread(lambda: executor.submit(run, self._name, patience))
         return await asyncio.wrap_future(future)
 
@@ -141,15 +141,18 @@ class Cluster:
             different = [name for name, value in self._mine.items() if found.get(name) != value]
             if not different:
                 return None
-            told = (f"{name} is {found.get(name)} and must be {self._mine[name]}" for name in different)
-            difference = ", ".join(told)
+            difference = ", ".join(
+                f"{name} is {found.get(name)} and must be {self._mine[name]}" for name in different
+            )
         logger.warning("the Dask worker %s is not used: %s", address, difference)
         return difference
 
     async def _mourn(self, address: str, computations: list[DaskComputation]) -> None:
         """End the searches of a worker that is gone.
 
-        If Dask closed the worker, the worker has said so before. Otherwise a search may have been the reason.
+        A worker that is stopped announces this to the scheduler first: Dask does so when it closes a worker,
+        :func:`~zbv_service.searches.executors.cluster.worker.welcome` on SIGTERM. Without an announcement, a
+        search may be the reason.
         """
         if not computations:
             return
@@ -187,7 +190,7 @@ class Cluster:
             held = await self._on_worker(address, exchange, self._name, wanted)
             self._others[place] = held.others
             if held.is_leaving:
-                self._differences[place] = "it was told to end"
+                self._differences[place] = "it is ending"
             for token, found in held.searches.items():
                 concerned[token].found(place, found)
         except (OSError, TimeoutError, RuntimeError) as error:

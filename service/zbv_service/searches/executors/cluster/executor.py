@@ -15,11 +15,11 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from zbv_service.records.searches import NewPlan, Update
+from zbv_service.records.searches import Claim, NewPlan, Update
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.connection import Cluster
 from zbv_service.searches.executors.executor import SearchLost
-from zbv_service.searches.executors.task import SearchFunction, SearchTask
+from zbv_service.searches.executors.task import SearchFunction
 
 LEAST_PAUSE, MOST_PAUSE = 0.25, 10.0
 """First and longest pause in seconds between attempts to reach a scheduler; each pause doubles."""
@@ -86,10 +86,10 @@ class DaskExecutor:
         return self._trouble
 
     def expect(
-        self, task: SearchTask, search: SearchFunction, on_update: Callable[[Update], None]
+        self, claim: Claim, search: SearchFunction, on_update: Callable[[Update], None]
     ) -> DaskComputation:
         """Prepare a search for computation by some worker."""
-        return DaskComputation(task, search, on_update, self._due.set, self._compute)
+        return DaskComputation(claim, search, on_update, self._due.set, self._compute)
 
     async def _compute(self, computation: DaskComputation) -> NewPlan:
         """Submit a computation and wait for its outcome."""

@@ -22,33 +22,34 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import zbv_solver
 from distributed import Worker, get_worker
 from distributed.core import Status
 
-from zbv_service.records.searches import NewPlan, Refusal, Update
-from zbv_service.searches.executors.task import ProgressLike, SearchFunction, SearchTask, compute, update_of
+from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
+from zbv_service.searches.executors.task import SearchFunction, compute, update_of
+
+if TYPE_CHECKING:
+    from zbv_solver.search.search import Progress
 
 _PACKAGES = ("numpy", "numba", "ortools", "distributed")
 """Packages that a worker must have in the service's versions, for equal plans and a working connection."""
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    return record.args != ("exchange",)
-
-
 # Dask would log each of our polls, four times a second.
-logging.getLogger("distributed.worker").addFilter(_is_worth_a_line)
-
+logging.getLogger("distributed.worker").addFilter(lambda record: record.args != ("exchange",))
 
 LEAVE_SECONDS = 1.0
-"""How long a worker that was told to end waits for its searches to report it."""
+"""How long a worker that received SIGTERM waits for its searches to give up."""
+LEAVING = {"action": "zbv-leaving", "status": "closing"}
+"""The event with which such a worker tells the scheduler that its end is no crash."""
 _PAUSE_SECONDS = 0.5
 
 _FULL = 0.85
-"""If a worker is told to end at this share of memory or more, lack of memory is the reason: its nanny ends it
-at 0.95 and gives no reason."""
+"""A worker that receives SIGTERM while it uses more than this share of its memory is out of memory: its nanny
+ends it at 0.95 and gives no reason."""
 
 _leaving = threading.Event()
 _is_full = threading.Event()
@@ -59,11 +60,11 @@ class Abandoned(Exception):
 
 
 class Evicted(Abandoned):
-    """A search stopped because its worker was told to end."""
+    """A search stopped because its worker is ending."""
 
 
 class OutOfMemory(Abandoned):
-    """A search stopped because its worker was told to end for lack of memory."""
+    """A search stopped because its worker is ending for lack of memory."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Held:
     others
         The number of running searches of other services.
     is_leaving
-        Whether the worker was told to end and takes no more searches.
+        Whether the worker is ending and takes no more searches.
     """
 
     searches: dict[str, Found]
@@ -124,13 +125,13 @@ class Mailbox:
         self._worker = get_worker()
         self._lock = threading.Lock()
         self.refusal: Refusal | None = None
-        self._latest: ProgressLike | None = None
+        self._latest: Progress | None = None
         self._number = 0
         self._stopped = threading.Event()
         self._has_given_up = threading.Event()
         self._heard = time.monotonic()
 
-    def report(self, progress: ProgressLike) -> None:
+    def report(self, progress: Progress) -> None:
         """Leave a report, replacing the previous one."""
         with self._lock:
             self._latest, self._number = progress, self._number + 1
@@ -150,7 +151,7 @@ class Mailbox:
 
     @property
     def is_worker_ending(self) -> bool:
-        """Whether its worker was told to end or is ending."""
+        """Whether its worker is ending."""
         return _leaving.is_set() or self._worker.status not in (Status.running, Status.paused)
 
     def hear(self, wanted: Wanted) -> None:
@@ -174,9 +175,7 @@ class Mailbox:
 _mailboxes: dict[str, Mailbox] = {}
 
 
-def run_on_worker(
-    task: SearchTask, search: SearchFunction, token: str, service: str, patience: float
-) -> NewPlan:
+def run_on_worker(claim: Claim, search: SearchFunction, token: str, service: str, patience: float) -> NewPlan:
     """Run a search in this worker's thread.
 
     Raises
@@ -191,11 +190,11 @@ def run_on_worker(
         raise Abandoned("its worker was about to end.")
     mailbox = _mailboxes[token] = Mailbox(service, patience)
     try:
-        plan = compute(task, search, mailbox)
+        plan = compute(claim, search, mailbox)
         if _is_full.is_set():
             raise OutOfMemory
         if mailbox.is_worker_ending:
-            raise Evicted("its worker was told to end.")
+            raise Evicted("its worker was stopped.")
         if mailbox.is_abandoned:
             raise Abandoned("its service was silent for too long.")
         return plan
@@ -219,10 +218,12 @@ async def exchange(service: str, wanted: Mapping[str, Wanted]) -> Held:
 
 
 def welcome(dask_worker: Worker) -> dict[str, str]:
-    """Prepare this worker, passed in by Dask, to report when it is told to end; returns :func:`describe`.
+    """Prepare this worker, passed in by Dask, for its end; returns :func:`describe`.
 
-    By default ``dask worker`` exits at once when it is told to. That looks like a crash, for which its
-    searches would be blamed. So this delays the exit for a moment, in which the worker gives its searches up.
+    By default ``dask worker`` exits immediately on SIGTERM. That looks like a crash, and crashes count
+    against the searches of the worker. With this, the worker first announces its end to the scheduler, and
+    its searches have :data:`LEAVE_SECONDS` to give up. The announcement counts even if a search does not
+    react in time. A worker that is out of memory announces nothing, because a search may be the reason.
     """
     original = signal.getsignal(signal.SIGTERM)
     is_ours = getattr(original, "__module__", None) == __name__
@@ -232,6 +233,8 @@ def welcome(dask_worker: Worker) -> dict[str, str]:
         def leave(number: int, frame: FrameType | None) -> None:
             if _memory_in_use(dask_worker) > _FULL:
                 _is_full.set()
+            else:
+                loop.call_soon_threadsafe(dask_worker.log_event, dask_worker.address, LEAVING)
             _leaving.set()
             loop.call_soon_threadsafe(loop.call_later, LEAVE_SECONDS, original, number, frame)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from support.cuts import BLOCK, RECOMPUTE, layered
-from zbv_solver.commands.cut_summary import cut_summary
+from zbv_solver.commands.tables import cut_summary
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search

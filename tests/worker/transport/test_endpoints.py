@@ -8,15 +8,8 @@ from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
 from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
 from zbv_worker.errors import ModelError
-from zbv_worker.transport.channels import (
-    ChannelKey,
-    Inbox,
-    Outbox,
-    Pending,
-    TensorSpec,
-    decode_header,
-    encode_header,
-)
+from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send, TensorSpec
+from zbv_worker.transport.endpoints import Inbox, Outbox, decode_header, encode_header
 
 
 class Arrived:
@@ -30,17 +23,20 @@ class Arrived:
 
 
 class Wire(ThreadTransport):
-    """Everything sent is there at once; remembers what was posted."""
+    """Every sent tensor arrives at once; records the posted receives."""
 
     def __init__(self) -> None:
         super().__init__(ThreadHub(2), 0)
         self.sent: list[Tensor] = []
         self.posted_specs: list[TensorSpec] = []
 
-    def isend(self, key: ChannelKey, tensor: Tensor, label: object) -> None:
-        self.sent.append(tensor)
+    def sender(self, key: ChannelKey) -> Send:
+        return lambda tensor, label: self.sent.append(tensor)
 
-    def irecv(self, key: ChannelKey, spec: TensorSpec) -> Pending:
+    def receiver(self, key: ChannelKey) -> Receive:
+        return self.receive
+
+    def receive(self, spec: TensorSpec) -> Pending:
         self.posted_specs.append(spec)
         tensor = self.sent[len(self.posted_specs) - 1]
         assert TensorSpec.of(tensor) == spec
@@ -75,7 +71,7 @@ def test_tensors_are_taken_in_any_order_with_boundaries_of_different_shapes(look
     assert len(wire.sent) == len(wire.posted_specs) == 6 + 2  # one header per boundary, once
 
 
-def test_receives_are_posted_ahead_by_the_window_and_as_far_as_the_next_need() -> None:
+def test_receives_are_posted_ahead_by_the_window_and_up_to_the_next_needed_tensor() -> None:
     carried = channel(*(f"0:{j}" for j in range(8)))
     wire = Wire()
     send_all(wire, carried, {0: (1,)})
@@ -131,6 +127,6 @@ def test_headers_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert decode_header(encode_header(spec)) == spec
 
 
-def test_tensors_that_cannot_be_sent_are_refused() -> None:
+def test_dtypes_that_cannot_be_sent_are_refused() -> None:
     with pytest.raises(ModelError, match="int64 tensor of 1 dimensions"):
         encode_header(TensorSpec((3,), torch.int64))

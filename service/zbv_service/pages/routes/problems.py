@@ -1,0 +1,58 @@
+"""Errors as pages, and ``/problems/{name}``: the meaning of a type of error, linked from every error."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+
+from zbv_service.api.caching import HOUR
+from zbv_service.api.negotiation import root_of, wants_page
+from zbv_service.api.problem_advice import ADVICE
+from zbv_service.errors import MEDIA_TYPE, NOT_FOUND, ProblemError, kinds
+from zbv_service.pages.answers import html, problem_answer, shell_of
+from zbv_service.pages.shell import render
+from zbv_service.security.scheme import ANYBODY
+
+_KEPT_HEADERS = ("retry-after", "www-authenticate", "allow")
+
+Handler = Callable[[Request, Exception], Response | Awaitable[Response]]
+
+router = APIRouter(include_in_schema=False)
+
+
+def install(app: FastAPI) -> None:
+    """Show browsers the errors of an application as pages. Call this after adding all error handlers."""
+    for key, handler in list(app.exception_handlers.items()):
+        app.add_exception_handler(key, as_page(cast("Handler", handler)))
+
+
+@router.get("/problems/{name}", dependencies=[ANYBODY])
+async def get_problem_type(request: Request, name: str) -> HTMLResponse:
+    """The page of one type."""
+    kind = kinds().get(name)
+    if kind is None:
+        raise ProblemError(NOT_FOUND, f"found no type of error {name!r}; there are {', '.join(kinds())}.")
+    text = render("problem_type.html.j2", shell_of(request), name=name, kind=kind, advice=ADVICE[name])
+    return html(text, headers={"Cache-Control": HOUR})
+
+
+def as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The handler of an error, except that browsers get the problem document as a page."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        answer = handler(request, error)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        if answer.media_type != MEDIA_TYPE or not wants_page(request):
+            return answer
+        headers = {name: answer.headers[name] for name in _KEPT_HEADERS if name in answer.headers}
+        document = json.loads(bytes(answer.body))
+        document["type"] = document["type"].removeprefix(root_of(request))  # pages add it themselves
+        return problem_answer(document, request, headers)
+
+    return handle

@@ -1,0 +1,123 @@
+"""What a stored plan is turned into: pages, pictures, files, and the parts of its ranks.
+
+The functions run in other processes. They import the code that draws and writes formats when they are called,
+because loading it takes a second, which the service should not spend.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from zbv_solver.documents.text import canonical_json
+from zbv_solver.plans.channels import Channel, channels
+from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.problem import Problem
+
+from zbv_service.documents.packing import unpack
+
+if TYPE_CHECKING:
+    from zbv_solver.export.report import PlanView
+
+
+def plan_of(packed: bytes) -> Plan:
+    """A packed plan."""
+    plan = parse_plan(unpack(packed))
+    _ = plan.plan_id  # computes the cached hash here, in the other process
+    return plan
+
+
+def view_of(packed: bytes) -> PlanView:
+    """The content of a packed plan's page."""
+    from zbv_solver.export.report import plan_view
+
+    return plan_view(plan_of(packed))
+
+
+def actions_of(packed: bytes) -> bytes:
+    """A packed plan's actions for the script of its page."""
+    from zbv_solver.export.timeline import timeline
+    from zbv_solver.export.timeline_data import timeline_bytes
+
+    return timeline_bytes(timeline(plan_of(packed)))
+
+
+def export_of(name: str, packed: bytes) -> bytes:
+    """A packed plan in another format."""
+    from zbv_solver.export import FORMATS
+
+    return FORMATS[name].render(plan_of(packed)).encode()
+
+
+def thumbnail_of(packed: bytes) -> bytes:
+    """A thumbnail of a packed plan as PNG."""
+    from zbv_service.plans.thumbnail import thumbnail
+
+    return thumbnail(plan_of(packed))
+
+
+def ranks_of(packed: bytes) -> list[bytes]:
+    """The parts of all ranks of a packed plan, as JSON texts."""
+    plan = plan_of(packed)
+    ends: list[list[Channel]] = [[] for _ in range(plan.problem.pp_degree)]
+    for channel in channels(plan.problem, plan.orders):
+        ends[channel.sender].append(channel)
+        ends[channel.receiver].append(channel)
+    return [canonical_json(_rank_document(plan, rank, found)).encode() for rank, found in enumerate(ends)]
+
+
+def _cut_json(problem: Problem) -> dict[str, Any]:
+    """The layers of each stage, and which stages are recomputed; empty if the stages were given."""
+    model = problem.model
+    if model is None:
+        return {}
+    document: dict[str, Any] = {"partition": [list(names) for names in model.partition]}
+    if model.model.can_recompute:
+        document["recompute"] = list(model.cut.recompute)
+    return document
+
+
+def _rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str, Any]:
+    """The actions of one rank, and its channels."""
+    problem, placement = plan.problem, plan.problem.placement
+    listed = [
+        {
+            "peer": channel.receiver if channel.sender == rank else channel.sender,
+            "direction": "send" if channel.sender == rank else "receive",
+            "kind": channel.kind,
+            "transfers": [str(transfer) for transfer in channel.transfers],
+        }
+        for channel in found
+    ]
+    return {
+        "plan_id": plan.plan_id,
+        "rank": rank,
+        "pp_degree": problem.pp_degree,
+        "microbatches": problem.microbatches,
+        "placement": placement.kind,
+        "chunks": placement.chunks,
+        "stages": list(placement.stages_of[rank]),
+        "actions": plan.orders.text(rank),
+        "peers": sorted({channel["peer"] for channel in listed}),
+        "channels": listed,
+        **_cut_json(plan.problem),
+    }
+
+
+def load() -> None:
+    """Load the code of pages, and the machine code of the timing, by making a page."""
+    from zbv_solver.export.report import plan_view
+    from zbv_solver.problem.reading import parse_problem
+    from zbv_solver.search.search import baseline_plan
+
+    from zbv_service.plans.thumbnail import thumbnail
+
+    costs = {"forward": 1, "backward_input": 1, "backward_weight": 1}
+    plan = baseline_plan("1f1b", parse_problem({"pp_degree": 2, "microbatches": 2, "costs": costs}))
+    plan_view(plan)
+    thumbnail(plan)
+    # Loaded modules stay in memory. Without this, every forked process would scan them for garbage.
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,92 @@
+"""The arguments of ``zbv estimate``."""
+
+from __future__ import annotations
+
+import argparse
+
+from zbv_solver.commands.messages import flag_of
+
+Kind = type[int] | type[float] | type[bool] | str
+
+FLAGS: dict[str, dict[str, Kind]] = {
+    "model": {
+        "hidden": int,
+        "layers": int,
+        "heads": int,
+        "kv_heads": int,
+        "head_dim": int,
+        "ffn": int,
+        "gated": bool,
+        "vocabulary": int,
+        "tied_embeddings": bool,
+        "sequence": int,
+        "microbatch_size": int,
+        "dtype": "bfloat16|float16|float32",
+        "attention": "flash|plain",
+        "causal": bool,
+        "dropout": bool,
+        "norm": "layernorm|rmsnorm",
+        "bias": bool,
+        "qkv_bias": bool,
+        "qk_norm": bool,
+        "positions": "learned|rotary|none",
+        "fused_activation": bool,
+    },
+    "parallel": {
+        "pp_degree": int,
+        "microbatches": int,
+        "placement": "auto|v|loop|single",
+        "chunks": int,
+        "objective": "span|makespan",
+        "tensor_parallel": int,
+        "sequence_parallel": bool,
+        "data_parallel": int,
+        "zero_stage": int,
+        "optimizer": "adam|lion|sgd-momentum|sgd",
+        "precision": "mixed|mixed-fp32-gradients|single|half",
+        "recompute": "none|selective|full",
+        "granularity": "block|half",
+    },
+    "device": {
+        "achieved_tflops": float,
+        "memory_bandwidth": float,
+        "link_bandwidth": float,
+        "link_latency": float,
+        "tensor_parallel_bandwidth": float,
+        "tensor_parallel_latency": float,
+        "tensor_parallel_overlap": float,
+        "memory_limit": float,
+        "reserved": float,
+    },
+}
+"""Flags per section of a configuration: every key is a flag with a type, or with the words that it accepts.
+``docs/estimates.md`` explains the keys."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``zbv estimate``."""
+    parser.description = (
+        "Estimate the layers of a transformer from its configuration: times, activations and static memory, "
+        "as a problem for zbv plan. docs/estimates.md explains every key and formula."
+    )
+    parser.add_argument("--config", metavar="FILE", help="model, parallel and device (JSON), or -")
+    parser.add_argument(
+        "--preset",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="start from a model or device that zbv knows; may be repeated",
+    )
+    parser.add_argument("--list-presets", action="store_true", help="list the presets, then exit")
+    parser.add_argument("--table", action="store_true", help="also print tables of layers and memory")
+    parser.add_argument("-o", "--output", default="-", metavar="FILE", help="problem file (default: -)")
+    for section, keys in FLAGS.items():
+        group = parser.add_argument_group(f"{section}: replaces values of the file and the presets")
+        for key, kind in keys.items():
+            name, destination = flag_of(key), f"{section}.{key}"
+            if kind is bool:
+                group.add_argument(name, dest=destination, action=argparse.BooleanOptionalAction)
+            elif isinstance(kind, str):
+                group.add_argument(name, dest=destination, metavar=kind)
+            else:
+                group.add_argument(name, dest=destination, type=kind, metavar=kind.__name__.upper())

@@ -1,0 +1,35 @@
+"""Error messages: flags are named as the user wrote them, and a contradicted bound leaves a file behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from zbv_solver.documents.files import write
+from zbv_solver.errors import ContradictedBound, InvalidInput, Issue
+
+
+def named_flags(error: InvalidInput) -> InvalidInput:
+    """The same error with flags in place of pointers: ``/time_limit`` becomes ``--time-limit``."""
+    issues = [Issue("", issue.detail, flag_of(issue.pointer[1:])) for issue in error.issues]
+    return InvalidInput(issues, error.more, error.is_partial)
+
+
+def flag_of(key: str) -> str:
+    """The flag of a key of an options document."""
+    return f"--{key.replace('_', '-')}"
+
+
+def contradiction(error: ContradictedBound) -> str:
+    """The message for a contradicted bound, after writing the problem to a file for a bug report.
+
+    The file is a problem document that every command accepts. Its name is derived from its content, so the
+    same problem is written once.
+    """
+    text = json.dumps(error.problem, sort_keys=True) + "\n"
+    path = f"zbv-contradiction-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    try:
+        write(path, text)
+    except OSError as failure:
+        return f"{error} The problem could not be written to {path}: {failure.strerror}."
+    return f"{error} The problem is in {path}."

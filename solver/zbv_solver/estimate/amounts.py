@@ -1,0 +1,35 @@
+"""Amounts of several kinds, which are added kind by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The base of records whose sum is the sum of their fields."""
+
+    def __add__(self, other: Self) -> Self:
+        return replace(self, **{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class PerAction(Summed):
+    """One number for each of F, I and W."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    def scaled(self, factor: float) -> PerAction:
+        """All numbers multiplied by a factor."""
+        return PerAction(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
+
+    def __truediv__(self, parts: int) -> PerAction:
+        return PerAction(self.forward / parts, self.backward_input / parts, self.backward_weight / parts)
+
+    @property
+    def total(self) -> float:
+        """F, I and W together."""
+        return self.forward + self.backward_input + self.backward_weight

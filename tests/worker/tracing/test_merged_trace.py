@@ -128,7 +128,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholePlan, dict[st
 
     def rehearse(rank: int) -> object:
         clock = shifted(SHIFTS[rank])
-        return rehearse_on(hub.transport(rank), options, plan, clock)
+        return rehearse_on(hub.transport(rank), options, plan, plan.of_rank(rank), clock)
 
     with ThreadPoolExecutor(3) as pool:
         outcomes = list(pool.map(rehearse, range(3)))

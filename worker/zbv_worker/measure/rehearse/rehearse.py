@@ -20,6 +20,7 @@ from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, StepResult
 from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.timeline import HostTimeline
 from zbv_worker.execution.whole_plan import SECONDS, WholePlan
 from zbv_worker.host.cores import keep_freed_memory
@@ -92,19 +93,24 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
     keep_freed_memory()
     sharpen_timer()
     plan = options.source.whole(options.timeout)
+    mine = plan.of_rank(world.rank)  # refuses a wrong number of ranks before they meet
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
     with naming_errors(world.rank, "meeting the other ranks"):
         transport = DistributedTransport(world, "gloo", _CPU, options.timeout)
     gc.freeze()  # otherwise a garbage collection during a step would look like a slow action
     try:
-        return rehearse_on(transport, options, plan)
+        return rehearse_on(transport, options, plan, mine)
     finally:
         transport.close()
 
 
 def rehearse_on(
-    transport: Transport, options: RehearseOptions, plan: WholePlan, clock: Clock = DEFAULT_CLOCK
+    transport: Transport,
+    options: RehearseOptions,
+    plan: WholePlan,
+    mine: RankPlan,
+    clock: Clock = DEFAULT_CLOCK,
 ) -> Outcome | None:
     """Agree, run all steps, and collect the traces; collective. Rank 0 returns the outcome.
 
@@ -114,7 +120,7 @@ def rehearse_on(
         This rank's clock, in nanoseconds.
     """
     rank, timeout = transport.rank, options.timeout
-    mine, scale = plan.of_rank(rank), options.seconds_per_unit(plan)
+    scale = options.seconds_per_unit(plan)
     statement = Statement(
         plan_id=plan.plan_id,
         pp_rank=rank,

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib import import_module
-from pathlib import Path
+from typing import Any
 
-import torch
-from zbv_worker.host.cores import keep_freed_memory, pin_to_core
+from zbv_worker.measure.ranks import answer, use_one_core
 from zbv_worker.transport.world import World
 
-from benchmarks.worker.ranks import answer_path
 
-
-def main(name: str, request: Path) -> None:
-    """Measure, and write the answer next to the request."""
-    world = World.from_environment()
-    torch.set_num_threads(1)
-    pin_to_core(world.local_rank)
-    keep_freed_memory()
-    comparison = import_module(f"benchmarks.worker.{name}")
-    answer = comparison.on_rank(json.loads(request.read_text()), world)
-    answer_path(request, world.rank).write_text(json.dumps(answer))
+def main(request: dict[str, Any], world: World) -> Any:
+    """Measure as one rank; returns the comparison's answer."""
+    use_one_core(world)
+    return import_module(f"benchmarks.worker.{sys.argv[1]}").on_rank(request, world)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    answer(main)

@@ -213,4 +213,6 @@ def test_the_launcher_and_the_rank_of_a_killed_agent_die_with_it(three: Cluster)
     agent.process.kill()
     agent.process.wait(timeout=DEADLINE)
     until(lambda: not any(map(is_alive, processes)), three.story)
+    logs = "".join(path.read_text() for path in (agent.folder / "state" / run.id).rglob("std*.log"))
+    assert "has been silent" not in logs, "the rank ended only because its agent was silent"
     three.client.cancel_run(run.id)

@@ -7,23 +7,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from zbv_solver.plans.orders import Action
 from zbv_solver.problem.placement import Placement
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.commands.cli import main
-from zbv_worker.measure.gpu_report.gpu_report import Timed, overlaps
+from zbv_worker.execution.executor import StepResult
+from zbv_worker.execution.timeline import Record
+from zbv_worker.measure.gpu_report.gpu_report import overlaps
 from zbv_worker.measure.gpu_report.rank import v_orders
 from zbv_worker.measure.profile.profile import LinkProfile
 from zbv_worker.measure.ranks import equal_stages
+from zbv_worker.tracing.merged_trace import RankTrace
 
 GPT = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
 US = 1000
 LINKS = {(0, 1): LinkProfile(0, 1, (), latency=10e-6, bandwidth=1e9)}
 
 
-def received(wait: int, start: int) -> list[Timed]:
+def received(wait: int, start: int) -> list[RankTrace]:
     """Stage 0's F of rank 0 ends at 100 us; stage 1's on rank 1 receives 10,000 bytes: 20 us."""
-    producer = Timed(0, 0, "F", 0, 0, 0, 100 * US, 0)
-    return [producer, Timed(1, 1, "F", 0, wait * US, start * US, 200 * US, 10_000)]
+    sent = Record(Action(0, "F", 0), 0, 0, 100 * US)
+    received = Record(Action(1, "F", 0), wait * US, start * US, 200 * US, 10_000)
+    return [
+        RankTrace.of("plan", rank, [StepResult(0, {}, (record,))])
+        for rank, record in enumerate((sent, received))
+    ]
 
 
 @pytest.mark.parametrize(

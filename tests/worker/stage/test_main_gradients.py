@@ -21,7 +21,7 @@ from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.measure.stage_memory import static_bytes
 from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
 from zbv_worker.stage.stage import Stage
-from zbv_worker.training.gradients import OwnGradients, SummedGradients
+from zbv_worker.training.gradients import Gradients, SummedGradients
 from zbv_worker.training.options import TrainingOptions
 
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ def stage_of(module: nn.Module) -> Stage:
 
 def test_only_main_gradients_live_between_actions_and_the_optimizer_frees_them() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16()
-    gradients, stage = OwnGradients({0: module}), stage_of(module)
+    gradients, stage = Gradients({0: module}), stage_of(module)
     gradients.begin()
     for microbatch, split in enumerate((True, False)):
         stage.forward(microbatch, torch.randn(4, 8).bfloat16(), split=split)
@@ -187,7 +187,7 @@ def test_estimate_and_profile_count_four_bytes_for_the_gradient_of_a_half_parame
 
 def test_a_post_accumulate_hook_of_the_model_keeps_autograds_accumulation() -> None:
     module = nn.Sequential(nn.Linear(8, 8)).bfloat16()
-    gradients, stage = OwnGradients({0: module}), stage_of(module)
+    gradients, stage = Gradients({0: module}), stage_of(module)
     gradients.begin()
     seen: list[Tensor] = []
 

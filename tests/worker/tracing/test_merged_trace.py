@@ -24,7 +24,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.measure.rehearse.rehearse import Rehearsal, RehearseOptions
+from zbv_worker.measure.rehearse.rehearse import RehearseOptions, rehearse_on
 from zbv_worker.tracing.clocks import Alignment, Clock, Offset
 from zbv_worker.tracing.merged_trace import RankTrace, claim, render
 
@@ -128,7 +128,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholePlan, dict[st
 
     def rehearse(rank: int) -> object:
         clock = shifted(SHIFTS[rank])
-        return Rehearsal(options, plan, plan.of_rank(rank), hub.transport(rank), clock).run()
+        return rehearse_on(hub.transport(rank), options, plan, plan.of_rank(rank), clock)
 
     with ThreadPoolExecutor(3) as pool:
         outcomes = list(pool.map(rehearse, range(3)))

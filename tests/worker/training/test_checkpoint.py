@@ -34,7 +34,7 @@ from zbv_worker.stage.precision import Precision
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
 from zbv_worker.training.convert_checkpoint import convert
 from zbv_worker.training.fence import checkpoints
-from zbv_worker.training.gradients import OwnGradients
+from zbv_worker.training.gradients import Gradients
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.update import Update
 
@@ -249,7 +249,7 @@ class Alone:
         torch.manual_seed(seed)
         module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
         transport = ThreadHub(1).transport(0)
-        gradients = OwnGradients({0: module})
+        gradients = Gradients({0: module})
         scale = LossScale.of(precision)
         update = Update(StepwiseAdam(), gradients, transport, scale, None)  # type: ignore[arg-type]  # as far as it goes
         options = CheckpointOptions(directory, every=1)

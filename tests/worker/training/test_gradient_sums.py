@@ -11,7 +11,7 @@ import zbv_worker.training.gradients
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun
-from zbv_worker.training.gradients import OwnGradients, SummedGradients, squares
+from zbv_worker.training.gradients import Gradients, SummedGradients, squares
 from zbv_worker.transport.channels import Reduction
 from zbv_worker.transport.world import Layout
 
@@ -86,7 +86,7 @@ def test_a_stages_sum_starts_after_its_last_addition() -> None:
 
 def test_frozen_parameters_take_no_part() -> None:
     modules = two_stages()
-    found = OwnGradients(modules).parameters
+    found = Gradients(modules).parameters
     assert len(found) == 5
     assert all(parameter.requires_grad for parameter in found)
 

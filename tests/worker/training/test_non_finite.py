@@ -139,14 +139,14 @@ def test_every_rank_fails_alike_where_they_share_the_norm() -> None:
     import threading
 
     from support.thread_transport import ThreadHub
-    from zbv_worker.training.gradients import OwnGradients
+    from zbv_worker.training.gradients import Gradients
     from zbv_worker.training.update import Update
 
     hub, answers = ThreadHub(2), {}
 
     def work(rank: int) -> None:
         module = torch.nn.Linear(2, 2)
-        gradients = OwnGradients({0: module})
+        gradients = Gradients({0: module})
         gradients.begin()
         module(torch.ones(1, 2)).sum().backward()
         update = Update(Remembering(), gradients, hub.transport(rank), LossScale(), 1.0)

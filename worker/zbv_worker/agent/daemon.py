@@ -28,7 +28,7 @@ from zbv_service.client import (
 )
 
 from zbv_worker.agent.folder_sync import FolderSync
-from zbv_worker.agent.generation import Generation, GenerationEnd
+from zbv_worker.agent.generation import Generation, GenerationEnd, failure
 from zbv_worker.agent.heartbeat import Heartbeat
 from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.errors import InvalidRun
@@ -168,7 +168,7 @@ class Agent:
         refusal = self._options.refusal_of(work)
         if refusal is not None:
             logger.warning(refusal)
-            self._report(work, GenerationEnd("failed", (_failure("refused", refusal),)))
+            self._report(work, GenerationEnd("failed", (failure("refused", refusal),)))
             return
         generation = Generation(work, self._options, patience=self._timeout_seconds)
         sync = FolderSync(self._id, work, generation.ranks, generation.folder, self._connect)
@@ -180,10 +180,10 @@ class Agent:
             sync.finish()
         end = generation.end()
         if end.outcome == "stopped" and self._ending.is_overdue:
-            end = GenerationEnd("failed", (_failure("agent-lost", self._farewell()),))
+            end = GenerationEnd("failed", (failure("agent-lost", self._farewell()),))
         logger.info("run %s, generation %d %s", work.run_id, work.generation, end.outcome)
-        for failure in end.failures:
-            logger.warning("%s", failure["detail"])
+        for each in end.failures:
+            logger.warning("%s", each["detail"])
         self._finish_sync(generation, sync)
         self._report(work, end)
 
@@ -322,7 +322,3 @@ class Agent:
         except AgentGone as error:
             logger.warning("%s", error.detail)
             self._id = ""
-
-
-def _failure(kind: str, detail: str) -> dict[str, Any]:
-    return {"kind": kind, "rank": None, "detail": detail}

@@ -40,6 +40,11 @@ class GenerationEnd:
     failures: tuple[dict[str, Any], ...] = ()
 
 
+def failure(kind: str, detail: str) -> dict[str, Any]:
+    """A failure of no particular rank, in the service's format."""
+    return {"kind": kind, "rank": None, "detail": detail.replace("\0", "")[:_MAX_DETAIL]}
+
+
 class Generation:
     """A launcher process and its ranks; none outlives this process.
 
@@ -182,20 +187,16 @@ class Generation:
         return {"kind": kind, "rank": rank, "step": step, "action": action, "peer": None, "detail": detail}
 
     def _silence_failure(self, seconds: float) -> dict[str, Any]:
-        detail = (
+        return failure(
+            "agent-lost",
             f"this agent was stopped, or its host hung, for {seconds:.0f} s; the service gives a run to "
-            f"other agents after {self._patience:g} s. The agent has ended its ranks."
+            f"other agents after {self._patience:g} s. The agent has ended its ranks.",
         )
-        return {"kind": "agent-lost", "rank": None, "detail": detail}
 
     def _launch_failure(self, status: int | None) -> dict[str, Any]:
         lines = self._log.read_text(errors="replace").strip().splitlines()[-_TAIL_LINES:]
         detail = f"the ranks could not be launched (status {status}). The launcher's log ends:\n"
-        return {
-            "kind": "launch",
-            "rank": None,
-            "detail": (detail + "\n".join(lines)).replace("\0", "")[:_MAX_DETAIL],
-        }
+        return failure("launch", detail + "\n".join(lines))
 
 
 def _signal_name(number: int) -> str:

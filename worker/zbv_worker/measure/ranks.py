@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from zbv_solver.problem.placement import Placement
@@ -22,16 +21,27 @@ from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import WorkerError, print_error
 from zbv_worker.host.cores import keep_freed_memory, pin_to_core
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.model.spec import ModelSpec
 from zbv_worker.transport.distributed import DistributedTransport
 from zbv_worker.transport.world import Backend, World
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-
-def measure_on_ranks(module: str, options: DataclassInstance, ranks: int, timeout: float) -> list[Any]:
+def measure_on_ranks(
+    command: Sequence[str],
+    request: Any,
+    ranks: int,
+    timeout: float,
+    on_poll: Callable[[LocalRanks], None] | None = None,
+) -> list[Any]:
     """Run a module that calls :func:`answer`, in one process per rank; returns the answers by rank.
+
+    Parameters
+    ----------
+    command
+        The module and its arguments.
+    request
+        JSON for every rank.
+    on_poll
+        Called again and again while the ranks run.
 
     Raises
     ------
@@ -40,40 +50,42 @@ def measure_on_ranks(module: str, options: DataclassInstance, ranks: int, timeou
     """
     with tempfile.TemporaryDirectory(prefix="zbv-measure-") as name:
         folder = Path(name)
-        request = folder / "request.json"
-        request.write_text(json.dumps(asdict(options)))
-        with LocalRanks([python_command(module, str(request))] * ranks, folder) as started:
-            started.wait(timeout)
+        path = folder / "request.json"
+        path.write_text(json.dumps(request))
+        with LocalRanks([python_command(*command, str(path))] * ranks, folder) as started:
+            started.wait(timeout, on_poll and (lambda: on_poll(started)))
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def answer(measure: Callable[[dict[str, Any], World], Any]) -> None:
+def answer(measure: Callable[[Any, World], Any]) -> None:
     """Measure as one rank of :func:`measure_on_ranks`; ends the process if that fails.
 
     Parameters
     ----------
     measure
-        Gets the fields of the options; returns JSON.
+        Gets the request; returns JSON.
     """
-    request = Path(sys.argv[1])
-    fields = json.loads(request.read_text())
+    path = Path(sys.argv[-1])
     world = World.from_environment()
     try:
-        found = measure({**fields, "model": ModelSpec(**fields["model"])}, world)
+        found = measure(json.loads(path.read_text()), world)
     except WorkerError as error:  # a clear message, no traceback
         sys.exit(print_error(error))
-    (request.parent / f"{world.rank}.json").write_text(json.dumps(found))
+    (path.parent / f"{world.rank}.json").write_text(json.dumps(found))
+
+
+def use_one_core(world: World) -> None:
+    """Compute on one core, with one thread, as ranks do that share a host."""
+    pin_to_core(world.local_rank)
+    keep_freed_memory()
+    torch.set_num_threads(1)
 
 
 @contextmanager
 def connected(
     world: World, backend: Backend, device: torch.device, timeout: float
 ) -> Iterator[DistributedTransport]:
-    """A transport between the ranks, closed when all of them are done. On a CPU, a rank gets one core."""
-    if device.type == "cpu":
-        pin_to_core(world.local_rank)
-        keep_freed_memory()
-        torch.set_num_threads(1)
+    """A transport between the ranks, closed after all of them have received everything."""
     transport = DistributedTransport(world, backend, device, timeout)
     try:
         yield transport

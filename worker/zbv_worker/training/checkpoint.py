@@ -17,7 +17,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ OLD_INDEX = ".metadata"
 """Of torch.distributed.checkpoint, zbv's former format: it is pickled, so reading it can run code."""
 _VISIBLE_SECONDS = 10.0
 """How long a rank waits to see what rank 0 wrote; network file systems may delay it."""
+_RAISED_TOGETHER = {"Superseded": Superseded, "InvalidRun": InvalidRun}
+"""Errors of one rank that all ranks raise, by name."""
 DEFAULT_KEPT = 3
 DEFAULT_TIMEOUT = 600.0
 
@@ -187,12 +189,10 @@ class Checkpoints:
         model, optimizer = state["model"], state["optimizer"]
         with self._naming_files(folder):
             reader = Reader(folder)
-            absent = [name for name in model if f"model.{name}" not in reader]
-            if absent:
-                raise self._other_model(folder, f"it lacks {absent[0]}")
-            absent = [name for name in optimizer if f"optimizer.{name}" not in reader]
-            if absent:
-                raise self._other_model(folder, f"it lacks {absent[0]} of the optimizer")
+            for kind, place in (("model", ""), ("optimizer", " of the optimizer")):
+                for name in state[kind]:
+                    if f"{kind}.{name}" not in reader:
+                        raise self._other_model(folder, f"it lacks {name}{place}")
             if reader.value("progress.model") != self._model:
                 raise self._other_model(folder, "the factory, its arguments or the seed differ")
             tensors = _named_tensors(state)
@@ -267,25 +267,22 @@ class Checkpoints:
 
     def _on_every_rank(self, work: Callable[[], Any]) -> list[Any]:
         """Run something on every rank; returns all results. If it fails on one, all ranks raise its error."""
-        with self._naming():
-            said = self._transport.gather(self._attempt(work), self._options.timeout)
-        for kind, value in said:
-            if kind == "superseded":
-                raise Superseded(value)
-            if kind == "invalid":
-                raise InvalidRun(value)
-        return [value for _, value in said]
+        with naming_errors(self._transport.rank, "at a checkpoint"):
+            gathered = self._transport.gather(self._attempt(work), self._options.timeout)
+        for error, result in gathered:
+            if error:
+                raise _RAISED_TOGETHER[error](result)
+        return [result for _, result in gathered]
 
     def _attempt(self, work: Callable[[], Any]) -> list[Any]:
-        """Run something; returns its outcome as JSON: kind of error, and result or message."""
+        """Run something; returns its outcome as JSON: an error's name and message, or "" and the result."""
         try:
             return ["", work()]
-        except Superseded as error:
-            return ["superseded", str(error)]
-        except InvalidRun as error:
-            return ["invalid", str(error)]
+        except (Superseded, InvalidRun) as error:
+            return [type(error).__name__, str(error)]
         except OSError as error:
-            return ["invalid", f"--checkpoint-dir {self._options.directory}: {error.strerror or error}."]
+            directory = self._options.directory
+            return [InvalidRun.__name__, f"--checkpoint-dir {directory}: {error.strerror or error}."]
 
     @contextmanager
     def _unless_superseded(self) -> Iterator[None]:
@@ -296,9 +293,6 @@ class Checkpoints:
             if self._fence is not None:
                 self._fence.check()
             raise
-
-    def _naming(self) -> AbstractContextManager[None]:
-        return naming_errors(self._transport.rank, "at a checkpoint")
 
     @contextmanager
     def _naming_files(self, folder: Path) -> Iterator[None]:

@@ -7,7 +7,6 @@ divided by the microbatches of *all* replicas, so the sum is the gradient of the
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +27,8 @@ _BUCKET_BYTES = 32 * 2**20
 """Large enough to use a network's bandwidth, small enough that the first sum ends before the last begins."""
 
 
-class Gradients(ABC):
-    """The gradients of the parameters that a rank trains.
+class Gradients:
+    """The gradients of the parameters that a rank trains; of a single replica, so there is nothing to sum.
 
     Parameters
     ----------
@@ -49,24 +48,25 @@ class Gradients(ABC):
         """The trainable parameters, each once."""
         return list(self.stages_of)
 
-    @abstractmethod
     def begin(self) -> None:
         """Call before a step's first action: discard the gradients of the last step."""
+        # In every step, because the user may have added hooks since.
+        use_main_gradients(self.stages_of)
+        for parameter in self.stages_of:
+            set_gradient(parameter, None)  # the first action that adds to it allocates it
 
-    @abstractmethod
     def stage_done(self, stage: int) -> None:
         """Call after the last action that adds to a stage's gradients."""
 
-    @abstractmethod
     def finish(self, timeout: float) -> None:
         """Call after a step's last action: wait until the gradients are complete.
 
         Raises TimeoutError or ConnectionError.
         """
 
-    @abstractmethod
     def square_sum(self) -> Tensor:
         """This rank's share of the squared norm of all gradients, float64 on the CPU; the shares add up."""
+        return squares(self._present())
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient by a factor."""
@@ -81,27 +81,6 @@ class Gradients(ABC):
     def _present(self) -> list[Tensor]:
         found = (gradient_of(parameter) for parameter in self.stages_of)
         return [gradient for gradient in found if gradient is not None]
-
-
-class OwnGradients(Gradients):
-    """The gradients of a single replica: nothing to sum."""
-
-    def begin(self) -> None:
-        """Free the gradients; the first action that adds to one allocates it."""
-        # In every step, because the user may have added hooks since.
-        use_main_gradients(self.stages_of)
-        for parameter in self.stages_of:
-            set_gradient(parameter, None)
-
-    def stage_done(self, stage: int) -> None:
-        """Nothing to do."""
-
-    def finish(self, timeout: float) -> None:
-        """Nothing to wait for."""
-
-    def square_sum(self) -> Tensor:
-        """See :meth:`Gradients.square_sum`."""
-        return squares(self._present())
 
 
 class SummedGradients(Gradients):

@@ -84,9 +84,6 @@ class ShardedGradients(Gradients):
                 group.post_backward()
         state._root_post_backward_final_callback()
 
-    def finish(self, timeout: float) -> None:
-        """Nothing to do: FSDP2 has waited for the sums."""
-
     def square_sum(self) -> Tensor:
         """Each replica contributes the parts that it holds."""
         return squares(_local(gradient) for gradient in self._present())

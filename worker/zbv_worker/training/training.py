@@ -22,7 +22,7 @@ from zbv_worker.host.state_files import events_file, write_json
 from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.checkpoint import Checkpoints
-from zbv_worker.training.gradients import Gradients, OwnGradients, SummedGradients
+from zbv_worker.training.gradients import Gradients, SummedGradients
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.options import Setting, require_kept_activations, require_plain
 from zbv_worker.training.plan_change import Swaps
@@ -258,7 +258,7 @@ class Training:
             return _sharded(modules, self._transport, self._setting.device)
         if self._transport.layout.replicas > 1:
             return SummedGradients(modules, self._transport)
-        return OwnGradients(modules)
+        return Gradients(modules)
 
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""

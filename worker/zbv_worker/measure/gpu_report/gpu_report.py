@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.table import Table
-from zbv_solver.plans.orders import Action
 
 from zbv_worker.errors import WorkerError
 from zbv_worker.execution.rank_plan import producer_of
@@ -25,6 +24,7 @@ from zbv_worker.measure.profile.report import print_report, profile_json
 from zbv_worker.measure.ranks import measure_on_ranks
 from zbv_worker.measure.tables import table_of_numbers
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.tracing.merged_trace import END, START, WAIT, RankTrace
 
 Device = Literal["cuda", "cpu"]
 
@@ -57,20 +57,6 @@ class ReportOptions:
     repeats: int = 10
     steps: int = 3
     timeout: float = 120.0
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One action of a measured step; times in ns on one clock, ``received`` in bytes (0 if none)."""
-
-    rank: int
-    stage: int
-    letter: str
-    microbatch: int
-    wait: int
-    start: int
-    end: int
-    received: int
 
 
 @dataclass(frozen=True)
@@ -107,9 +93,11 @@ def gpu_report(options: ReportOptions) -> dict[str, Any]:
         If a rank fails.
     """
     facts = device_facts(options.device)
-    answers = measure_on_ranks("zbv_worker.measure.gpu_report.rank", options, options.ranks, _LONGEST_SECONDS)
+    answers = measure_on_ranks(
+        ["zbv_worker.measure.gpu_report.rank"], asdict(options), options.ranks, _LONGEST_SECONDS
+    )
     ranks = [read_rank(answer["profile"]) for answer in answers]
-    actions = [Timed(**action) for answer in answers for action in answer["actions"]]
+    traces = [RankTrace.parse(answer["trace"]) for answer in answers]
     links = {(link.sender, link.receiver): link for rank in ranks for link in rank.links}
     error = answers[0]["relative_error"]
     return {
@@ -117,7 +105,7 @@ def gpu_report(options: ReportOptions) -> dict[str, Any]:
         "backend": answers[0]["backend"],
         "profile": profile_json(ranks),
         "split": [{"stage": each.stage, "ratio": _split_ratio(each)} for each in stages_of(ranks)],
-        "overlap": [{**asdict(each), "hidden": each.hidden} for each in overlaps(actions, links)],
+        "overlap": [{**asdict(each), "hidden": each.hidden} for each in overlaps(traces, links)],
         "gradients": {
             "relative_error": error,
             "tolerance": GRADIENT_TOLERANCE,
@@ -170,22 +158,28 @@ def _split_ratio(stage: StageProfile) -> float:
     return (stage.backward_input.median + stage.backward_weight.median) / stage.backward.median
 
 
-def overlaps(actions: Sequence[Timed], links: Mapping[tuple[int, int], LinkProfile]) -> Iterator[Overlap]:
-    """How much of each stage's incoming transfers overlapped with compute.
+def overlaps(traces: Sequence[RankTrace], links: Mapping[tuple[int, int], LinkProfile]) -> Iterator[Overlap]:
+    """How much of each stage's incoming transfers overlapped with compute, in the traces' last step.
 
     A transfer takes the time that the link's fit predicts, or longer if its receiver waited longer. The
     exposed part is the wait after the tensor was sent; an earlier wait is for the sender's compute.
     """
-    made = {(a.stage, a.letter == "F", a.microbatch): a for a in actions if a.letter != "W"}
+    sent = {
+        (action.stage, action.letter == "F", action.microbatch): (trace.rank, int(times[END]))
+        for trace in traces
+        for action, times in zip(trace.actions, trace.times[-1], strict=True)
+        if action.letter != "W"
+    }
     found: dict[int, list[tuple[float, float]]] = {}
-    for action in actions:
-        if not action.received:
-            continue
-        source = made[producer_of(Action(action.stage, action.letter, action.microbatch))]
-        link = links[source.rank, action.rank]
-        exposed = max(0, action.start - max(action.wait, source.end)) / 1e9
-        usual = link.latency + (action.received / link.bandwidth if link.bandwidth else 0.0)
-        found.setdefault(action.stage, []).append((max(usual, exposed), exposed))
+    for trace in traces:
+        for action, times, received in zip(trace.actions, trace.times[-1], trace.received[-1], strict=True):
+            if not received:
+                continue
+            sender, sent_at = sent[producer_of(action)]
+            link = links[sender, trace.rank]
+            exposed = max(0, int(times[START]) - max(int(times[WAIT]), sent_at)) / 1e9
+            usual = link.latency + (int(received) / link.bandwidth if link.bandwidth else 0.0)
+            found.setdefault(action.stage, []).append((max(usual, exposed), exposed))
     for stage, transfers in sorted(found.items()):
         yield Overlap(stage, len(transfers), *map(sum, zip(*transfers, strict=True)))
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, StepResult
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.measure.gpu_report.gpu_report import Device, ReportOptions, Timed
+from zbv_worker.measure.gpu_report.gpu_report import Device, ReportOptions
 from zbv_worker.measure.profile.profile import ProfileOptions, rank_json
 from zbv_worker.measure.profile.rank import RankProfiler
-from zbv_worker.measure.ranks import answer, connected, equal_stages
+from zbv_worker.measure.ranks import answer, connected, equal_stages, use_one_core
 from zbv_worker.model.checks import build_stage
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.tracing.merged_trace import RankTrace
 from zbv_worker.transport.channels import Transport, key_of
 from zbv_worker.transport.world import Backend, World, select_device
 
@@ -89,7 +90,7 @@ def measure(options: ReportOptions, transport: Transport, device: torch.device) 
     return {
         "profile": rank_json(found),
         "relative_error": _error_of_all(gradients, reference, transport, options.timeout),
-        "actions": [asdict(Timed(transport.rank, *record.action, *record[1:])) for record in result.records],
+        "trace": RankTrace.of("gpu-report", transport.rank, [result]).document(),
     }
 
 
@@ -154,10 +155,12 @@ def _gradients(modules: Iterable[nn.Module]) -> Gradients:
     }
 
 
-def main(fields: dict[str, Any], world: World) -> dict[str, Any]:
-    """Measure as one rank."""
-    options = ReportOptions(**fields)
+def main(request: dict[str, Any], world: World) -> dict[str, Any]:
+    """Measure as one rank; returns the measurements as JSON."""
+    options = ReportOptions(**{**request, "model": ModelSpec(**request["model"])})
     device, backend = placed(options.device, world)
+    if device.type == "cpu":
+        use_one_core(world)
     with connected(world, backend, device, options.timeout) as transport:
         return {**measure(options, transport, device), "backend": backend}
 

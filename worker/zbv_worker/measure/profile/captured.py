@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun
@@ -31,34 +31,31 @@ class Captured:
     output: Tensor
 
 
-class Capture:
-    """Captures a stage's tensors while one microbatch is trained."""
+def capture(stage: Stage) -> Callable[[], Captured]:
+    """Record a stage's tensors while one microbatch is trained.
 
-    def __init__(self, stage: Stage):
-        self._stage = stage
-        self._input = self._output = torch.empty(0)
-        self._target: Tensor | None = None
-        self._gradient: Tensor | None = None
-        self._forward, self._backward = stage.forward, stage.backward
-        stage.forward = self._capture_forward  # type: ignore[method-assign]  # until release
-        stage.backward = self._capture_backward  # type: ignore[method-assign]  # until release
+    Call the returned function after that: it restores the stage and returns the tensors.
+    """
+    seen: dict[str, Tensor | None] = {}
+    forward, backward = stage.forward, stage.backward
 
-    def release(self) -> Captured:
-        """Restore the stage's methods; returns the captured tensors."""
-        self._stage.forward = self._forward  # type: ignore[method-assign]
-        self._stage.backward = self._backward  # type: ignore[method-assign]
-        return Captured(self._stage, self._input, self._target, self._gradient, self._output)
-
-    def _capture_forward(
-        self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool
+    def recorded_forward(
+        microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool
     ) -> Tensor:
-        self._input, self._target = input.clone(), target
-        self._output = self._forward(microbatch, input, target, split=split)
-        return self._output
+        seen["input"], seen["target"] = input.clone(), target
+        output = seen["output"] = forward(microbatch, input, target, split=split)
+        return output
 
-    def _capture_backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        self._gradient = None if grad_output is None else grad_output.clone()
-        return self._backward(microbatch, grad_output)
+    def recorded_backward(microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        seen["gradient"] = None if grad_output is None else grad_output.clone()
+        return backward(microbatch, grad_output)
+
+    def release() -> Captured:
+        stage.forward, stage.backward = forward, backward  # type: ignore[method-assign]
+        return Captured(stage, **seen)  # type: ignore[arg-type]  # after a microbatch, all are set
+
+    stage.forward, stage.backward = recorded_forward, recorded_backward  # type: ignore[method-assign]
+    return release
 
 
 def split_into_layers(

@@ -6,8 +6,8 @@ their results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -21,6 +21,9 @@ from zbv_worker.measure.stage_memory import StageMemory, StaticBytes
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.transport.world import Backend
+
+PROGRESS_MARK = "measured"
+"""The beginning of the line that a rank prints after every round."""
 
 
 @dataclass(frozen=True)
@@ -196,24 +199,34 @@ def rank_json(found: RankProfile) -> Any:
     return _RANK_PROFILE.dump_python(found, mode="json")
 
 
-def measure_ranks(options: ProfileOptions) -> list[RankProfile]:
+def measure_ranks(
+    options: ProfileOptions, on_round: Callable[[int], None] | None = None
+) -> list[RankProfile]:
     """Measure with one process per rank; returns the measurements by rank.
+
+    Parameters
+    ----------
+    on_round
+        Called with the number of finished rounds, again and again.
 
     Raises
     ------
     LaunchError
         If a rank fails; includes the end of its log.
     """
-    module = "zbv_worker.measure.profile.rank"
-    return [
-        read_rank(answer)
-        for answer in measure_on_ranks(module, options, options.pp_degree, 5 * options.timeout)
-    ]
+    answers = measure_on_ranks(
+        ["zbv_worker.measure.profile.rank"],
+        asdict(options),
+        options.pp_degree,
+        timeout=5 * options.timeout,
+        on_poll=on_round and (lambda ranks: on_round(ranks.log(0).count(PROGRESS_MARK))),
+    )
+    return [read_rank(answer) for answer in answers]
 
 
-def profile(options: ProfileOptions) -> Problem:
+def profile(options: ProfileOptions, on_round: Callable[[int], None] | None = None) -> Problem:
     """Measure a model and return the problem: times in us, memory in bytes. See :func:`measure_ranks`."""
-    return to_problem(options, measure_ranks(options))
+    return to_problem(options, measure_ranks(options, on_round))
 
 
 def stages_of(ranks: Sequence[RankProfile]) -> list[StageProfile]:

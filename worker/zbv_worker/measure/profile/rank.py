@@ -26,9 +26,10 @@ from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.planned_cut import PlannedCut, even_partition, require_layered
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.measure.profile.captured import Capture, Captured, split_into_layers
+from zbv_worker.measure.profile.captured import Captured, capture, split_into_layers
 from zbv_worker.measure.profile.links import LinkProfiler
 from zbv_worker.measure.profile.profile import (
+    PROGRESS_MARK,
     LayerProfile,
     LinkProfile,
     ProfileOptions,
@@ -38,10 +39,11 @@ from zbv_worker.measure.profile.profile import (
     rank_json,
 )
 from zbv_worker.measure.profile.stopwatch import Seconds, stopwatch
-from zbv_worker.measure.ranks import answer, connected, equal_stages
+from zbv_worker.measure.ranks import answer, connected, equal_stages, use_one_core
 from zbv_worker.measure.stage_memory import received_bytes, stage_memory, static_bytes, tensor_bytes
 from zbv_worker.model.checks import layer_names
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.transport.channels import Transport, key_of
 from zbv_worker.transport.world import World, select_device
@@ -83,12 +85,12 @@ class RankProfiler:
         stages = build_stages(self._model, self._plan, self._device)
         for stage in stages.values():
             use_main_gradients(stage.module.parameters())  # as in training
-        captures = {index: Capture(stage) for index, stage in stages.items()}
+        releases = {index: capture(stage) for index, stage in stages.items()}
         options = ExecutorOptions(look_ahead=1)
         Executor(
             self._plan, stages, self._model, transport, device=self._device, timeout=timeout, options=options
         ).step(0)
-        captured = {index: each.release() for index, each in captures.items()}
+        captured = {index: release() for index, release in releases.items()}
         sizes = {
             index: (tensor_bytes([each.input]), tensor_bytes([each.gradient]))
             for index, each in captured.items()
@@ -164,6 +166,7 @@ class RankProfiler:
                 if turn >= _WARM_UP:
                     for (index, letter), seconds in found:
                         measured[number, index, letter].append(seconds())
+            print(PROGRESS_MARK, turn, flush=True)  # noqa: T201 - the rank's log
         return measured
 
     def _round(self, captured: Mapping[int, Captured]) -> list[tuple[tuple[int, str], Seconds]]:
@@ -248,10 +251,12 @@ def _there_and_back(problem: Problem) -> Orders:
     return Orders.from_actions(ranks)
 
 
-def main(fields: dict[str, Any], world: World) -> Any:
+def main(request: dict[str, Any], world: World) -> Any:
     """Measure as one rank; returns the measurements as JSON."""
-    options = ProfileOptions(**fields)
+    options = ProfileOptions(**{**request, "model": ModelSpec(**request["model"])})
     device = select_device(options.backend, world.local_rank)
+    if device.type == "cpu":
+        use_one_core(world)
     with connected(world, options.backend, device, options.timeout) as transport:
         return rank_json(RankProfiler(options, transport, device).measure())
 

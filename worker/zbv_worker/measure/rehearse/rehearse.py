@@ -93,106 +93,89 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
     keep_freed_memory()
     sharpen_timer()
     plan = options.source.whole(options.timeout)
-    mine = plan.of_rank(world.rank)
+    mine = plan.of_rank(world.rank)  # refuses a wrong number of ranks before they meet
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
     with naming_errors(world.rank, "meeting the other ranks"):
         transport = DistributedTransport(world, "gloo", _CPU, options.timeout)
     gc.freeze()  # otherwise a garbage collection during a step would look like a slow action
     try:
-        return Rehearsal(options, plan, mine, transport).run()
+        return rehearse_on(transport, options, plan, mine)
     finally:
         transport.close()
 
 
-class Rehearsal:
-    """One rank's rehearsal on an open transport.
+def rehearse_on(
+    transport: Transport,
+    options: RehearseOptions,
+    plan: WholePlan,
+    mine: RankPlan,
+    clock: Clock = DEFAULT_CLOCK,
+) -> Outcome | None:
+    """Agree, run all steps, and collect the traces; collective. Rank 0 returns the outcome.
 
     Parameters
     ----------
     clock
         This rank's clock, in nanoseconds.
     """
+    rank, timeout = transport.rank, options.timeout
+    scale = options.seconds_per_unit(plan)
+    statement = Statement(
+        plan_id=plan.plan_id,
+        pp_rank=rank,
+        pp_degree=plan.problem.pp_degree,
+        world_size=transport.world_size,
+        model=f"{options.transfer_bytes} B, {scale:g} s",
+        backend="gloo",
+        steps=options.steps,
+        channels=mine.channels,
+    )
+    keys = agree(transport, statement, timeout)
+    with naming_errors(rank, "opening the channels"):
+        transport.open(keys, timeout)
+        before = find_offsets(transport, timeout, clock)
+    compute = SleepingDevice()
+    executor = Executor(
+        mine,
+        sleeping_stages(plan, rank, scale, options.transfer_bytes, compute),
+        NoBatches(),
+        transport,
+        device=_CPU,
+        timeout=timeout,
+        options=ExecutorOptions(look_ahead=options.look_ahead, timeline=HostTimeline(clock)),
+    )
+    steps = [_step(executor, step, transport, plan, timeout) for step in range(WARM_UP_STEPS)]
+    spent = _cpu_times(compute)
+    steps += [
+        _step(executor, WARM_UP_STEPS + step, transport, plan, timeout) for step in range(options.steps)
+    ]
+    thread, process = (now - earlier for now, earlier in zip(_cpu_times(compute), spent, strict=True))
+    cpu = CpuUse(thread, process, options.steps * len(mine.actions))
+    with naming_errors(rank, "ending the rehearsal"):
+        transport.flush(timeout)
+        alignment = Alignment(before, find_offsets(transport, timeout, clock))
+        traces = collect(transport, RankTrace.of(plan.plan_id, rank, steps), alignment, timeout)
+        used = [CpuUse(*each) for each in transport.gather(cpu, timeout)]
+        transport.barrier(timeout)  # no rank closes while a peer still receives
+    if rank != 0:
+        return None
+    if options.trace is not None:
+        write(options.trace, render([traces], alignment))
+    return compare(plan, scale, traces, used, alignment.uncertainty / 1e9)
 
-    def __init__(
-        self,
-        options: RehearseOptions,
-        plan: WholePlan,
-        mine: RankPlan,
-        transport: Transport,
-        clock: Clock = DEFAULT_CLOCK,
-    ):
-        self._options = options
-        self._plan = plan
-        self._mine = mine
-        self._transport = transport
-        self._clock = clock
-        self._scale = options.seconds_per_unit(plan)
-        self._compute = SleepingDevice()
-        self._stages = sleeping_stages(plan, mine.rank, self._scale, options.transfer_bytes, self._compute)
 
-    def run(self) -> Outcome | None:
-        """Agree, run all steps, and collect the traces; collective. Rank 0 returns the outcome."""
-        options, transport, rank = self._options, self._transport, self._mine.rank
-        meeting = options.timeout
-        keys = agree(transport, self._statement(), meeting)
-        with naming_errors(rank, "opening the channels"):
-            transport.open(keys, meeting)
-            before = find_offsets(transport, meeting, self._clock)
-        steps, cpu = self._steps()
-        with naming_errors(rank, "ending the rehearsal"):
-            transport.flush(meeting)
-            alignment = Alignment(before, find_offsets(transport, meeting, self._clock))
-            traces = collect(transport, RankTrace.of(self._plan.plan_id, rank, steps), alignment, meeting)
-            used = [CpuUse(*each) for each in transport.gather(cpu, meeting)]
-            transport.barrier(meeting)  # no rank closes while a peer still receives
-        if rank != 0:
-            return None
-        if options.trace is not None:
-            write(options.trace, render([traces], alignment))
-        return compare(self._plan, self._scale, traces, used, alignment.uncertainty / 1e9)
+def _step(executor: Executor, step: int, transport: Transport, plan: WholePlan, timeout: float) -> StepResult:
+    if plan.problem.objective == "makespan":  # which is the length of a single iteration
+        with naming_errors(transport.rank, "between steps"):
+            transport.barrier(timeout)
+    return executor.step(step)
 
-    def _steps(self) -> tuple[list[StepResult], CpuUse]:
-        """Run all steps; returns them, and the CPU time of those after the warm-up."""
-        options, transport = self._options, self._transport
-        executor = Executor(
-            self._mine,
-            self._stages,
-            NoBatches(),
-            transport,
-            device=_CPU,
-            timeout=options.timeout,
-            options=ExecutorOptions(look_ahead=options.look_ahead, timeline=HostTimeline(self._clock)),
-        )
-        steps = []
-        before = self._cpu_times()
-        for step in range(WARM_UP_STEPS + options.steps):
-            if step == WARM_UP_STEPS:
-                before = self._cpu_times()
-            if self._plan.problem.objective == "makespan":
-                with naming_errors(self._mine.rank, "between steps"):
-                    transport.barrier(options.timeout)  # a makespan is that of a single iteration
-            steps.append(executor.step(step))
-        thread, process = (now - earlier for now, earlier in zip(self._cpu_times(), before, strict=True))
-        return steps, CpuUse(thread, process, options.steps * len(self._mine.actions))
 
-    def _cpu_times(self) -> tuple[int, int]:
-        """CPU time of this thread and process so far, in ns, without the simulated compute."""
-        sleeping = self._compute.cpu_nanoseconds
-        return time.thread_time_ns() - sleeping, time.process_time_ns() - sleeping
-
-    def _statement(self) -> Statement:
-        options = self._options
-        return Statement(
-            plan_id=self._plan.plan_id,
-            pp_rank=self._mine.rank,
-            pp_degree=self._plan.problem.pp_degree,
-            world_size=self._transport.world_size,
-            model=f"{options.transfer_bytes} B, {self._scale:g} s",
-            backend="gloo",
-            steps=options.steps,
-            channels=self._mine.channels,
-        )
+def _cpu_times(compute: SleepingDevice) -> tuple[int, int]:
+    """CPU time of this thread and process so far, in ns, without the simulated compute."""
+    sleeping = compute.cpu_nanoseconds
+    return time.thread_time_ns() - sleeping, time.process_time_ns() - sleeping
 
 
 def sleeping_stages(

@@ -123,9 +123,10 @@ class Demo:
 
     def _profile(self) -> Problem:
         options = ProfileOptions(self._model, self._ranks, MICROBATCHES, repeats=_PROFILE_ROUNDS)
-        task = self._progress.add_task(f"measuring {2 * self._ranks} stages", total=None)
-        problem = profile(options)
-        self._progress.update(task, total=1, completed=1)
+        rounds = _PROFILE_ROUNDS + 3
+        task = self._progress.add_task(f"measuring {2 * self._ranks} stages", total=rounds)
+        problem = profile(options, lambda done: self._progress.update(task, completed=done))
+        self._progress.update(task, completed=rounds)
         return problem
 
     def _plan(self, problem: Problem) -> str:

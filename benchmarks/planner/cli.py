@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from zbv_solver.commands.cli import useful_workers
-from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, output, read_json
 
 if TYPE_CHECKING:
@@ -79,6 +78,8 @@ def _options(parsed: argparse.Namespace, **others: Any) -> SearchOptions:
 
 
 def _planner(parsed: argparse.Namespace) -> int:
+    from zbv_solver.commands.searching import spinner
+
     from benchmarks.planner.report import report_json
     from benchmarks.planner.run import bench
     from benchmarks.planner.suite import parse_suite, select

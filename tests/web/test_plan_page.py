@@ -481,6 +481,19 @@ def test_dark_mode_is_dark_and_follows_a_change(
     assert found.complaints == []
 
 
+def test_charts_have_the_same_colours_with_reduced_motion(
+    look: Callable[..., Look], service: Service, address: str
+) -> None:
+    seen = look(service.url, reduced_motion="reduce")
+    seen.open(address)
+    seen.settle()
+    still = seen.screen()
+    seen.page.emulate_media(reduced_motion="no-preference")
+    seen.page.reload()
+    seen.settle()
+    assert np.array_equal(seen.screen(), still)
+
+
 @pytest.fixture(scope="module")
 def page_of_large_plan(look: Callable[..., Look], service: Service, large_plan: Plan) -> Look:
     found = look(service.url)

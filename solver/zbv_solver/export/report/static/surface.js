@@ -30,6 +30,7 @@ export class Surface {
     this.height = canvas.height;
     this.room = { top, bottom };
     canvas.style.width = "100%";
+    canvas.style.transition = "none"; // colour() reads a colour right after setting it
     canvas.style.height = `${this.height}px`;
     this.frame = this.#measure();
   }

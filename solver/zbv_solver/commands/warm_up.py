@@ -1,7 +1,7 @@
 """Compile all kernels ahead of time: ``python -m zbv_solver.commands.warm_up``.
 
 Numba caches the machine code on disk. ``make install`` runs this; without it, the first plan takes about
-twenty seconds longer.
+half a minute longer.
 """
 
 from __future__ import annotations

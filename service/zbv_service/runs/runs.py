@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import uuid
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,11 +17,11 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plans.plan import Plan
 
 from zbv_service.compute.computations import Computations
-from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
+from zbv_service.database import DatabaseAway, PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
 from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
 from zbv_service.plans.plans import Plans
-from zbv_service.records.runs import EventRecord, NewRun, RunFilter, RunRecord
+from zbv_service.records.runs import RUN_ENDED, EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.documents import RunRequest
@@ -31,6 +33,10 @@ MAX_ARGUMENTS = 16 * 1024
 """Bytes of a model's arguments as JSON."""
 MAX_LEVELS = 32
 """Most nested lists and objects in the arguments: pydantic cannot write more than about 250 levels."""
+LOOK_SECONDS = 1.0
+"""Seconds between queries for the events of a run that is followed."""
+MOST_EVENTS = 1000
+"""Most events of a run per query."""
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
@@ -172,6 +178,28 @@ class Runs:
         """The events of a run after a given event; raises :class:`ProblemError` 404."""
         await self.brief(run_id)
         return await self._runs.events(run_id, after, limit)
+
+    async def follow(self, run_id: str, after: int) -> AsyncIterator[list[EventRecord]]:
+        """Yield the events of a run after a given event, until the run has ended.
+
+        Looks once per :data:`LOOK_SECONDS`, because runs have few readers and few events. Yields an empty
+        list if there are no new ones, also while the database is away. Raises :class:`ProblemError` 404 if
+        the run is removed.
+        """
+        while True:
+            try:
+                # The state is read before the events, so that none of them is missed.
+                is_over = (await self.brief(run_id)).state in RUN_ENDED
+                events = await self._runs.events(run_id, after, MOST_EVENTS)
+            except DatabaseAway:
+                is_over, events = False, []
+            if is_over and not events:
+                return
+            yield events
+            if events:
+                after = events[-1].id
+            else:
+                await asyncio.sleep(LOOK_SECONDS)
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
         """The newest events of a run, newest first; raises :class:`ProblemError` 404."""

@@ -92,6 +92,11 @@ class SearchEvents:
         for channel in self._channels.values():
             channel.wake()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the service is stopping, so that streams must end."""
+        return self._is_stopping
+
     def changed(self, search_id: str) -> None:
         """Notice that a search has a new event or was removed."""
         if search_id in self._channels:

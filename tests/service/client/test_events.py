@@ -53,6 +53,17 @@ def test_events_continue_after_a_broken_connection(answering: Answering) -> None
     assert [request.headers.get("last-event-id") for request in requests] == [None, "1"]
 
 
+def test_the_events_of_a_run_continue_after_a_broken_connection_until_the_end(answering: Answering) -> None:
+    client, requests = answering(
+        stream(("7", "starting", {"id": 7, "kind": "starting"})),
+        stream(("9", "succeeded", {"id": 9, "kind": "succeeded"}), ("9", "end", {"state": "succeeded"})),
+    )
+    events = client.do(lambda made: made.follow_run("r"))
+    assert [event.kind for event in events] == ["starting", "succeeded", "end"]
+    assert [request.headers.get("last-event-id") for request in requests] == [None, "7"]
+    assert {request.url.path for request in requests} == {"/v1/runs/r/events"}
+
+
 def test_a_stream_that_is_unavailable_for_now_is_requested_again(answering: Answering) -> None:
     client, requests = answering(
         stream(("1", "state", {"state": "running"})), problem(503), stream(("2", "end", {"state": "done"}))

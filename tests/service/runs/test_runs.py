@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -62,6 +63,43 @@ async def test_a_run_is_running_or_succeeded_once_all_nodes_are(serving: Serving
         assert [event["kind"] for event in events] == ["waiting", "starting", "running", "succeeded"]
         later = await service.http.get(f"/v1/runs/{run_id}/events", params={"after": events[1]["id"]})
         assert later.json()["events"] == events[2:]
+
+
+async def test_the_events_of_a_run_are_streamed_until_it_ends(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id, first, second = await started(service)
+        address, stream = f"/v1/runs/{run_id}/events", {"Accept": "text/event-stream"}
+        follower = asyncio.create_task(service.http.get(address, headers=stream))
+        for agent in (first, second):
+            await beat(service, agent, run_id, 0)
+            await end(service, agent, run_id, "succeeded")
+        answer = await asyncio.wait_for(follower, 30)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        listed = (await service.http.get(address)).json()["events"]
+        sent = [dict(line.split(": ", 1) for line in text.splitlines()) for text in answer.text.split("\n\n")]
+        events = [event for event in sent if "event" in event]
+        assert [json.loads(event["data"]) for event in events] == [*listed, {"state": "succeeded"}]
+        assert [event["event"] for event in events] == [*(each["kind"] for each in listed), "end"]
+        assert [event.get("id") for event in events] == [*(str(each["id"]) for each in listed), None]
+
+        resumed = await service.http.get(address, headers={**stream, "Last-Event-ID": events[1]["id"]})
+        assert resumed.text.count("\ndata: ") == len(events) - 2
+        over = await service.http.get(address, headers={**stream, "Last-Event-ID": events[-2]["id"]})
+        assert (over.status_code, over.content) == (204, b"")
+        unknown = await service.http.get("/v1/runs/none/events", headers=stream)
+        assert unknown.status_code == 404
+
+
+async def test_a_stream_of_a_run_that_goes_on_ends_when_the_service_stops(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id, _, _ = await started(service)
+        stream = {"Accept": "text/event-stream"}
+        follower = asyncio.create_task(service.http.get(f"/v1/runs/{run_id}/events", headers=stream))
+        await asyncio.sleep(0.2)
+        assert not follower.done()
+        service.app.state.application.events.hang_up()
+        answer = await asyncio.wait_for(follower, 30)
+        assert "event: end" not in answer.text
 
 
 async def test_a_failure_stops_other_nodes_and_the_cause_is_the_error_of_the_run(serving: Serving) -> None:

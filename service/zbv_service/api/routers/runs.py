@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
+from fastapi.sse import format_sse_event
 
 from zbv_service.api.bodies import MEDIUM, read_json, read_text
 from zbv_service.api.error_handlers import documented
+from zbv_service.api.event_streams import RETRY, SIGN_OF_LIFE, EventStream
 from zbv_service.api.idempotency import KEY_PARAMETER, request_key
 from zbv_service.api.listing import RunListQuery, list_response
-from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
+from zbv_service.api.negotiation import EVENT_STREAM, JSON, SEE_PAGE, VARY, preferred, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import INVALID_BODY, RUN_REMOVED, RUN_STATE, TOO_MANY_SEARCHES, located
-from zbv_service.records.runs import RUN_ENDED, RunRecord
+from zbv_service.records.runs import RUN_ENDED, EventRecord, RunRecord
 from zbv_service.runs.documents import (
     EventDocument,
     EventList,
@@ -28,7 +31,9 @@ from zbv_service.runs.documents import (
     RunList,
     RunRequest,
 )
-from zbv_service.security.scheme import READ, needs
+from zbv_service.runs.runs import LOOK_SECONDS
+from zbv_service.searches.events import KEEP_ALIVE_SECONDS
+from zbv_service.security.scheme import READ, READ_SCOPES, needs
 
 RETRY_SECONDS = 1
 _MOST = 2**31 - 1
@@ -97,17 +102,43 @@ async def get_run(request: Request, run_id: str) -> Response:
 @router.get(
     "/{run_id}/events",
     dependencies=[READ],
-    summary="List the events of a run",
+    summary="List or follow the events of a run",
+    response_model=EventList,
+    response_description="The events so far, or a stream of them that ends after the event `end`.",
+    responses={
+        200: {
+            "content": {
+                EVENT_STREAM: {
+                    "schema": {"type": "string"},
+                    "example": 'event: running\ndata: {"id":9,"kind":"running","detail":""}\nid: 9\n\n',
+                }
+            }
+        },
+        204: {"description": "No event follows, because the run has ended. Do not reconnect."},
+    },
 )
 async def list_run_events(
     request: Request,
     run_id: str,
     after: Annotated[int, Query(ge=0, le=_MOST)] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
-) -> EventList:
-    """The events after the one with the id ``after``, oldest first."""
-    records = await state_of(request).runs.events(run_id, after, limit)
-    return EventList(events=[*map(EventDocument.model_validate, records)])
+    last_event_id: Annotated[
+        int | None,
+        Header(alias="Last-Event-ID", ge=0, le=_MOST, description="As `after`; browsers send it."),
+    ] = None,
+) -> Response:
+    """The events after the one with the id ``after``, oldest first.
+
+    With `Accept: text/event-stream`, the events are streamed until the run ends. A broken stream resumes
+    after `Last-Event-ID`, at any service on the same database.
+    """
+    runs, number = state_of(request).runs, max(after, last_event_id or 0)
+    if preferred(request, (JSON, EVENT_STREAM)) == JSON:
+        found = EventList(events=[*map(_event, await runs.events(run_id, number, limit))])
+        return Response(found.model_dump_json(), headers=VARY, media_type=JSON)
+    if (await runs.brief(run_id)).state in RUN_ENDED and not await runs.events(run_id, number, 1):
+        return Response(status_code=204, headers=VARY)
+    return EventStream(_stream(request, run_id, number))
 
 
 @router.post(
@@ -190,3 +221,28 @@ def _json(record: RunRecord) -> dict[str, Any]:
     """A run as JSON; the stored error is a problem document already, without members that are null."""
     error = None if record.error is None else located(record.error)
     return {**RunDocument.model_validate(record).model_dump(mode="json"), "error": error}
+
+
+async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[bytes]:
+    """Stream events until the run ends or the token becomes invalid."""
+    found, looks = state_of(request), 0
+    yield RETRY
+    async for records in found.runs.follow(run_id, number):
+        looks = 0 if records else looks + 1
+        if found.events.is_stopping:
+            return
+        if records or looks * LOOK_SECONDS >= KEEP_ALIVE_SECONDS:
+            if not await found.access.is_still_allowed(request, READ_SCOPES):
+                return
+            looks = 0
+            yield b"".join(map(_encoded, records)) or SIGN_OF_LIFE
+    state = (await found.runs.brief(run_id)).state
+    yield format_sse_event(event="end", data_str=json.dumps({"state": state}))
+
+
+def _event(record: EventRecord) -> EventDocument:
+    return EventDocument.model_validate(record)
+
+
+def _encoded(record: EventRecord) -> bytes:
+    return format_sse_event(event=record.kind, id=str(record.id), data_str=_event(record).model_dump_json())

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from fastapi.sse import EventSourceResponse, format_sse_event
-from starlette.types import Send
+from fastapi.sse import format_sse_event
 
+from zbv_service.api.event_streams import RETRY, SIGN_OF_LIFE, EventStream
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, preferred
 from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
@@ -20,7 +20,6 @@ from zbv_service.searches.event_documents import SearchEventList
 from zbv_service.searches.events import event_json
 from zbv_service.security.scheme import READ, READ_SCOPES
 
-RECONNECT_MILLISECONDS = 1000
 _MAX_NUMBER = 2**31 - 1
 
 router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_function=operation_id)
@@ -30,14 +29,6 @@ _LastEventId = Annotated[
     int | None,
     Header(alias="Last-Event-ID", ge=0, le=_MAX_NUMBER, description="As `after`; browsers send it."),
 ]
-
-
-class _Stream(EventSourceResponse):
-    """Closes its iterator as soon as the reader disconnects, instead of when it is garbage-collected."""
-
-    async def stream_response(self, send: Send) -> None:
-        async with aclosing(cast("Any", self.body_iterator)):
-            await super().stream_response(send)
 
 
 @router.get(
@@ -74,8 +65,7 @@ async def follow_search(
         return _listed(record, number, await found.events.since(search_id, number))
     if record.state in FINISHED and not await found.events.since(search_id, number):
         return Response(status_code=204, headers=VARY)
-    headers = {**VARY, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return _Stream(_stream(request, search_id, number), headers=headers)
+    return EventStream(_stream(request, search_id, number))
 
 
 def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Response:
@@ -92,12 +82,12 @@ def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Res
 async def _stream(request: Request, search_id: str, number: int) -> AsyncIterator[bytes]:
     """Stream events until the search ends or the token becomes invalid; a reconnecting reader learns why."""
     found = state_of(request)
-    yield format_sse_event(retry=RECONNECT_MILLISECONDS)
+    yield RETRY
     async with aclosing(cast("Any", found.events.follow(search_id, number))) as batches:
         async for batch in batches:
             if not await found.access.is_still_allowed(request, READ_SCOPES):
                 return
-            yield b"".join(map(_encoded, batch)) or format_sse_event(comment="still here")
+            yield b"".join(map(_encoded, batch)) or SIGN_OF_LIFE
 
 
 def _document(event: SearchEvent) -> dict[str, Any]:

@@ -247,6 +247,18 @@ class AsyncClient(AsyncConnection):
         found = await self._get(as_type(list[dict[str, Any]], "runs"), "runs", limit=limit)
         return [read_run(each) for each in found]
 
+    async def follow_run(self, run_id: str, last_event_id: str | None = None) -> AsyncIterator[Event]:
+        """The events of a run until its end, as :meth:`events` of a search; the last event is ``end``.
+
+        Raises
+        ------
+        ServiceUnreachable
+            When it cannot reconnect.
+        """
+        stream = self._stream(below("runs", run_id, "events"), last_event_id)
+        async for event in self._events(stream, lambda: SILENCE_SECONDS):
+            yield event
+
     async def run_events(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
         """The events of a run so far, starting after the event with the id ``after``."""
         read = as_type(list[dict[str, Any]], "events")

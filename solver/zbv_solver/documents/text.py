@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -33,17 +33,18 @@ def _integer(digits: str) -> int | float:
 
 
 def plain(value: Any) -> Any:
-    """A dataclass as JSON values: its fields in their order, tuples as lists, infinity as null.
+    """A dataclass as JSON values: its fields in their order, sequences as lists, infinity as null.
 
-    Whole numbers have no fraction (:func:`number`).
+    Whole numbers have no fraction (:func:`number`). Callers of the library may give any sequence of any
+    numbers, such as a list or a NumPy array: the text, and a plan's identity with it, stays the same.
     """
-    if isinstance(value, float):
-        return number(value) if math.isfinite(value) else None
-    if isinstance(value, tuple):
-        return [plain(each) for each in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    return value
+    if isinstance(value, Iterable):
+        return [plain(each) for each in value]
+    return number(value) if math.isfinite(value) else None
 
 
 def number(value: float) -> float | int:

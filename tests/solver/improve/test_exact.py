@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -11,14 +12,17 @@ from itertools import pairwise
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from ortools.sat.python import cp_model
 from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.improve import exact
-from zbv_solver.improve.exact import Listener, refine
+from zbv_solver.improve.exact import Listener, make_solver, refine
+from zbv_solver.improve.exact_grid import make_grid
+from zbv_solver.improve.exact_model import ExactModel
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import Costs, Problem
+from zbv_solver.problem.problem import LETTERS, Costs, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
@@ -104,6 +108,68 @@ def test_proves_a_larger_problem_with_tight_memory_optimal() -> None:
     result = refine(problem, start, lower_bound=0.0, effort=5.0)
     assert result.proved
     assert value_of(problem, result.orders) == pytest.approx(TIGHT_OPTIMUM)
+
+
+def has_solution(problem: Problem, actions: list[str]) -> bool:
+    """Whether the model admits exactly this order of a single rank."""
+    model = ExactModel(problem, make_grid(problem), lower=0, upper=1000, minimise=False)
+    order = [(LETTERS.index(letter), stage, j) for stage, letter, j in Orders.from_text([actions]).actions(0)]
+    for first, second in pairwise(order):
+        model.model.add(model.end(first) <= model.start(second))
+    status = make_solver(1.0, None, 0).solve(model.model)
+    assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE)
+    return status != cp_model.INFEASIBLE
+
+
+@pytest.mark.parametrize(
+    ("released", "favoured"),
+    [((1.0, 2.0), 1), ((2.0, 1.0), 0), ((1.0, 1.0), 0)],
+)
+def test_of_two_ready_equal_weights_the_one_that_releases_more_runs_first(
+    released: tuple[float, float], favoured: int
+) -> None:
+    """Lemma 29; of equal amounts, the first stage's."""
+    plain = uniform(1, 1)
+    memory = replace(plain.memory, forward=(2.0, 2.0), backward_weight=tuple(-amount for amount in released))
+    inputs = tuple(amount - 2.0 for amount in released)
+    problem = replace(plain, memory=replace(memory, backward_input=inputs))
+    begin, other = ["0F0", "1F0", "1I0"], 1 - favoured
+    assert has_solution(problem, [*begin, "0I0", f"{favoured}W0", f"{other}W0"])
+    assert not has_solution(problem, [*begin, "0I0", f"{other}W0", f"{favoured}W0"])
+    assert has_solution(problem, [*begin, "1W0", "0I0", "0W0"])  # the other one is not ready yet
+
+
+def test_weights_that_take_different_times_run_in_any_order() -> None:
+    plain = uniform(1, 1)
+    problem = replace(plain, costs=replace(plain.costs, backward_weight=(1.0, 2.0)))
+    for first, second in ((0, 1), (1, 0)):
+        assert has_solution(problem, ["0F0", "1F0", "1I0", "0I0", f"{first}W0", f"{second}W0"])
+
+
+def test_weaker_bounds_of_the_solver_are_ignored() -> None:
+    problem = uniform(2, 2)
+    heard: list[float] = []
+    search = exact._Run(
+        problem,
+        serial(problem).orders,
+        bound=5.0,
+        effort=1.0,
+        time_limit=None,
+        seed=0,
+        cancelled=None,
+        listener=Listener(on_bound=heard.append),
+    )
+    parts, most = search.lower, search.upper
+    for weaker in (0.0, parts - 1.0, float(parts), -math.inf, math.inf):
+        search._raise_bound(weaker, most)
+        assert (search.bound, search.lower, heard) == (5.0, parts, [])
+    search._raise_bound(2.0 * parts, most)
+    assert search.bound == 10.0
+    assert search.lower == 2 * parts
+    search._raise_bound(1.5 * parts, most)
+    assert search.bound == 10.0
+    assert search.lower == 2 * parts
+    assert heard == [10.0]
 
 
 @given(limited_problems(max_p=3, max_m=4))

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.problems import decades, rough_problems
+from support.problems import decades, rough_problems, uniform
 from zbv_solver.documents.text import decode_json
-from zbv_solver.errors import InvalidInput
-from zbv_solver.problem.numeric import MEMORY_TOLERANCE, clean_deltas, exceeds, integer_scale
-from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.numeric import (
+    FEASIBLE_MEMORY,
+    MEMORY_TOLERANCE,
+    clean_deltas,
+    exceeds,
+    integer_scale,
+)
+from zbv_solver.problem.problem import B, F, I, Memory, Problem, W
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.search.search_unit import in_search_unit
-from zbv_solver.verify.verifier import verify
+from zbv_solver.verify.verifier import verify, verify_orders
 
 MANY = 1 << 40
 
@@ -87,6 +95,36 @@ def test_documents_round_trip_and_every_microbatch_releases_its_memory(problem: 
     delta = problem.arrays.delta
     assert (delta[F] + delta[I] + delta[W] == 0).all()
     assert (delta[F] + delta[B] == 0).all()
+
+
+@pytest.mark.parametrize("limit", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("tolerance", [MEMORY_TOLERANCE, FEASIBLE_MEMORY])
+def test_the_memory_tolerance_is_relative(limit: float, tolerance: float) -> None:
+    assert not exceeds(limit * (1 + tolerance / 2), limit, tolerance)
+    assert exceeds(limit * (1 + 2 * tolerance), limit, tolerance)
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
+def test_feasibility_and_the_verifier_tolerate_the_same_share_in_every_unit(unit: float) -> None:
+    """With an absolute tolerance, tiny limits would not hold, and large ones would refuse rounding."""
+    problem, orders = uniform(1, 1), Orders.from_text([["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]])
+
+    def below_the_need(share: float) -> Problem:
+        memory = Memory(
+            forward=(unit, unit),
+            backward_input=(-unit / 2, -unit / 2),
+            backward_weight=(-unit / 2, -unit / 2),
+            static=(0.0,),
+            limit=(2 * unit * (1 - share),),
+        )
+        return replace(problem, memory=memory)
+
+    below_the_need(FEASIBLE_MEMORY / 2).require_feasible()
+    with pytest.raises(InfeasibleMemory):
+        below_the_need(2 * FEASIBLE_MEMORY).require_feasible()
+    verify_orders(below_the_need(MEMORY_TOLERANCE / 2), orders)
+    with pytest.raises(InvalidPlan, match="memory"):
+        verify_orders(below_the_need(2 * MEMORY_TOLERANCE), orders)
 
 
 def test_stated_deltas_are_kept_in_the_document() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from support.problems import problems, uniform, uniform_document
@@ -55,6 +58,27 @@ def test_normalised_documents_read_back_as_the_same_problem(problem: Problem) ->
     document = json.loads(canonical_json(problem_json(problem)))
     assert parse_problem(document) == problem
     assert problem_json(parse_problem(document)) == document
+
+
+@pytest.mark.parametrize(
+    "given_as",
+    [
+        list,
+        np.array,
+        lambda values: tuple(map(int, values)),
+        lambda values: tuple(np.array(values, dtype=np.int64)),
+        lambda values: tuple(np.array(values, dtype=np.float32)),
+    ],
+)
+def test_sequences_and_numbers_of_any_type_have_the_same_document(given_as: Callable[[Any], Any]) -> None:
+    """The document's text is part of a plan's identity."""
+    problem = uniform(2, 3, limit=4)
+    costs = {name: given_as(values) for name, values in vars(problem.costs).items() if values is not None}
+    limit = given_as(problem.memory.limit)
+    other = replace(
+        problem, costs=replace(problem.costs, **costs), memory=replace(problem.memory, limit=limit)
+    )
+    assert canonical_json(problem_json(other)) == canonical_json(problem_json(problem))
 
 
 WRONG: list[tuple[str, Any, str, str]] = [

@@ -158,6 +158,19 @@ def test_the_chain_that_meets_the_bound_in_fewer_steps_wins_and_the_other_ends(
     assert tuple(steps) == made
 
 
+def test_weaker_bounds_are_ignored_and_not_reported() -> None:
+    heard: list[Progress] = []
+    with Pipeline(uniform(2, 2), SearchOptions(workers=1), heard.append, None) as pipeline:
+        pipeline.resume_from(serial(uniform(2, 2)).orders)
+        pipeline._raise_bound(3.0, "bounds")
+        told = len(heard)
+        for weaker in (3.0, 2.0, 0.0):
+            pipeline._raise_bound(weaker, "cp-sat")
+        assert (pipeline.bound, pipeline.source, len(heard)) == (3.0, "bounds", told)
+        pipeline._raise_bound(4.0, "cp-sat")
+        assert (pipeline.bound, pipeline.source, len(heard)) == (4.0, "cp-sat", told + 1)
+
+
 def test_a_resumed_search_is_never_worse_than_its_incumbent() -> None:
     problem = limited(uniform(3, 6, p2p=1), 1.0)
     best = search(problem, SearchOptions(without=("tune", "anneal", "windows")))

@@ -11,6 +11,7 @@ import torch
 from support.plans import unit_problem
 from support.selfcheck import hard_model
 from support.thread_transport import ThreadHub, ThreadTransport
+from zbv_solver.plans.channels import Channel
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
@@ -197,3 +198,6 @@ def test_channels_that_contradict_the_list_are_refused() -> None:
         lower(replace(plan, channels=channels))
     with pytest.raises(InvalidRun, match="do not carry"):
         lower(replace(plan, channels=plan.channels[1:]))
+    unused = Channel(2, 0, "activation", ())
+    with pytest.raises(InvalidRun, match="activations 2→0"):
+        lower(replace(plan, channels=(*plan.channels, unused)))

@@ -215,7 +215,7 @@ def _check_channels(plan: RankPlan, program: Iterable[Instruction]) -> None:
         transfers = stated.get(key, ())
         if key in sent:
             return list(transfers) != sent[key]
-        return len(transfers) != len(received[key]) or set(transfers) != received[key]
+        return not transfers or len(transfers) != len(received[key]) or set(transfers) != received[key]
 
     wrong = [str(key) for key in sorted({*stated, *sent, *received}) if is_wrong(key)]
     if wrong:

@@ -87,3 +87,12 @@ async def test_a_missing_scope_is_an_error_page(serving: Serving) -> None:
         assert answer.status_code == 403
         assert "agent-only" in answer.text
         assert "Try again" not in answer.text
+
+
+async def test_the_error_page_of_an_unread_form_closes_the_connection(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        fields = {**BROWSER, "content-type": "application/x-www-form-urlencoded"}
+        fields |= {"sec-fetch-site": "same-origin"}
+        answer = await service.http.post(f"/runs/{'0' * 32}/plan", content="a" * 9999, headers=fields)
+        assert (answer.status_code, answer.headers["content-type"]) == (413, "text/html; charset=utf-8")
+        assert answer.headers["connection"] == "close", "otherwise the server reads the rest of the body"

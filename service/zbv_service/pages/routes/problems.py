@@ -18,7 +18,7 @@ from zbv_service.pages.answers import html, problem_answer, shell_of
 from zbv_service.pages.shell import render
 from zbv_service.security.scheme import ANYBODY
 
-_KEPT_HEADERS = ("retry-after", "www-authenticate", "allow")
+_KEPT_HEADERS = ("retry-after", "www-authenticate", "allow", "connection")
 
 Handler = Callable[[Request, Exception], Response | Awaitable[Response]]
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
+from support.runs_over_http import register
 from support.serving import PROBLEM, Serving
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
 from zbv_service.api.limits import SLICE, Limited
@@ -54,6 +55,29 @@ async def test_a_body_beyond_the_memory_limit_is_refused_with_503(serving: Servi
             assert (await service.submit()).status_code == 202  # a small body
         answer = await service.http.post("/v1/problems/check", content=content, headers=headers)
         assert (answer.status_code, answer.json()["is_valid"]) == (200, True)
+
+
+@pytest.mark.parametrize("kind", ["log", "events"])
+async def test_a_log_counts_as_a_body_in_memory_until_it_is_stored(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    async with serving("immediate") as service:
+        service.app.state.body_memory = memory = BodyMemory(most=4 * FREE, most_each=4 * FREE)
+
+        async def own(*_: Any) -> None:
+            pass
+
+        async def put(*_: Any) -> None:
+            with pytest.raises(ProblemError), memory.reserved(5 * FREE):
+                pass
+
+        parts = service.app.state.application.parts
+        monkeypatch.setattr(parts, "require_owner", own)
+        monkeypatch.setattr(parts, f"put_{kind}", put)
+        address = f"/v1/agents/{await register(service, 'a')}/runs/r/generations/0/ranks/0/{kind}"
+        headers = {"Content-Type": "text/plain" if kind == "log" else "application/json"}
+        answer = await service.http.put(address, content=b" " * 2 * FREE, headers=headers)
+        assert answer.status_code == 204, answer.text
 
 
 async def test_many_mistakes_are_collected_in_another_process(

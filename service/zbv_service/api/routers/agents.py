@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated
 
@@ -206,7 +208,8 @@ async def put_trace(request: Request, key: _Key) -> Response:
 )
 async def put_log(request: Request, key: _Key) -> Response:
     """At most 256 KiB, as text or gzip. Replaces an earlier log."""
-    await state_of(request).parts.put_log(key, await _small_body(request))
+    async with _small_body(request) as text:
+        await state_of(request).parts.put_log(key, text)
     return Response(status_code=204)
 
 
@@ -220,13 +223,16 @@ async def put_log(request: Request, key: _Key) -> Response:
 )
 async def put_events(request: Request, key: _Key) -> Response:
     """Adds them to the events of the run; repeated events are ignored. May be sent as gzip."""
-    await state_of(request).parts.put_events(key, await _small_body(request))
+    async with _small_body(request) as text:
+        await state_of(request).parts.put_events(key, text)
     return Response(status_code=204)
 
 
-async def _small_body(request: Request) -> bytes:
+@asynccontextmanager
+async def _small_body(request: Request) -> AsyncIterator[bytes]:
+    """Within the block, a log or events, which count as a body in memory until they are stored."""
     async with read_packed(request, MAX_LOG_BYTES) as (body, is_gzip):
-        return decompressed(body, MAX_LOG_BYTES) if is_gzip else bytes(body)
+        yield decompressed(body, MAX_LOG_BYTES) if is_gzip else bytes(body)
 
 
 @router.post(

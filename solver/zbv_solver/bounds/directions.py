@@ -78,6 +78,7 @@ def directions(problem: Problem) -> tuple[Direction, Direction]:
     backward = np.where(fusable, np.minimum(inputs, fused), inputs)
     rest = np.where(fusable, np.minimum(inputs + weights, fused), inputs + weights) - backward
     held = arrays.delta[F]
+    # This is g of Lemma 5: what a virtual backward releases.
     by_input = np.clip(-arrays.delta[I], 0.0, held)
     zeros = np.zeros(problem.n_stages)
     latency = np.append(arrays.latency, 0.0)
@@ -93,6 +94,8 @@ def directions(problem: Problem) -> tuple[Direction, Direction]:
         return Direction(work_of, memory_of, latency, stages, capacity, in_flight, cheapest, is_split)
 
     return (
+        # Rows as the constants above list them. In reverse (Lemma 8), the backward is the up operation; its
+        # rest allocates held - by_input before it, and F releases everything.
         direction((forward, backward, zeros, rest), (held, zeros, by_input, held - by_input)),
         direction((backward, forward, rest, zeros), (held, held - by_input, held, zeros)),
     )
@@ -106,6 +109,7 @@ def _capacity(problem: Problem) -> FloatArray:
         limit, static = float(arrays.limit[rank]), float(arrays.static[rank])
         if not math.isfinite(limit):
             continue
+        # Capacity must not be below what the verifier admits: Lemma 9.
         space = limit - static + 2 * MEMORY_TOLERANCE * max(limit, static)
         scale = integer_scale(arrays.delta[:3, list(stages)].ravel().tolist(), MOST_UNITS)
         capacity[rank] = space if scale is None else math.floor(space * scale) / scale
@@ -118,6 +122,7 @@ def _in_flight(capacity: FloatArray, held: FloatArray) -> IntArray:
     space = capacity[:, None] - (upto[:, -1:] - upto)
     cells = np.full(held.shape, UNLIMITED, dtype=np.int64)
     bounded = (upto > 0) & (space < upto * UNLIMITED)
+    # Rounding up is safe: a larger in_flight claims less (Lemma 12).
     cells[bounded] = np.floor(space[bounded] / upto[bounded] * (1 + OPTIMAL_GAP))
     return np.maximum(cells, 1)
 

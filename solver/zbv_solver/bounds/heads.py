@@ -129,7 +129,10 @@ def _fill_in(
     for r in range(p):
         # Where nothing runs before the origin, time 0 is one of the times t.
         state.known[r] = 1 if everywhere or r == state.rank[origin] else 0
+    # Nothing is merged yet, so the latest merged end restricts nothing.
     state.given[:, :, 1] = EVER
+    # Every step reads only heads that are final: those of a smaller k, or of the same k and an earlier
+    # position (proof of Lemma 16).
     for k in range(m):
         for position in range(2 * n):
             kind = UP if position < n else DOWN
@@ -143,10 +146,15 @@ def _fill_in(
             head = max(head, _safety(direction, state, kind, r, c, k))
             _require(direction, state.need, kind, r, c, k)
             head = max(head, _after_required(direction, state, kind, r, c))
+            # Memory is counted at up(c, k), or, for a down operation, at down(innermost, k), which precedes
+            # it or is it: Lemmas 13 and 14.
             head = _load(direction, state, r, c if kind == UP else chunks - 1, k, head)
             state.heads[kind, stage, k] = head
             if kind == DOWN:
                 state.heads[CELL_END, stage, k] = _cell_end(direction, state, stage, k)
+            # `_count` must come first. It updates only the times that exist; `_add_time` then counts
+            # microbatch 0 at the new time, this operation included. The other order could count a release
+            # twice.
             _count(direction, state, kind, stage, k)
             if k == 0 and head > 0:
                 _add_time(direction, state, r, head)
@@ -182,6 +190,7 @@ def _safety(
     in_flight = direction.in_flight[r]
     innermost = len(stages) - 1
     head: float = EVER
+    # in_flight is at least 1, so these heads have an index below k and are known.
     if kind == UP and c < innermost and k >= in_flight[c]:
         head = heads[UP, stages[innermost], k - in_flight[c]] + work[UP, innermost]
     if kind == DOWN and c == innermost:
@@ -205,9 +214,13 @@ def _releases(
     wanted = 0.0
     for j in range(c + 1):
         wanted += memory[HELD, j] * (k + 1)
+    # This is the sum of releases that Lemma 11 requires. Rounding lowers it: a smaller sum is reached no
+    # later, so the head stays valid.
     wanted -= direction.capacity[r] + TINY * wanted
     while given[0] < wanted:
         when, chosen, by_rest = np.inf, -1, 0
+        # taken[0, j] down operations and taken[1, j] rests of chunk j are merged. Their ends ascend with the
+        # index, so the first one that is not merged is the earliest of its list.
         for j in range(c + 1):
             done = taken[0, j]
             if done < k and memory[FREED_BY_DOWN, j] > 0:
@@ -217,10 +230,13 @@ def _releases(
             done = taken[1, j]
             if done < k and memory[FREED_BY_REST, j] > 0 and heads[CELL_END, stages[j], done] < when:
                 when, chosen, by_rest = heads[CELL_END, stages[j], done], j, 1
+        # No release of a cell before k is left. The latest end so far remains a valid head.
         if chosen < 0:
             break
         taken[by_rest, chosen] += 1
         given[0] += memory[FREED_BY_REST if by_rest else FREED_BY_DOWN, chosen]
+        # Releases that are new candidates for k + 1 may end before the last one merged for k; the time must
+        # not go back.
         given[1] = max(given[1], when)
     return float(given[1])
 
@@ -243,10 +259,14 @@ def _require(
         upper += memory[HELD, j]
     lower = 0.0
     for j in range(chunks):
+        # `upper` is U of Lemma 13. With this sum, `lower` is L_j.
         if j <= top:
             lower += memory[HELD, j]
         need[DOWN, j] = 0
         if lower > 0:
+            # So many whole cells of the chunks 0 … min(j, top) fit while each further chunk up to `top`
+            # holds one. n_j is k + 1 - fitting. TINY lowers it before the ceiling: rounding must not require
+            # a cell too many.
             fitting = (direction.capacity[r] - (upper - lower)) / lower
             if fitting < k + 1:
                 need[DOWN, j] = min(k, int(np.ceil(k + 1 - fitting - TINY * (k + 1))))
@@ -257,6 +277,7 @@ def _require(
         elif j < c:
             need[UP, j] = need[REST_BEFORE, j] = k + 1
         elif j == c:
+            # In reverse, a separate W of cell k comes before up(c, k), so k + 1 rests are required.
             need[UP, j], need[REST_BEFORE, j] = k, k + is_split[j]
         else:
             need[UP, j] = need[REST_BEFORE, j] = max(need[DOWN, j], k + 1 - in_flight[c], 0)
@@ -270,6 +291,7 @@ def _after_required(
     work, stages, need = direction.work[r], direction.stages[r], state.need
     head = EVER
     for j in range(len(stages)):
+        # For a down operation of chunk c, `_path` has added the previous one of this chunk.
         if need[DOWN, j] > 0 and (kind == UP or j != c):
             head = max(head, state.heads[DOWN, stages[j], need[DOWN, j] - 1] + work[DOWN, j])
     return head
@@ -289,8 +311,11 @@ def _load(
         required += need[REST_BEFORE, j] * work[REST_BEFORE, j]
     required = extra + required
     for i in range(state.known[r]):
+        # The work done before a time is at least 0, so other times cannot raise the head.
         if state.times[r, i] + required > head:
             left = required - _done(direction, state, r, i, extra)
+            # If all of R can be done before t, the operation may start before t. So t counts only if R
+            # exceeds done(t), by more than rounding: Lemma 16.
             if left > TINY * required:
                 head = max(head, state.times[r, i] + left)
     return head
@@ -313,14 +338,18 @@ def _done(
     direction: Direction, state: Sweep, r: int, i: int, extra: float
 ) -> float:  # pragma: no cover - compiled
     """Most of the required work that can have been done before the rank's i-th time: Lemma 15."""
+    # Only the origin is a time of at most 0. It is listed only for ranks that run nothing before it.
     if state.times[r, i] <= 0:
         return 0.0
     work, need, counts = direction.work[r], state.need, state.counts[r, i]
     done, other = 0.0, 0.0
     for j in range(work.shape[1]):
+        # `other` bounds the further work of Lemma 14 that is done: rests after down operations that have
+        # begun, and such down operations beyond the required ones (Lemma 15 (b)).
         downs = min(need[DOWN, j], counts[DOWN, j])
         done += downs * work[DOWN, j]
         other += counts[DOWN, j] * work[REST_AFTER, j] + (counts[DOWN, j] - downs) * work[DOWN, j]
+    # The releases are rounded up like the capacity (Lemma 9): more free memory only lowers a head.
     free = direction.capacity[r] + state.freed[r, i] * (1 + AMOUNT_ROUNDING)
     packed = knapsack(work, direction.memory[r], free, counts[UP], need[UP], need[REST_BEFORE], state.scratch)
     return float(done + min(extra, other) + packed)
@@ -347,11 +376,14 @@ def knapsack(
     length, size = scratch[0], scratch[1]
     total, wanted = 0.0, 0.0
     for j in range(chunks):
+        # Pieces 2j and 2j + 1 are the work and the memory of chunk j, the denser one first.
         n = min(ready[j], ups[j])
         every = max(n, rests[j])
         up, rest = work[UP, j], work[REST_BEFORE, j]
         small = memory[HELD_BY_REST, j]
         large = memory[HELD, j] - small
+        # Compare the densities by products, because amounts may be 0. If the up operation is at least as
+        # dense as a rest, so are both together (mediant).
         if up * small >= rest * large:
             length[2 * j], size[2 * j] = n * (up + rest), n * (small + large)
             length[2 * j + 1], size[2 * j + 1] = (every - n) * rest, (every - n) * small
@@ -369,6 +401,7 @@ def knapsack(
             density = length[i] / size[i] if size[i] > 0 else np.inf
             if length[i] > 0 and density > densest:
                 densest, best = density, i
+        # A piece that does not fit whole is taken in part: the optimum of the fractional knapsack.
         if best < 0 or size[best] > free:
             return total + max(0.0, free) * densest if best >= 0 else total
         total += length[best]
@@ -396,6 +429,7 @@ def _count(
     r, c = state.rank[stage], state.chunk[stage]
     head, times, memory = state.heads[kind, stage, k], state.times[r], direction.memory[r]
     for i in range(state.known[r]):
+        # Heads of a stage ascend with k, so the last k with a head before the time gives the count.
         if head < times[i]:
             state.counts[r, i, kind, c] = k + 1
         if kind == DOWN and head + direction.work[r, DOWN, c] <= times[i]:

@@ -71,6 +71,8 @@ def _jobs(
                 jobs[1, block + k] = length[position]
             _tails(start, length, rest, exits, position, jobs[2, block : block + m])
             block += m
+        # The rest becomes available when its virtual backward, in the block just written, has ended. Its
+        # tail is 0.
         for k in range(m):
             jobs[0, block + k] = jobs[0, block - m + k] + length[2 * n - 1 - stage]
             jobs[1, block + k] = rest[stage]
@@ -90,6 +92,8 @@ def _tails(
     n, m, count = len(rest), len(tails), 0
     path, slowest = np.zeros(len(exits)), np.zeros(len(exits))
     end, after, slow, longest = start[position] + length[position], position + 1, 0.0, 0
+    # Exits in descending order of stages have ascending positions, so `slow` is the largest length of the
+    # positions between this one and the exit.
     for i in range(len(exits) - 1, -1, -1):
         out = 2 * n - 1 - exits[i]
         if out <= position:
@@ -117,6 +121,7 @@ def _one_machine(
     queue = np.empty(n, np.int64)  # binary heap of job indices, longest tail on top
     left = lengths.copy()
     size, next_job, clock, worst = 0, 0, 0.0, 0.0
+    # Every pass releases or completes a job, and the heap costs O(log n) per job: O(n log n) in all.
     while next_job < n or size > 0:
         if size == 0:
             clock = max(clock, heads[by_head[next_job]])
@@ -131,6 +136,7 @@ def _one_machine(
                 child = parent
         job = queue[0]
         until = heads[by_head[next_job]] if next_job < n else np.inf
+        # The next job may have a longer tail, so the current one runs only until its release.
         if clock + left[job] > until:
             left[job] -= until - clock
             clock = until

@@ -79,11 +79,13 @@ def heads_and_tails(window: Window, rank: int) -> tuple[FloatArray, FloatArray]:
     stages, work, m = window.forwards.stages[rank], window.forwards.work[rank], window.microbatches
     heads, tails = window.heads, window.tails
     rest = work[REST_AFTER][:, None]
+    # If all cells of a stage are split, m - 1 - k further W's follow the k-th W: Lemma 18.
     after = np.arange(m, dtype=np.float64)[::-1]
     return (
         np.stack([heads[UP, stages], heads[DOWN, stages], heads[CELL_END, stages] - rest]),
         np.stack(
             [
+                # In reverse, F is the down operation, and microbatch m - 1 - k has index k.
                 tails[DOWN, stages, ::-1],
                 tails[UP, stages, ::-1],
                 after * rest * window.forwards.is_split[rank][:, None],
@@ -124,6 +126,7 @@ def other_rank_bound(window: Window, rank: int) -> float:
         return 0.0
     heads, tails = window.heads[:, stages], window.tails[:, stages]
     early = _ramp(window.forwards, rank, heads, np.unique(heads), m, False)
+    # Lemma 21 holds for any times. There are few here, because each one tries all pairs of counts.
     late = _late_ramp(window.backwards, rank, tails, np.unique(tails[DOWN, :, 0]), m)
     return float(_join(early, late, *window.loads(rank), 0.0))
 
@@ -146,6 +149,7 @@ def _ramp(
     count = np.zeros((5, chunks), np.int64)
     every = np.full(chunks, m)
     scratch = np.zeros((2, 2 * chunks))
+    # Index -1 stands for time 0. Times ascend, so the counts only grow.
     for i in range(-1, len(times)):
         time = times[i] if i >= 0 else 0.0
         if i >= 0 and time <= 0.0:
@@ -170,6 +174,8 @@ def _ramp(
         )
         if opens and i < 0:
             ups, downs = 0.0, 0.0
+        # Rows are left out if they have no more idle time than an earlier one. That can only weaken the
+        # bound.
         if time - ups - downs > most:
             most = time - ups - downs
             rows[known, 0], rows[known, 1], rows[known, 2] = time, ups, downs
@@ -214,13 +220,17 @@ def _late_ramp(
         if time <= 0.0 or time > last:
             continue
         downs, freed = 0.0, 0.0
+        # With one chunk, ready[1] stays 0. Operations count as begun if their head is below the time (left
+        # side), and as ended if their end is at most the time (right side), as in Lemma 15.
         for c in range(chunks):
             ready[c] = np.searchsorted(tails[UP, c], time)
             downs += np.searchsorted(tails[DOWN, c], time) * work[DOWN, c]
             ended = np.searchsorted(tails[DOWN, c] + work[DOWN, c], time, side="right")
             freed += ended * memory[FREED_BY_DOWN, c]
+        # All F's and backwards end at least `soonest` before the end, one at a time: Lemma 22.
         busy = time - soonest
         rows[known, 0], rows[known, 2] = time, min(downs, busy)
+        # a and b of Lemma 22: O(n²) pairs per time.
         for outer in range(ready[0] + 1):
             for inner in range(ready[1] + 1):
                 space = capacity + freed * (1 + AMOUNT_ROUNDING) - outer * memory[HELD, 0]
@@ -228,6 +238,8 @@ def _late_ramp(
                 if chunks > 1:
                     space -= inner * memory[HELD, 1]
                     ups += inner * work[UP, 1]
+                # More cells of the inner chunk need more space. The tolerance may admit a pair that
+                # does not fit, which only weakens the bound.
                 if space < -TINY * capacity:
                     break
                 rests = _waiting_rests(direction, rank, space, outer, inner, m)
@@ -245,6 +257,7 @@ def _waiting_rests(
     work, memory = direction.work[rank], direction.memory[rank]
     chunks = work.shape[1]
     first = 0
+    # Compare the work per memory of both chunks' rests by products, because amounts may be 0.
     if (
         chunks > 1
         and work[REST_BEFORE, 1] * memory[HELD_BY_REST, 0] > work[REST_BEFORE, 0] * memory[HELD_BY_REST, 1]
@@ -270,8 +283,12 @@ def _join(
     load = forward + backward
     for i in range(len(early)):
         for j in range(len(late)):
+            # In the late ramp, time runs backwards: its down operations (column 2) are F's, and its up
+            # operations with rests (column 1) are backwards. The sum in column 3 may be less than the sum of
+            # both columns, which can come from different pairs of counts.
             done = min(forward, early[i, 1] + late[j, 2]) + min(backward, early[i, 2] + late[j, 1])
             done = min(done, early[i, 3] + late[j, 3])
+            # If both ramps can hold the whole load, Lemma 21 claims nothing. The margin is for rounding.
             if done < load * (1 - TINY):
                 best = max(best, early[i, 0] + late[j, 0] + load - done)
     return best

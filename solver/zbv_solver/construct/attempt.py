@@ -95,6 +95,8 @@ def _numbered(
 ) -> tuple[IntArray, IntArray, IntArray]:  # pragma: no cover - compiled
     n = offset[-1]
     stage, letter, microbatch = np.empty(n, np.int32), np.empty(n, np.int8), np.empty(n, np.int32)
+    # Counters by stage. ``split_at`` lists, in order, the microbatches that ran I: W's consume
+    # this list first in, first out, and a B adds nothing to it.
     forwards, backwards = np.zeros(n_stages, np.int32), np.zeros(n_stages, np.int32)
     split, weights = np.zeros(n_stages, np.int64), np.zeros(n_stages, np.int64)
     split_at = np.empty((n_stages, m), np.int32)

@@ -107,6 +107,7 @@ def place(
     if at == 0:
         level[rank, FIRST] = start
     else:
+        # Idle time before the first start does not count: a span begins there.
         level[rank, IDLE] += start - level[rank, CLOCK]
     finish = start + tables.duration[rank, action]
     level[rank, CLOCK] = finish
@@ -129,6 +130,8 @@ def place(
 def arrival(tables: Tables, board: Board, rank: int, action: int) -> float:  # pragma: no cover - compiled
     """When the input of the next F or backward of a code arrives; inf while unknown or none is left."""
     position = tables.position[rank, action]
+    # The next action at a position is microbatch k = placed, as microbatches ascend. Its input is known once
+    # the previous position has placed more than k.
     k = board.placed[position]
     if k >= board.end.shape[1] or (position > 0 and k >= board.placed[position - 1]):
         return np.inf
@@ -166,6 +169,8 @@ def replay(
     """Place the first ``until[rank]`` actions of ``codes`` on an empty board, at earliest start."""
     clear(tables, board)
     progress = True
+    # Earliest starts depend on the order only, not on the sequence in which ranks are visited. A rank runs
+    # until its next input is unknown; the loop ends after a pass without progress.
     while progress:
         progress = False
         for rank in range(len(until)):

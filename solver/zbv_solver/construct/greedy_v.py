@@ -150,6 +150,9 @@ def _lay(tables: Tables, board: Board, parameters: GreedyParameters) -> None:  #
         progress = False
         for rank in range(p):
             wanted[rank] = _backward_chunk(tables, board, rank)
+        # Backwards of chunk 0 from the last rank to the first, then of chunk 1 from the first to the last,
+        # then forwards. Each chunk is visited in the direction in which its backwards travel, so an output
+        # can be the input of the next rank in the same round.
         for turn in range(3 * p):
             chunk = turn // p
             rank = p - 1 - turn if chunk == 0 else turn % p
@@ -161,6 +164,7 @@ def _lay(tables: Tables, board: Board, parameters: GreedyParameters) -> None:  #
                 action, fill = _forward_action(tables, board, rank), parameters.fill_forward
                 if action < 0:
                     continue
+            # What this rank may still idle before it exceeds both its allowance and the worst rank so far.
             slack = parameters.surplus[rank] + max(worst, parameters.allowance[rank]) - idle[rank]
             progress |= _fill_and_place(tables, board, rank, action, slack, fill)
             worst = max(worst, idle[rank] - parameters.surplus[rank])
@@ -178,6 +182,8 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
         _try_forward(tables, board, rank, OUTER)
     for rank in range(p - 1, -1, -1):
         ready = arrival(tables, board, rank, 4 + F)
+        # A rank that waits for its first F of chunk 1 takes more F's of chunk 0, with all earlier ranks,
+        # while such an F, started now, ends before that input arrives.
         progress = True
         while (
             progress
@@ -189,6 +195,8 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
             for upstream in range(rank + 1):
                 progress |= _try_forward(tables, board, upstream, OUTER)
         _try_forward(tables, board, rank, INNER)
+    # Afterwards every rank needs at least as many F's as the previous rank, and more of chunk 1, which flows
+    # towards rank 0. Chunks alternate; a rank gives up once neither chunk makes progress.
     chunk = OUTER
     for rank in range(1, p):
         stalled = 0
@@ -238,6 +246,8 @@ def _backward_chunk(tables: Tables, board: Board, rank: int) -> int:  # pragma: 
     """
     position, placed = tables.position, board.placed
     early, late = placed[position[rank, 4 + I]], placed[position[rank, I]]
+    # Chunk 0 follows chunk 1 on the way back, so it cannot overtake it. Its input is known if it comes from
+    # this rank's chunk 1 (last rank) or if the previous position has already run that microbatch.
     if late >= early:
         return 1
     if rank == len(position) - 1 or early >= board.end.shape[1] or placed[position[rank, I] - 1] > late:
@@ -273,6 +283,8 @@ def _fill_and_place(
         return False
     chunk, limit = action >> 2, tables.limit[rank]
     level, ends = board.level, board.ends
+    # W's that end before the input arrives cost nothing. After them, one W may end later, if the hole that
+    # remains is larger than the slack.
     while ends[rank, FRONT] < ends[rank, BACK]:
         weight = 4 * board.queue[rank, ends[rank, FRONT]] + W
         fits = level[rank, CLOCK] + tables.duration[rank, weight] <= ready
@@ -290,6 +302,8 @@ def _fill_and_place(
     elif tables.fuse[rank, chunk]:
         action = 4 * chunk + B
     else:
+        # Release memory with W's first. If it still does not suffice, fuse: a B releases at once what its W
+        # would.
         grows = max(0.0, tables.delta[rank, action])
         while level[rank, HELD] + grows > limit and ends[rank, FRONT] < ends[rank, BACK]:
             _place_weight(tables, board, rank)

@@ -175,6 +175,7 @@ def _schedule(
     chunks, m = position.shape[1] // 4, tables.microbatches
     slot, ready, flight, needs = _ready(tables, board)
     wishes, innermost = rule.priority.reshape(-1), 4 * (chunks - 1)
+    # A complete binary tree: the leaf of a rank is at ``leaves + rank``, and the padding never starts (inf).
     leaves = 1
     while leaves < p:
         leaves *= 2
@@ -203,8 +204,12 @@ def _schedule(
                     after = held + delta[one, 4 * chunk + F]
                     if held + needs[one * chunks + chunk] <= room or (after <= room and completes):
                         begin = max(clock, input_at)
+                        # ``over`` selects the second group of priorities: forwards on a chunk that has
+                        # reached its target.
                         over = 0 if in_flight < target[one, chunk] else chunks
                         wish = wishes[kinds + over + chunk]
+                        # The earliest start wins, then the smallest priority, then the first candidate
+                        # examined.
                         if begin < best_start or (begin == best_start and wish < best_wish):
                             best, best_start, best_wish = 4 * chunk + F, begin, wish
                     else:
@@ -221,16 +226,23 @@ def _schedule(
             start[one] = best_start
             if ends[one, FRONT] < ends[one, BACK]:
                 weight = 4 * queue[one, ends[one, FRONT]] + W
+                # Without any known input, ``best_start`` is inf and the overlap -inf, so a waiting W always
+                # runs. If memory blocks an action, a W runs instead of idling or fusing, because it may
+                # release memory.
                 overlap = clock + duration[one, weight] - best_start
                 fills = best_start > clock and overlap <= patience[one, phase] * duration[one, weight]
                 if fills or (blocked and (best_start > clock or best & 3 == B)):
                     start[one], best = clock, weight
             chosen[one] = best
+            # Replay the matches from this leaf to the root. Ties go to the lower rank, so results are
+            # deterministic.
             node = (leaves + changed) >> 1
             while node > 0:
                 left, right = first[2 * node], first[2 * node + 1]
                 first[node] = left if start[left] <= start[right] else right
                 node >>= 1
+            # The first pass visits every rank. Later passes visit ``changed``, then ``other``, where p means
+            # none.
             if actions == 0:
                 changed += 1
             else:
@@ -253,6 +265,8 @@ def _schedule(
         if here >= 0:
             flight[rank * chunks + (action >> 2)] += 1 if action & 3 == F else -1
             ready[slot[here]] = arrival(tables, board, rank, action)
+            # Only the microbatch just placed can be the one that the next position lacks. If that position is
+            # further behind, the arrival of its next input is known already.
             if here + 1 < positions and placed[here + 1] == placed[here] - 1:
                 input_at = level[rank, CLOCK] + latency[here + 1]
                 ready[slot[here + 1]] = input_at
@@ -300,6 +314,7 @@ def _ready(
         following = 0.0
         for chunk in range(chunks):
             following += delta[rank, 4 * chunk + F]
+        # Sums of a suffix: the F of this chunk and of all later ones, as in board.admits_forward.
         for chunk in range(chunks):
             needs[rank * chunks + chunk] = following
             following -= delta[rank, 4 * chunk + F]

@@ -88,6 +88,8 @@ def make_tables(problem: Problem, fuse: BoolArray | None = None) -> Tables:
         position=position.reshape(p, 4 * chunks),
         duration=_by_code(arrays.duration, stages),
         delta=_by_code(arrays.delta, stages),
+        # Position 0 has no input. Position S, the backward of the last stage, follows the F of the same
+        # stage, so no transfer precedes it. Backwards use the forward latencies in reverse.
         latency=np.concatenate([[0.0], arrays.latency, [0.0], arrays.latency[::-1]]),
         host=np.concatenate([arrays.rank_of, arrays.rank_of[::-1]]).astype(np.int64),
         static=arrays.static.copy(),

@@ -184,6 +184,8 @@ def _round(
             at = np.random.randint(length[rank])
         reach = 1 + np.random.randint(REACH)
         earlier = np.random.random() < 0.5
+        # From here on, the stretch low..high is rotated by one: ``at`` is its last index if the action moves
+        # to an earlier place, and its first index otherwise.
         _delimit(tables, state, rank, at, reach if earlier else -reach, move.bounds)
         low, high = move.bounds
         if low == high:
@@ -197,6 +199,8 @@ def _round(
         for step in range(high - low + 1):
             move.old_code[step] = code[rank, low + step]
             code[rank, low + step] = move.code[step]
+        # Whatever depends on the stretch ends no earlier than the stretch's predecessor, before and after the
+        # move. So smaller ends stay as they are.
         set_cursors(state, end, end[rank, low - 1] if low > 0 else release[rank], True, rank, low)
         copy(state.cursor, move.cursor)
         count_before_cursors(tables, state)
@@ -206,6 +210,8 @@ def _round(
         # Undo a move that is worse than judged: the judgement ignores paths around the stretch, and assumes
         # that the ends and tails of other actions stay as they are.
         if not executable or changed > max(bar, judged) * (1 + ROUNDING):
+            # Tails and memory have not been updated yet, so only the ends are computed again, from the same
+            # cursors.
             for step in range(high - low + 1):
                 code[rank, low + step] = move.old_code[step]
             copy(move.cursor, state.cursor)
@@ -216,6 +222,8 @@ def _round(
         for step in range(high - low + 1):
             state.microbatch[rank, low + step] = move.microbatch[step]
         sum_memory(tables, state, rank, low)
+        # Tails are still those of the old order. On this rank they change up to ``high``; on other ranks only
+        # where the tail is at least ``way``.
         if high + 1 < length[rank]:
             way = tail[rank, high + 1] + tables.duration[rank, code[rank, high + 1]]
         else:
@@ -224,6 +232,8 @@ def _round(
         count_before_cursors(tables, state)
         sweep_tails(tables, state)
         size = critical_path(tables, state, path)
+        # The tolerance keeps rounding from counting as progress; only real gains copy the order, in
+        # O(actions).
         if value < lowest - ROUNDING * abs(lowest):
             lowest = value
             for other in range(len(length)):
@@ -267,6 +277,8 @@ def _delimit(
                 or end[rank, here - 1] <= arrives
             ):
                 break
+            # A larger amount held affects only the actions that are passed. Memory while an action runs is at
+            # most the larger of what is held before and after it. An earlier release needs no check.
             before = held[rank, here - 2] if here > 1 else static
             if change > 0 and max(before, held[rank, here - 1]) + change > limit:
                 break
@@ -284,6 +296,7 @@ def _delimit(
             break
         if _arrives(tables, state, rank, other, microbatch[rank, here + 1]) >= end[rank, at]:
             break
+        # A later release keeps memory held during the actions passed; a later allocation needs no check.
         if change < 0 and max(held[rank, here], held[rank, here + 1]) - change > limit:
             break
         here += 1
@@ -324,6 +337,7 @@ def _judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pra
         after = tail[rank, high + 1] + duration[rank, code[rank, high + 1]]
     else:
         after = -state.release[rank]
+    # Backwards: the longest path from each end to the objective, on this rank or through the next position.
     for step in range(n - 1, -1, -1):
         action = move.code[step]
         position = tables.position[rank, action]
@@ -333,6 +347,7 @@ def _judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pra
             after = max(after, onward)
         way[step] = after
         after += duration[rank, action]
+    # Forwards: the earliest ends. Their sum with ``way`` is the longest path through each moved action.
     clock = state.end[rank, low - 1] if low > 0 else state.release[rank]
     longest = -np.inf
     for step in range(n):

@@ -53,11 +53,14 @@ class Amounts:
         scale = integer_scale(true.tolist(), LARGEST_INTEGER)
         if scale is None:
             scale = GRID / float(np.abs(true).max())
+            # A sum of rounded-down deltas is an integer and at most the true sum, so every order that fits
+            # also fits the rounded-down capacity below.
             scaled = np.floor(true * scale)
         else:
             scaled = np.rint(true * scale)
         delta = dict(zip(keys, map(int, scaled.tolist()), strict=True))
         capacity = (limit - static + 2 * MEMORY_TOLERANCE * abs(limit)) * scale
+        # More than the sum of all allocations is never needed; this keeps the integers small.
         most = sum(max(0, value) for value in delta.values()) * problem.microbatches
         return cls(delta, min(math.floor(capacity), most))
 

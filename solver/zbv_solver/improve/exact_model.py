@@ -223,6 +223,7 @@ class ExactModel:
                     self.model.add(self.start(action) >= first + int(facts.head[at, j]))
                     for other, (kind, where) in enumerate(facts.chains):
                         count = facts.before[at, j, other]
+                        # Smaller counts are implied: the chain's previous action already waits for them.
                         if other != at and count > (facts.before[at, j - 1, other] if j else 0):
                             self.model.add(self.start(action) >= self.end((kind, where, int(count) - 1)))
 

@@ -95,6 +95,7 @@ class _States:
         self.duration = problem.arrays.duration.astype(np.int64)
         self.delta: FloatArray = problem.arrays.delta
         self.change = np.array([self.delta[chain] for chain in chains])
+        # Extra room only adds states, and facts that hold in more states also hold in fewer.
         self.room = limit - static + 2 * MEMORY_TOLERANCE * abs(limit)
         self.power = (self.m + 1) ** np.arange(len(chains), dtype=np.int64)
         self.steps = list(self._steps())
@@ -102,6 +103,8 @@ class _States:
     def _steps(self) -> Iterator[_ChainStep]:
         c = len(self.chains) // 3
         for at, (letter, stage) in enumerate(self.chains):
+            # Chains are listed as all F's, all I's, all W's; ``at % c`` is the chunk. A backward needs that
+            # of the next chunk on this rank; the last chunk needs its F.
             chunk = at % c
             if letter == F:
                 needs = at - 1 if chunk else None
@@ -125,6 +128,7 @@ class _States:
     def _admits(self, step: _ChainStep, rows: IntArray) -> BoolArray:
         """Whether a step may follow each of the states."""
         fine: BoolArray = rows @ self.change + step.growth <= self.room
+        # This also keeps the codes valid: no digit exceeds m, so adding a step never carries.
         fine &= (rows + step.adds <= self.m).all(axis=1)
         if step.needs is not None:
             fine &= rows[:, step.chain] < rows[:, step.needs]
@@ -135,6 +139,7 @@ class _States:
         parts: list[list[IntArray]] = [[] for _ in range(len(self.chains) * self.m + 1)]
         parts[0].append(np.zeros(1, dtype=np.int64))
         layers: list[IntArray] = []
+        # A fused step skips a layer, so ``parts`` collects the codes of later layers until their turn comes.
         for done, found in enumerate(parts):
             keys = np.unique(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
             layers.append(keys)
@@ -150,6 +155,7 @@ class _States:
     def facts(self, layers: list[IntArray]) -> Implied:
         """Go backwards from everything done, and collect what all states before an action have in common."""
         m, n = self.m, len(self.chains)
+        # m and the largest integer are neutral for the minima below.
         before = np.full((n, m, n), m, dtype=np.int64)
         head = np.full((n, m), np.iinfo(np.int64).max, dtype=np.int64)
         tail = head.copy()
@@ -162,15 +168,19 @@ class _States:
                 if target >= len(layers):
                     continue
                 usable = self._admits(step, rows)
+                # Later layers are pruned already: this keeps only steps that lead to everything done.
                 usable &= np.isin(keys + int(step.adds @ self.power), layers[target])
                 is_alive |= usable
                 sources, at = rows[usable], step.chain
                 if len(sources):
+                    # A state's own digit of the chain is the index of the action that comes next there.
                     left = m - sources - step.adds
                     np.minimum.at(before[at], sources[:, at], sources)
                     np.minimum.at(head[at], sources[:, at], self._least_work(sources))
                     np.minimum.at(tail[at], sources[:, at], self._least_work(left))
             layers[done] = keys[is_alive]
+        # A fused B completes a W without a step of the W's chain, so the minima of this chain omit orders
+        # with a fused B. Nothing is derived about these W's.
         for at, (letter, stage) in enumerate(self.chains):
             if letter == W and stage in self.fusable:
                 before[:, :, at] = 0

@@ -92,6 +92,7 @@ def number_weights(tables: Tables, state: State, rank: int) -> None:  # pragma: 
     """Write ``microbatch`` of the W's of a rank: the microbatch of the oldest I without one."""
     code, microbatch = state.code[rank], state.microbatch[rank]
     for chunk in range(tables.position.shape[1] // 4):
+        # Match W's and I's first in, first out: ``split`` only moves forward, so one pass per chunk suffices.
         split = -1
         for at in range(state.length[rank]):
             if code[at] == 4 * chunk + W:
@@ -115,6 +116,9 @@ def count_before_cursors(tables: Tables, state: State) -> None:  # pragma: no co
     """Write ``counted``: how many actions of every position lie before their rank's cursor."""
     place, m = state.place, tables.microbatches
     for position in range(len(tables.host)):
+        # The places of a position ascend with the microbatch, so bisection finds the count. This also holds
+        # after a stretch from the cursor on was permuted: its places are stale, but all of them stay at or
+        # after the cursor.
         low, high, until = 0, m, state.cursor[tables.host[position]]
         while low < high:
             middle = (low + high) >> 1
@@ -145,11 +149,13 @@ def sweep_ends(tables: Tables, state: State) -> bool:  # pragma: no cover - comp
             rank = min(turn, 2 * p - 1 - turn)  # down the V and up again, as microbatches go
             begin = cursor[rank]
             at, until = begin, length[rank]
+            # Ranks stop at different points; each resumes from the end before its cursor.
             clock = end[rank, at - 1] if at > 0 else state.release[rank]
             while at < until:
                 action = code[rank, at]
                 position = tables.position[rank, action]
                 if position < 0:
+                    # A W needs only its I, and the rank's order already puts that before it.
                     clock += tables.duration[rank, action]
                 else:
                     k = counted[position]
@@ -190,6 +196,8 @@ def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - com
             at = begin
             while at > 0:
                 position = tables.position[rank, code[rank, at - 1]]
+                # The objective counts a rank's end from its release, so the path after the last action has
+                # length -release.
                 if at == length[rank]:
                     way = -state.release[rank]
                 else:
@@ -198,6 +206,7 @@ def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - com
                     k = state.microbatch[rank, at - 1]
                     after = position + 1
                     if after < positions:
+                        # ``counted`` now descends: the tails of the actions k >= counted[after] are final.
                         if k < counted[after]:
                             break
                         other, there = host[after], state.place[after, k]
@@ -220,6 +229,8 @@ def set_cursors(
     For ends, which ascend along a rank, that is at the first action with a value of at least ``bar``. For
     tails, which descend, it is after the last of them.
     """
+    # The bisection needs values that are monotone along a rank. All paths from (or to) the changed stretch
+    # have nonnegative lengths, so an action on the other side of ``bar`` cannot change.
     for other in range(len(state.length)):
         low, high = 0, state.length[other]
         while low < high:
@@ -247,6 +258,7 @@ def critical_path(tables: Tables, state: State, path: IntArray) -> int:  # pragm
     """Write a critical path into ``path``, rows (rank, index), last action first; return its length."""
     code, end, length = state.code, state.end, state.length
     value = objective(state)
+    # Ends and starts are sums in floating point, so equality along the path needs a tolerance.
     rounding = OPTIMAL_GAP * abs(value)
     rank, at, size = -1, -1, 0
     for other in range(len(length)):

@@ -76,6 +76,7 @@ def parameter_search(
     """
     small = at_few_microbatches(problem)
     few = small.microbatches
+    # Reserve the cost of running the finalists with all microbatches.
     if few < problem.microbatches:
         placements -= FINALISTS * problem.max_actions
     if placements <= 0:
@@ -138,6 +139,8 @@ class RuleClimber:
         if used < EXPLORATION or not self.basins:
             basin = None
             rule, self.last = self.fresh(), int(self.random.integers(len(self.options)))
+            # Once all basins are taken, a random rule must be better than the worst of them to be kept, so
+            # the scheduler may abandon it as soon as it is certainly worse.
             most = self.basins[-1][0] if len(self.basins) == self.most_basins else np.inf
         else:
             basin = self.evaluation % len(self.basins) if used < RACE else 0
@@ -146,6 +149,7 @@ class RuleClimber:
         scheduler = self.options[self.last][1]
         self.rule, value = rule, scheduler.value(rule, most)
         self.placed += scheduler.placed
+        # Equal values replace the rule of a basin: sideways steps lead out of plateaus.
         if value <= most and value < np.inf:
             self._keep(value, rule, basin)
         improved, self.best = value < self.best, min(value, self.best)
@@ -272,6 +276,7 @@ class GreedyClimber:
         for _, parameters, option in reversed(self.pool):
             name, fuse = fuses[option]
             greedy = GreedyV(problem, fuse, halt=self.halt)
+            # The surplus is a difference of loads, which grow with the number of microbatches.
             share = problem.microbatches / self.problem.microbatches
             if greedy.lay(parameters._replace(surplus=parameters.surplus * share)):
                 yield greedy.attempt(f"parameters(greedy-v,fuse={name},tuned_at={self.problem.microbatches})")

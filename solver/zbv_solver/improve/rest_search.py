@@ -78,6 +78,9 @@ class RestClimber:
         self.evaluation += 1
         if self.evaluation % TRIES == 1:
             self.cut = self.random.uniform(0.0, self.found.makespan)
+            # Everything that starts before the cut is kept. Inputs start no later than the actions that need
+            # them, so the kept part can run without the rest. It stays valid for all tries at this cut: an
+            # accepted order has the same kept part.
             self.kept = np.array([int(np.searchsorted(start, self.cut)) for start in _starts(self.found)])
         rule = self._rule()
         option = int(self.random.integers(len(self.rules.options)))
@@ -91,6 +94,7 @@ class RestClimber:
         # An order as good as the best one replaces it: sideways steps lead out of plateaus.
         self.found = Attempt.of(method if improved else self.found.method, self.problem, scheduler.board)
         if improved or self.cut < (1 - SHORT) * self.found.makespan:
+            # The new rule governs from the cut on, so it replaces all entries from there.
             self.laid = [*(kept for kept in self.laid if kept[0] < self.cut), (self.cut, rule)]
         self.pool = [*self.pool[-REMEMBERED + 1 :], rule]
         return improved

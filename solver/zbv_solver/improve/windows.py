@@ -65,6 +65,8 @@ def sweep_windows(
     for size in SIZES:
         window_effort = size * EFFORT_PER_ACTION
         count = max(1, math.ceil(2 * len(orders) / size))
+        # ``fruitless`` counts windows since the last gain. After a full round without one, the next size
+        # follows.
         fruitless, at = 0, count - 1
         for _ in range(math.floor(effort / window_effort)):
             if fruitless >= count or search.is_over():
@@ -113,6 +115,8 @@ class WindowSearch:
         """
         unit = self.grid.steps * self.grid.parts
         boundary = Boundary.of(self.paths, self.orders.offset, begin * unit, end * unit)
+        # The model admits only objectives that are strictly better. With rounded costs, it may still find
+        # orders that are not, hence the check of the true objective below.
         most = self.grid.strictly_below(self.value)
         if boundary.floor > most or not len(boundary.free):
             return False
@@ -227,13 +231,16 @@ class Boundary:
         ended = last[place[last] == BEFORE]
         floor = int((paths.end - paths.release)[ended].max(initial=0))
         for needed, latency in zip(paths.needs.T, paths.latency.T, strict=True):
+            # ``needed`` is -1 for no predecessor: this index reads NOWHERE, which no comparison selects.
             enters = np.flatnonzero((place[needed] == BEFORE) & (place[:-1] == INSIDE))
             np.maximum.at(head, enters, paths.end[needed[enters]] + latency[enters])
             leaves = np.flatnonzero((place[needed] <= INSIDE) & (place[:-1] == AFTER))
             onward = latency[leaves] + length[leaves] + paths.tail[leaves]
             np.maximum.at(tail, needed[leaves], onward)
+            # No order of the window can shorten a path that skips the window.
             outside = place[needed[leaves]] == BEFORE
             floor = max(floor, int((paths.end[needed[leaves]] + onward)[outside].max(initial=0)))
+        # Starts ascend along a rank, so the free actions of a rank are consecutive there.
         for first, stop in pairwise(np.searchsorted(free, offset)):
             inside = free[first:stop]
             if len(inside):  # any of them may come first or last on its rank
@@ -342,6 +349,8 @@ class _WindowModel:
         places = np.array(list(self.action))
         ranks = self.incumbent.rank_index()[places]
         found = np.array([solver.value(self.begin[action]) for action in self.action.values()])
+        # ``places`` ascends, hence by rank; sorting by rank and start keeps every rank's actions in its
+        # places. Starts of a rank are distinct, because every action takes at least one part.
         source[places] = places[np.lexsort((found, ranks))]
         old = self.incumbent
         return Orders(old.stage[source], old.letter[source], old.microbatch[source], old.offset)

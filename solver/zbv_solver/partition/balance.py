@@ -76,6 +76,7 @@ def _least_worst(space: CutSpace, reference: Boundaries, mode: int) -> Balanced 
     question = _Question(
         mode, 0.0, space.placement.kind == "v", space.least, _fixed_pieces(space), np.array(reference)
     )
+    # [rank, i, j] is 1 if the ranks before `rank` can leave exactly the parts [i, j).
     reached = np.zeros((p, tables.n + 1, tables.n + 1), np.uint8)
     best = None
     if mode == LOAD:
@@ -85,6 +86,7 @@ def _least_worst(space: CutSpace, reference: Boundaries, mode: int) -> Balanced 
         if recompute is not None:
             best = Balanced(space.cut(reference, recompute), space.worst_load(reference, recompute))
     else:
+        # A need is at least 0, so no excess is below -room.
         scale, low = float(tables.sums[:, 3, -1].max()), -float(tables.room.max())
     most, step = low, FIRST_STEP
     while best is None or best.worst - low > ROUNDING * abs(best.worst):
@@ -95,10 +97,12 @@ def _least_worst(space: CutSpace, reference: Boundaries, mode: int) -> Balanced 
             return best
         else:
             low = max(low, beyond)
+        # Until a cut is known, raise the threshold in doubling steps. Then bisect.
         if best is None:
             most, step = low + step * scale, 2 * step
         else:
             middle = (low + best.worst) / 2
+            # If no float lies between the two, try `low`: then too, `best` falls to it or `low` grows.
             most = middle if middle < best.worst else low
     return best
 
@@ -139,6 +143,7 @@ def _measure(
     sums, workspace, _, room, variants = tables
     best, choice = np.inf, 0
     for upper in range(variants):
+        # Recomputing an empty piece changes nothing.
         if upper == 1 and c == d:
             continue
         for lower in range(variants):
@@ -172,6 +177,7 @@ def _sweep(
     beyond = np.inf
     reached[0, 0, n] = 1
     for rank in range(p - 1):
+        # The fewest parts that the later ranks need.
         reserve = (p - 1 - rank) * least * (2 if two_sided else 1)
         for i in range(n + 1):
             lowest, highest = n + 1, -1
@@ -186,6 +192,7 @@ def _sweep(
             for after in range(begin, end + 1):
                 alone, _ = _measure(tables, mode, rank, i, after, n, n)
                 if alone > most:
+                    # Case (1) of Lemma 34. A longer first piece has at least this measure.
                     beyond = min(beyond, alone)
                     break
                 if not two_sided:
@@ -196,6 +203,8 @@ def _sweep(
                 if mode == LOAD:
                     enough = cheapest[after] + (p - 1 - rank) * most * (1 + ROUNDING)
                     farthest = np.searchsorted(cheapest, enough, side="right") - 1
+                # c is the smallest k of measure at most `most`. It does not fall as j grows, so all j of one
+                # (i, after) take O(n) measures. The k from c to `painted` are marked already.
                 c = painted = ZERO - 1
                 for j in range(max(lowest, after + reserve + least), highest + 1):
                     if not reached[rank, i, j]:
@@ -218,9 +227,11 @@ def _sweep(
                                 break
                             c += 1
                     if c > after + reserve:
+                        # Case (2): one part more on the right is too much.
                         value, _ = _measure(tables, mode, rank, i, after, c - 1, j)
                         beyond = min(beyond, value)
                     if last > farthest:
+                        # Case (3): the later ranks cannot take what would be left.
                         left = cheapest[max(c, farthest + 1)] - cheapest[after]
                         beyond = min(beyond, left / (p - 1 - rank))
                         last = farthest
@@ -233,6 +244,7 @@ def _sweep(
                     painted = max(painted, last)
                     if c > farthest:
                         # No later j leaves fewer parts than those up to `farthest`, or costs this rank less.
+                        # Case (4) of Lemma 34.
                         if farthest < n:
                             left = cheapest[farthest + 1] - cheapest[after]
                             beyond = min(beyond, left / (p - 1 - rank))
@@ -243,11 +255,13 @@ def _sweep(
         for j in range(i, n + 1):
             if not reached[rank, i, j]:
                 continue
+            # Case (5): the last rank must take all parts that are left.
             if mode == LOAD and cheapest[j] - cheapest[i] > most * (1 + ROUNDING):
                 beyond = min(beyond, cheapest[j] - cheapest[i])
                 continue
             begin, end = i + least, j - least
             if not two_sided:
+                # With one piece, the rank ends where the parts end; i - 1 makes the range below empty.
                 begin = end = j if j - i >= least else i - 1
             elif fixed[0, rank] >= 0:
                 begin, end = max(begin, fixed[0, rank]), min(end, fixed[0, rank])
@@ -283,6 +297,8 @@ def _trace(
     if two_sided:
         recompute[p] = choice >> 1
     for rank in range(p - 2, -1, -1):
+        # (i, j) is the state after this rank. Any marked state before it will do if the transition's measure
+        # is at most `most`; of these, take the one nearest to the reference.
         best, before, behind = 4 * n, -1, -1
         for i0 in range(i - least + 1):
             for j0 in range(j + least if two_sided else n, n + 1):

@@ -49,6 +49,7 @@ class CutSpace:
         upper = np.full(self.n_stages + 1, self.tables.n)
         for bound, place in fixed.items():
             at = int(np.searchsorted(self.problem.places, place))
+            # Between a fixed boundary and another one, every stage has at least `least` parts.
             steps = self.least * (number - bound)
             lower = np.maximum(lower, np.where(number >= bound, at + steps, 0))
             upper = np.minimum(upper, np.where(number <= bound, at + steps, self.tables.n))
@@ -147,6 +148,7 @@ class CutSpace:
         """The choices of recomputed stages of a rank that are tried, fewest stages first."""
         if self.tables.variants == 1:
             return [(False,) * chunks]
+        # There are 2^chunks choices. With many chunks, only prefixes are tried.
         if chunks > MOST_TRIED:
             return [tuple(chunk < count for chunk in range(chunks)) for count in range(chunks + 1)]
         return sorted(product((False, True), repeat=chunks), key=sum)

@@ -100,6 +100,8 @@ class CutTables:
             room = limit - np.array(problem.static) + CUT_MEMORY * limit
             most_room = limit - np.array(problem.static) + 2 * MEMORY_TOLERANCE * limit
         backward = np.minimum(per_layer[:, 1], per_layer[:, 2])
+        # The minimum is taken per layer. A sum of minima is at most the minimum of sums, so differences of
+        # `cheapest` are lower bounds on the cost of any stage.
         each = np.minimum(*(per_layer[:, 0] + backward))
         cheapest = np.concatenate(([0.0], np.cumsum(each)))[places]
         variants = 2 if problem.model.can_recompute else 1

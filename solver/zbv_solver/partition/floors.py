@@ -33,6 +33,7 @@ def _most_parts(p: int, tables: CutTables) -> float:
     The pigeonhole bound of scheduling on identical machines (Dell'Amico and Martello 1995, section 2.2).
     """
     parts = np.sort(np.diff(tables.cheapest))[::-1]
+    # `more` is k of Lemma 31: all k >= 1 with at least kp + 1 parts.
     more = np.arange(1, (len(parts) - 1) // p + 1)
     up_to = np.concatenate(([0.0], np.cumsum(parts)))
     crowded = up_to[more * p + 1] - up_to[more * p - more]
@@ -51,6 +52,7 @@ def _least_total(tables: CutTables) -> float:
     lacking = float(held.sum() - tables.most_room.sum())
     if tables.variants == 1 or not lacking > 0:
         return float(tables.cheapest[-1])
+    # A part that is cheaper when recomputed costs nothing extra: `total` has its cheaper variant.
     costs = np.maximum(load_again - load, 0.0)
     saved = held - again[3]
     saving = np.flatnonzero(saved > 0)
@@ -83,6 +85,7 @@ def _possible_loads(problem: LayeredProblem) -> np.ndarray | None:
             more = taken * loads[0]
         else:
             first, second = np.meshgrid(taken, taken)
+            # `first` layers are plain, `second` recomputed, and the others of this kind are on other ranks.
             more = (first * loads[0] + second * loads[1])[first + second <= count]
         if len(sums) * len(more) > MOST_SUMS:
             return None

@@ -133,6 +133,7 @@ class _Model:
         for lower, upper in pairwise(self.before):
             for part in range(n):
                 if part + self.space.least < n:
+                    # If part i is before one boundary, part i + `least` is before the next.
                     model.add_implication(lower[part], upper[part + self.space.least])
                 elif self.space.least:
                     model.add(lower[part] == 0)
@@ -147,10 +148,12 @@ class _Model:
             for part in range(self.tables.n):
                 inside = self.before[stage + 1][part] - self.before[stage][part]
                 needs.append(self._steps(self.held[0, part]) * inside)
+                # The difference is 1 only if the part is inside and the stage is plain.
                 model.add(largest >= self._steps(self.workspace[0, part]) * (inside - self.again[stage]))
                 if self.tables.variants == 1:
                     continue
                 recomputed = model.new_bool_var("")
+                # Linear form of the product: recomputed = inside and again.
                 model.add(recomputed <= inside)
                 model.add(recomputed <= self.again[stage])
                 model.add(recomputed >= inside + self.again[stage] - 1)

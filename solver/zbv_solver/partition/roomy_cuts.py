@@ -58,6 +58,7 @@ def with_room(space: CutSpace, times: FloatArray) -> CutSpace:
     """The space with each part's activation memory multiplied by ``times`` (2, n), plain and recomputed."""
     tables = space.tables
     sums = tables.sums.copy()
+    # Row 3 holds activations and static memory. Only activations are multiplied.
     sums[:, 3, 1:] += np.cumsum(np.diff(tables.held, axis=1) * (times - 1), axis=1)
     return replace(space, tables=replace(tables, sums=sums))
 

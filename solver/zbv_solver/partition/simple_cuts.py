@@ -44,6 +44,7 @@ def _longest_run(parts: Sequence[object], period: int) -> tuple[int, int]:
         if place == len(parts) or parts[place] != parts[place - period]:
             if place - begin >= 2 * period and place - begin > best[1] - best[0]:
                 best = begin, place
+            # The parts at place - period and place differ, so no run contains both.
             begin = place - period + 1
     return best
 

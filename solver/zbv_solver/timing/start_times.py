@@ -159,6 +159,8 @@ def _execute_orders(problem: Problem, orders: Orders) -> _Executed:
             )
     arrays = problem.arrays
     duration, latency = arrays.duration.ravel(), np.full((4, n_stages), -1.0)
+    # F receives over the boundary before its stage, I and B over the one after it. The others have no remote
+    # input: -1.
     latency[F, 1:] = latency[I, :-1] = latency[B, :-1] = arrays.latency
     row = orders.letter * np.int32(n_stages) + orders.stage
     cell = orders.stage * np.int32(m) + orders.microbatch

@@ -26,6 +26,7 @@ def execute(
     ``latency`` are those of a :class:`Graph`; ``cell`` (n,) is stage * m + microbatch.
     """
     n, p = len(row), len(offset) - 1
+    # Per cell, the index of its F, and of its I or B, among the actions; -1 until it has executed.
     forward_at = np.full(n_stages * m, -1, np.int32)
     backward_at = np.full(n_stages * m, -1, np.int32)
     start, end, source = np.empty(n), np.empty(n), np.full(n, -1, np.int32)
@@ -40,10 +41,13 @@ def execute(
             while at < offset[rank + 1]:
                 kind, where = row[at], cell[at]
                 is_weight = 2 * n_stages <= kind < 3 * n_stages
+                # I and B need the F of their cell; W needs the I.
                 if kind >= n_stages and (backward_at if is_weight else forward_at)[where] < 0:
                     break
                 begin = free
                 if latency[kind] >= 0:
+                    # Cells are stage * m + microbatch, so m cells further is the same microbatch on the next
+                    # stage.
                     feed = forward_at[where - m] if kind < n_stages else backward_at[where + m]
                     if feed < 0:
                         break
@@ -57,6 +61,7 @@ def execute(
                 start[at], end[at] = begin, free
                 at += 1
             if at > reached[rank]:
+                # Every run has at least one action, so n rows suffice.
                 runs[n_runs, 0], runs[n_runs, 1] = rank, at
                 n_runs += 1
                 reached[rank] = at
@@ -112,6 +117,7 @@ def sweep(
             feed, kind = source[at], row[at]
             if feed >= 0:
                 arrival = length[feed] + latency[kind]
+                # Compare ends, which include the releases. On a tie the path along the rank stays.
                 if release[origin[feed]] + arrival > release[begun] + path:
                     begun, path = origin[feed], arrival
             path += duration[kind]
@@ -146,9 +152,13 @@ def policy_iteration(
                 end = release[origin[last]] + length[last]
                 latest = max(latest, abs(end))
                 widest = max(widest, end - release[rank])
+                # A rank with a window that fits keeps its arc, or stays a root.
                 if is_first or end - release[rank] > span + tolerance * abs(end):
                     parent[rank], weight[rank] = origin[last], length[last]
+        # Cutting the cycles leaves a forest, so `_settle` terminates.
         span, is_first = max(span, _cut_cycles(parent, weight)), False
+        # The span is the mean of a cycle of D (or 0), so no timing has less. Up to rounding, the releases
+        # satisfy the inequalities of Lemma 3, so a timing attains it.
         if widest <= span + tolerance * latest:
             break
         _settle(parent, weight, span, release)
@@ -159,6 +169,8 @@ def policy_iteration(
 def _cut_cycles(parent: IntArray, weight: FloatArray) -> float:  # pragma: no cover - compiled
     """Largest mean weight of a cycle of parents, or 0; one node of every cycle becomes a root."""
     seen, best = np.zeros(len(parent), np.int32), 0.0
+    # `seen` is the walk that came to a node first. A walk that meets its own mark has closed a cycle; one
+    # that meets another mark ends. So all walks together take O(p).
     for node in range(len(parent)):
         at = node
         while at >= 0 and seen[at] == 0:
@@ -184,6 +196,8 @@ def _settle(
     p = len(parent)
     settled, path = np.zeros(p, np.bool_), np.empty(p, np.int32)
     for node in range(p):
+        # Walk up to a root or a settled node, then settle the path from there down. Roots keep their
+        # release.
         depth, at = 0, node
         while parent[at] >= 0 and not settled[at]:
             path[depth] = at

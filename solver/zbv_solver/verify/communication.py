@@ -230,6 +230,8 @@ def _check_progress(problem: Problem, ranks: Sequence[Sequence[_Step]]) -> None:
             transfer = ranks[rank][at[rank]].transfer
             if transfer is not None:
                 peer = _peer_of(problem, rank, transfer)
+                # A send and its receive complete together, as if the send blocked. Then the peer may go on,
+                # so it is visited again.
                 if at[peer] == len(ranks[peer]) or ranks[peer][at[peer]].transfer != transfer:
                     break
                 at[peer] += 1

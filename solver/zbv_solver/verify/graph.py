@@ -108,6 +108,7 @@ def refuting_cycle(graph: PrecedenceGraph, window: float, release: FloatArray) -
             if not respects_inputs(graph, start) or np.any(needed > start[graph.first] + 1e-12 * abs(window)):
                 raise InvalidPlan("the span cannot be checked: an action would start before its inputs.")
             return None
+        # For a rank that must start later: the rank where its critical path begins, and the path's length.
         for rank in late.tolist():
             pushed_by[rank] = _trace(graph, start, release, graph.last[rank])
         mean = _longest_cycle(pushed_by)
@@ -146,6 +147,7 @@ def _feeds(
             latency[at] = at_boundary[s - 1]
         elif k != F and k != W and s < last_stage:
             above = 4 * ((s + 1) * m + j)
+            # A complete cell has either I or B; the index of the other is -1.
             feed[at] = max(where[above + I], where[above + B])
             latency[at] = at_boundary[s]
     return feed, latency
@@ -155,6 +157,7 @@ def _feeds(
 def _kahn(previous: IntArray, feed: IntArray) -> tuple[IntArray, int]:  # pragma: no cover - compiled
     """A topological order of the actions, and how many of them can be executed."""
     n = len(previous)
+    # An output has at most one consumer on another stage, so one entry per action suffices.
     takes, waiting = np.full(n, -1, np.int32), np.zeros(n, np.int8)
     queue, size, done = np.empty(n, np.int32), 0, 0
     for at in range(n):
@@ -188,6 +191,8 @@ def _kahn(previous: IntArray, feed: IntArray) -> tuple[IntArray, int]:  # pragma
 def earliest(graph: PrecedenceGraph, release: FloatArray) -> FloatArray:  # pragma: no cover - compiled
     """Earliest starts (n,) when rank r may not start before ``release[r]``."""
     duration, start = graph.duration, np.empty(len(graph.sequence))
+    # F before I or B, and I before W, needs no term here: a cell's actions are on one rank, and the verifier
+    # has checked their order in its list.
     for at in graph.sequence:
         before, remote = graph.previous[at], graph.feed[at]
         begin = start[before] + duration[before] if before >= 0 else release[-1 - before]
@@ -219,6 +224,8 @@ def _trace(
     while True:
         length += duration[at]
         before, remote = graph.previous[at], graph.feed[at]
+        # These are the sums of `earliest`, in the same order of additions. So the comparison below finds the
+        # input that determined the start.
         free = start[before] + duration[before] if before >= 0 else release[-1 - before]
         if remote >= 0 and start[remote] + duration[remote] + latency[at] > free:
             length += latency[at]

@@ -206,6 +206,7 @@ def _locate(
 @compiled_where_possible
 def _misses(where: IntArray) -> tuple[int, int]:  # pragma: no cover - compiled
     """The first cell without F and either B or I and W, or the first action before one it depends on."""
+    # A cell's actions are all on one rank (`_locate`), so comparing indices compares places in its list.
     for cell in range(len(where) // 4):
         forward, inputs = where[4 * cell + F], where[4 * cell + I]
         weights, fused = where[4 * cell + W], where[4 * cell + B]
@@ -235,6 +236,8 @@ def _highest(
     for rank in range(len(static)):
         held = static[rank]
         for at in range(offset[rank], offset[rank + 1]):
+            # While an action runs, its rank holds the larger of the amounts before and after it. So it
+            # suffices to look after every action.
             held += delta[letter[at], stage[at]]
             if held > highest[rank]:
                 highest[rank] = held

@@ -96,3 +96,16 @@ async def test_a_worker_of_another_version_is_not_used_and_the_trouble_says_why(
     assert f"zbv is {version} and must be 9.9.9" in str(site.cluster.trouble)
     assert "is not used: zbv is" in caplog.text
     assert site.cluster.room == 0
+
+
+async def test_a_worker_that_gave_a_search_back_gets_no_other(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The worker is in this process, and SIGTERM comes while it computes.
+    monkeypatch.setattr(worker, "compute", lambda *_: worker._leaving.set())
+    await site.cluster.look({})
+    assert site.cluster.room == 1
+    computation = a_computation(site)
+    with pytest.raises(worker.Evicted):
+        await asyncio.wait_for(site.cluster.submit(computation, 1.0), 30)
+    assert site.cluster.room == 0

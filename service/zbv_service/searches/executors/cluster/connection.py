@@ -16,7 +16,7 @@ from distributed import Client
 
 from zbv_service.records.searches import NewPlan
 from zbv_service.searches.executors.cluster.computation import DaskComputation
-from zbv_service.searches.executors.cluster.worker import describe, exchange, run_on_worker, welcome
+from zbv_service.searches.executors.cluster.worker import Evicted, describe, exchange, run_on_worker, welcome
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
 
 T = TypeVar("T")
@@ -124,7 +124,13 @@ class Cluster:
         )
         run = partial(run_on_worker, computation.claim, computation.search, computation.token)
         future = await asyncio.to_thread(lambda: executor.submit(run, self._name, patience))
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except Evicted:
+            # The next look may come later than the next search, which would wait in a queue of Dask.
+            if (leaving := self._workers.get(computation.place or "")) is not None:
+                leaving.difference = "it is ending"
+            raise
 
     async def look(self, computations: Mapping[str, DaskComputation]) -> None:
         """Poll the workers, and exchange requests and reports with them.

@@ -374,7 +374,7 @@ def knapsack(
     """
     chunks = work.shape[1]
     length, size = scratch[0], scratch[1]
-    total, wanted = 0.0, 0.0
+    total, wanted, free = 0.0, 0.0, max(0.0, free)  # with less than none, no order exists: any bound is right
     for j in range(chunks):
         # Pieces 2j and 2j + 1 are the work and the memory of chunk j, the denser one first.
         n = min(ready[j], ups[j])
@@ -403,7 +403,7 @@ def knapsack(
                 densest, best = density, i
         # A piece that does not fit whole is taken in part: the optimum of the fractional knapsack.
         if best < 0 or size[best] > free:
-            return total + max(0.0, free) * densest if best >= 0 else total
+            return total + free * densest if best >= 0 else total
         total += length[best]
         free -= size[best]
         length[best] = 0.0

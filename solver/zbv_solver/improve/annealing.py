@@ -95,7 +95,7 @@ def anneal(
     state = State.of(tables, code, length, _window_starts(problem, orders))
     halt = np.zeros(1, np.uint8) if halt is None else halt
     applied, looked, lowest = _round(
-        tables, state, best, Round(moves, temperature, seed), Move.of(len(code), code.size), halt
+        tables, state, best, Round(moves, temperature, seed), Move.of(code.size), halt
     )
     better, last = to_orders(best, length, problem), to_orders(code, length, problem)
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
@@ -126,12 +126,8 @@ class Move(NamedTuple):
         (2,) index of the first and last action on the rank; equal where nothing can move.
     code, microbatch
         (REACH + 1,) codes and microbatches after the move.
-    old_code
-        (REACH + 1,) codes before it.
     way
         (REACH + 1,) longest path from each of the moved actions' ends to the objective.
-    cursor
-        (p,) where the sweep of the ends began.
     path
         (actions, 2) the critical path that moves are drawn from, rows (rank, index).
     """
@@ -139,21 +135,18 @@ class Move(NamedTuple):
     bounds: IntArray
     code: IntArray
     microbatch: IntArray
-    old_code: IntArray
     way: FloatArray
-    cursor: IntArray
     path: IntArray
 
     @classmethod
-    def of(cls, p: int, actions: int) -> Move:
+    def of(cls, actions: int) -> Move:
         """Arrays that are large enough for any move."""
         most = REACH + 1
-        codes = (np.zeros(most, np.int8), np.zeros(most, np.int64), np.zeros(most, np.int8))
         return cls(
             np.zeros(2, np.int64),
-            *codes,
+            np.zeros(most, np.int8),
+            np.zeros(most, np.int64),
             np.zeros(most),
-            np.zeros(p, np.int64),
             np.zeros((actions, 2), np.int64),
         )
 
@@ -191,36 +184,19 @@ def _round(
         if low == high:
             continue
         _rotate(state, rank, earlier, move)
-        judged = _judge(tables, state, rank, move)
         # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
-        bar = value - budget.temperature * np.log(1.0 - np.random.random())
-        if judged > bar:
+        if _judge(tables, state, rank, move) > value - budget.temperature * np.log(1.0 - np.random.random()):
             continue
         for step in range(high - low + 1):
-            move.old_code[step] = code[rank, low + step]
             code[rank, low + step] = move.code[step]
+            state.microbatch[rank, low + step] = move.microbatch[step]
         # Whatever depends on the stretch ends no earlier than the stretch's predecessor, before and after the
         # move. So smaller ends stay as they are.
         set_cursors(state, end, end[rank, low - 1] if low > 0 else release[rank], True, rank, low)
-        copy(state.cursor, move.cursor)
         count_before_cursors(tables, state)
-        executable = sweep_ends(tables, state)
-        changed = objective(state)
+        sweep_ends(tables, state)
+        value = objective(state)
         applied += 1
-        # Undo a move that is worse than judged: the judgement ignores paths around the stretch, and assumes
-        # that the ends and tails of other actions stay as they are.
-        if not executable or changed > max(bar, judged) * (1 + ROUNDING):
-            # Tails and memory have not been updated yet, so only the ends are computed again, from the same
-            # cursors.
-            for step in range(high - low + 1):
-                code[rank, low + step] = move.old_code[step]
-            copy(move.cursor, state.cursor)
-            count_before_cursors(tables, state)
-            sweep_ends(tables, state)
-            continue
-        value = changed
-        for step in range(high - low + 1):
-            state.microbatch[rank, low + step] = move.microbatch[step]
         sum_memory(tables, state, rank, low)
         # Tails are still those of the old order. On this rank they change up to ``high``; on other ranks only
         # where the tail is at least ``way``.
@@ -329,7 +305,14 @@ def _needs(
 
 @compiled_leaf
 def _judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pragma: no cover - compiled
-    """Longest path through the rotated stretch, with the ends before it and the tails after it unchanged."""
+    """Longest path through the rotated stretch; the path after the move is not longer, so no move is undone.
+
+    The ends before the stretch and the tails after it do not change. A path may also leave the stretch and
+    come back to it, but :func:`_delimit` keeps it from doing so between the moved action and a passed one. If
+    the action moves to an earlier place, the passed actions that such a path comes back to have no longer
+    tails than before; if it moves to a later place, the path arrives there no later than before. So the old
+    tails and arrivals, which are used here, are large enough.
+    """
     code, tail, duration, latency = state.code, state.tail, tables.duration, tables.latency
     (low, high), way = move.bounds, move.way
     n, positions = high - low + 1, len(latency)

@@ -137,11 +137,11 @@ def copy(source: IntArray, target: IntArray) -> None:  # pragma: no cover - comp
 
 
 @compiled_leaf
-def sweep_ends(tables: Tables, state: State) -> bool:  # pragma: no cover - compiled
-    """Compute ends, microbatches and places from the cursors on; False if the order deadlocks."""
+def sweep_ends(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
+    """Compute ends, microbatches and places from the cursors on; the order must not deadlock."""
     code, length, cursor, counted = state.code, state.length, state.cursor, state.counted
     end, passed_on, latency = state.end, state.passed_on, tables.latency
-    p, m = len(length), tables.microbatches
+    p = len(length)
     progress = True
     while progress:
         progress = False
@@ -159,8 +159,6 @@ def sweep_ends(tables: Tables, state: State) -> bool:  # pragma: no cover - comp
                     clock += tables.duration[rank, action]
                 else:
                     k = counted[position]
-                    if k >= m:
-                        return False
                     if position > 0:
                         if k >= counted[position - 1]:
                             break
@@ -175,10 +173,6 @@ def sweep_ends(tables: Tables, state: State) -> bool:  # pragma: no cover - comp
             if at > begin:
                 progress = True
                 cursor[rank] = at
-    unfinished = 0
-    for rank in range(p):
-        unfinished += length[rank] - cursor[rank]
-    return bool(unfinished == 0)
 
 
 @compiled_leaf

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from support.problems import limited, limited_problems, uniform
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.list_scheduling import priority_schedules
-from zbv_solver.improve.annealing import anneal
+from zbv_solver.construct.tables import make_tables
+from zbv_solver.improve.annealing import Move, Round, _round, anneal
+from zbv_solver.improve.order_state import State, compute_all
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import evaluate, objective_of
@@ -43,6 +45,31 @@ def test_repaired_times_are_those_of_a_fresh_evaluation(problem: Problem) -> Non
     start = next(priority_schedules(problem)).orders
     result = anneal(problem, start, moves=300, temperature=5.0, seed=2)
     assert result.judged == pytest.approx(evaluate(problem, result.orders).makespan)
+
+
+@given(
+    limited_problems(max_p=5, max_m=7, kinds=("v", "loop", "single")),
+    st.integers(0, 3),
+    st.sampled_from([0.01, 1.0, 30.0]),
+    st.sampled_from([1, 30]),
+)
+@settings(max_examples=200)
+def test_the_state_after_moves_equals_a_state_computed_afresh(
+    problem: Problem, which: int, temperature: float, moves: int
+) -> None:
+    orders = list(priority_schedules(problem))[which].orders
+    tables, (code, length) = make_tables(problem), from_orders(orders, problem)
+    state = State.of(tables, code, length, np.zeros(problem.pp_degree))
+    _round(
+        tables, state, code.copy(), Round(moves, temperature, 3), Move.of(code.size), np.zeros(1, np.uint8)
+    )
+    fresh = State.of(tables, code.copy(), length, state.release)
+    compute_all(tables, fresh)
+    for rank, until in enumerate(length):
+        assert (state.microbatch[rank, :until] == fresh.microbatch[rank, :until]).all()
+        for mine, exact in ((state.end, fresh.end), (state.tail, fresh.tail), (state.held, fresh.held)):
+            np.testing.assert_allclose(mine[rank, :until], exact[rank, :until], rtol=1e-9, atol=1e-12)
+    assert (state.place == fresh.place).all()
 
 
 @given(limited_problems(max_p=4, max_m=5, kinds=("v", "loop")))

@@ -25,7 +25,16 @@ from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.buffers import ReceiveBuffers
-from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send, TensorSpec, Transport
+from zbv_worker.transport.channels import (
+    ChannelKey,
+    Exchange,
+    Pending,
+    Receive,
+    Reduction,
+    Send,
+    TensorSpec,
+    Transport,
+)
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
 from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host
@@ -58,6 +67,29 @@ class Summing:
         """Wait until ``target`` holds the sum."""
         with self.naming_absent():
             found = self.sum.wait(timeout)
+        if found is not self.target:
+            self.target.copy_(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanging:
+    """A collective with buffers of the network's device, copied to the target tensor when complete.
+
+    Attributes
+    ----------
+    input
+        Kept until the end.
+    """
+
+    output: HostReceive | StreamReceive
+    input: Tensor
+    target: Tensor
+    naming_absent: Callable[[], AbstractContextManager[None]]
+
+    def wait(self, timeout: float) -> None:
+        """Make ``target`` usable for work queued from now on."""
+        with self.naming_absent():
+            found = self.output.on_stream(timeout)
         if found is not self.target:
             self.target.copy_(found)
 
@@ -315,10 +347,32 @@ class DistributedTransport(Transport):
         payload = tensor.to(self._wire_device)  # no copy if it is there already
         with classifying(f"summing over the replicas of rank {self.pp_rank}"):
             work = dist.all_reduce(payload, group=self.replica_group, async_op=True)
+        return Summing(self._waiting(work, payload), tensor, self._naming_replicas())
+
+    @override
+    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Exchange:
+        return self._exchange(dist.all_gather_single, part, whole)
+
+    @override
+    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Exchange:
+        return self._exchange(dist.reduce_scatter_single, whole, part)
+
+    def _exchange(self, collective: Callable[..., dist.Work], input: Tensor, target: Tensor) -> Exchange:
+        if self.replica_group is None:
+            target.copy_(input)
+            return Summed()
+        payload = input.to(self._wire_device)  # no copy if it is there already
+        is_there = target.device.type == self._wire_device.type
+        output = target if is_there else torch.empty_like(target, device=self._wire_device)
+        with classifying(f"exchanging tensors with the replicas of rank {self.pp_rank}"):
+            work = collective(output, payload, group=self.replica_group, async_op=True)
+        return Exchanging(self._waiting(work, output), payload, target, self._naming_replicas())
+
+    def _naming_replicas(self) -> Callable[[], AbstractContextManager[None]]:
+        """Call once per collective of replicas, in order; names those that do not take part."""
         self._replica_sums += 1
         copies = self.layout.copies_of(self.pp_rank)
-        naming = partial(self._naming_absent, f"replicas/{self.pp_rank}/{self._replica_sums}", copies)
-        return Summing(self._waiting(work, payload), tensor, naming)
+        return partial(self._naming_absent, f"replicas/{self.pp_rank}/{self._replica_sums}", copies)
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:

@@ -26,6 +26,7 @@ between versions of torch, and which make all later work wait for the sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbv_worker.errors import naming_errors
 from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.training.gradients import Gradients, require_dense, squares
-from zbv_worker.training.shards import Block, Holders, Unit, unit_of
+from zbv_worker.training.shards import ShardBucket, Holders, Unit, unit_of
 from zbv_worker.transport.channels import Transport
 
 
@@ -75,18 +76,17 @@ class ShardedGradients(Gradients):
         self._units: list[Unit] = []
         known: dict[nn.Parameter, Unit] = {}
         holders, stages = _holders(modules.values()), _stages(modules)
-        for stage, module in modules.items():
-            for name, part, entries in _parts(module):
-                mine = [p for p in part.parameters() if p not in known]
+        # Listed before anything is divided, because that replaces the parameters of the modules.
+        parts = [part for stage, module in modules.items() for part in _parts(stage, module)]
+        for part in parts:
+            mine = {p: holders[p] for p in part.parameters if p not in known}
+            if mine:
                 used = frozenset[int]().union(*(stages[p] for p in mine))
-                found = {known[p]: None for p in part.parameters() if p in known}
-                if mine:
-                    unit = unit_of(f"{stage}.{name}", used, [(p, holders[p]) for p in mine], mesh, transport)
-                    known.update(dict.fromkeys(mine, unit))
-                    self._units.append(unit)
-                    found[unit] = None
-                for entry in entries:
-                    entry.register_forward_pre_hook(self._enter(tuple(found)))
+                self._units.append(unit := unit_of(part.name, used, mine, mesh, transport))
+                known.update(dict.fromkeys(mine, unit))
+            units = tuple(dict.fromkeys(known[p] for p in part.parameters))
+            for entry in part.entries:
+                entry.register_forward_pre_hook(self._enter(units))
         self._order = list(self._units)
         self._next = 0
 
@@ -99,17 +99,17 @@ class ShardedGradients(Gradients):
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The shards of the trainable parameters, each once."""
-        return [each.shard for block in self._trainable for each in block.parameters]
+        return [each.shard for bucket in self._trainable for each in bucket.parameters]
 
     @property
-    def _trainable(self) -> Iterator[Block]:
-        return (block for unit in self._units for block in unit.trainable)
+    def _trainable(self) -> Iterator[ShardBucket]:
+        return (bucket for unit in self._units for bucket in unit.trainable)
 
     def begin(self) -> None:
         """Discard the gradients of the last step, and start the first gather."""
         use_main_gradients(self.stages_of)
-        for block in self._trainable:
-            block.forget()
+        for bucket in self._trainable:
+            bucket.forget()
         for unit in self._units:
             unit.unfinished = set(unit.stages)
         self._next = 0
@@ -121,7 +121,8 @@ class ShardedGradients(Gradients):
         def enter(module: nn.Module, args: object) -> None:
             for unit in units:
                 if not unit.is_whole:
-                    unit.gather()
+                    if not unit.is_started:
+                        unit.gather()
                     self._complete(unit)
                     self._prefetch()
 
@@ -132,8 +133,9 @@ class ShardedGradients(Gradients):
             unit.complete(self._timeout)
 
     def _free(self, unit: Unit) -> None:
-        if unit.is_started:
+        if unit.is_started and not unit.is_whole:
             self._complete(unit)
+        if unit.is_whole:
             unit.free()
 
     def _prefetch(self) -> None:
@@ -149,8 +151,8 @@ class ShardedGradients(Gradients):
             if stage in unit.unfinished:
                 unit.unfinished.discard(stage)
                 if not unit.unfinished:
-                    for block in unit.trainable:
-                        block.sum()
+                    for bucket in unit.trainable:
+                        bucket.sum()
                     self._free(unit)
 
     def finish(self, timeout: float) -> None:
@@ -158,8 +160,8 @@ class ShardedGradients(Gradients):
         unfinished = sorted(set[int]().union(*(unit.unfinished for unit in self._units)))
         if unfinished:
             raise RuntimeError(f"the step has ended, but the gradients of stages {unfinished} are incomplete")
-        for block in self._trainable:
-            block.finish(timeout)
+        for bucket in self._trainable:
+            bucket.finish(timeout)
         self._next = 0
 
     def free_parameters(self) -> None:
@@ -174,11 +176,11 @@ class ShardedGradients(Gradients):
 
     def hand_over(self) -> None:
         """Set the gradients of the shards."""
-        for block in self._trainable:
-            block.hand_over()
+        for bucket in self._trainable:
+            bucket.hand_over()
 
     def _present(self) -> list[Tensor]:
-        return [part for block in self._trainable for part in block.sums]
+        return [part for bucket in self._trainable for part in bucket.sums]
 
 
 def _holders(modules: Iterable[nn.Module]) -> dict[nn.Parameter, Holders]:
@@ -200,12 +202,20 @@ def _stages(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, frozenset[in
     return found
 
 
-def _parts(module: nn.Module) -> list[tuple[str, nn.Module, list[nn.Module]]]:
-    """The parts of a stage to gather one by one: names, modules, and the modules whose call comes first."""
-    if not isinstance(module, nn.Sequential):
-        return [("all layers", module, [module])]
-    is_plain = type(module).forward is nn.Sequential.forward and not list(module.parameters(recurse=False))
-    if is_plain:
-        return [(name, child, [child]) for name, child in module.named_children()]
+class _Part(NamedTuple):
+    """A part of a stage that is gathered at once, and the modules that are called before it is used."""
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+    entries: tuple[nn.Module, ...]
+
+
+def _parts(stage: int, module: nn.Module) -> list[_Part]:
+    """A stage's parts: its layers if it certainly calls one after the other, otherwise all of it."""
+    children = tuple(module.named_children()) if isinstance(module, nn.Sequential) else ()
+    own = list(module.parameters(recurse=False))
+    if type(module).forward is nn.Sequential.forward and not own:
+        return [_Part(f"stage {stage}, {name}", tuple(c.parameters()), (c,)) for name, c in children]
     # Recomputation calls the layers, not the module.
-    return [("all layers", module, [module, *module.children()])]
+    entries = (module, *(child for _, child in children))
+    return [_Part(f"stage {stage}, all layers", tuple(module.parameters()), entries)]

@@ -12,7 +12,7 @@ optimizer and checkpoints see only these.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,7 +65,7 @@ def _divided(local: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     )
 
 
-class Block:
+class ShardBucket:
     """Parameters of one type that one collective gathers and one sums; all are trainable, or none is."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Holders]], mesh: DeviceMesh, link: Transport):
@@ -99,11 +99,6 @@ class Block:
         made = _Parameter(whole, storage, shard, local, mine.numel(), holders)
         made.register(shard)
         return made
-
-    @property
-    def whole_bytes(self) -> int:
-        """The memory of the gathered parameters."""
-        return sum(each.storage.nbytes for each in self.parameters)
 
     def gather(self) -> None:
         """Start to make the parameters whole."""
@@ -203,47 +198,46 @@ class Unit:
 
     name: str
     stages: frozenset[int]
-    blocks: tuple[Block, ...]
+    buckets: tuple[ShardBucket, ...]
     unfinished: set[int] = field(default_factory=set)
     is_started: bool = False
     is_whole: bool = False
 
     def gather(self) -> None:
-        """Start to make the parameters whole, if nobody has."""
-        if not self.is_started:
-            self.is_started = True
-            for block in self.blocks:
-                block.gather()
+        """Start to make the parameters whole."""
+        self.is_started = True
+        for bucket in self.buckets:
+            bucket.gather()
 
     def complete(self, timeout: float) -> None:
         """Wait until the parameters are whole."""
-        for block in self.blocks:
-            block.complete(timeout)
+        for bucket in self.buckets:
+            bucket.complete(timeout)
         self.is_whole = True
 
     def free(self) -> None:
         """Free the parameters, which must be whole."""
-        for block in self.blocks:
-            block.free()
+        for bucket in self.buckets:
+            bucket.free()
         self.is_started = self.is_whole = False
 
     @property
-    def trainable(self) -> list[Block]:
-        """The blocks that have gradients."""
-        return [block for block in self.blocks if block.is_trainable]
+    def trainable(self) -> list[ShardBucket]:
+        """The buckets that have gradients."""
+        return [bucket for bucket in self.buckets if bucket.is_trainable]
 
 
 def unit_of(
     name: str,
     stages: frozenset[int],
-    parameters: Sequence[tuple[nn.Parameter, Holders]],
+    parameters: Mapping[nn.Parameter, Holders],
     mesh: DeviceMesh,
     transport: Transport,
 ) -> Unit:
     """Divide parameters among the replicas; raises :class:`InvalidRun` for a parameter without dimensions."""
     alone: list[list[tuple[nn.Parameter, Holders]]] = []
     together: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, Holders]]] = {}
-    for parameter, holders in parameters:
+    for parameter, holders in parameters.items():
         if parameter.dim() == 0:
             raise InvalidRun(
                 f"--shard: found a parameter without dimensions, {holders[0][1]!r} of a "
@@ -254,8 +248,8 @@ def unit_of(
         else:
             kind = (parameter.dtype, parameter.requires_grad)
             together.setdefault(kind, []).append((parameter, holders))
-    blocks = tuple(Block(some, mesh, transport) for some in [*alone, *together.values()])
-    return Unit(name, stages, blocks)
+    buckets = tuple(ShardBucket(some, mesh, transport) for some in [*alone, *together.values()])
+    return Unit(name, stages, buckets)
 
 
 def _width(parameter: Tensor, replicas: int) -> int:

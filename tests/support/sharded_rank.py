@@ -26,8 +26,9 @@ from zbv_worker.stage.stage import Stage
 from zbv_worker.training.options import RunOptions, TrainingOptions
 from zbv_worker.training.run import train
 from zbv_worker.training.shards import ShardBucket, Unit
-from zbv_worker.transport.channels import Exchange
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.channels import Reduction
+from zbv_worker.transport.control import GlooControl
+from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.world import World
 
 from support.cut_models import cut_problem
@@ -110,24 +111,24 @@ CASES = {
 }
 
 
-class Watched(DistributedTransport):
+class Watched(GlooTransport):
     """Writes down when sums of sharded gradients are awaited."""
 
     events: list[tuple[str, str, int]]
 
-    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Exchange:
+    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
         self.events.append(("sum", str(whole.dtype), whole.nbytes))
         return _Awaited(super().sum_parts_over_replicas(whole, part), self.events)
 
 
 @dataclass(frozen=True)
 class _Awaited:
-    exchange: Exchange
+    reduction: Reduction
     events: list[tuple[str, str, int]]
 
     def wait(self, timeout: float) -> None:
         self.events.append(("awaited", "", 0))
-        self.exchange.wait(timeout)
+        self.reduction.wait(timeout)
 
 
 @contextmanager
@@ -183,7 +184,7 @@ def trained(case: Case, transport: Watched, *, is_sharded: bool, steps: int = 2)
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = World.from_environment()
-    transport = Watched(world, "gloo", CPU, TIMEOUT, 2)
+    transport = Watched(GlooControl(world, TIMEOUT, 2), CPU, TIMEOUT)
     found = {
         name: {is_sharded: trained(case, transport, is_sharded=is_sharded) for is_sharded in (False, True)}
         for name, case in CASES.items()

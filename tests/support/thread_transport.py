@@ -19,7 +19,6 @@ from torch import Tensor
 from typing_extensions import override
 from zbv_worker.transport.channels import (
     ChannelKey,
-    Exchange,
     Pending,
     Receive,
     Reduction,
@@ -146,11 +145,11 @@ class ThreadTransport(Transport):
         return self._together(tensor, tensor, lambda parts: torch.stack(parts).sum(0))
 
     @override
-    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Exchange:
+    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
         return self._together(part, whole, torch.cat)
 
     @override
-    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Exchange:
+    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
         mine = slice(self.replica * part.numel(), (self.replica + 1) * part.numel())
         return self._together(whole, part, lambda parts: torch.stack(parts).sum(0)[mine])
 

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbv_worker.errors import naming_errors
 from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.training.gradients import Gradients, require_dense, squares
-from zbv_worker.training.shards import ShardBucket, Holders, Unit, unit_of
+from zbv_worker.training.shards import Holders, ShardBucket, Unit, unit_of
 from zbv_worker.transport.channels import Transport
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.stage.main_gradients import gradient_of, is_half, set_gradient
-from zbv_worker.transport.channels import Exchange, Transport
+from zbv_worker.transport.channels import Reduction, Transport
 
 _ALONE_BYTES = 2**20
 """Parameters of this size have a collective each: its cost per byte no longer depends on the size."""
@@ -82,8 +82,8 @@ class ShardBucket:
             for (parameter, holders), mine in zip(parameters, torch.split(self._part, widths), strict=True)
         ]
         self.is_trainable = parameters[0][0].requires_grad
-        self._arriving: tuple[Tensor, Exchange] | None = None
-        self._summing: tuple[Tensor, Exchange] | None = None
+        self._arriving: tuple[Tensor, Reduction] | None = None
+        self._summing: tuple[Tensor, Reduction] | None = None
         self.sums: tuple[Tensor, ...] = ()
 
     def _shard(self, whole: nn.Parameter, holders: Holders, mine: Tensor) -> _Parameter:
@@ -116,8 +116,8 @@ class ShardBucket:
         """Wait until the parameters are whole; from now on the modules hold them."""
         if self._arriving is None:
             return
-        (target, exchange), self._arriving = self._arriving, None
-        exchange.wait(timeout)
+        (target, reduction), self._arriving = self._arriving, None
+        reduction.wait(timeout)
         if len(self.parameters) > 1:
             for each, column in zip(self.parameters, self._columns(target), strict=True):
                 each.storage.view(self._replicas, each.width).copy_(column)
@@ -163,8 +163,8 @@ class ShardBucket:
     def finish(self, timeout: float) -> None:
         """Wait for the sum of the gradients; afterwards ``sums`` has this replica's part, per parameter."""
         if self._summing is not None:
-            (part, exchange), self._summing = self._summing, None
-            exchange.wait(timeout)
+            (part, reduction), self._summing = self._summing, None
+            reduction.wait(timeout)
             self.sums = torch.split(part, self._widths)
 
     def hand_over(self) -> None:

@@ -87,16 +87,6 @@ class Reduction(Protocol):
         """Wait until the tensor holds the sum; raises TimeoutError or ConnectionError."""
 
 
-class Exchange(Protocol):
-    """A collective of replicas in progress that fills a tensor."""
-
-    def wait(self, timeout: float) -> None:
-        """Make the tensor usable for work queued from now on; raises TimeoutError or ConnectionError.
-
-        On a GPU the host does not wait, so a missing part may go unnoticed until someone waits for that work.
-        """
-
-
 class Transport(ABC):
     """Moves tensors between the ranks of a pipeline, and between its replicas. All ranks use the same kind.
 
@@ -172,7 +162,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Exchange:
+    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
         """Start to fill ``whole`` with the parts of this position's replicas, in order of replicas.
 
         Both are contiguous and one-dimensional. Collective like :meth:`sum_over_replicas`, and in one order
@@ -180,7 +170,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Exchange:
+    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
         """Start to add up ``whole`` over the replicas, and to fill ``part`` with this replica's part of it.
 
         The counterpart of :meth:`gather_over_replicas`. ``whole`` must not change before the end.

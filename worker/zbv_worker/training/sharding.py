@@ -202,7 +202,7 @@ def _stages(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, frozenset[in
     return found
 
 
-class _Part(NamedTuple):
+class _StagePart(NamedTuple):
     """A part of a stage that is gathered at once, and the modules that are called before it is used."""
 
     name: str
@@ -210,12 +210,12 @@ class _Part(NamedTuple):
     entries: tuple[nn.Module, ...]
 
 
-def _parts(stage: int, module: nn.Module) -> list[_Part]:
+def _parts(stage: int, module: nn.Module) -> list[_StagePart]:
     """A stage's parts: its layers if it certainly calls one after the other, otherwise all of it."""
     children = tuple(module.named_children()) if isinstance(module, nn.Sequential) else ()
     own = list(module.parameters(recurse=False))
     if type(module).forward is nn.Sequential.forward and not own:
-        return [_Part(f"stage {stage}, {name}", tuple(c.parameters()), (c,)) for name, c in children]
+        return [_StagePart(f"stage {stage}, {name}", tuple(c.parameters()), (c,)) for name, c in children]
     # Recomputation calls the layers, not the module.
     entries = (module, *(child for _, child in children))
-    return [_Part(f"stage {stage}, all layers", tuple(module.parameters()), entries)]
+    return [_StagePart(f"stage {stage}, all layers", tuple(module.parameters()), entries)]

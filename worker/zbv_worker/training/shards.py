@@ -83,7 +83,7 @@ class ShardBucket:
         ]
         self.is_trainable = parameters[0][0].requires_grad
         self._arriving: tuple[Tensor, Reduction] | None = None
-        self._summing: tuple[Tensor, Reduction] | None = None
+        self._summing: tuple[Tensor, Tensor, Reduction] | None = None
         self.sums: tuple[Tensor, ...] = ()
 
     def _shard(self, whole: nn.Parameter, holders: Holders, mine: Tensor) -> _Parameter:
@@ -139,7 +139,8 @@ class ShardBucket:
         for each in self.parameters:
             set_gradient(each.whole, None)
         part = torch.empty_like(self._part, dtype=_dtype_of_sums(self._part))
-        self._summing = part, self._link.sum_parts_over_replicas(self._input(found, part.dtype), part)
+        whole = self._input(found, part.dtype)
+        self._summing = whole, part, self._link.sum_parts_over_replicas(whole, part)
 
     def _input(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """The gradients as the collective expects them: every replica's elements one after the other."""
@@ -163,7 +164,7 @@ class ShardBucket:
     def finish(self, timeout: float) -> None:
         """Wait for the sum of the gradients; afterwards ``sums`` has this replica's part, per parameter."""
         if self._summing is not None:
-            (part, reduction), self._summing = self._summing, None
+            (_, part, reduction), self._summing = self._summing, None
             reduction.wait(timeout)
             self.sums = torch.split(part, self._widths)
 

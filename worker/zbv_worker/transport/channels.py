@@ -81,10 +81,13 @@ Receive = Callable[[TensorSpec], Pending]
 
 
 class Reduction(Protocol):
-    """A sum over replicas in progress."""
+    """A sum over replicas, or a gather, in progress."""
 
     def wait(self, timeout: float) -> None:
-        """Wait until the tensor holds the sum; raises TimeoutError or ConnectionError."""
+        """Wait until the tensor holds the result; raises TimeoutError or ConnectionError.
+
+        NCCL makes the current stream wait, not the host.
+        """
 
 
 class Transport(ABC):

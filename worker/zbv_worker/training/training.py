@@ -192,6 +192,7 @@ class Training:
         if not isinstance(self._executor, Executor):
             raise InvalidRun("--runtime torch cannot evaluate; use --runtime zbv.")
         losses = self._executor.evaluate(step)
+        self._gradients.free_parameters()
         mean = sum(losses.values()) / len(losses) if losses else None
         with naming_errors(self._rank, f"evaluating before step {step}"):
             loss = mean_over_replicas(self._transport, mean, self._timeout)
@@ -246,16 +247,14 @@ class Training:
             require_plain(options, self._model)
             require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
-        # FSDP2 itself averages over the replicas.
-        replicas = 1 if options.is_sharded else options.replicas
         self._stages = build_stages(
-            self._model, self._plan, device, replicas=replicas, program=options.program
+            self._model, self._plan, device, replicas=options.replicas, program=options.program
         )
         return {index: stage.module for index, stage in self._stages.items()}
 
     def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
         if self._options.is_sharded:
-            return _sharded(modules, self._transport, self._setting.device)
+            return _sharded(modules, self._transport, self._setting.device, self._timeout)
         has_main = self._options.has_main_gradients
         if self._transport.layout.replicas > 1:
             return SummedGradients(modules, self._transport, has_main=has_main)
@@ -263,6 +262,7 @@ class Training:
 
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""
+        self._gradients.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
         self._executor = Executor(
             self._plan,
             self._stages,
@@ -317,14 +317,16 @@ def _seed(seed: int, rank: int) -> None:
     random.seed(digest)
 
 
-def _sharded(modules: dict[int, nn.Module], transport: Transport, device: torch.device) -> Gradients:
-    from zbv_worker.training.sharding import ShardedGradients  # imports FSDP2
+def _sharded(
+    modules: dict[int, nn.Module], transport: Transport, device: torch.device, timeout: float
+) -> Gradients:
+    from zbv_worker.training.sharding import ShardedGradients  # imports DTensor, which takes a second
 
     if not isinstance(transport, ConnectedTransport) or transport.replica_group is None:
         raise InvalidRun(
             "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
         )
-    return ShardedGradients(modules, transport.replica_group, device)
+    return ShardedGradients(modules, transport, transport.replica_group, device, timeout)
 
 
 def _say(text: str) -> None:

@@ -50,7 +50,7 @@ def test_a_plan_that_does_not_say_how_it_was_measured_differs_in_nothing() -> No
 def test_a_run_warns_of_a_plan_that_was_measured_with_another_program(tmp_path: Path) -> None:
     arguments = ["run", "--model", "zbv_worker.models.tiny:tiny", "--steps", "1", "--threads", "1"]
     for precision in ("bfloat16", "float32"):
-        measured = tuple(sorted(Program(precision).described(CPU).items()))  # type: ignore[arg-type]
+        measured = tuple(sorted(Program(precision).described(CPU).items()))
         problem, orders = baseline("1f1b", unit_problem(1, 2))
         plan = write_plan(tmp_path / f"{precision}.json", replace(problem, measured=measured), orders)
         arguments += ["--plan-file", str(plan)]

@@ -67,7 +67,7 @@ def add_timeout(command: argparse.ArgumentParser) -> None:
         type=positive_number,
         default=120.0,
         metavar="S",
-        help="longest wait for a tensor, and for the other ranks to start (default 120)",
+        help="longest wait for a tensor, or for the other ranks (default 120)",
     )
 
 

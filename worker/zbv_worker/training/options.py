@@ -22,6 +22,8 @@ from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.world import Backend
 
 Runtime = Literal["zbv", "torch"]
+DEFAULT_STARTUP_TIMEOUT = 1800.0
+"""Seconds. Compiling the stages of a large model takes minutes, and nodes rarely start at the same moment."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class TrainingOptions:
     trace_dir: Path | None = None
 
     @property
+    def needs_sums_over_ranks(self) -> bool:
+        """Whether the updates need sums over all ranks."""
+        return self.clip_norm is not None or self.non_finite == "skip"
+
+    @property
     def common(self) -> tuple[tuple[str, str], ...]:
         """Names and values of everything that must be equal on all ranks."""
         return (
@@ -84,8 +91,10 @@ class RunOptions:
     result_dir
         Where reports go; with several plans, into one folder per plan id.
     timeout
-        Seconds that a rank waits for any one tensor within a step, and for the other ranks before the first
-        step and after the last.
+        Seconds that a rank waits for any one tensor within a step, and for the other ranks after the last.
+    startup_timeout
+        The same for meeting and connecting the other ranks, and for the first step of each plan, in which
+        ranks may compile their stages. If smaller than ``timeout``, that one counts.
     threads
         Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
         ``OMP_NUM_THREADS`` is set.
@@ -100,6 +109,7 @@ class RunOptions:
     steps: int
     backend: Backend = "gloo"
     timeout: float = 120.0
+    startup_timeout: float = DEFAULT_STARTUP_TIMEOUT
     look_ahead: int = DEFAULT_LOOK_AHEAD
     threads: int | None = None
     result_dir: Path | None = None

@@ -356,7 +356,8 @@ class NcclTransport(ConnectedTransport):
             if group is not None
         ]
         return (
-            f"NCCL {self._api.version()}: {len(self._groups)} communicators ({'; '.join([channels, *sums])}), "
+            f"NCCL {self._api.version()}: {len(self._groups)} communicators "
+            f"({'; '.join([channels, *sums])}), "
             f"{self.communicator_bytes / 2**20:.0f} MiB of GPU memory; channels use at most "
             f"{CHANNEL_OPTIONS.max_ctas} thread blocks on streams of high priority; "
             f"{nccl_environment.found(environment)}"

@@ -36,79 +36,93 @@ class Variable:
 
 TABLE = (
     Variable(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "32", "replace", "Streams that share a hardware queue block each other,
-        here possibly forever. Megatron-LM's users often " "have 1.",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "32",
+        "replace",
+        "Streams that share a hardware queue may block each other for ever. Megatron-LM asks for 1.",
     ),
     Variable(
-        "CUDA_MODULE_LOADING", "EAGER", "default", "With lazy loading, the first launch of a kernel may wait
-        for the whole device, and so for a receive that " "itself waits for this rank.",
+        "CUDA_MODULE_LOADING",
+        "EAGER",
+        "default",
+        "With lazy loading, the first launch of a kernel may wait for the whole device, receives included.",
     ),
     Variable(
         "CUDA_LAUNCH_BLOCKING",
         "0",
         "refuse",
-        "Every launch would wait for its kernel, so a receive that is posted ahead would stop the rank.",
+        "Every launch would wait for its kernel, so a receive posted ahead would stop the rank.",
     ),
     Variable(
         "NCCL_MAX_P2P_NCHANNELS",
         "4",
         "default",
-        "A waiting receive occupies one multiprocessor per channel. Raise it if transfers limit the speed.",
+        "A waiting receive occupies a multiprocessor per channel. Raise it if transfers limit the speed.",
     ),
     Variable(
-        "NCCL_LAUNCH_ORDER_IMPLICIT", "0", "refuse", "NCCL would run the kernels of all communicators in the
-        order of launches, which neighbours do not share.",
+        "NCCL_LAUNCH_ORDER_IMPLICIT",
+        "0",
+        "refuse",
+        "NCCL would run all communicators' kernels in the host's order, which neighbours do not share.",
     ),
     Variable(
         "TORCH_NCCL_BLOCKING_WAIT",
         "0",
         "refuse",
-        "The host would wait for every tensor instead of the compute stream.",
+        "The host would wait for every tensor, instead of the compute stream.",
     ),
     Variable(
-        "NCCL_BLOCKING_WAIT", "0", "refuse", "The older name of TORCH_NCCL_BLOCKING_WAIT."
+        "NCCL_BLOCKING_WAIT",
+        "0",
+        "refuse",
+        "The older name of TORCH_NCCL_BLOCKING_WAIT.",
     ),
     Variable(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "replace", "Otherwise torch's watchdog ends the process after
-        an error, before the worker has written the reason.",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "0",
+        "replace",
+        "Otherwise torch's watchdog ends a failed process before it has written the reason.",
     ),
     Variable(
-        "TORCH_NCCL_ENABLE_MONITORING", "0", "replace", "Otherwise torch's monitor ends a process minutes
-        after another rank's error, or while a call of CUDA is " "slow.",
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "0",
+        "replace",
+        "Otherwise torch's monitors may end processes minutes after an error of another rank.",
     ),
     Variable(
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
         "0",
         "replace",
-        "Otherwise an error of one rank makes torch's monitors on all ranks act.",
+        "Otherwise an error of one rank makes the monitors of all ranks act.",
     ),
     Variable(
         "TORCH_NCCL_PROPAGATE_ERROR",
         "0",
         "warn",
-        "The worker tells the ranks about an error itself, and says which rank was first.",
+        "The worker tells the other ranks itself, and says which rank failed first.",
     ),
     Variable(
-        "TORCH_NCCL_USE_COMM_NONBLOCKING", "0", "warn", "The worker connects its communicators in an order
-        made for connections that block. Others are untested.",
+        "TORCH_NCCL_USE_COMM_NONBLOCKING",
+        "0",
+        "warn",
+        "The worker's order of connecting is for calls that block; others are untested.",
     ),
     Variable(
         "TORCH_NCCL_ENABLE_TIMING",
         "0",
         "warn",
-        "More calls of CUDA by the watchdog, which may hang. The worker measures with its own events.",
+        "The watchdog then calls CUDA more often, which may hang. The worker uses its own events.",
     ),
     Variable(
         "TORCH_DISTRIBUTED_DEBUG",
         "OFF INFO",
         "warn",
-        "DETAIL makes every sum wait for all its ranks on the host.",
+        "DETAIL makes the host wait for all ranks of every sum.",
     ),
 )
 
 REPORTED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_")
-"""Names, or beginnings of names, of variables that are only reported, such as NCCL_SOCKET_IFNAME and
-NCCL_IB_HCA."""
+"""Names, or their beginnings, of variables that are only reported, such as NCCL_SOCKET_IFNAME."""
 
 
 def apply(environment: MutableMapping[str, str]) -> list[str]:

@@ -88,7 +88,9 @@ def add_plan(command: argparse.ArgumentParser, *, are_several: bool) -> None:
         **repeated,
     )
     command.add_argument(
-        "--look-ahead", type=positive, default=3, help="receives posted ahead per channel (default 3)"
+        "--look-ahead",
+        type=positive,
+        help="receives posted ahead per channel (default 3, or 1 with NCCL)",
     )
     command.add_argument(
         "--trace",

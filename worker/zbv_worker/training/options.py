@@ -20,6 +20,7 @@ from zbv_worker.stage.program import Program
 from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.update import NonFinite
 from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.nccl import NCCL_LOOK_AHEAD
 from zbv_worker.transport.world import Backend
 
 Runtime = Literal["zbv", "torch"]
@@ -105,6 +106,8 @@ class RunOptions:
     startup_timeout
         The same for meeting and connecting the other ranks, and for the first step of each plan, in which
         ranks may compile their stages. If smaller than ``timeout``, that one counts.
+    look_ahead
+        Receives kept posted ahead per channel; None for the backend's number.
     threads
         Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
         ``OMP_NUM_THREADS`` is set.
@@ -120,12 +123,19 @@ class RunOptions:
     backend: Backend = "gloo"
     timeout: float = 120.0
     startup_timeout: float = DEFAULT_STARTUP_TIMEOUT
-    look_ahead: int = DEFAULT_LOOK_AHEAD
+    look_ahead: int | None = None
     threads: int | None = None
     result_dir: Path | None = None
     trace: Path | None = None
     runtime: Runtime = "zbv"
     training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    @property
+    def receives_ahead(self) -> int:
+        """Receives kept posted ahead per channel."""
+        if self.look_ahead is not None:
+            return self.look_ahead
+        return NCCL_LOOK_AHEAD if self.backend == "nccl" else DEFAULT_LOOK_AHEAD
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ CHANNEL_OPTIONS = GroupOptions(max_ctas=4)
 SUM_OPTIONS = GroupOptions()
 """Sums over replicas wait for ranks in the same position, so not for long; they may use NCCL's full width."""
 
+NCCL_LOOK_AHEAD = 1
+"""Receives posted ahead per channel. The first on a communicator waits on the device and occupies
+multiprocessors; further ones wait in its stream and would only hold buffers, because the host queues actions
+ahead of the device and so posts the next receive early enough."""
 _NEVER = timedelta(days=1)
 """NCCL's watchdog counts from when an operation is issued, and a receive may be issued long before its tensor
 exists. The worker has its own deadlines, so NCCL's must never pass."""

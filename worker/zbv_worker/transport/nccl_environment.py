@@ -39,7 +39,7 @@ TABLE = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "32",
         "replace",
-        "Streams that share a hardware queue may block each other for ever. Megatron-LM asks for 1.",
+        "Streams that share a hardware queue may block each other forever. Megatron-LM asks for 1.",
     ),
     Variable(
         "CUDA_MODULE_LOADING",

@@ -278,7 +278,7 @@ class Training:
             device=self._setting.device,
             timeout=self._timeout,
             options=ExecutorOptions(
-                look_ahead=self._setting.run.look_ahead,
+                look_ahead=self._setting.run.receives_ahead,
                 progress=self._setting.progress,
                 on_stage_done=self._gradients.stage_done,
             ),

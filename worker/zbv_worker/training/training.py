@@ -123,11 +123,15 @@ class Training:
     def end(self) -> None:
         """After the last step, run the evaluation and write the checkpoint and trace that are due."""
         self._evaluate_and_save(self._setting.run.steps)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
         if self._trace is not None:
             self._trace.update(self.report, is_last=True)
 
     def close(self) -> None:
         """Stop background threads."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if self._swaps is not None:
             self._swaps.close()
 
@@ -185,8 +189,10 @@ class Training:
         every = self._options.evaluate_every
         if every is not None and step % every == 0:
             self._evaluate(step)
-        if self._checkpoints is not None and self._checkpoints.is_due(step, self._setting.run.steps):
-            self._checkpoints.save(step)
+        if self._checkpoints is not None:
+            self._checkpoints.check()
+            if self._checkpoints.is_due(step, self._setting.run.steps):
+                self._checkpoints.save(step)
 
     def _evaluate(self, step: int) -> None:
         if not isinstance(self._executor, Executor):

@@ -254,16 +254,17 @@ class Training:
             require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
         self._stages = build_stages(
-            self._model, self._plan, device, replicas=options.replicas, precision=options.precision
+            self._model, self._plan, device, replicas=options.replicas, program=options.program
         )
         return {index: stage.module for index, stage in self._stages.items()}
 
     def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
+        has_main = self._options.has_main_gradients
         if self._options.is_sharded:
-            return _sharded(modules, self._transport, self._setting.device, self._timeout)
+            return _sharded(modules, self._transport, self._setting.device, self._timeout, has_main=has_main)
         if self._transport.layout.replicas > 1:
-            return SummedGradients(modules, self._transport)
-        return Gradients(modules)
+            return SummedGradients(modules, self._transport, has_main=has_main)
+        return Gradients(modules, has_main=has_main)
 
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""
@@ -323,7 +324,12 @@ def _seed(seed: int, rank: int) -> None:
 
 
 def _sharded(
-    modules: dict[int, nn.Module], transport: Transport, device: torch.device, timeout: float
+    modules: dict[int, nn.Module],
+    transport: Transport,
+    device: torch.device,
+    timeout: float,
+    *,
+    has_main: bool,
 ) -> Gradients:
     from zbv_worker.training.sharding import ShardedGradients  # imports DTensor, which takes a second
 
@@ -331,7 +337,8 @@ def _sharded(
         raise InvalidRun(
             "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
         )
-    return ShardedGradients(modules, transport, transport.replica_group, device, timeout)
+    group = transport.replica_group
+    return ShardedGradients(modules, transport, group, device, timeout, has_main=has_main)
 
 
 def _say(text: str) -> None:

@@ -225,7 +225,7 @@ def test_layers_of_one_kind_cost_the_mean_and_are_written_once() -> None:
     assert block["recompute"]["forward"] == 4000.0
     assert block["recompute"]["memory"]["forward"] == 20
     assert (head["forward"], head["parameters_bytes"], head["output_bytes"]) == (5000.0, 50, 40)
-    assert document["memory"] == {"static": 3 * 4 * 40, "limit": None}
+    assert document["memory"] == {"static": 3 * 2 * 40, "limit": None}
 
 
 def test_layers_with_other_memory_are_of_another_kind() -> None:

@@ -236,7 +236,7 @@ def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
     (work,) = rank.works(ChannelKey(1, 2))
     work.failure, work.is_done = "NCCL error: remote process exited\nmore", True
     rank.clock.pause(1)
-    with pytest.raises(ConnectionError, match="sending 1F0 to rank 2: NCCL error: remote process exited$"):
+    with pytest.raises(ConnectionError, match=r"sending 1F0 to rank 2: NCCL error: remote process exited$"):
         rank.transport.check()
 
 

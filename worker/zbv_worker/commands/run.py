@@ -143,7 +143,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shard",
         action="store_true",
-        help="divide parameters, gradients and optimizer state among the replicas (FSDP2)",
+        help="divide parameters, gradients and optimizer state among the replicas, as FSDP2 does",
     )
     add_program(group)
     group.add_argument(

@@ -421,8 +421,8 @@ class NcclTransport(ConnectedTransport):
             work = self._replicas.all_reduce(payload)
         return StreamSum(work, payload, tensor, self._operations)
 
+    @override
     def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
-        """Start to gather every replica's part, by replica index."""
         if self._replicas is None:
             whole.copy_(part)
             return Summed()
@@ -431,8 +431,8 @@ class NcclTransport(ConnectedTransport):
             work = self._replicas.all_gather(whole, part)
         return StreamSum(work, whole, whole, self._operations)
 
+    @override
     def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
-        """Start to add up a tensor over the replicas; each gets its own block of the sum."""
         if self._replicas is None:
             part.copy_(whole)
             return Summed()

@@ -14,7 +14,7 @@ What = Literal["raise", "hang", "pause"]
 
 
 class FailingStage(nn.Module):
-    """A Linear that fails at its ``after``-th forward; ``pause`` only slows it down, for tests that kill a rank."""
+    """A Linear that fails at its ``after``-th forward; with ``pause`` it is only slow."""
 
     def __init__(self, inner: nn.Module, what: What, after: int):
         super().__init__()

@@ -79,8 +79,8 @@ def test_a_killed_or_stopped_rank_is_named_by_every_other_rank(
             assert f"rank {LOST} lost: it gives no sign of life" in ranks.log(rank), ranks.log(rank)
             assert "Traceback" not in ranks.log(rank)
             assert ranks.processes[rank].returncode == 1
-    print(
-        f"rank {LOST} got {sign.name}: the other ranks ended within {seconds:.1f} s (timeout {TIMEOUT:g} s)"
+    log.info(
+        "rank %d got %s: the others ended after %.1f s (timeout %g s)", LOST, sign.name, seconds, TIMEOUT
     )
 
 

@@ -67,7 +67,7 @@ class TrainingOptions:
     @property
     def needs_sums_over_ranks(self) -> bool:
         """Whether the updates need sums over all ranks."""
-        return self.clip_norm is not None or self.non_finite == "skip"
+        return self.clip_norm is not None or self.non_finite == "skip" or self.precision == "float16"
 
     @property
     def program(self) -> Program:

@@ -1,0 +1,139 @@
+"""A GPU report as one HTML page that opens from disk without a network, and as lines for a terminal.
+
+The page has no scripts. Its style is the one of zbv's other pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from zbv_worker.measure.gpu_report.check import Check, Line, Outcome, ReportOptions
+from zbv_worker.measure.gpu_report.gpu_report import Report
+
+UNPROVED_PAGE = "docs/without-a-gpu.md"
+"""What tests prove without a GPU, and which check of this report proves the rest."""
+
+_STYLE = "export/report/static/zbv.css"
+_OWN_STYLE = """
+td { white-space: normal; overflow-wrap: anywhere; }
+td.what { width: 36%; }
+.pass { color: var(--good); font-weight: 600; }
+.fail { color: var(--bad); font-weight: 600; }
+.not-run { color: var(--muted); }
+"""
+
+
+def page(report: Report) -> str:
+    """The page of a report."""
+    style = files("zbv_solver").joinpath(_STYLE).read_text(encoding="utf-8")
+    verdict = "every line that ran passed" if report.has_passed else "some lines failed"
+    return "\n".join(
+        (
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>GPU report: {verdict} · zbv</title>",
+            f'<link rel="icon" href="data:,">\n<style>{style}{_OWN_STYLE}</style>\n</head>\n<body>',
+            '<header class="top"><span class="brand">zbv</span></header>\n<main>',
+            f'<div class="heading"><div><h1>GPU report</h1><p class="sub">{verdict.capitalize()}.</p></div></div>',
+            _cards(report),
+            _facts(report.facts),
+            *(_panel(outcome) for outcome in report.outcomes),
+            f'<p class="muted small">{UNPROVED_PAGE} lists what is proved without a GPU, and what is not.</p>',
+            f'</main>\n<footer class="bottom">zbv {escape(str(report.facts["zbv"]))}</footer>\n</body>\n</html>\n',
+        )
+    )
+
+
+def _cards(report: Report) -> str:
+    failures, unrun = report.count("fail"), report.count("not run")
+    cards = (
+        ("Passed", report.count("pass"), "good" if not failures else ""),
+        ("Failed", failures, "bad" if failures else ""),
+        ("Not run", unrun, ""),
+        ("Seconds", round(sum(outcome.seconds for outcome in report.outcomes)), ""),
+    )
+    return '<dl class="cards">{}</dl>'.format(
+        "".join(
+            f'<div class="card {kind}"><dt>{name}</dt><dd><strong>{value}</strong></dd></div>'
+            for name, value, kind in cards
+        )
+    )
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    return _section("Machine", "", _table(("fact", "value"), facts_of(facts), ("", "left")))
+
+
+def facts_of(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Facts by name, one per GPU."""
+    for name, value in facts.items():
+        if name != "gpus":
+            yield name, str(value)
+    for index, gpu in enumerate(facts.get("gpus", ())):
+        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        capability = f"compute capability {gpu['compute_capability']}"
+        yield f"GPU {index}", f"{gpu['name']}, {memory}, {gpu['multiprocessors']} SMs, {capability}"
+
+
+def _panel(outcome: Outcome) -> str:
+    check = outcome.check
+    rows = ((line.verdict, line.what, line.measured, line.limit, line.reason) for line in outcome.lines)
+    remedy = (
+        f"<p><strong>What to do:</strong> {escape(check.remedy)}</p>" if outcome.verdict == "fail" else ""
+    )
+    said = f'<p class="muted">{escape(check.proves)}</p>{remedy}'
+    heads = ("verdict", "line", "measured", "limit", "reason")
+    table = _table(heads, rows, ("verdict", "left what", "left", "left", "left"))
+    return _section(f"{check.title} ({check.name}, {outcome.seconds:.0f} s)", said, table)
+
+
+def _section(title: str, said: str, table: str) -> str:
+    title = escape(title[:1].upper() + title[1:])
+    return f'<section class="panel"><h2>{title}</h2>{said}<div class="scroll">{table}</div></section>'
+
+
+def _table(heads: Iterable[str], rows: Iterable[tuple[str, ...]], kinds: tuple[str, ...]) -> str:
+    head = "".join(f'<th class="left">{escape(name)}</th>' for name in heads)
+    body = "".join(
+        "<tr>{}</tr>".format("".join(_cell(text, kind) for text, kind in zip(row, kinds, strict=True)))
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(text: str, kind: str) -> str:
+    kind = text.replace(" ", "-") if kind == "verdict" else kind
+    return f'<td class="{kind}">{escape(text).replace(chr(10), "<br>")}</td>'
+
+
+def outcome_text(outcome: Outcome) -> Iterator[str]:
+    """A check's lines for a terminal."""
+    yield f"{outcome.check.name}: {outcome.check.title} ({outcome.seconds:.1f} s)"
+    yield from map(_line_text, outcome.lines)
+    if outcome.verdict == "fail":
+        yield f"  what to do: {outcome.check.remedy}"
+
+
+def _line_text(line: Line) -> str:
+    limit = f" ({line.limit})" if line.limit not in ("", "none") else ""
+    measured = f": {line.measured}{limit}" if line.measured and line.verdict != "fail" else ""
+    reason = f": {line.reason}" if line.reason else ""
+    return f"  {line.verdict:<7}  {line.what}{measured}{reason}"
+
+
+def summary(report: Report) -> str:
+    """One line for a terminal."""
+    counts = (f"{report.count('pass')} passed", f"{report.count('fail')} failed")
+    return f"{', '.join(counts)}, {report.count('not run')} not run"
+
+
+def listing(checks: Iterable[Check], options: ReportOptions) -> Iterator[str]:
+    """Names of checks, what they prove, and whether they can run here."""
+    for check in checks:
+        lack = check.needs.lack(options)
+        yield f"{check.name}: {check.title}{f' (not here: {lack})' if lack else ''}"
+        yield f"  proves: {check.proves}"

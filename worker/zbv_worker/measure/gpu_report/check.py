@@ -123,13 +123,13 @@ class OnRanks:
         Runs in every process; returns JSON.
     judge
         The lines of the answers.
-    is_parallel
-        Whether the check runs on the report's number of ranks instead of one.
+    ranks
+        The number of processes; None for the report's number of ranks.
     """
 
     measure: Callable[[Place], Any]
     judge: Callable[[ReportOptions, Answers], Iterable[Line]]
-    is_parallel: bool = False
+    ranks: int | None = 1
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 
-from zbv_worker.measure.gpu_report import lost_rank, memory, pipeline, rank, streams
+from zbv_worker.measure.gpu_report import communicator, facts, lost_rank, memory, pipeline, rank, streams
 from zbv_worker.measure.gpu_report.check import Check, Needs, OnRanks
 
 _ONE_GPU = Needs(gpus=1)
 _MANY_GPUS = Needs(gpus=2, a_gpu_per_rank=True, nccl=True)
+
+_FACTS = (
+    Check(
+        "facts",
+        "methods, options and variables of torch and NCCL",
+        "This build of torch has everything that the worker calls.",
+        "Install a version of torch that the project's tests run with.",
+        OnRanks(facts.measure_facts, facts.judge_facts),
+    ),
+)
 
 _STREAMS = (
     Check(
@@ -47,6 +57,36 @@ _STREAMS = (
     ),
 )
 
+_COMMUNICATORS = (
+    Check(
+        "nccl-one-rank",
+        "a communicator of one rank",
+        "Works, timeouts and aborts of torch's NCCL behave as the transport and the tests' model of NCCL "
+        "assume.",
+        "Report the torch and NCCL versions; do not train over NCCL with them.",
+        OnRanks(communicator.measure_one_rank, communicator.judge_one_rank),
+        Needs(gpus=1, nccl=True),
+        seconds=60.0,
+    ),
+    Check(
+        "nccl-shared-gpu",
+        "a communicator of two ranks on one GPU",
+        "Whether more can be checked with one GPU; NCCL usually refuses.",
+        "Nothing: ranks that share a GPU use gloo.",
+        OnRanks(communicator.measure_shared_gpu, communicator.judge_shared_gpu, ranks=2),
+        Needs(gpus=1, nccl=True),
+        seconds=60.0,
+    ),
+    Check(
+        "nccl-receives",
+        "receives that wait on the device",
+        "Waiting receives stop neither compute, nor the loading of kernels, nor other communicators.",
+        "Set CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32; see `zbv-worker run --help`.",
+        OnRanks(communicator.measure_receives, communicator.judge_receives, ranks=2),
+        Needs(gpus=2, nccl=True),
+    ),
+)
+
 _PIPELINES = (
     Check(
         "pipeline-gloo",
@@ -56,7 +96,7 @@ _PIPELINES = (
         OnRanks(
             partial(rank.measure_pipeline, backend="gloo", numbers="float32"),
             pipeline.judge_gradients,
-            is_parallel=True,
+            ranks=None,
         ),
         seconds=180.0,
     ),
@@ -68,7 +108,7 @@ _PIPELINES = (
         OnRanks(
             partial(rank.measure_pipeline, backend="nccl", numbers="float32"),
             pipeline.judge_gradients,
-            is_parallel=True,
+            ranks=None,
         ),
         _MANY_GPUS,
         seconds=180.0,
@@ -118,5 +158,7 @@ _COSTS = tuple(
     for numbers in ("float32", "tf32", "bfloat16")
 )
 
-CHECKS: dict[str, Check] = {check.name: check for check in (*_STREAMS, *_COSTS, *_PIPELINES)}
+CHECKS: dict[str, Check] = {
+    check.name: check for check in (*_FACTS, *_STREAMS, *_COMMUNICATORS, *_COSTS, *_PIPELINES)
+}
 """The checks by name."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +14,16 @@ import torch.distributed as dist
 from zbv_worker.errors import WorkerError
 from zbv_worker.host.inventory import versions
 from zbv_worker.measure.gpu_report.check import (
+    Answers,
     Device,
+    Line,
+    Place,
+    ReportOptions,
+    informative,
+    not_run,
+    that,
 )
+from zbv_worker.transport.torch_api import CudaApi, CudaEvent, CudaStream, NcclGroup, NcclWork
 
 
 class NoGpu(WorkerError):
@@ -64,3 +74,72 @@ def _driver() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip().partition("\n")[0]
+
+
+REAL: tuple[tuple[type, object], ...] = (
+    (CudaStream, torch.cuda.Stream),
+    (CudaEvent, torch.cuda.Event),
+    (CudaApi, torch.cuda),
+    (NcclWork, dist.Work),
+    (NcclGroup, dist.ProcessGroup),
+)
+"""The protocols of :mod:`zbv_worker.transport.torch_api`, and torch's objects that must satisfy them."""
+
+
+OPTIONS = ("is_high_priority_stream", "config.min_ctas", "config.max_ctas")
+"""The fields of ``ProcessGroupNCCL.Options`` that the transport sets."""
+
+
+def measure_facts(place: Place) -> Any:
+    """Look for the methods and options that the worker uses."""
+    return {
+        "lacking": {protocol.__name__: lacking_methods(protocol, real) for protocol, real in REAL},
+        "options": _lacking_options(),
+        "environment": relevant_environment(os.environ),
+    }
+
+
+def lacking_methods(protocol: type, real: object) -> list[str]:
+    """The public methods of a protocol that an object of torch does not have."""
+    return [name for name in vars(protocol) if not name.startswith("_") and not hasattr(real, name)]
+
+
+def _lacking_options() -> list[str] | None:
+    """The absent fields of NCCL's options; None if torch was built without NCCL."""
+    if not dist.is_nccl_available():
+        return None
+    return lacking_fields(dist.ProcessGroupNCCL.Options(), OPTIONS)
+
+
+def lacking_fields(options: object, paths: Iterable[str]) -> list[str]:
+    """The dotted names of fields that an object does not have."""
+
+    def has(path: str) -> bool:
+        value = options
+        for name in path.split("."):
+            if not hasattr(value, name):
+                return False
+            value = getattr(value, name)
+        return True
+
+    return [path for path in paths if not has(path)]
+
+
+def relevant_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that CUDA, NCCL or torch's use of them read."""
+    prefixes = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "PYTORCH_ALLOC_")
+    return {name: value for name, value in sorted(environment.items()) if name.startswith(prefixes)}
+
+
+def judge_facts(options: ReportOptions, answers: Answers) -> Iterator[Line]:
+    """The lines of :func:`measure_facts`."""
+    (found,) = answers
+    for name, lacking in found["lacking"].items():
+        yield that(f"torch has every method of {name}", not lacking, f"it lacks {', '.join(lacking)}")
+    what, lacking = "NCCL's options have every field that the transport sets", found["options"]
+    if lacking is None:
+        yield not_run(what, "this build of torch has no NCCL")
+    else:
+        yield that(what, not lacking, f"absent: {', '.join(lacking)}", ", ".join(OPTIONS))
+    shown = ", ".join(f"{name}={value}" for name, value in found["environment"].items())
+    yield informative("variables of CUDA and NCCL that are set", shown or "none")

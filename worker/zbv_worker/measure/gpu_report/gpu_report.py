@@ -121,7 +121,7 @@ def run_check(check: Check, options: ReportOptions) -> Outcome:
     lines: list[Line] = []
     try:
         if isinstance(check.run, OnRanks):
-            ranks = options.ranks if check.run.is_parallel else 1
+            ranks = check.run.ranks or options.ranks
             values = measure_on_ranks([_PROCESS], request_of(check.name, options), ranks, check.seconds)
             lines += check.run.judge(options, values)
         else:

@@ -28,24 +28,30 @@ td.what { width: 36%; }
 
 def page(report: Report) -> str:
     """The page of a report."""
-    style = files("zbv_solver").joinpath(_STYLE).read_text(encoding="utf-8")
     verdict = "every line that ran passed" if report.has_passed else "some lines failed"
-    return "\n".join(
-        (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>GPU report: {verdict} · zbv</title>",
-            f'<link rel="icon" href="data:,">\n<style>{style}{_OWN_STYLE}</style>\n</head>\n<body>',
-            '<header class="top"><span class="brand">zbv</span></header>\n<main>',
-            f'<div class="heading"><div><h1>GPU report</h1><p class="sub">{verdict.capitalize()}.</p></div></div>',
-            _cards(report),
-            _facts(report.facts),
-            *(_panel(outcome) for outcome in report.outcomes),
-            f'<p class="muted small">{UNPROVED_PAGE} lists what is proved without a GPU, and what is not.</p>',
-            f'</main>\n<footer class="bottom">zbv {escape(str(report.facts["zbv"]))}</footer>\n</body>\n</html>\n',
-        )
+    heading = f'<h1>GPU report</h1><p class="sub">{verdict.capitalize()}.</p>'
+    body = (
+        '<header class="top"><span class="brand">zbv</span></header>',
+        f'<main><div class="heading"><div>{heading}</div></div>',
+        _cards(report),
+        _facts(report.facts),
+        *(_panel(outcome) for outcome in report.outcomes),
+        f'<p class="muted small">{UNPROVED_PAGE} lists what tests prove without a GPU, and what not.</p>',
+        f'</main><footer class="bottom">zbv {escape(str(report.facts["zbv"]))}</footer>',
     )
+    return f"{_head(f'GPU report: {verdict} · zbv')}<body>\n{chr(10).join(body)}\n</body>\n</html>\n"
+
+
+def _head(title: str) -> str:
+    style = files("zbv_solver").joinpath(_STYLE).read_text(encoding="utf-8")
+    lines = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">',
+        f"<style>{style}{_OWN_STYLE}</style>\n</head>\n",
+    )
+    return "\n".join(lines)
 
 
 def _cards(report: Report) -> str:

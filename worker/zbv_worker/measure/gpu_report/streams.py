@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from zbv_worker.measure.gpu_report.check import (
     informative,
     that,
 )
-from zbv_worker.transport.cuda_api import CudaApi, CudaEvent, CudaStream, torch_cuda
 from zbv_worker.transport.staging import Staging
+from zbv_worker.transport.torch_api import CudaApi, CudaEvent, CudaStream, torch_cuda
 
 DELAY = 50.0
 """Milliseconds of a kernel that only takes time."""
@@ -35,6 +35,7 @@ STREAMS = 16
 CLOCK_LIMIT = 200.0
 """Microseconds: short against an action, and long against the host's noticing of an event."""
 
+_CYCLES = 10_000_000
 _MARKS = 20
 _NUMBERS = 1 << 20
 _TIMED_TOLERANCE = 0.2
@@ -67,23 +68,23 @@ class Bench(Protocol):
 class GpuBench:
     """The GPU of a process; its clock rate is measured first, because delays are counted in cycles."""
 
-    cuda = torch_cuda()
-
     def __init__(self, device: torch.device):
+        self.cuda = torch_cuda()
         self.device = device
-        self._cycles = 1e6
-        torch.cuda._sleep(1000)  # load the kernel
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.cuda._sleep(10_000_000)
-        end.record()
+        self._sleep: Callable[[int], None] = cast(Any, torch.cuda)._sleep
+        self._sleep(1000)  # loads the kernel
+        start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = self.cuda.current_stream(device)
+        start.record(stream)
+        self._sleep(_CYCLES)
+        end.record(stream)
         end.synchronize()
-        self._cycles = 10_000_000 / start.elapsed_time(end)
+        self._cycles_per_millisecond = _CYCLES / start.elapsed_time(end)
 
     def delay(self, stream: Any, milliseconds: float) -> None:
         """See :class:`Bench`."""
         with self.cuda.stream(stream):
-            torch.cuda._sleep(int(milliseconds * self._cycles))
+            self._sleep(int(milliseconds * self._cycles_per_millisecond))
 
     def fill(self, stream: Any, tensor: Tensor, value: float) -> None:
         """See :class:`Bench`."""
@@ -102,7 +103,7 @@ class GpuBench:
 
 def measure_events(place: Place) -> Any:
     """Measure events and streams of the process's GPU."""
-    return {**events(GpuBench(place.device)), "priorities": torch.cuda.Stream.priority_range()}
+    return {**events(GpuBench(place.device)), "priorities": cast(Any, torch.cuda.Stream).priority_range()}
 
 
 def events(bench: Bench) -> dict[str, Any]:
@@ -227,7 +228,7 @@ def copies(bench: Bench, staging: Staging) -> dict[str, Any]:
     copied.synchronize()
     right_out = bool((sent == 7.0).all())
 
-    source = staging.host_memory([_NUMBERS], torch.float32).fill_(3.0)
+    source = staging.host_memory((_NUMBERS,), torch.float32).fill_(3.0)
     kept, read = torch.zeros(_NUMBERS, device=bench.device), torch.zeros(_NUMBERS, device=bench.device)
     bench.delay(compute, DELAY)
     bench.copy(compute, tensor, kept)  # still reads the old content

@@ -30,7 +30,7 @@ exit status: 0 every line that ran passed; 1 a line failed; 2 wrong input; 3 no 
 measured.
 """
 _DEFAULT_MODEL = "zbv_worker.models.gpt:gpt"
-_GPU_MODEL = {"layers": 8, "width": 1536, "heads": 12, "length": 1024, "sequences": 4}
+_GPU_MODEL = {"width": 1536, "heads": 12, "length": 1024, "sequences": 4}
 """Large enough that kernels, and not their launches, take the time; about 4 GB with gradients."""
 
 
@@ -119,7 +119,9 @@ def _options(parsed: argparse.Namespace) -> ReportOptions:
     if parsed.ranks < 2:
         raise InvalidRun("--ranks: found 1; must be at least 2, because the report measures transfers.")
     is_default = parsed.model == _DEFAULT_MODEL and parsed.model_args is None
-    arguments = json.dumps(_GPU_MODEL) if is_default and parsed.device == "cuda" else parsed.model_args
+    arguments = parsed.model_args
+    if is_default and parsed.device == "cuda":
+        arguments = json.dumps({**_GPU_MODEL, "layers": max(8, 2 * parsed.ranks)})
     return ReportOptions(
         ModelSpec.parse(parsed.model, arguments, parsed.seed),
         parsed.device,

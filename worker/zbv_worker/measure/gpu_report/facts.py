@@ -23,7 +23,7 @@ from zbv_worker.measure.gpu_report.check import (
     not_run,
     that,
 )
-from zbv_worker.transport.torch_api import CudaApi, CudaEvent, CudaStream, NcclGroup, NcclWork
+from zbv_worker.transport.torch_api import CudaApi, CudaEvent, CudaStream, NcclWork
 
 
 class NoGpu(WorkerError):
@@ -76,15 +76,24 @@ def _driver() -> str | None:
     return found.stdout.strip().partition("\n")[0]
 
 
-REAL: tuple[tuple[type, object], ...] = (
-    (CudaStream, torch.cuda.Stream),
-    (CudaEvent, torch.cuda.Event),
-    (CudaApi, torch.cuda),
-    (NcclWork, dist.Work),
-    (NcclGroup, dist.ProcessGroup),
-)
-"""The protocols of :mod:`zbv_worker.transport.torch_api`, and torch's objects that must satisfy them."""
+def _methods(protocol: type) -> tuple[str, ...]:
+    """The public methods of a protocol."""
+    return tuple(name for name in vars(protocol) if not name.startswith("_"))
 
+
+CALLED: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+    ("torch.cuda.Stream", torch.cuda.Stream, _methods(CudaStream)),
+    ("torch.cuda.Event", torch.cuda.Event, _methods(CudaEvent)),
+    ("torch.cuda", torch.cuda, (*_methods(CudaApi), "set_sync_debug_mode", "memory_allocated")),
+    ("torch.distributed.Work", dist.Work, _methods(NcclWork)),
+    (
+        "torch.distributed.ProcessGroup",
+        dist.ProcessGroup,
+        ("send", "recv", "allreduce", "abort", "set_timeout"),
+    ),
+    ("torch.distributed", dist, ("new_group", "all_gather_single", "reduce_scatter_single")),
+)
+"""What the worker calls (:mod:`zbv_worker.transport.torch_api`), by the object of torch that must have it."""
 
 OPTIONS = ("is_high_priority_stream", "config.min_ctas", "config.max_ctas")
 """The fields of ``ProcessGroupNCCL.Options`` that the transport sets."""
@@ -93,15 +102,10 @@ OPTIONS = ("is_high_priority_stream", "config.min_ctas", "config.max_ctas")
 def measure_facts(place: Place) -> Any:
     """Look for the methods and options that the worker uses."""
     return {
-        "lacking": {protocol.__name__: lacking_methods(protocol, real) for protocol, real in REAL},
+        "lacking": {name: lacking_fields(real, called) for name, real, called in CALLED},
         "options": _lacking_options(),
         "environment": relevant_environment(os.environ),
     }
-
-
-def lacking_methods(protocol: type, real: object) -> list[str]:
-    """The public methods of a protocol that an object of torch does not have."""
-    return [name for name in vars(protocol) if not name.startswith("_") and not hasattr(real, name)]
 
 
 def _lacking_options() -> list[str] | None:
@@ -135,7 +139,9 @@ def judge_facts(options: ReportOptions, answers: Answers) -> Iterator[Line]:
     """The lines of :func:`measure_facts`."""
     (found,) = answers
     for name, lacking in found["lacking"].items():
-        yield that(f"torch has every method of {name}", not lacking, f"it lacks {', '.join(lacking)}")
+        yield that(
+            f"{name} has everything that the worker calls", not lacking, f"it lacks {', '.join(lacking)}"
+        )
     what, lacking = "NCCL's options have every field that the transport sets", found["options"]
     if lacking is None:
         yield not_run(what, "this build of torch has no NCCL")

@@ -16,7 +16,7 @@ from zbv_worker.measure.gpu_report.check import OnRanks, Place, ReportOptions
 from zbv_worker.measure.gpu_report.checks import CHECKS
 from zbv_worker.measure.ranks import answer, use_one_core
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.transport.world import World
+from zbv_worker.transport.world import World, select_device
 
 
 def request_of(name: str, options: ReportOptions) -> dict[str, Any]:
@@ -39,9 +39,7 @@ def _device(options: ReportOptions, world: World) -> torch.device:
     if options.device == "cpu":
         use_one_core(world)
         return torch.device("cpu")
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    return select_device("nccl", world.local_rank % torch.cuda.device_count())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The measurements use a :class:`Bench`, so that they also run on a model of CUDA.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
@@ -24,7 +23,7 @@ from zbv_worker.measure.gpu_report.check import (
     that,
 )
 from zbv_worker.transport.staging import Staging
-from zbv_worker.transport.torch_api import CudaApi, CudaEvent, CudaStream, torch_cuda
+from zbv_worker.transport.torch_api import Clock, CudaApi, CudaEvent, CudaStream, HostClock, torch_cuda
 
 DELAY = 50.0
 """Milliseconds of a kernel that only takes time."""
@@ -61,7 +60,8 @@ class Bench(Protocol):
     def copy(self, stream: CudaStream, source: Tensor, target: Tensor) -> None:
         """Queue a copy between tensors of the device."""
 
-    def nanoseconds(self) -> int:
+    @property
+    def clock(self) -> Clock:
         """The host's clock."""
 
 
@@ -71,6 +71,7 @@ class GpuBench:
     def __init__(self, device: torch.device):
         self.cuda = torch_cuda()
         self.device = device
+        self.clock = HostClock()
         self._sleep: Callable[[int], None] = cast(Any, torch.cuda)._sleep
         self._sleep(1000)  # loads the kernel
         start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
@@ -95,10 +96,6 @@ class GpuBench:
         """See :class:`Bench`."""
         with self.cuda.stream(stream):
             target.copy_(source)
-
-    def nanoseconds(self) -> int:
-        """See :class:`Bench`."""
-        return time.perf_counter_ns()
 
 
 def measure_events(place: Place) -> Any:
@@ -188,15 +185,15 @@ def measure_clock(place: Place) -> Any:
 
 def clock_errors(bench: Bench) -> list[float]:
     """How far marks of a timeline lie outside of the time in which the host saw them pass, in us."""
-    timeline = CudaTimeline(bench.device, bench.nanoseconds, cuda=bench.cuda)
+    timeline = CudaTimeline(bench.device, lambda: _nanoseconds(bench.clock), cuda=bench.cuda)
     timeline.begin()
     stream = bench.cuda.current_stream(bench.device)
     seen, records = [], []
     for index in range(_MARKS):
-        before = bench.nanoseconds()
+        before = _nanoseconds(bench.clock)
         mark = timeline.mark()
         mark.synchronize()
-        seen.append((before, bench.nanoseconds()))
+        seen.append((before, _nanoseconds(bench.clock)))
         records.append(Record(Action(0, "F", index), mark, mark, mark))
         bench.delay(stream, 1.0)
     return [
@@ -222,9 +219,9 @@ def copies(bench: Bench, staging: Staging) -> dict[str, Any]:
     tensor = torch.zeros(_NUMBERS, device=bench.device)
     bench.delay(compute, DELAY)
     bench.fill(compute, tensor, 7.0)
-    before = bench.nanoseconds()
+    before = bench.clock.now()
     sent, copied = staging.outwards(tensor)
-    host = (bench.nanoseconds() - before) / 1e6
+    host = 1e3 * (bench.clock.now() - before)
     copied.synchronize()
     right_out = bool((sent == 7.0).all())
 
@@ -233,9 +230,9 @@ def copies(bench: Bench, staging: Staging) -> dict[str, Any]:
     bench.delay(compute, DELAY)
     bench.copy(compute, tensor, kept)  # still reads the old content
     free = staging.here()
-    before = bench.nanoseconds()
+    before = bench.clock.now()
     staging.inwards(source, tensor, free)
-    host = max(host, (bench.nanoseconds() - before) / 1e6)
+    host = max(host, 1e3 * (bench.clock.now() - before))
     bench.copy(compute, tensor, read)
     done = bench.cuda.Event(enable_timing=False)
     done.record(compute)
@@ -260,6 +257,10 @@ def judge_copies(options: ReportOptions, answers: Answers) -> Iterator[Line]:
         DELAY / 2,
         "ms",
     )
+
+
+def _nanoseconds(clock: Clock) -> int:
+    return round(1e9 * clock.now())
 
 
 def _refuses(call: Callable[[], object]) -> bool:

@@ -162,7 +162,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Checked:
     """A check's lines and the values behind them.
 
     Attributes

@@ -15,9 +15,9 @@ from zbv_worker.errors import InvalidRun, describe_error
 from zbv_worker.host.local_ranks import LaunchError
 from zbv_worker.measure.gpu_report.check import (
     Check,
+    Checked,
     Line,
     OnRanks,
-    Outcome,
     ReportOptions,
     Verdict,
     failed,
@@ -42,7 +42,7 @@ class Report:
     """
 
     facts: Mapping[str, Any]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[Checked, ...]
 
     @property
     def has_passed(self) -> bool:
@@ -89,7 +89,7 @@ def chosen_checks(names: Sequence[str]) -> list[Check]:
 def gpu_report(
     options: ReportOptions,
     checks: Sequence[Check],
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    on_outcome: Callable[[Checked], None] = lambda outcome: None,
 ) -> Report:
     """Run checks; returns the report.
 
@@ -111,11 +111,11 @@ def gpu_report(
     return Report(facts, tuple(outcomes))
 
 
-def run_check(check: Check, options: ReportOptions) -> Outcome:
+def run_check(check: Check, options: ReportOptions) -> Checked:
     """Run one check; an error becomes a line that failed."""
     lack = check.needs.lack(options)
     if lack is not None:
-        return Outcome(check, (not_run(check.title, lack),))
+        return Checked(check, (not_run(check.title, lack),))
     start = time.monotonic()
     values: Sequence[Any] = ()
     lines: list[Line] = []
@@ -130,4 +130,4 @@ def run_check(check: Check, options: ReportOptions) -> Outcome:
         lines.append(failed(check.title, str(error)))
     except Exception as error:  # a check must not end the report
         lines.append(failed(check.title, f"the check failed: {describe_error(error)}"))
-    return Outcome(check, tuple(lines), time.monotonic() - start, tuple(values))
+    return Checked(check, tuple(lines), time.monotonic() - start, tuple(values))

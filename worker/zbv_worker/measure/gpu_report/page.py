@@ -10,7 +10,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from zbv_worker.measure.gpu_report.check import Check, Line, Outcome, ReportOptions
+from zbv_worker.measure.gpu_report.check import Check, Checked, Line, ReportOptions
 from zbv_worker.measure.gpu_report.gpu_report import Report
 
 UNPROVED_PAGE = "docs/without-a-gpu.md"
@@ -85,7 +85,7 @@ def facts_of(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"GPU {index}", f"{gpu['name']}, {memory}, {gpu['multiprocessors']} SMs, {capability}"
 
 
-def _panel(outcome: Outcome) -> str:
+def _panel(outcome: Checked) -> str:
     check = outcome.check
     rows = ((line.verdict, line.what, line.measured, line.limit, line.reason) for line in outcome.lines)
     remedy = (
@@ -116,7 +116,7 @@ def _cell(text: str, kind: str) -> str:
     return f'<td class="{kind}">{escape(text).replace(chr(10), "<br>")}</td>'
 
 
-def outcome_text(outcome: Outcome) -> Iterator[str]:
+def outcome_text(outcome: Checked) -> Iterator[str]:
     """A check's lines for a terminal."""
     yield f"{outcome.check.name}: {outcome.check.title} ({outcome.seconds:.1f} s)"
     yield from map(_line_text, outcome.lines)

@@ -24,7 +24,7 @@ import torch
 from zbv_solver.plans.orders import Action
 
 from zbv_worker.execution.rank_plan import Instruction
-from zbv_worker.transport.cuda_api import CudaApi, CudaEvent, torch_cuda
+from zbv_worker.transport.torch_api import CudaApi, CudaEvent, torch_cuda
 
 Clock = Callable[[], int]
 

@@ -31,7 +31,7 @@ from zbv_worker.training.report import RankReport, StepLine
 from zbv_worker.training.trace_file import TraceFile
 from zbv_worker.training.update import Update, Updated
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.control import ConnectedTransport
 
 if TYPE_CHECKING:  # it refuses versions of torch that it does not support
     from zbv_worker.torch_runtime.executor import TorchExecutor
@@ -319,7 +319,7 @@ def _seed(seed: int, rank: int) -> None:
 def _sharded(modules: dict[int, nn.Module], transport: Transport, device: torch.device) -> Gradients:
     from zbv_worker.training.sharding import ShardedGradients  # imports FSDP2
 
-    if not isinstance(transport, DistributedTransport) or transport.replica_group is None:
+    if not isinstance(transport, ConnectedTransport) or transport.replica_group is None:
         raise InvalidRun(
             "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
         )

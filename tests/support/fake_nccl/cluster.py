@@ -84,14 +84,14 @@ class Cluster:
         *,
         replicas: int = 1,
         seed: int = 0,
-        device: DeviceModes = DeviceModes(),
-        nccl: NcclModes = NcclModes(),
+        device: DeviceModes | None = None,
+        nccl: NcclModes | None = None,
         deadlines_pass: bool = False,
     ):
         self.layout = Layout.of_world(ranks, replicas)
         self.simulation = Simulation(seed, deadlines_pass=deadlines_pass)
-        self.devices = {rank: Device(self.simulation, rank, device) for rank in range(ranks)}
-        self.communicators = Communicators(self.simulation, nccl, self.devices)
+        self.devices = {rank: Device(self.simulation, rank, device or DeviceModes()) for rank in range(ranks)}
+        self.communicators = Communicators(self.simulation, nccl or NcclModes(), self.devices)
         self._control = ControlState(self.simulation, self.layout)
         self._met: dict[int, dict[int, tuple[int, ...]]] = {}
         self.simulation.describe = lambda: [

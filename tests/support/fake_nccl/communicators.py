@@ -7,16 +7,17 @@ receive that run at the same time on both ends match, whatever their tags and si
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from support.fake_nccl.device import Device, FakeStream, Item, Recording
-from support.fake_nccl.memory import Block, merge
+from support.fake_nccl.memory import Block
 from support.fake_nccl.simulation import ModelError, Simulation, pause_if_host
 
 Kind = Literal["send", "receive", "all_reduce", "all_gather", "reduce_scatter"]
@@ -116,44 +117,38 @@ class Communicator:
     def match(self) -> None:
         """Start the transfer between operations that wait for each other."""
         waiting = {rank: op for rank, op in self.running.items() if not op.is_matched}
-        if not waiting:
+        if all(op.kind in ("send", "receive") for op in waiting.values()):
+            self._match_pair(list(waiting.values()))
             return
-        kinds = {op.kind for op in waiting.values()}
-        if kinds <= {"send", "receive"}:
-            self._match_pair(waiting)
-        elif len(kinds) == 1 and len(waiting) == len(self.ranks):
-            if len({op.data.numel() for op in waiting.values()}) == 1:
-                self._later(list(waiting.values()), lambda: _reduce(self, waiting))
+        alike = {(op.kind, op.data.numel()) for op in waiting.values()}
+        if len(waiting) == len(self.ranks) and len(alike) == 1:
+            self._later(list(waiting.values()), lambda: _reduce([waiting[rank] for rank in self.ranks]))
 
-    def _match_pair(self, waiting: dict[int, Operation]) -> None:
-        sends = [op for op in waiting.values() if op.kind == "send"]
-        receives = [op for op in waiting.values() if op.kind == "receive"]
-        for receive in receives:
+    def _match_pair(self, waiting: list[Operation]) -> None:
+        sends = [op for op in waiting if op.kind == "send"]
+        for receive in (op for op in waiting if op.kind == "receive"):
             buffer = self._buffer(self._other(receive.rank))
             if buffer:
-                sent = buffer.popleft()
-                self._later([receive], lambda receive=receive, sent=sent: _deliver(sent, receive))
+                self._later([receive], partial(_deliver, buffer.popleft(), receive))
             elif sends:
                 send = sends.pop()
-                self._later([send, receive], lambda s=send, r=receive: (_deliver(s.data, r), _end(s)))
+                self._later([send, receive], partial(_transfer, send, receive))
         for send in sends:
-            buffer = self._buffer(send.rank)
-            if len(buffer) < self.modes.buffered_sends:
-                self._later([send], lambda send=send: self._deposit(send))
+            if len(self._buffer(send.rank)) < self.modes.buffered_sends:
+                self._later([send], partial(self._deposit, send))
 
     def _deposit(self, send: Operation) -> None:
         self._buffer(send.rank).append(send.data.clone())
-        _end(send)
+        send.finish()
         self.match()
 
-    def _later(self, operations: list[Operation], transfer: object) -> None:
-        """Run the transfer after its time, unless a rank aborts or dies meanwhile: then its peers wait forever."""
+    def _later(self, operations: list[Operation], transfer: Callable[[], None]) -> None:
+        """Run a transfer after its time. If a rank aborts or dies meanwhile, its peers wait forever."""
         for operation in operations:
             operation.is_matched = True
 
         def end() -> None:
             if all(self.running.get(op.rank) is op for op in operations):
-                assert callable(transfer)
                 transfer()
 
         seconds = self.modes.transfer_seconds * self.simulation.random.uniform(0.2, 3)
@@ -180,8 +175,9 @@ class Communicator:
         self.simulation.at(self.simulation.now, end)
 
 
-def _end(operation: Operation) -> None:
-    operation.finish()
+def _transfer(send: Operation, receive: Operation) -> None:
+    _deliver(send.data, receive)
+    send.finish()
 
 
 def _deliver(sent: Tensor, receive: Operation) -> None:
@@ -193,20 +189,19 @@ def _deliver(sent: Tensor, receive: Operation) -> None:
         receive.finish()
 
 
-def _reduce(communicator: Communicator, operations: dict[int, Operation]) -> None:
-    """Complete a collective."""
-    ordered = [operations[rank] for rank in communicator.ranks]
-    sources = [op.data.clone() for op in ordered]
-    for index, operation in enumerate(ordered):
+def _reduce(operations: list[Operation]) -> None:
+    """Complete a collective of all ranks, in ascending order."""
+    sources = [operation.data.clone() for operation in operations]
+    for index, operation in enumerate(operations):
         assert operation.target is not None
         if operation.kind == "all_gather":
-            operation.target.copy_(torch.cat([source.reshape(-1) for source in sources]).view_as(operation.target))
-            continue
-        total = torch.stack(sources).sum(0)
-        if operation.kind == "reduce_scatter":
-            total = total.reshape(len(ordered), -1)[index].view_as(operation.target)
-        operation.target.copy_(total)
-    for operation in ordered:
+            result = torch.cat(sources)
+        else:
+            result = torch.stack(sources).sum(0)
+            if operation.kind == "reduce_scatter":
+                result = result.reshape(len(operations), -1)[index]
+        operation.target.copy_(result)
+    for operation in operations:
         operation.finish()
 
 
@@ -219,13 +214,11 @@ class FakeWork:
         self._error: str | None = None
 
     def is_completed(self) -> bool:
-        """Whether it ended, or failed, or its communicator was aborted: after that, whatever happened."""
+        """Whether the stream has passed it, also because of an abort, or an error is known."""
         communicator, device = self._operation.communicator, self._operation.stream.device
-        passed = device.has_passed(self._end)
-        if device.rank in communicator.aborted:
-            return True
-        self._error = self._error or communicator.error
-        return passed or self._error is not None
+        if device.rank not in communicator.aborted:
+            self._error = self._error or communicator.error
+        return device.has_passed(self._end) or self._error is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait; the host goes on."""
@@ -244,7 +237,9 @@ class FakeWork:
 
     def source_rank(self) -> int:
         """Raise, as ``Work::sourceRank`` does."""
-        raise RuntimeError("sourceRank() may only be called on work objects that correspond to a recv or recv-from-any call.")
+        raise RuntimeError(
+            "sourceRank() may only be called on work objects that correspond to a recv or recv-from-any call."
+        )
 
     def result(self) -> list[Tensor]:
         """Refuse: deprecated in torch, and it says nothing about success."""
@@ -256,7 +251,16 @@ class FakeWork:
 class FakeGroup:
     """One rank's process group (``ProcessGroupNCCL``, connected lazily)."""
 
-    def __init__(self, cluster_communicators: Communicators, device: Device, name: str, ranks: Sequence[int], timeout: timedelta, *, high_priority: bool):
+    def __init__(
+        self,
+        cluster_communicators: Communicators,
+        device: Device,
+        name: str,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        *,
+        high_priority: bool,
+    ):
         self._communicators = cluster_communicators
         self._device = device
         self._name = name
@@ -317,7 +321,9 @@ class FakeGroup:
         source, target = (tensor, None) if kind == "send" else (None, tensor)
         return self._issue(kind, tuple(pair), key, source, target)
 
-    def _issue(self, kind: Kind, ranks: tuple[int, ...], key: str, source: Tensor | None, target: Tensor | None) -> FakeWork:
+    def _issue(
+        self, kind: Kind, ranks: tuple[int, ...], key: str, source: Tensor | None, target: Tensor | None
+    ) -> FakeWork:
         device = self._device
         device.host()
         if self._is_aborted:

@@ -1,8 +1,8 @@
 """``torch.cuda`` and tensors on a fake device.
 
-A device tensor is a CPU tensor in memory that the device has allocated. While a rank's thread runs, a function
-mode gives it the device of a GPU, and turns what torch would queue on a GPU into kernels. A function that is not
-listed here is refused for device tensors, so that nothing happens at once by mistake.
+A device tensor is a CPU tensor in memory that the device has allocated. While a rank's thread runs, a
+function mode gives it the device of a GPU, and turns what torch would queue on a GPU into kernels. A function
+that is not listed here is refused for device tensors, so that nothing happens at once by mistake.
 """
 
 from __future__ import annotations
@@ -79,10 +79,34 @@ _METADATA = {
     "__len__",
     "__hash__",
 }
-_VIEWS = {"__getitem__", "view", "view_as", "reshape", "t", "transpose", "unbind", "narrow", "unsqueeze", "squeeze"}
+_VIEWS = {
+    "__getitem__",
+    "view",
+    "view_as",
+    "reshape",
+    "t",
+    "transpose",
+    "unbind",
+    "narrow",
+    "unsqueeze",
+    "squeeze",
+}
 _HOST_READS = {"item", "tolist", "__float__", "__int__", "__bool__", "equal", "allclose", "numpy", "__repr__"}
 _IN_PLACE = {"add_", "mul_", "div_", "zero_", "fill_", "sub_"}
-_KERNELS = {"add", "mul", "div", "sub", "sum", "stack", "cat", "__add__", "__mul__", "square", "isfinite", "all"}
+_KERNELS = {
+    "add",
+    "mul",
+    "div",
+    "sub",
+    "sum",
+    "stack",
+    "cat",
+    "__add__",
+    "__mul__",
+    "square",
+    "isfinite",
+    "all",
+}
 
 
 class OnDevice(TorchFunctionMode):
@@ -102,7 +126,9 @@ class OnDevice(TorchFunctionMode):
             return self._made(func, name, args, kwargs)
         if name == "pin_memory" and self._block(args[0]) is None:
             return self._pinned(args[0])
-        tensors = [a for a in _flat((args, tuple(kwargs.values()))) if isinstance(a, Tensor) and self._block(a)]
+        tensors = [
+            a for a in _flat((args, tuple(kwargs.values()))) if isinstance(a, Tensor) and self._block(a)
+        ]
         target = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.device | str)), None)
         to_device = name == "to" and target is not None and torch.device(target).type == "cuda"
         if not (tensors or to_device):
@@ -113,7 +139,9 @@ class OnDevice(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._computed(func, name, args, kwargs, tensors)
 
-    def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    def _computed(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
         if name in ("to", "cpu"):
             return self._moved(args, kwargs, name)
         if name == "copy_":
@@ -190,7 +218,7 @@ class OnDevice(TorchFunctionMode):
         return made
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-        source = args[0]
+        source: Tensor = args[0]
         target = args[1] if len(args) > 1 else kwargs.get("device", "cpu")
         if isinstance(target, torch.dtype) or "dtype" in kwargs:
             raise ModelError("the model of CUDA does not know conversions of the dtype")
@@ -225,7 +253,8 @@ class OnDevice(TorchFunctionMode):
         """An elementwise or reducing kernel."""
         memory = self._device.memory
         raw_args, raw_target = _mapped(args, memory.raw), memory.raw(target)
-        reads = [a for a in _flat(args) if isinstance(a, Tensor) and self._block(a)]
+        read = args[1:] if func.__name__ in ("zero_", "fill_") else args
+        reads = [a for a in _flat(read) if isinstance(a, Tensor) and self._block(a)]
 
         def run() -> None:
             made = func(*raw_args, **kwargs)
@@ -263,6 +292,10 @@ def _flat(values: Any) -> Iterator[Any]:
 
 def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
     return tuple(
-        change(v) if isinstance(v, Tensor) else type(v)(_mapped(v, change)) if isinstance(v, tuple | list) else v
+        change(v)
+        if isinstance(v, Tensor)
+        else type(v)(_mapped(v, change))
+        if isinstance(v, tuple | list)
+        else v
         for v in values
     )

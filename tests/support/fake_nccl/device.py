@@ -77,7 +77,7 @@ class Item(ABC):
 @dataclass(eq=False)
 class _Kernel(Item):
     seconds: float = 0.0
-    run: Callable[[], None] = lambda: None
+    run: Callable[[], object] = lambda: None
 
     def start(self) -> bool:
         device = self.stream.device
@@ -170,7 +170,7 @@ class FakeStream:
         self,
         name: str,
         seconds: float,
-        run: Callable[[], None],
+        run: Callable[[], object],
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> None:

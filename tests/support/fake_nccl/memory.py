@@ -1,8 +1,8 @@
 """Device memory: blocks with poison, and the order between everything that uses a block.
 
-Every use of a block carries a vector clock: for each stream, how many of its operations are known to be finished
-before. Two uses of which one writes must be ordered by these clocks, whatever the durations. So a missing wait
-is found in every run, and not only when timing is unlucky.
+Every use of a block carries a vector clock: for each stream, how many of its operations are known to be
+finished before. Two uses of which one writes must be ordered by these clocks, whatever the durations. So a
+missing wait is found in every run, and not only when timing is unlucky.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Block:
     owner
         The stream on which it was allocated: memory that is freed is reused in this stream's order.
     recorded
-        Streams that delay reuse until their operations at the time of freeing are finished (``record_stream``).
+        Streams that delay reuse until they pass their end at the time of freeing (``record_stream``).
     pending
         Queued operations that delay the reuse.
     garbage
@@ -85,7 +85,9 @@ class Block:
     def read(self, use: Use, clock: Clock) -> None:
         """Add a reader, or raise :class:`ModelError` if nothing orders it after the last writer."""
         if self.last_write is not None and not self.last_write.is_before(clock):
-            raise ModelError(f"{use.label} reads memory that {self.last_write.label} may not have written yet")
+            raise ModelError(
+                f"{use.label} reads memory that {self.last_write.label} may not have written yet"
+            )
         if self.garbage is not None:
             raise ModelError(f"{use.label} reads garbage: {self.garbage}")
         self.reads[use.stream] = use
@@ -107,9 +109,9 @@ class Block:
     def unordered_at_free(self, clock: Clock) -> Use | None:
         """A use that reuse of the memory would not wait for."""
         for use in (self.last_write, *self.reads.values()):
-            if use is not None and use.stream != self.owner and use.stream not in self.recorded:
-                if not use.is_before(clock):
-                    return use
+            if use is None or use.stream in (self.owner, *self.recorded) or use.is_before(clock):
+                continue
+            return use
         return None
 
 
@@ -129,7 +131,9 @@ class DeviceMemory:
         self._blocks: dict[int, Block] = {}
         self.live_bytes = self.peak_bytes = 0
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, owner: int, *, on_device: bool = True) -> Tensor:
+    def allocate(
+        self, shape: tuple[int, ...], dtype: torch.dtype, owner: int, *, on_device: bool = True
+    ) -> Tensor:
         """A poisoned tensor of new memory."""
         numel = max(1, int(np.prod(shape, dtype=np.int64)))
         words = np.full(numel * dtype.itemsize, _POISON, dtype=np.uint8)
@@ -148,7 +152,10 @@ class DeviceMemory:
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that holds a tensor; None for ordinary host memory."""
         with torch._C.DisableTorchFunction():
-            return self._blocks.get(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
+            if tensor.layout is not torch.strided:
+                return None
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            return self._blocks.get(tensor.data_ptr() - offset)
 
     def raw(self, tensor: Tensor) -> Tensor:
         """The same tensor for operations of the device: it does not keep the block allocated."""

@@ -94,9 +94,7 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
         )
         plan = RankPlan.of("plan", problem, orders, transport.pp_rank)
         transport.open(keys, TIMEOUT)
-        stages = {
-            index: FakeStage(index, problem.n_stages, here.device, SECONDS) for index in plan.stages
-        }
+        stages = {index: FakeStage(index, problem.n_stages, here.device, SECONDS) for index in plan.stages}
         sums: list[Any] = []
         executor = Executor(
             plan,

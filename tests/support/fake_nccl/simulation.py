@@ -1,7 +1,7 @@
 """Virtual time: one Python thread per rank, of which exactly one runs at a time.
 
-The scheduler always resumes whoever is earliest, a host or a device, so a run depends on its seed alone. A host
-that only polls does not advance time in small steps: it sleeps until something changes, or ever longer.
+The scheduler always resumes whoever is earliest, a host or a device, so a run depends on its seed alone. A
+host that only polls does not advance time in small steps: it sleeps until something changes, or ever longer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stages that compute exact numbers with kernels of random length, and what they must find.
 
-Numbers are integers modulo a prime, so a stale, missing or swapped tensor gives another result. The kernels read
-their inputs when they end, as late as a kernel can.
+Numbers are integers modulo a prime, so a stale, missing or swapped tensor gives another result. The kernels
+read their inputs when they end, as late as a kernel can.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class FakeStage:
         if self._is_first:
             return None
         stage = self.stage
-        return self._queued(letter, (input, grad), lambda out, x, g: out.copy_(_gradient(stage, x, g)), (WIDTH,))
+        return self._queued(
+            letter, (input, grad), lambda out, x, g: out.copy_(_gradient(stage, x, g)), (WIDTH,)
+        )
 
     def backward_weight(self, microbatch: int) -> None:
         """Queue W."""
@@ -109,10 +111,16 @@ class FakeStage:
             total.copy_((total + _weight(microbatch, x, g)) % _PRIME)
 
         self._device.current.launch(
-            f"{letter} of stage {self.stage}", self._random(letter), run, (input, grad, self.weight), (self.weight,)
+            f"{letter} of stage {self.stage}",
+            self._random(letter),
+            run,
+            (input, grad, self.weight),
+            (self.weight,),
         )
 
-    def _queued(self, letter: str, inputs: tuple[Tensor, ...], compute: object, shape: tuple[int, ...]) -> Tensor:
+    def _queued(
+        self, letter: str, inputs: tuple[Tensor, ...], compute: object, shape: tuple[int, ...]
+    ) -> Tensor:
         memory = self._device.memory
         output = memory.allocate(shape, DTYPE, self._device.current.number)
         raw, sources = memory.raw(output), [memory.raw(tensor) for tensor in inputs]

@@ -23,7 +23,7 @@ from zbv_worker.measure.gpu_report.check import (
     not_run,
     that,
 )
-from zbv_worker.measure.gpu_report.streams import DELAY, Bench, GpuBench
+from zbv_worker.measure.gpu_report.streams import DELAY, Bench, GpuBench, is_filled
 from zbv_worker.transport.control import ControlPlane, GlooControl
 from zbv_worker.transport.nccl import CHANNEL_OPTIONS
 from zbv_worker.transport.torch_api import NcclApi, NcclGroup, NcclWork, TorchNccl
@@ -71,7 +71,7 @@ def one_rank(api: NcclApi, bench: Bench) -> dict[str, Any]:
     late = work.is_completed()
     return {
         "version": api.version(),
-        "right": bool((number == 1).all()),
+        "right": is_filled(number, 1.0),
         "bytes": taken,
         "host_milliseconds": host,
         "early": early,
@@ -162,8 +162,9 @@ def receives(api: NcclApi, control: ControlPlane, bench: Bench, timeout: float) 
     free = bench.cuda.mem_get_info(bench.device)[0]
     groups = [_created(api, [0, 1], f"gpu-report {index}") for index in range(KERNELS)]
     buffers = [torch.full((_SIDE,), float(1 - rank), device=bench.device) for _ in groups]
-    for group in groups:  # connects; all in one order
-        _finish(bench, group.all_reduce(torch.ones(1, device=bench.device)))
+    for group in groups:  # a send connects another communicator than a sum; all ranks in one order
+        greeting = torch.ones(1, device=bench.device)
+        _finish(bench, group.send(greeting, 1) if rank == 0 else group.receive(greeting, 0))
     taken = free - bench.cuda.mem_get_info(bench.device)[0]
     found: dict[str, Any] = {"bytes": taken // len(groups)}
     works: list[NcclWork] = []
@@ -180,16 +181,15 @@ def receives(api: NcclApi, control: ControlPlane, bench: Bench, timeout: float) 
         works += [group.send(buffer, 1) for group, buffer in zip(groups[:-1], buffers[:-1], strict=True)]
     found["all_arrive"] = all(_arrives(bench, work) for work in works)
     _synchronize(bench)
-    found["right"] = all(bool((buffer == 1).all()) for buffer in buffers)
+    found["right"] = all(is_filled(buffer, 1.0) for buffer in buffers)
     control.barrier(timeout)
     return found
 
 
 def _cold_product(bench: Bench) -> float | None:
     """Seconds of a product whose kernel is loaded only now; None if it does not end."""
-    left = torch.ones(_SIDE, _SIDE, dtype=torch.complex128, device=bench.device)
     before = bench.clock.now()
-    torch.mm(left, left)
+    bench.load_product()
     done = bench.cuda.Event(enable_timing=False)
     done.record(bench.cuda.current_stream(bench.device))
     while not done.query():

@@ -35,8 +35,9 @@ CLOCK_LIMIT = 200.0
 """Microseconds: short against an action, and long against the host's noticing of an event."""
 
 _CYCLES = 10_000_000
-_MARKS = 20
-_NUMBERS = 1 << 20
+MARKS = 20
+_NUMBERS = 1 << 18
+_SIDE = 512
 _TIMED_TOLERANCE = 0.2
 
 
@@ -59,6 +60,9 @@ class Bench(Protocol):
 
     def copy(self, stream: CudaStream, source: Tensor, target: Tensor) -> None:
         """Queue a copy between tensors of the device."""
+
+    def load_product(self) -> None:
+        """Queue a product on the current stream whose kernel was not used before."""
 
     @property
     def clock(self) -> Clock:
@@ -96,6 +100,11 @@ class GpuBench:
         """See :class:`Bench`."""
         with self.cuda.stream(stream):
             target.copy_(source)
+
+    def load_product(self) -> None:
+        """See :class:`Bench`."""
+        left = torch.ones(_SIDE, _SIDE, dtype=torch.complex128, device=self.device)
+        torch.mm(left, left)
 
 
 def measure_events(place: Place) -> Any:
@@ -140,15 +149,15 @@ def overtaken(bench: Bench) -> int:
     others = [cuda.Stream(bench.device) for _ in range(STREAMS)]
     busy = cuda.Stream(bench.device)
     ends: list[CudaEvent] = []
-    bench.delay(busy, DELAY)
-    for stream in (*others, busy):
+    for _ in range(2):  # the second waits at the head of a hardware queue, and blocks those that share it
+        bench.delay(busy, DELAY / 2)
+    for stream in others:
         stream.wait_event(begin)
         ends.append(cuda.Event(enable_timing=True))
         ends[-1].record(stream)
     for event in ends:
         event.synchronize()
-    *times, last = (begin.elapsed_time(event) for event in ends)
-    return sum(time < last for time in times)
+    return sum(begin.elapsed_time(event) < DELAY / 4 for event in ends)
 
 
 def judge_events(options: ReportOptions, answers: Answers) -> Iterator[Line]:
@@ -164,7 +173,7 @@ def judge_events(options: ReportOptions, answers: Answers) -> Iterator[Line]:
     yield at_most(f"elapsed_time of a kernel of {DELAY:g} ms: relative error", error, _TIMED_TOLERANCE)
     yield that("query() of an event that was never recorded is True", found["unrecorded"], "it is False")
     for name, what in (("refuses_unfinished", "before it has passed"), ("refuses_untimed", "without timing")):
-        yield that(f"elapsed_time of an event {what} raises RuntimeError", found[name], "it returned a value")
+        yield that(f"elapsed_time of an event {what} is refused", found[name], "it returned a value")
     yield that(
         f"{STREAMS} streams end their work while another stream is busy",
         found["overtaken"] == STREAMS,
@@ -189,7 +198,7 @@ def clock_errors(bench: Bench) -> list[float]:
     timeline.begin()
     stream = bench.cuda.current_stream(bench.device)
     seen, records = [], []
-    for index in range(_MARKS):
+    for index in range(MARKS):
         before = _nanoseconds(bench.clock)
         mark = timeline.mark()
         mark.synchronize()
@@ -223,9 +232,9 @@ def copies(bench: Bench, staging: Staging) -> dict[str, Any]:
     sent, copied = staging.outwards(tensor)
     host = 1e3 * (bench.clock.now() - before)
     copied.synchronize()
-    right_out = bool((sent == 7.0).all())
+    right_out = is_filled(sent, 7.0)
 
-    source = staging.host_memory((_NUMBERS,), torch.float32).fill_(3.0)
+    source = staging.host_memory((_NUMBERS,), torch.float32).copy_(torch.full((_NUMBERS,), 3.0))
     kept, read = torch.zeros(_NUMBERS, device=bench.device), torch.zeros(_NUMBERS, device=bench.device)
     bench.delay(compute, DELAY)
     bench.copy(compute, tensor, kept)  # still reads the old content
@@ -239,8 +248,8 @@ def copies(bench: Bench, staging: Staging) -> dict[str, Any]:
     done.synchronize()
     return {
         "right_out": right_out,
-        "right_in": bool((read == 3.0).all()),
-        "right_kept": bool((kept == 7.0).all()),
+        "right_in": is_filled(read, 3.0),
+        "right_kept": is_filled(kept, 7.0),
         "host_milliseconds": host,
     }
 
@@ -259,6 +268,11 @@ def judge_copies(options: ReportOptions, answers: Answers) -> Iterator[Line]:
     )
 
 
+def is_filled(tensor: Tensor, value: float) -> bool:
+    """Whether a 1-D tensor has one value everywhere; waits for the device."""
+    return set(tensor.tolist()) == {value}
+
+
 def _nanoseconds(clock: Clock) -> int:
     return round(1e9 * clock.now())
 
@@ -266,7 +280,7 @@ def _nanoseconds(clock: Clock) -> int:
 def _refuses(call: Callable[[], object]) -> bool:
     try:
         call()
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return True
     return False
 

@@ -1,0 +1,209 @@
+"""The GPU report's measurements of streams and communicators, on the model of CUDA and NCCL.
+
+Every measurement passes its lines on the model as it is, and fails the right line on a model with a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from support.fake_nccl.cluster import Cluster, FakeRank
+from support.fake_nccl.communicators import FakeGroup, FakeWork
+from support.fake_nccl.cuda import FakeCuda
+from support.fake_nccl.device import DeviceModes, FakeEvent, FakeStream
+from support.fake_nccl.simulation import Deadlock, FakeClock
+from torch import Tensor
+from zbv_worker.measure.gpu_report import communicator, streams
+from zbv_worker.measure.gpu_report.check import Line, ReportOptions
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.transport.staging import Staging
+
+OPTIONS = ReportOptions(ModelSpec("zbv_worker.models.gpt:gpt"))
+QUERY = FakeEvent.query
+
+
+class ModelBench:
+    """A rank of the model as a bench."""
+
+    def __init__(self, here: FakeRank):
+        self.cuda: FakeCuda = here.cuda
+        self.clock: FakeClock = here.clock
+        self.device = here.torch_device
+
+    def delay(self, stream: Any, milliseconds: float) -> None:
+        """See :class:`streams.Bench`."""
+        stream.launch("delay", milliseconds / 1e3, lambda: None)
+
+    def fill(self, stream: Any, tensor: Tensor, value: float) -> None:
+        """See :class:`streams.Bench`."""
+        with self.cuda.stream(stream):
+            tensor.fill_(value)
+
+    def copy(self, stream: Any, source: Tensor, target: Tensor) -> None:
+        """See :class:`streams.Bench`."""
+        with self.cuda.stream(stream):
+            target.copy_(source)
+
+    def load_product(self) -> None:
+        """See :class:`streams.Bench`."""
+        self.cuda.current_stream().launch("a cold product", 1e-3, lambda: None)
+
+
+def failures(lines: Iterable[Line]) -> list[str]:
+    return [line.what for line in lines if line.verdict == "fail"]
+
+
+def on_one(measure: Callable[[FakeRank], Any], modes: DeviceModes = DeviceModes()) -> Any:
+    return Cluster(1, device=modes).run(measure)
+
+
+def events(modes: DeviceModes = DeviceModes()) -> list[str]:
+    answers = on_one(lambda here: streams.events(ModelBench(here)), modes)
+    return failures(streams.judge_events(OPTIONS, answers))
+
+
+def test_events_of_the_model_pass() -> None:
+    assert events(DeviceModes()) == []
+
+
+def test_streams_that_share_hardware_queues_are_found() -> None:
+    (line,) = events(DeviceModes(connections=4))
+    assert "while another stream is busy" in line
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "line"),
+    [
+        (FakeStream, "wait_event", lambda self, event: None, "a stream that waits for an event"),
+        (
+            FakeEvent,
+            "query",
+            lambda self: self.recording is not None and QUERY(self),
+            "query() of an event that was never",
+        ),
+        (FakeEvent, "elapsed_time", lambda self, later: streams.DELAY, "before it has passed"),
+    ],
+)
+def test_faults_of_events_are_found(
+    owner: type, name: str, fault: Any, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    assert any(line in found for found in events(DeviceModes()))
+
+
+def clock_errors(cuda_is_early: float = 0.0) -> list[str]:
+    def measure(here: FakeRank) -> list[float]:
+        bench = ModelBench(here)
+        if cuda_is_early:
+            bench.clock = LateClock(cuda_is_early)
+        return streams.clock_errors(bench)
+
+    return failures(streams.judge_clock(OPTIONS, on_one(measure)))
+
+
+class LateClock(FakeClock):
+    """A clock that jumps before the timeline reads it to pair it with an event."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._reads = 0
+
+    def now(self) -> float:
+        """See :class:`FakeClock`."""
+        self._reads += 1
+        last = 2 * streams.MARKS + 1
+        return super().now() + (self._seconds if self._reads >= last else 0.0)
+
+
+def test_marks_lie_where_the_host_saw_them() -> None:
+    assert clock_errors() == []
+
+
+def test_a_clock_that_is_paired_late_is_found() -> None:
+    (line,) = clock_errors(cuda_is_early=1e-3)
+    assert "marks on the host's clock" in line
+
+
+def copies() -> list[str]:
+    def measure(here: FakeRank) -> dict[str, Any]:
+        return streams.copies(ModelBench(here), Staging(here.torch_device, here.cuda))
+
+    return failures(streams.judge_copies(OPTIONS, on_one(measure)))
+
+
+def test_copies_of_the_staging_pass() -> None:
+    assert copies() == []
+
+
+def test_a_copy_that_makes_the_host_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    outwards = Staging.outwards
+
+    def waiting(self: Staging, tensor: Tensor) -> Any:
+        found = outwards(self, tensor)
+        found[1].synchronize()
+        return found
+
+    monkeypatch.setattr(Staging, "outwards", waiting)
+    (line,) = copies()
+    assert "without waiting" in line
+
+
+def one_rank() -> list[str]:
+    def measure(here: FakeRank) -> dict[str, Any]:
+        return communicator.one_rank(here.nccl, ModelBench(here))
+
+    return failures(communicator.judge_one_rank(OPTIONS, on_one(measure)))
+
+
+def test_a_communicator_of_one_rank_passes() -> None:
+    assert one_rank() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "line"),
+    [
+        (
+            "wait",
+            lambda self: self._operation.stream.device.block_until_passed(self._end),
+            "the host goes on",
+        ),
+        ("is_completed", lambda self: True, "False while the operation waits"),
+    ],
+)
+def test_works_that_behave_otherwise_are_found(
+    name: str, fault: Any, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeWork, name, fault)
+    assert any(line in found for found in one_rank())
+
+
+def test_an_abort_that_waits_for_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abort(self: FakeGroup) -> None:
+        self._device.block_until_passed(self._device.current.record())
+
+    monkeypatch.setattr(FakeGroup, "abort", abort)
+    (line,) = one_rank()
+    assert "abort() while an operation cannot run" in line
+
+
+def receives(modes: DeviceModes, **more: Any) -> list[str]:
+    def measure(here: FakeRank) -> dict[str, Any]:
+        return communicator.receives(here.nccl, here.control, ModelBench(here), timeout=100.0)
+
+    return failures(communicator.judge_receives(OPTIONS, Cluster(2, device=modes, **more).run(measure)))
+
+
+def test_waiting_receives_stop_nothing_on_a_device_with_enough_queues() -> None:
+    assert receives(DeviceModes(connections=32)) == []
+
+
+def test_too_few_kernels_at_once_are_found() -> None:
+    too_few = DeviceModes(kernel_slots=communicator.KERNELS - 1)
+    assert any("the last of" in line for line in receives(too_few, deadlines_pass=True))
+
+
+def test_a_product_that_waits_for_receives_hangs_until_the_check_is_ended() -> None:
+    with pytest.raises(Deadlock, match="the first launch of a cold product waits"):
+        receives(DeviceModes(lazy_loading=True))

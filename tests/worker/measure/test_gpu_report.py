@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import ROOT
 from zbv_solver.plans.orders import Action
 from zbv_solver.problem.placement import Placement
 from zbv_solver.verify.verifier import verify_orders
@@ -32,6 +33,7 @@ from zbv_worker.measure.gpu_report.check import (
 from zbv_worker.measure.gpu_report.checks import CHECKS
 from zbv_worker.measure.gpu_report.facts import lacking_fields, relevant_environment
 from zbv_worker.measure.gpu_report.gpu_report import run_check
+from zbv_worker.measure.gpu_report.page import UNPROVED_PAGE
 from zbv_worker.measure.gpu_report.rank import host_waits, v_orders
 from zbv_worker.measure.profile.profile import LinkProfile
 from zbv_worker.measure.ranks import equal_stages
@@ -330,3 +332,10 @@ def test_absent_fields_and_the_variables_that_matter_are_found() -> None:
     ]
     environment = {"HOME": "/", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0"}
     assert relevant_environment(environment) == {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO"}
+
+
+def test_the_page_of_what_is_unproved_names_every_check_and_no_other() -> None:
+    text = (ROOT / UNPROVED_PAGE).read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*\| (`[^|]*`)[^|]* \|$|^(`[^`]*`) checks", text, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", "".join(row))}
+    assert named == set(CHECKS)

@@ -22,6 +22,7 @@ from zbv_worker.transport.staging import Staging
 
 OPTIONS = ReportOptions(ModelSpec("zbv_worker.models.gpt:gpt"))
 QUERY = FakeEvent.query
+PLAIN = DeviceModes()
 
 
 class ModelBench:
@@ -55,17 +56,17 @@ def failures(lines: Iterable[Line]) -> list[str]:
     return [line.what for line in lines if line.verdict == "fail"]
 
 
-def on_one(measure: Callable[[FakeRank], Any], modes: DeviceModes = DeviceModes()) -> Any:
+def on_one(measure: Callable[[FakeRank], Any], modes: DeviceModes = PLAIN) -> Any:
     return Cluster(1, device=modes).run(measure)
 
 
-def events(modes: DeviceModes = DeviceModes()) -> list[str]:
+def events(modes: DeviceModes = PLAIN) -> list[str]:
     answers = on_one(lambda here: streams.events(ModelBench(here)), modes)
     return failures(streams.judge_events(OPTIONS, answers))
 
 
 def test_events_of_the_model_pass() -> None:
-    assert events(DeviceModes()) == []
+    assert events() == []
 
 
 def test_streams_that_share_hardware_queues_are_found() -> None:
@@ -90,7 +91,7 @@ def test_faults_of_events_are_found(
     owner: type, name: str, fault: Any, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
-    assert any(line in found for found in events(DeviceModes()))
+    assert any(line in found for found in events())
 
 
 def clock_errors(cuda_is_early: float = 0.0) -> list[str]:

@@ -1,6 +1,6 @@
 """Runs the checks of a GPU report, one after another, and collects their lines.
 
-Every check runs in processes of its own with a time limit, so that a kernel that hangs, or a process that
+Every check has its own processes and a time limit, so that a kernel that hangs, or a process that
 crashes, fails one check and not the report.
 """
 

@@ -15,6 +15,7 @@ from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.model.checks import build_stage
 from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.program import Program
 from zbv_worker.stage.stage import Stage
 
 MEMORY_TOLERANCE = 0.05
@@ -35,7 +36,9 @@ def measure_memory(place: Place, precision: Precision) -> Any:
     model = place.options.model.build()
     input, target = (tensor.to(place.device) for tensor in model.microbatch(0, 0))
     found = []
-    for estimate, index in zip(estimate_stages(model, _STAGES, precision), range(_STAGES), strict=True):
+    for estimate, index in zip(
+        estimate_stages(model, _STAGES, Program(precision)), range(_STAGES), strict=True
+    ):
         is_last = index == _STAGES - 1
         module = build_stage(model, index, _STAGES, place.device)
         stage = Stage(index, _STAGES, module, 1, model.loss if is_last else None, AUTOCAST[precision])

@@ -32,7 +32,7 @@ from zbv_worker.measure.profile.rank import RankProfiler
 from zbv_worker.measure.ranks import connected
 from zbv_worker.model.checks import build_stage
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.stage.precision import Precision
+from zbv_worker.stage.program import Program
 from zbv_worker.stage.stage import Stage
 from zbv_worker.tracing.merged_trace import RankTrace
 from zbv_worker.transport.channels import Transport, key_of
@@ -41,8 +41,12 @@ from zbv_worker.transport.world import Backend
 Gradients = dict[str, Tensor]
 Numbers = Literal["float32", "tf32", "bfloat16"]
 
-PRECISIONS: dict[Numbers, Precision] = {"float32": "float32", "tf32": "float32", "bfloat16": "bfloat16"}
-"""The precision of a run by the numbers that matrix products use; tf32 is a setting of torch."""
+PROGRAMS: dict[Numbers, Program] = {
+    "float32": Program(),
+    "tf32": Program(),
+    "bfloat16": Program(precision="bfloat16"),
+}
+"""The program by the numbers that matrix products use; tf32 is a setting of torch."""
 
 
 def v_orders(problem: Problem) -> Orders:
@@ -124,13 +128,14 @@ def profile_options(place: Place, backend: Backend, numbers: Numbers) -> Profile
         options.microbatches,
         repeats=options.repeats,
         backend=backend,
+        program=PROGRAMS[numbers],
         timeout=options.timeout,
     )
 
 
 def use_tf32(on: bool) -> None:
     """Let matrix products of float32 tensors use TF32, or not."""
-    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if on else "ieee"
 
 
 def _planned(problem: Problem, ranks: list[RankProfile], transport: Transport, timeout: float) -> Planned:
@@ -177,7 +182,7 @@ class Trained:
         plan = RankPlan.of("gpu-report", problem, orders, transport.rank)
         transport.open([key_of(channel) for channel in channels(problem, orders)], self._timeout)
         self._stages: Mapping[int, Stage] = build_stages(
-            self._model, plan, place.device, precision=PRECISIONS[numbers]
+            self._model, plan, place.device, program=PROGRAMS[numbers]
         )
         self._modules = [stage.module for stage in self._stages.values()]
         self._executor = Executor(

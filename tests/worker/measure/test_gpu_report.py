@@ -34,7 +34,7 @@ from zbv_worker.measure.gpu_report.checks import CHECKS
 from zbv_worker.measure.gpu_report.facts import lacking_fields, relevant_environment
 from zbv_worker.measure.gpu_report.gpu_report import run_check
 from zbv_worker.measure.gpu_report.page import UNPROVED_PAGE
-from zbv_worker.measure.gpu_report.rank import host_waits, v_orders
+from zbv_worker.measure.gpu_report.rank import host_waits, relative_error, v_orders
 from zbv_worker.measure.profile.profile import LinkProfile
 from zbv_worker.measure.ranks import equal_stages
 from zbv_worker.model.spec import ModelSpec
@@ -339,3 +339,79 @@ def test_the_page_of_what_is_unproved_names_every_check_and_no_other() -> None:
     rows = re.findall(r"^\|.*\| (`[^|]*`)[^|]* \|$|^(`[^`]*`) checks", text, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", "".join(row))}
     assert named == set(CHECKS)
+
+
+def answer_of(rank: int = 0, **changed: Any) -> dict[str, Any]:
+    """A rank's answer of a pipeline check: 10 ms planned, one step in 10 ms."""
+    spread = {"median": 1.0, "p90": 1.0}
+    stage = {
+        "stage": rank,
+        "forward": spread,
+        "backward_input": {"median": 0.5, "p90": 1.0},
+        "backward_weight": {"median": 0.6, "p90": 1.0},
+        "backward": spread,
+        "held_after_forward": 0,
+        "held_after_input": 0,
+    }
+    link = {"sender": 0, "receiver": 1, "samples": [], "latency": 1e-5, "bandwidth": 1e9}
+    steps = [StepResult(0, {}, (Record(Action(0, "W", 0), 0, 0, end * 1000 * US),)) for end in (10, 20, 30)]
+    return {
+        "backend": "nccl",
+        "profile": {"rank": rank, "stages": [stage], "static": {}, "p2p": {}, "links": [link]},
+        "trace": RankTrace.of("plan", rank, steps).document(),
+        "planned_seconds": 0.01,
+        "planned_bytes": 1000.0,
+        "passed_bytes": 100,
+        "held_bytes": 1100,
+        "relative_error": 1e-6,
+        "host_waits": [],
+        "lack": None,
+        **changed,
+    }
+
+
+@pytest.mark.parametrize(
+    ("judge", "wrong", "line"),
+    [
+        (pipeline.judge_gradients, {"relative_error": 2e-3}, "gradients of 2 ranks over nccl"),
+        (pipeline.judge_gradients, {"relative_error": float("nan")}, "gradients of 2 ranks over nccl"),
+        (pipeline.judge_gradients, {"held_bytes": 1200}, "rank 1: memory"),
+        (pipeline.judge_gradients, {"host_waits": ["item (loss.py:3)"]}, "make the host wait"),
+        (pipeline.judge_costs, {"held_bytes": 1200}, "rank 1: memory"),
+    ],
+)
+def test_a_wrong_rank_fails_its_line_of_the_pipeline(judge: Any, wrong: dict[str, Any], line: str) -> None:
+    options = replace(SMALL, device="cuda")
+    right = answer_of(0)
+    assert {each.verdict for each in judge(options, [right, answer_of(1)])} == {"pass"}
+    (found,) = (each for each in judge(options, [right, answer_of(1, **wrong)]) if each.verdict == "fail")
+    assert line in found.what
+
+
+def test_a_step_longer_than_planned_fails() -> None:
+    lines = pipeline.judge_costs(replace(SMALL, device="cuda"), [answer_of(planned_seconds=0.009)])
+    (found,) = (each.what for each in lines if each.verdict == "fail")
+    assert found == "measured step divided by the plan's span"
+
+
+def test_without_a_planner_step_and_memory_are_not_judged() -> None:
+    unplanned = answer_of(planned_seconds=None, lack="the planner needs numba")
+    lines = [*pipeline.judge_costs(replace(SMALL, device="cuda"), [unplanned])]
+    assert [each.reason for each in lines if each.verdict == "not run"] == ["the planner needs numba"] * 2
+    assert not any(each.verdict == "fail" for each in lines)
+
+
+def test_gradients_that_are_not_numbers_are_wrong() -> None:
+    right = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+    assert relative_error(right, right) == 0
+    assert relative_error({**right, "b": torch.tensor([1.0, float("nan")])}, right) == float("inf")
+
+
+def test_an_expensive_split_fails_on_a_gpu_and_is_only_shown_on_a_cpu() -> None:
+    expensive = answer_of()
+    expensive["profile"]["stages"][0]["backward_weight"] = {"median": 0.8, "p90": 1.0}
+    found = {
+        device: next(iter(pipeline.judge_costs(replace(SMALL, device=device), [expensive]))).verdict
+        for device in ("cuda", "cpu")
+    }
+    assert found == {"cuda": "fail", "cpu": "pass"}

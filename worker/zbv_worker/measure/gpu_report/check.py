@@ -6,6 +6,7 @@ gets the answers by rank and yields the lines of the report; it needs no GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -211,6 +212,12 @@ def at_most(what: str, value: float, limit: float, unit: str = "", *, digits: in
     if value <= limit:
         return passed(what, shown, f"at most {bound}")
     return failed(what, f"found {shown}; must be at most {bound}", shown, f"at most {bound}")
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value, 0 of none; infinite if one is not a number, which ``max`` would ignore."""
+    found = [*values]
+    return math.inf if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
 def informative(what: str, measured: str) -> Line:

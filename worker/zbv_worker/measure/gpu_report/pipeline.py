@@ -14,6 +14,7 @@ from zbv_worker.measure.gpu_report.check import (
     ReportOptions,
     at_most,
     informative,
+    largest,
     not_run,
     that,
 )
@@ -60,7 +61,7 @@ def judge_gradients(options: ReportOptions, answers: Answers) -> Iterator[Line]:
     """Gradients, memory, waits of the host, links and overlap of ranks that transfer tensors."""
     yield at_most(
         f"gradients of {len(answers)} ranks over {answers[0]['backend']} against one process: relative error",
-        max(answer["relative_error"] for answer in answers),
+        largest(answer["relative_error"] for answer in answers),
         GRADIENT_TOLERANCE,
     )
     yield from _memory(answers)
@@ -104,11 +105,12 @@ def _step(options: ReportOptions, answers: Answers) -> Line:
 
 def _memory(answers: Answers) -> Iterator[Line]:
     for rank, answer in enumerate(answers):
-        what = f"rank {rank}: memory of a step divided by the plan's account"
+        what = f"rank {rank}: memory of a step divided by the plan's account and all tensors passed on"
         if answer["lack"] is not None:
             yield not_run(what, answer["lack"])
         else:
-            yield at_most(what, answer["held_bytes"] / answer["planned_bytes"], MEMORY_LIMIT)
+            account = answer["planned_bytes"] + answer["passed_bytes"]
+            yield at_most(what, answer["held_bytes"] / account, MEMORY_LIMIT)
 
 
 def _host_waits(answers: Answers) -> Line:

@@ -19,7 +19,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.measure.gpu_report.check import Place
+from zbv_worker.measure.gpu_report.check import Place, largest
 from zbv_worker.measure.live_bytes import watching
 from zbv_worker.measure.profile.profile import (
     ProfileOptions,
@@ -179,7 +179,7 @@ class Trained:
         self._numbers = numbers
         self._timeout = place.options.timeout
         self._model = place.options.model.build()
-        plan = RankPlan.of("gpu-report", problem, orders, transport.rank)
+        self._plan = plan = RankPlan.of("gpu-report", problem, orders, transport.rank)
         transport.open([key_of(channel) for channel in channels(problem, orders)], self._timeout)
         self._stages: Mapping[int, Stage] = build_stages(
             self._model, plan, place.device, program=PROGRAMS[numbers]
@@ -191,7 +191,7 @@ class Trained:
 
     def measure(self) -> dict[str, Any]:
         """Measure steps, gradients, memory and waits of the host; returns JSON."""
-        self._step()  # exchanges shapes and creates gradients
+        passed = self._passed_bytes()
         # One step after the other, without a barrier, as in training.
         results = [self._executor.step(0) for _ in range(1 + self._place.options.steps)]
         trace = RankTrace.of("gpu-report", self._transport.rank, results)
@@ -199,12 +199,34 @@ class Trained:
             "trace": trace.document(),
             "relative_error": self._relative_error(),
             "held_bytes": self._held_bytes(),
+            "passed_bytes": passed,
             "host_waits": self._host_waits(),
         }
 
     def _step(self) -> None:
         self._transport.barrier(self._timeout)
         self._executor.step(0)
+
+    def _passed_bytes(self) -> int:
+        """Run a first step, which creates gradients; returns the bytes of all tensors that stages pass on.
+
+        No plan accounts for them, because how long one waits depends on the stage that needs it.
+        """
+        sizes: dict[int, int] = {}
+        last = self._plan.placement.n_stages - 1
+
+        def noting(index: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+            def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+                gradient = inputs[0].nbytes if index > 0 else 0
+                sizes[index] = gradient + (output.nbytes if index < last else 0)
+
+            return note
+
+        hooks = [stage.module.register_forward_hook(noting(index)) for index, stage in self._stages.items()]
+        self._step()
+        for hook in hooks:
+            hook.remove()
+        return self._plan.microbatches * sum(sizes.values())
 
     def _relative_error(self) -> float | None:
         """The error of the gradients against one process; for float32 only, which has a known precision."""
@@ -256,7 +278,7 @@ def _error_of_all(mine: Gradients, reference: Gradients, transport: Transport, t
     own = {name: reference[name] for name in mine if name in reference}
     gathered = transport.gather([sorted(mine), relative_error(mine, own)], timeout)
     names = {name for found, _ in gathered for name in found}
-    return max(error for _, error in gathered) if names == reference.keys() else float("inf")
+    return largest(error for _, error in gathered) if names == reference.keys() else float("inf")
 
 
 def reference_gradients(model: PipelineModel, microbatches: int, device: torch.device) -> Gradients:
@@ -277,7 +299,7 @@ def relative_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor])
         float((found[name] - right).norm() / right.norm().clamp_min(1e-12))
         for name, right in reference.items()
     )
-    return max(errors, default=0.0)
+    return largest(errors)
 
 
 def _gradients(modules: Iterable[nn.Module]) -> Gradients:

@@ -20,6 +20,7 @@ from zbv_worker.measure.gpu_report.check import (
     ReportOptions,
     at_most,
     informative,
+    largest,
     that,
 )
 from zbv_worker.transport.staging import Staging
@@ -214,7 +215,9 @@ def clock_errors(bench: Bench) -> list[float]:
 def judge_clock(options: ReportOptions, answers: Answers) -> Iterator[Line]:
     """The lines of :func:`measure_clock`."""
     (found,) = answers
-    yield at_most(f"largest error of {len(found)} marks on the host's clock", max(found), CLOCK_LIMIT, "us")
+    yield at_most(
+        f"largest error of {len(found)} marks on the host's clock", largest(found), CLOCK_LIMIT, "us"
+    )
 
 
 def measure_copies(place: Place) -> Any:

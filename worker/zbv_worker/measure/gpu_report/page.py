@@ -18,8 +18,12 @@ UNPROVED_PAGE = "docs/without-a-gpu.md"
 
 _STYLE = "export/report/static/zbv.css"
 _OWN_STYLE = """
-td { white-space: normal; overflow-wrap: anywhere; }
-td.what { width: 36%; }
+.results { table-layout: fixed; min-width: 720px; }
+th, td { white-space: normal; overflow-wrap: anywhere; }
+.results th:nth-child(1) { width: 8%; }
+.results th:nth-child(2) { width: 34%; }
+.results th:nth-child(n + 3) { width: 17%; }
+.results th:nth-child(5) { width: 24%; }
 .pass { color: var(--good); font-weight: 600; }
 .fail { color: var(--bad); font-weight: 600; }
 .not-run { color: var(--muted); }
@@ -71,7 +75,7 @@ def _cards(report: Report) -> str:
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    return _section("Machine", "", _table(("fact", "value"), facts_of(facts), ("", "left")))
+    return _section("Machine", "", _table("machine", ("fact", "value"), facts_of(facts), ("", "left")))
 
 
 def facts_of(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -93,7 +97,7 @@ def _panel(outcome: Checked) -> str:
     )
     said = f'<p class="muted">{escape(check.proves)}</p>{remedy}'
     heads = ("verdict", "line", "measured", "limit", "reason")
-    table = _table(heads, rows, ("verdict", "left what", "left", "left", "left"))
+    table = _table("results", heads, rows, ("verdict", "left", "left", "left", "left"))
     return _section(f"{check.title} ({check.name}, {outcome.seconds:.0f} s)", said, table)
 
 
@@ -102,13 +106,13 @@ def _section(title: str, said: str, table: str) -> str:
     return f'<section class="panel"><h2>{title}</h2>{said}<div class="scroll">{table}</div></section>'
 
 
-def _table(heads: Iterable[str], rows: Iterable[tuple[str, ...]], kinds: tuple[str, ...]) -> str:
-    head = "".join(f'<th class="left">{escape(name)}</th>' for name in heads)
+def _table(name: str, heads: Iterable[str], rows: Iterable[tuple[str, ...]], kinds: tuple[str, ...]) -> str:
+    heading = "".join(f'<th class="left">{escape(head)}</th>' for head in heads)
     body = "".join(
         "<tr>{}</tr>".format("".join(_cell(text, kind) for text, kind in zip(row, kinds, strict=True)))
         for row in rows
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<table class="{name}"><thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _cell(text: str, kind: str) -> str:

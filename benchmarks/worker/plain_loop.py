@@ -17,7 +17,8 @@ from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.channels import ChannelKey
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.sends import SendWork
 
 from benchmarks.worker.torch_schedules import StepData
@@ -98,11 +99,13 @@ class BareLoop(PlainLoop):
         model: PipelineModel,
         plan: RankPlan,
         data: StepData,
-        transport: DistributedTransport,
+        transport: ConnectedTransport,
         tensor: Tensor,
         look_ahead: int = DEFAULT_LOOK_AHEAD,
     ):
         super().__init__(model, plan, data)
+        if not isinstance(transport, GlooTransport):
+            raise TypeError("bare transfers are measured over gloo")
         self._tensor = tensor
         self._look_ahead = look_ahead
         program = lower(plan)

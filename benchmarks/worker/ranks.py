@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from zbv_worker.measure.ranks import connected, measure_on_ranks
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.control import ConnectedTransport
 from zbv_worker.transport.world import World
 
 MEETING_SECONDS = 120.0
@@ -39,6 +39,6 @@ def on_ranks(name: str, request: Mapping[str, Any], ranks: int) -> list[Any]:
     return measure_on_ranks(["benchmarks.worker.rank", name], request, ranks, _LONGEST_SECONDS)
 
 
-def meeting(world: World) -> AbstractContextManager[DistributedTransport]:
+def meeting(world: World) -> AbstractContextManager[ConnectedTransport]:
     """A gloo transport between the ranks. It closes only after all ranks have received everything."""
     return connected(world, "gloo", torch.device("cpu"), MEETING_SECONDS)

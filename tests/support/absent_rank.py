@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 
 
 def main(what: str, late: int, folder: Path) -> None:
     world = World.from_environment()
     replicas = world.world_size if what == "replicas" else 1
-    transport = DistributedTransport(world, "gloo", torch.device("cpu"), 60.0, replicas)
+    transport = connect(world, "gloo", torch.device("cpu"), 60.0, replicas)
     files = {rank: folder / f"said-{rank}" for rank in range(world.world_size)}
     if world.rank == late:
         _wait_for(path for rank, path in files.items() if rank != late)

@@ -89,6 +89,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.milliseconds = 0.0
+        self.free_bytes = 2**30
         self.streams: list[FakeStream] = []
         self.events: list[FakeEvent] = []
         self.compute = self.Stream()
@@ -106,6 +107,9 @@ class FakeCuda:
 
     def stream(self, stream: FakeStream) -> AbstractContextManager[Any]:
         return _CopiesLater(stream)
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        return self.free_bytes, 2**30
 
     def advance(self) -> bool:
         """One piece of work on every stream that can go on; whether there was any."""

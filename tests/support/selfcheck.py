@@ -32,7 +32,7 @@ from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.training.options import Runtime
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 
 from support.thread_transport import ThreadHub
@@ -248,7 +248,7 @@ def main(folder: Path, timeout: float, runtime: Runtime = "zbv") -> None:
     """Run every ``*.plan.json`` of a folder as one rank; writes ``NAME.RANK.pt`` next to each."""
     torch.set_num_threads(1)
     world = World.from_environment()
-    transport = DistributedTransport(world, "gloo", _CPU, timeout)
+    transport = connect(world, "gloo", _CPU, timeout)
     for path in sorted(folder.glob("*.plan.json")):
         if runtime == "torch":
             whole = PlanSource(file=path).whole(timeout)

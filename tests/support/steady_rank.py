@@ -12,7 +12,9 @@ from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import key_of
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.connect import connect
+from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.world import World
 
 from support.plans import unit_problem
@@ -23,7 +25,8 @@ TIMEOUT = 60.0
 CPU = torch.device("cpu")
 
 
-def allocated(transport: DistributedTransport) -> int:
+def allocated(transport: ConnectedTransport) -> int:
+    assert isinstance(transport, GlooTransport)
     pools = transport._buffers._pools.values()
     return sum(buffer.tensor.nbytes for pool in pools for buffer in pool)
 
@@ -31,7 +34,7 @@ def allocated(transport: DistributedTransport) -> int:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = World.from_environment()
-    transport = DistributedTransport(world, "gloo", CPU, TIMEOUT)
+    transport = connect(world, "gloo", CPU, TIMEOUT)
     problem = unit_problem(world.world_size, 6)
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(5), 0.3), world.rank)
     transport.open([key_of(channel) for channel in plan.channels], TIMEOUT)

@@ -7,23 +7,18 @@ from datetime import timedelta
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
-from zbv_worker.transport.receives import HostReceive, StagedReceive, StreamReceive
+from zbv_worker.transport.receives import HostReceive, StagedReceive
 from zbv_worker.transport.staging import Staging
 
 CPU = torch.device("cpu")
 
 
 class FakeWork:
-    """Is complete from the query after the first ``after``; records the timeouts of its waits."""
+    """Records the timeouts of its waits."""
 
-    def __init__(self, after: int = 0, failure: str | None = None):
-        self._after = after
+    def __init__(self, failure: str | None = None):
         self._failure = failure
         self.waits: list[float | None] = []
-
-    def is_completed(self) -> bool:
-        self._after -= 1
-        return self._after < 0
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.waits.append(None if timeout is None else timeout.total_seconds())
@@ -50,23 +45,6 @@ def test_on_the_cpu_both_methods_wait_for_the_tensor() -> None:
 def test_torchs_errors_are_classified(text: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="receive: "):
         HostReceive(FakeWork(failure=text), torch.zeros(1)).wait(7)
-    with pytest.raises(kind, match="receive: "):
-        StreamReceive(FakeWork(failure=text), torch.zeros(1)).on_stream(7)
-
-
-def test_an_nccl_receive_only_orders_the_stream() -> None:
-    """With a timeout, NCCL would block the host and then end the process."""
-    work, buffer = FakeWork(after=10**9), torch.zeros(1)
-    assert StreamReceive(work, buffer).on_stream(7) is buffer
-    assert work.waits == [None]
-
-
-def test_the_host_can_wait_for_an_nccl_receive() -> None:
-    work, buffer = FakeWork(after=3), torch.zeros(1)
-    assert StreamReceive(work, buffer).wait(7) is buffer
-    assert work.waits == [None]
-    with pytest.raises(TimeoutError, match="nothing arrived"):
-        StreamReceive(FakeWork(after=10**9), buffer).wait(0.01)
 
 
 def test_a_staged_copy_waits_for_the_last_reader_of_its_buffer() -> None:

@@ -1,4 +1,4 @@
-"""The sending ends of channels: lifetime of tensors, order, and errors."""
+"""The sending ends of gloo channels: lifetime of tensors, order, and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from support.fake_cuda import FakeCuda
 from torch import Tensor
 from zbv_worker.transport import sends
-from zbv_worker.transport.sends import PollSender, Sender, SendFailures, ThreadSender
+from zbv_worker.transport.sends import SendFailures, ThreadSender
 from zbv_worker.transport.staging import Staging
 
 CPU = torch.device("cpu")
@@ -28,15 +28,6 @@ class FakeWork:
         assert self.taken.wait(20)
         if self.failure is not None:
             raise self.failure
-
-    def is_completed(self) -> bool:
-        return self.taken.is_set()
-
-    def is_success(self) -> bool:
-        return self.failure is None
-
-    def exception(self) -> object:
-        return self.failure
 
 
 class FakeWire:
@@ -64,19 +55,9 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-SENDERS: list[Callable[[FakeWire, SendFailures], Sender]] = [
-    lambda wire, failures: ThreadSender(3, wire, failures),
-    lambda wire, failures: PollSender(3, wire, failures),
-]
-either = pytest.mark.parametrize("make", SENDERS, ids=["thread", "poll"])
-
-
-@either
-def test_a_tensor_is_kept_alive_until_received_and_no_longer(
-    make: Callable[[FakeWire, SendFailures], Sender],
-) -> None:
+def test_a_tensor_is_kept_alive_until_received_and_no_longer() -> None:
     wire = FakeWire()
-    sender = make(wire, SendFailures())
+    sender = ThreadSender(3, wire, SendFailures())
     tensors = [torch.full((2,), float(j)) for j in range(2)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     while tensors:
@@ -84,7 +65,6 @@ def test_a_tensor_is_kept_alive_until_received_and_no_longer(
     wire.works[0].taken.set()
 
     def gone(index: int) -> bool:
-        sender.look()
         return alive[index]() is None
 
     assert eventually(lambda: gone(0))
@@ -113,12 +93,9 @@ def test_large_tensors_are_released_at_once_and_a_flush_does_not_wait_for_a_poll
     sender.close()
 
 
-@either
-def test_sent_tensors_are_contiguous_and_have_no_graph(
-    make: Callable[[FakeWire, SendFailures], Sender],
-) -> None:
+def test_sent_tensors_are_contiguous_and_have_no_graph() -> None:
     wire = FakeWire()
-    sender = make(wire, SendFailures())
+    sender = ThreadSender(3, wire, SendFailures())
     sender.send(torch.arange(6.0, requires_grad=True).reshape(2, 3).t(), "0F0")
     assert wire.contents == [[[0, 3], [1, 4], [2, 5]]]
     assert wire.plain == [True]
@@ -126,12 +103,9 @@ def test_sent_tensors_are_contiguous_and_have_no_graph(
     sender.close()
 
 
-@either
-def test_a_flush_names_tensors_that_the_peer_did_not_receive(
-    make: Callable[[FakeWire, SendFailures], Sender],
-) -> None:
+def test_a_flush_names_tensors_that_the_peer_did_not_receive() -> None:
     wire = FakeWire()
-    sender = make(wire, SendFailures())
+    sender = ThreadSender(3, wire, SendFailures())
     sender.send(torch.zeros(1), "0F7")
     with pytest.raises(TimeoutError, match="rank 3 did not take 0F7"):
         sender.flush(time.monotonic() + 0.05)
@@ -139,18 +113,14 @@ def test_a_flush_names_tensors_that_the_peer_did_not_receive(
     sender.close()
 
 
-@either
-def test_a_send_that_fails_later_is_found_by_the_next_check(
-    make: Callable[[FakeWire, SendFailures], Sender],
-) -> None:
+def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
     wire, failures = FakeWire(), SendFailures()
-    sender = make(wire, failures)
+    sender = ThreadSender(3, wire, failures)
     sender.send(torch.zeros(1), "0F7")
     wire.works[0].failure = RuntimeError("Connection reset by peer\nException raised from …")
     wire.works[0].taken.set()
 
     def noticed() -> bool:
-        sender.look()
         return failures.first is not None
 
     assert eventually(noticed)
@@ -161,11 +131,10 @@ def test_a_send_that_fails_later_is_found_by_the_next_check(
     sender.close()
 
 
-@either
-def test_a_send_that_cannot_start_raises_an_error(make: Callable[[FakeWire, SendFailures], Sender]) -> None:
+def test_a_send_that_cannot_start_raises_an_error() -> None:
     wire = FakeWire()
     wire.broken = True
-    sender = make(wire, SendFailures())
+    sender = ThreadSender(3, wire, SendFailures())
     with pytest.raises(ConnectionError, match="sending 0F7 to rank 3: Connection closed by peer"):
         sender.send(torch.zeros(1), "0F7")
     sender.close()

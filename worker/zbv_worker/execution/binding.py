@@ -18,6 +18,7 @@ from torch import Tensor
 from zbv_solver.plans.channels import Transfer
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import Instruction, Local, Remote
 from zbv_worker.execution.timeline import Patience
 from zbv_worker.execution.wait_errors import not_received, send_failed
@@ -112,6 +113,7 @@ class Binding:
     outboxes: Mapping[ChannelKey, Outbox]
     specs: dict[int, TensorSpec]
     device: torch.device
+    progress: CurrentProgress
 
     def of_step(self, program: Iterable[Instruction]) -> tuple[Bound, ...]:
         """Bind instructions for a training step."""
@@ -134,14 +136,17 @@ class Binding:
         return self._load(instruction.action.microbatch) if instruction.action.letter == "F" else None
 
     def _receive(self, instruction: Instruction, source: Remote) -> Take:
-        inbox, rank = self.inboxes[source.channel], self.rank
-        index = inbox.index(source.transfer)
+        inbox, rank, progress = self.inboxes[source.channel], self.rank, self.progress
+        index, peer = inbox.index(source.transfer), instruction.peer
 
         def receive(state: WalkState) -> Tensor:
+            progress.waiting_for = peer
             try:
-                return inbox.take(index, state.patience.seconds)
+                tensor = inbox.take(index, state.patience.seconds)
             except (TimeoutError, ConnectionError) as error:
                 raise not_received(error, rank, instruction, state.patience) from error
+            progress.waiting_for = None
+            return tensor
 
         return receive
 
@@ -228,8 +233,8 @@ class Binding:
         def through_pinned_memory(tensor: Tensor) -> Tensor:
             if tensor.device.type != "cpu":
                 return tensor.to(device)
-            # A copy from pageable memory would block the host until the device reaches it. torch reuses pinned
-            # memory only after the copies queued from it.
+            # A copy from pageable memory would block the host until the device reaches it. torch reuses
+            # pinned memory only after the copies queued from it.
             return self.pinned(tensor).to(device, non_blocking=True)
 
         return through_pinned_memory if device.type == "cuda" else lambda tensor: tensor.to(device)

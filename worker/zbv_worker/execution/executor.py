@@ -1,9 +1,9 @@
 """Walks one rank's action list: waits for an action's input, runs it on its stage, passes its output on.
 
 The executor never decides what comes next; the plan does. It never waits for a send, so a rank waits only
-where the plan needs a tensor of another rank. On a GPU the host only queues work: it stays a few actions ahead
-of the device, across the ends of steps too, and learns a step's times and losses while it launches the next
-step (:mod:`zbv_worker.execution.timeline`).
+where the plan needs a tensor of another rank. On a GPU the host only queues work: it stays a few actions
+ahead of the device, across the ends of steps too, and learns a step's times and losses while it launches the
+next step (:mod:`zbv_worker.execution.timeline`).
 """
 
 from __future__ import annotations
@@ -108,22 +108,25 @@ class Launched:
         self._waits = waits
         self._read_losses = timeline.reading([*losses.values()])
         self._read_numbers: Callable[[], list[float]] = list
-        self._end: Record | None = None
+        self._end: list[Record] = []
         self._result: StepResult | None = None
 
     def end(self, numbers: Sequence[Tensor] = ()) -> None:
-        """Call once the step's update is launched; does not wait.
+        """Call once the step's update is launched; does not wait. A second call has no effect.
 
         Parameters
         ----------
         numbers
             Tensors of one number each, for :attr:`StepResult.numbers`.
         """
+        if self._end:
+            return
         self._read_numbers = self._timeline.reading(numbers)
         last = self._records[-1]
-        self._end = Record(last.action, last.end, last.end, self._timeline.mark())
+        end = Record(last.action, last.end, last.end, self._timeline.mark())
+        self._end = [end]
         if self._waits is not None:
-            self._waits.add_end(self._end.start, self._end.end)
+            self._waits.add_end(end.start, end.end)
 
     def result(self) -> StepResult:
         """Wait until the step, and its update if it has one, is complete; raises like :meth:`Executor.step`.
@@ -131,15 +134,12 @@ class Launched:
         On a GPU it must be called, or the next step launched, before the step after that is launched.
         """
         if self._result is None:
-            if self._end is None:
-                self.end()
+            self.end()
             bounds = [] if self._waits is None else self._waits.finish()
-            *records, end = self._timeline.resolved([*self._records, self._end], bounds)
+            *records, end = self._timeline.resolved([*self._records, *self._end], bounds)
             losses = dict(zip(self.losses, self._read_losses(), strict=True))
             seconds = (end.end - end.start) / 1e9
-            self._result = StepResult(
-                self.step, losses, tuple(records), seconds, tuple(self._read_numbers())
-            )
+            self._result = StepResult(self.step, losses, tuple(records), seconds, tuple(self._read_numbers()))
         return self._result
 
 
@@ -224,7 +224,9 @@ class Executor:
             CudaTimeline(device) if device.type == "cuda" else HostTimeline()
         )
         limit = self._timeline.run_ahead
-        self._queued = None if limit is None else Queued(limit, self._check_queued, self._timeline.clock)
+        self._queued = (
+            None if limit is None else Queued(limit, self._check_queued, self._timeline.clock, self._progress)
+        )
         mine, specs = plan.rank, dict[int, TensorSpec]()
         self._inboxes = {
             key_of(c): Inbox(transport, c, specs, options.look_ahead)
@@ -239,6 +241,7 @@ class Executor:
             outboxes={key_of(c): Outbox(transport, c) for c in plan.channels if c.sender == mine},
             specs=specs,
             device=device,
+            progress=self._progress,
         )
         self._program = self._binding.of_step(program)
         self._forwards = forwards(program)
@@ -269,6 +272,8 @@ class Executor:
     def launch(self, step: int) -> Launched:
         """Like :meth:`step`, but on a GPU do not wait for the end of the step, only of the step before."""
         before, self._before = self._before, None
+        if before is not None:
+            before.end()
         first = self._walks == 0
         state = WalkState(step, self._data.begin(step), self._first_patience if first else self._patience)
         for inbox in self._inboxes.values():

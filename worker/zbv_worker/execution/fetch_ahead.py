@@ -1,8 +1,8 @@
 """Fetches microbatches on a thread before the rank's list needs them, and pins them for copies to a GPU.
 
 The thread follows the list's order and stays a fixed number of microbatches ahead, across steps if that is
-allowed. An error surfaces at the action that needs the data. A model that uses the global random number
-generators cannot be fetched from a thread, because dropout draws from the same ones: so the first microbatch is
+allowed. An error surfaces at the action that needs the data. Data that uses the global random number
+generators cannot be fetched on a thread, because dropout draws from the same ones. So the first microbatch is
 fetched on the launching thread, and if that changes a generator, so are all others.
 """
 
@@ -201,9 +201,11 @@ def _observed(fetch: Fetch, step: int, index: int) -> tuple[tuple[Tensor, Tensor
 
 def _random_states() -> list[Any]:
     """The states of all global generators on the host, in comparable form."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else numpy.random.get_state()
-    return [torch.get_rng_state().numpy().tobytes(), random.getstate(), *map(str, of_numpy[2:]), *(of_numpy[1:2])]
+    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states += [name, keys.tobytes(), rest]
+    return states
 
 
 def _say(text: str) -> None:

@@ -12,10 +12,10 @@ a record   on the CPU                                  on a GPU
 ``end``    the action was complete                     the stream passed the action
 =========  ==========================================  ====================================================
 
-CUDA measures times between events, but not on the host's clock. The host knows a time before which the device
-had not passed an event: it had not queued it yet, or it asked and the device had not. One of a step's many
-events has passed soon after such a time: at once if the device is idle, within a poll if the host is ahead. So
-the latest bound of all gives the offset between the clocks.
+CUDA measures times between events, but not on the host's clock. For each event the host knows a time before
+which the device had not passed it: when the host queued it, or when it last polled it in vain. The device
+passes an event soon after it is queued if the device is idle, and soon after a vain poll if the host is
+ahead. So the latest of these bounds, over all events of a step, gives the offset between the clocks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from zbv_solver.plans.orders import Action
 
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.transport.torch_api import Clock, CudaApi, CudaEvent, HostClock, torch_cuda
 
@@ -211,10 +212,15 @@ class Queued:
         The most entries in the queue; :meth:`make_room` waits for the device until one more fits.
     check
         Raises an error if something else has failed; called while the host waits.
+    progress
+        Updated with the rank that the device waits for.
     """
 
-    def __init__(self, limit: int, check: Callable[[], None], clock: Clock):
+    def __init__(
+        self, limit: int, check: Callable[[], None], clock: Clock, progress: CurrentProgress | None = None
+    ):
         self._limit = limit
+        self._progress = progress or CurrentProgress()
         self._check = check
         self._clock = clock
         self._waiting: deque[tuple[QueuedWork, float]] = deque()
@@ -249,10 +255,13 @@ class Queued:
         now = since = self._clock.now()
         while not work.end.query():
             bound = now
+            peer = None if work.instruction is None else work.instruction.peer
+            self._progress.waiting_for = None if peer is None or work.start.query() else peer
             self._check()
             if now - since > work.patience.seconds:
                 raise Overdue(work, started=work.start.query())
             self._clock.pause(_POLL_SECONDS)
             now = self._clock.now()
+        self._progress.waiting_for = None
         self._waiting.popleft()
         self._bounds.setdefault(work.walk, []).append(bound)

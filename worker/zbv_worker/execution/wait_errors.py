@@ -40,14 +40,15 @@ def overdue(found: Overdue, rank: int) -> WorkerError:
     if instruction is None:
         return WorkerError(
             f"rank {rank}: its GPU did not complete the update after step {step} within "
-            f"{patience.seconds:g} s. A sum over ranks may wait for a rank that does not take part; check the "
-            f"other ranks. If it takes that long, raise {patience.option}."
+            f"{patience.seconds:g} s. A sum over ranks may wait for a rank that does not take part; check "
+            f"the other ranks. If it takes that long, raise {patience.option}."
         )
     if instruction.peer is not None and not found.started:
         return not_received(TimeoutError(), rank, instruction, patience)
     return WorkerError(
         f"rank {rank}: its GPU did not complete {instruction.action} within {patience.seconds:g} s. If it "
-        f"takes that long, raise {patience.option}; otherwise a kernel or a collective inside the stage hangs."
+        f"takes that long, raise {patience.option}; otherwise a kernel or a collective inside the stage "
+        f"hangs."
     )
 
 

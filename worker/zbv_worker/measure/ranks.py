@@ -21,7 +21,8 @@ from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import WorkerError, print_error
 from zbv_worker.host.cores import keep_freed_memory, pin_to_core
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.connect import connect
+from zbv_worker.transport.control import ConnectedTransport
 from zbv_worker.transport.world import Backend, World
 
 
@@ -84,15 +85,12 @@ def use_one_core(world: World) -> None:
 @contextmanager
 def connected(
     world: World, backend: Backend, device: torch.device, timeout: float
-) -> Iterator[DistributedTransport]:
+) -> Iterator[ConnectedTransport]:
     """A transport between the ranks, closed after all of them have received everything."""
-    transport = DistributedTransport(world, backend, device, timeout)
-    try:
+    with connect(world, backend, device, timeout) as transport:
         yield transport
         transport.flush(timeout)
         transport.barrier(timeout)
-    finally:
-        transport.close()
 
 
 def equal_stages(placement: Placement, microbatches: int) -> Problem:

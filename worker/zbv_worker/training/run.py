@@ -23,7 +23,8 @@ from zbv_worker.training.options import RunOptions, Setting
 from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.connect import connect
+from zbv_worker.transport.control import ConnectedTransport
 from zbv_worker.transport.rendezvous import refuse
 from zbv_worker.transport.world import Layout, World, select_device
 
@@ -50,18 +51,14 @@ def run(options: RunOptions, world: World, progress: CurrentProgress | None = No
         refuse(world.rank, world.world_size, str(error))
         raise
     with naming_errors(world.rank, "meeting the other ranks"):
-        transport = DistributedTransport(
-            world, options.backend, device, options.timeout, options.training.replicas
-        )
+        transport = connect(world, options.backend, device, options.timeout, options.training.replicas)
     if options.threads is None and device.type == "cpu":
         _share_cores(transport)
-    try:
+    with transport:
         reports = train(options, plans, model, transport, device, wholes, progress)
         with naming_errors(world.rank, "ending the run"):
             transport.flush(options.timeout)
             transport.barrier(options.timeout)  # no rank closes while a peer still receives
-    finally:
-        transport.close()
     if options.result_dir is not None:
         for report in reports:
             report.write(options.result_dir / report.plan_id if len(reports) > 1 else options.result_dir)
@@ -86,16 +83,16 @@ def _prepare(
     return device, plans, wholes, model
 
 
-def _share_cores(transport: DistributedTransport) -> None:
+def _share_cores(transport: ConnectedTransport) -> None:
     """Give this rank its share of the host's cores: threads that compete for cores slow each other down."""
     if "OMP_NUM_THREADS" in os.environ:
         return  # the user has decided
     in_container = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = threads_per_rank(transport.ranks_on_host, in_container)
+    threads = threads_per_rank(transport.control.ranks_on_host, in_container)
     torch.set_num_threads(threads)
     print(  # noqa: T201 - a rank's log
         f"rank {transport.rank}: {threads} compute thread{'s' if threads > 1 else ''} ({len(usable_cores())} "
-        f"cores, {transport.ranks_on_host} ranks on this host); --threads changes this",
+        f"cores, {transport.control.ranks_on_host} ranks on this host); --threads changes this",
         file=sys.stderr,
         flush=True,
     )

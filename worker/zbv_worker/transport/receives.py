@@ -1,12 +1,10 @@
-"""Posted receives of :mod:`zbv_worker.transport.distributed`, one class per path of the tensor.
+"""Posted receives of :mod:`zbv_worker.transport.gloo`, one class per path of the tensor.
 
 A write to a buffer must run after the work that was queued on the compute stream when the receive was posted.
-NCCL ensures that itself: its operations run after the stream that is current when they are issued.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -14,11 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zbv_worker.transport.cuda_api import CudaEvent
 from zbv_worker.transport.staging import Staging
+from zbv_worker.transport.torch_api import CudaEvent
 from zbv_worker.transport.torch_errors import classified
-
-_POLL_SECONDS = 0.00005
 
 
 @lru_cache(maxsize=16)
@@ -27,13 +23,10 @@ def _patience(seconds: float) -> timedelta:
 
 
 class ReceiveWork(Protocol):
-    """The part of torch's Work that receives use."""
+    """The part of gloo's Work that receives use."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """gloo: wait until it arrived. NCCL, without a timeout: make the current stream wait for it."""
-
-    def is_completed(self) -> bool:
-        """NCCL: whether it arrived. gloo reports that only after a wait."""
+        """Wait until it arrived."""
 
 
 # Not frozen: one is created per received tensor, and freezing doubles the cost of that.
@@ -53,31 +46,6 @@ class HostReceive:
         return self.buffer
 
     on_stream = wait
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class StreamReceive:
-    """NCCL into GPU memory."""
-
-    work: ReceiveWork
-    buffer: Tensor
-
-    def wait(self, timeout: float) -> Tensor:
-        """Wait on the host, without NCCL's own timeout, which would end the process."""
-        deadline = time.monotonic() + timeout
-        while not self.work.is_completed():
-            if time.monotonic() > deadline:
-                raise TimeoutError("nothing arrived")
-            time.sleep(_POLL_SECONDS)
-        return self.on_stream(timeout)
-
-    def on_stream(self, timeout: float) -> Tensor:
-        """Make the current stream wait for the tensor; the host does not wait, so nothing times out here."""
-        try:
-            self.work.wait()  # with a timeout it would block the host
-        except RuntimeError as error:
-            raise classified(error, "receive") from error
-        return self.buffer
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,9 +1,9 @@
-"""The sending ends of channels: start sends, keep their tensors alive until done, and report failures.
+"""The sending ends of gloo channels: start sends, keep their tensors alive until done, and report failures.
 
 A gloo send completes only once the peer has posted its receive, and reports completion only to a thread that
 waits for it. So each channel has a thread that waits for its sends in order and releases their tensors.
 Waking that thread costs the sender more than the rest of a small send, so it is woken only when enough memory
-can be released; small tensors wait for its next poll. NCCL sends can be polled without waiting.
+can be released; small tensors wait for its next poll.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -20,10 +19,9 @@ from typing import NamedTuple, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
-from zbv_worker.transport.cuda_api import CudaEvent
 from zbv_worker.transport.staging import Staging
+from zbv_worker.transport.torch_api import CudaEvent
 from zbv_worker.transport.torch_errors import classified
 
 _POLL_SECONDS = 0.0005
@@ -36,19 +34,10 @@ _TAG = 0
 
 
 class SendWork(Protocol):
-    """The part of torch's Work that sends use."""
+    """The part of gloo's Work that sends use."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """gloo: wait until the peer has the tensor."""
-
-    def is_completed(self) -> bool:
-        """NCCL: whether the peer has the tensor or the send failed."""
-
-    def is_success(self) -> bool:
-        """Whether a completed send succeeded."""
-
-    def exception(self) -> object:
-        """The error of a failed send."""
+        """Wait until the peer has the tensor."""
 
 
 class Wire(Protocol):
@@ -72,13 +61,11 @@ class GroupWire(NamedTuple):
     def of(cls, group: dist.ProcessGroup, peer: int) -> GroupWire:
         """The wire from a group to the global rank ``peer``.
 
-        For gloo it uses the group's backend, which has the same methods: a group's send goes through torch's
+        It uses the group's backend, which has the same methods: a group's send goes through torch's
         dispatcher, which takes as long as gloo's own part and only finds that backend.
         """
-        at = dist.get_group_rank(group, peer)
-        if dist.get_backend(group) == "gloo":
-            group = cast("dist.ProcessGroup", group._get_backend(torch.device("cpu")))
-        return cls(group, at)
+        backend = cast("dist.ProcessGroup", group._get_backend(torch.device("cpu")))
+        return cls(backend, dist.get_group_rank(group, peer))
 
     def send(self, tensor: Tensor) -> dist.Work:
         """Start a send."""
@@ -106,61 +93,6 @@ class SendFailures:
             raise self.first
 
 
-class Sender(ABC):
-    """The sending end of one channel.
-
-    Parameters
-    ----------
-    peer
-        The global rank at the other end.
-    """
-
-    def __init__(self, peer: int, wire: Wire, failures: SendFailures):
-        self._peer = peer
-        self.wire = wire
-        self._failures = failures
-
-    @abstractmethod
-    def send(self, tensor: Tensor, label: object) -> None:
-        """Send without waiting; raises TimeoutError or ConnectionError if it cannot start.
-
-        ``label`` names the tensor in errors and is formatted only there.
-        """
-
-    @abstractmethod
-    def look(self) -> None:
-        """Release completed sends, if no thread does so."""
-
-    @abstractmethod
-    def unfinished(self) -> object | None:
-        """The label of the oldest send that the peer has not received; None without any."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop; does not wait for the peer."""
-
-    def flush(self, deadline: float) -> None:
-        """Wait until the peer has everything; raises TimeoutError or ConnectionError.
-
-        Polls, once a run: a condition variable would slow every send down.
-        """
-        while (label := self.unfinished()) is not None:
-            self._failures.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._peer} did not take {label}")
-            time.sleep(_POLL_SECONDS)
-        self._failures.check()
-
-    def _start(self, tensor: Tensor, label: object) -> SendWork:
-        try:
-            return self.wire.send(tensor)
-        except RuntimeError as error:
-            raise classified(error, self._what(label)) from error
-
-    def _what(self, label: object) -> str:
-        return f"sending {label} to rank {self._peer}"
-
-
 class _Sent(NamedTuple):
     work: SendWork | None
     payload: Tensor
@@ -169,7 +101,7 @@ class _Sent(NamedTuple):
     on_device: Tensor | None = None
 
 
-def _payload(tensor: Tensor) -> Tensor:
+def sendable(tensor: Tensor) -> Tensor:
     """The tensor to send: contiguous, and without a graph that it would keep alive."""
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -188,18 +120,22 @@ def _is_on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-class ThreadSender(Sender):
-    """Waits for sends in its own thread (gloo).
+class ThreadSender:
+    """The sending end of one channel; waits for its sends in its own thread.
 
     Parameters
     ----------
+    peer
+        The global rank at the other end.
     staging
         Given if the rank computes on a GPU: the thread then also starts each send, once its copy to the host
         is complete.
     """
 
     def __init__(self, peer: int, wire: Wire, failures: SendFailures, staging: Staging | None = None):
-        super().__init__(peer, wire, failures)
+        self._peer = peer
+        self.wire = wire
+        self._failures = failures
         self._staging = staging
         self._sent: deque[_Sent] = deque()
         self._bytes = 0
@@ -211,9 +147,12 @@ class ThreadSender(Sender):
         self._thread = threading.Thread(target=self._reap, name=f"sends to {peer}", daemon=True)
         self._thread.start()
 
-    @override
     def send(self, tensor: Tensor, label: object) -> None:
-        tensor = _payload(tensor)
+        """Send without waiting; raises TimeoutError or ConnectionError if it cannot start.
+
+        ``label`` names the tensor in errors and is formatted only there.
+        """
+        tensor = sendable(tensor)
         self._added += 1
         if self._staging is not None:
             self._sent.append(_staged(self._staging, tensor, label))
@@ -225,20 +164,28 @@ class ThreadSender(Sender):
             self._bytes = 0
             self._wakes.put(True)
 
-    @override
-    def look(self) -> None:
-        """Nothing to do: the thread releases sends."""
-
-    @override
     def unfinished(self) -> object | None:
+        """The label of the oldest send that the peer has not received; None without any."""
         if self._finished == self._added:
             return None
         if self._wakes.empty():
             self._wakes.put(True)
         return self._current
 
-    @override
+    def flush(self, deadline: float) -> None:
+        """Wait until the peer has everything; raises TimeoutError or ConnectionError.
+
+        Polls, once a run: a condition variable would slow every send down.
+        """
+        while (label := self.unfinished()) is not None:
+            self._failures.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self._peer} did not take {label}")
+            time.sleep(_POLL_SECONDS)
+        self._failures.check()
+
     def close(self) -> None:
+        """Stop; does not wait for the peer."""
         self._closed = True
         self._wakes.put(True)
         self._thread.join(timeout=0.2)  # a daemon thread may still wait for a lost peer; leave it behind
@@ -268,39 +215,11 @@ class ThreadSender(Sender):
         # wait ends with the connection or with the process.
         work.wait(_EVER)
 
+    def _start(self, tensor: Tensor, label: object) -> SendWork:
+        try:
+            return self.wire.send(tensor)
+        except RuntimeError as error:
+            raise classified(error, self._what(label)) from error
 
-class PollSender(Sender):
-    """Polls sends for completion (NCCL).
-
-    A send runs after the work already queued on the compute stream, and blocks no other stream.
-    """
-
-    def __init__(self, peer: int, wire: Wire, failures: SendFailures):
-        super().__init__(peer, wire, failures)
-        self._sent: deque[_Sent] = deque()
-
-    @override
-    def send(self, tensor: Tensor, label: object) -> None:
-        self.look()
-        self._failures.check()
-        tensor = _payload(tensor)
-        self._sent.append(_Sent(self._start(tensor, label), tensor, label))
-
-    @override
-    def look(self) -> None:
-        while self._sent:
-            work, _, label, *_ = self._sent[0]
-            if work is None or not work.is_completed():
-                return
-            if not work.is_success():
-                self._failures.add(ConnectionError(f"{self._what(label)} failed: {work.exception()}"))
-            self._sent.popleft()
-
-    @override
-    def unfinished(self) -> object | None:
-        self.look()
-        return self._sent[0].label if self._sent else None
-
-    @override
-    def close(self) -> None:
-        self._sent.clear()
+    def _what(self, label: object) -> str:
+        return f"sending {label} to rank {self._peer}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zbv_worker.transport.cuda_api import CudaApi, CudaEvent, torch_cuda
+from zbv_worker.transport.torch_api import CudaApi, CudaEvent, torch_cuda
 
 
 class Staging:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from zbv_worker.transport.cuda_api import CudaApi, torch_cuda
+from zbv_worker.transport.torch_api import CudaApi, torch_cuda
 
 Seconds = Callable[[], float]
 """Returns how long something took, after the stopwatch's ``settle``."""

@@ -29,7 +29,7 @@ from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice
 from zbv_worker.tracing.clocks import DEFAULT_CLOCK, Alignment, Clock, find_offsets
 from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.distributed import DistributedTransport
+from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 
 DEFAULT_STEPS = 5
@@ -97,12 +97,10 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
     with naming_errors(world.rank, "meeting the other ranks"):
-        transport = DistributedTransport(world, "gloo", _CPU, options.timeout)
+        transport = connect(world, "gloo", _CPU, options.timeout)
     gc.freeze()  # otherwise a garbage collection during a step would look like a slow action
-    try:
+    with transport:
         return rehearse_on(transport, options, plan, mine)
-    finally:
-        transport.close()
 
 
 def rehearse_on(

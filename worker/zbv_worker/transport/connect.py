@@ -1,0 +1,38 @@
+"""Connects the ranks of a run: the control plane, and the channels of its backend."""
+
+from __future__ import annotations
+
+import torch
+
+from zbv_worker.transport.control import ConnectedTransport, GlooControl
+from zbv_worker.transport.gloo import GlooTransport
+from zbv_worker.transport.nccl import NcclTransport
+from zbv_worker.transport.torch_api import HostClock, TorchNccl, torch_cuda
+from zbv_worker.transport.world import Backend, World
+
+
+def connect(
+    world: World, backend: Backend, device: torch.device, timeout: float, replicas: int = 1
+) -> ConnectedTransport:
+    """Meet the other ranks; returns the transport. Collective.
+
+    Parameters
+    ----------
+    device
+        Where the rank computes and received tensors go.
+    timeout
+        Seconds to meet and to connect.
+    replicas
+        Number of pipelines in the world.
+
+    Raises
+    ------
+    InvalidRun
+        If the replicas do not divide the world.
+    TimeoutError, ConnectionError
+        If the ranks do not meet; names those that did not arrive.
+    """
+    control = GlooControl(world, timeout, replicas)
+    if backend == "gloo":
+        return GlooTransport(control, device, timeout)
+    return NcclTransport(control, device, timeout, api=TorchNccl(), cuda=torch_cuda(), clock=HostClock())

@@ -1,0 +1,298 @@
+"""The control plane: messages between ranks that carry no tensor of the model, always over gloo and the
+store.
+
+Agreement, barriers, notes and sums of host tensors never touch a GPU, so they work while its kernels wait.
+:class:`ConnectedTransport` joins the control plane to the channels of a backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from typing_extensions import override
+
+from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.messages import gather_json
+from zbv_worker.transport.receives import HostReceive
+from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host
+from zbv_worker.transport.torch_errors import classifying, first_line
+from zbv_worker.transport.world import Layout, World
+
+_REPORT_SECONDS, _REPORT_POLL_SECONDS = 2.0, 0.05
+"""How long a rank whose barrier failed waits for rank 0 to report the absent ranks."""
+
+
+class ControlPlane(ABC):
+    """Control messages of one rank. Methods behave as those of :class:`Transport` with the same name.
+
+    Attributes
+    ----------
+    ranks_on_host
+        Ranks of this world that run on this host, including those of other launchers.
+    """
+
+    rank: int
+    layout: Layout
+    ranks_on_host: int
+
+    @abstractmethod
+    def gather(self, value: Any, timeout: float) -> list[Any]:
+        """Return every rank's JSON value, ordered by rank. Collective."""
+
+    @abstractmethod
+    def barrier(self, timeout: float) -> None:
+        """Wait for all ranks; the TimeoutError names absent ones."""
+
+    @abstractmethod
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        """Send a 64-bit number to any rank."""
+
+    @abstractmethod
+    def hear(self, peer: int, timeout: float) -> int:
+        """Receive the next number that ``peer`` sends."""
+
+    @abstractmethod
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        """Sum a CPU tensor over all ranks. Collective."""
+
+    @abstractmethod
+    def post(self, name: str, value: str) -> None:
+        """Publish a note that every rank can read."""
+
+    @abstractmethod
+    def posted(self, name: str) -> str | None:
+        """Return a note, or None if no rank has published it. Does not wait."""
+
+    @abstractmethod
+    def naming_absent(self, name: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        """In this context, a TimeoutError gets the names of those ``ranks`` that do not report it as well.
+
+        Parameters
+        ----------
+        name
+            Equal on all of ``ranks``, and used once.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Destroy all process groups, those of channels included. Only after a barrier of all ranks."""
+
+
+class GlooControl(ControlPlane):
+    """The control plane over ``torch.distributed``: its default group is gloo's, on every device.
+
+    Parameters
+    ----------
+    timeout
+        Seconds for the ranks to meet.
+    replicas
+        Number of pipelines in the world.
+
+    Raises
+    ------
+    InvalidRun
+        If the replicas do not divide the world.
+    TimeoutError, ConnectionError
+        If the ranks do not meet; names those that did not arrive.
+    """
+
+    def __init__(self, world: World, timeout: float, replicas: int = 1):
+        self.rank = world.rank
+        self.layout = Layout.of_world(world.world_size, replicas)
+        # Counts collectives to name their notes; equal on all ranks.
+        self._barriers = self._sums = 0
+        store = meet(world.rank, world.world_size, timeout)
+        # Notes are only polled, so the store's own timeout matters for the rendezvous alone.
+        self._notes = PrefixStore("zbv/notes", store)
+        self.ranks_on_host = ranks_on_this_host(store)
+        with classifying(f"the {world.world_size} ranks did not meet"):
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+
+    @override
+    def gather(self, value: Any, timeout: float) -> list[Any]:
+        self.barrier(timeout)
+
+        def gather(tensor: Tensor) -> list[Tensor]:
+            parts = [torch.empty_like(tensor) for _ in range(self.layout.world_size)]
+            HostReceive(dist.all_gather(parts, tensor, async_op=True), tensor).wait(timeout)
+            return parts
+
+        try:
+            return gather_json(value, gather)
+        except ValueError as error:
+            raise ConnectionError(str(error)) from error
+
+    @override
+    def barrier(self, timeout: float) -> None:
+        self._barriers += 1
+        try:
+            # The only barrier that names absent ranks.
+            dist.monitored_barrier(timeout=timedelta(seconds=timeout), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise TimeoutError(self._who_is_absent(first_line(error))) from error
+
+    @override
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        self._message(dist.isend, torch.tensor([value]), peer, timeout)
+
+    @override
+    def hear(self, peer: int, timeout: float) -> int:
+        heard = torch.empty(1, dtype=torch.int64)
+        self._message(dist.irecv, heard, peer, timeout)
+        return int(heard)
+
+    def _message(
+        self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, timeout: float
+    ) -> None:
+        with classifying(f"a control message between ranks {self.rank} and {peer}"):
+            work = operation(tensor, peer)
+            if work is not None:
+                work.wait(timedelta(seconds=timeout))
+
+    @override
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        total = values.clone()
+        self._sums += 1
+        with classifying("summing over all ranks"):
+            work = dist.all_reduce(total, async_op=True)
+        with self.naming_absent(f"ranks/{self._sums}", range(self.layout.world_size)):
+            return HostReceive(work, total).wait(timeout)
+
+    @override
+    def post(self, name: str, value: str) -> None:
+        with _naming_the_store():
+            self._notes.set(name, value)
+
+    @override
+    def posted(self, name: str) -> str | None:
+        with _naming_the_store():
+            return self._notes.get(name).decode() if self._notes.check([name]) else None
+
+    @override
+    @contextlib.contextmanager
+    def naming_absent(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            with contextlib.suppress(ConnectionError):
+                self.post(f"{name}/{self.rank}", "")
+                notes = {f"{name}/{rank}": rank for rank in ranks}
+                absent = [notes[note] for note in self._unpublished(notes)]
+                if absent:
+                    raise TimeoutError(f"{named(absent)} did not take part: {error}") from error
+            raise
+
+    def _who_is_absent(self, said: str) -> str:
+        """Describe a failed barrier: only rank 0 knows who is absent, so the others wait for its report."""
+        name = f"barrier/{self._barriers}"
+        with contextlib.suppress(ConnectionError):
+            if self.rank == 0:
+                self.post(name, said)
+            else:
+                self._unpublished([name])
+                return self.posted(name) or said
+        return said
+
+    def _unpublished(self, names: Iterable[str]) -> list[str]:
+        """Wait a moment for other ranks to publish these notes; returns those that are still absent."""
+        absent = list(names)
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while absent and time.monotonic() < deadline:
+            time.sleep(_REPORT_POLL_SECONDS)
+            absent = [name for name in absent if self.posted(name) is None]
+        return absent
+
+    @override
+    def close(self) -> None:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # a broken group cannot be destroyed in order
+                dist.destroy_process_group()
+
+
+class ConnectedTransport(Transport):
+    """A transport whose control messages go through a :class:`ControlPlane`.
+
+    Use it as a context: an exit without an error closes it, an exit with an error aborts it.
+    """
+
+    def __init__(self, control: ControlPlane):
+        self.control = control
+        self.rank = control.rank
+        self.layout = control.layout
+
+    @property
+    @abstractmethod
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same stages; None when there is one replica."""
+
+    @abstractmethod
+    def abort(self, timeout: float) -> None:
+        """End all pending operations after a failure, from any thread; takes at most ``timeout`` seconds.
+
+        The transport is unusable afterwards and must not be closed.
+        """
+
+    def __enter__(self) -> ConnectedTransport:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort(ABORT_SECONDS)
+
+    @override
+    def gather(self, value: Any, timeout: float) -> list[Any]:
+        return self.control.gather(value, timeout)
+
+    @override
+    def barrier(self, timeout: float) -> None:
+        self.control.barrier(timeout)
+
+    @override
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        self.control.tell(peer, value, timeout)
+
+    @override
+    def hear(self, peer: int, timeout: float) -> int:
+        return self.control.hear(peer, timeout)
+
+    @override
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        return self.control.sum_over_ranks(values.cpu(), timeout).to(values.device)
+
+    @override
+    def post(self, name: str, value: str) -> None:
+        self.control.post(name, value)
+
+    @override
+    def posted(self, name: str) -> str | None:
+        return self.control.posted(name)
+
+
+ABORT_SECONDS = 10.0
+"""How long a failed rank tries to end its operations before its process ends anyway."""
+
+
+@contextlib.contextmanager
+def _naming_the_store() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(f"the ranks' common store is gone: {first_line(error)}") from error

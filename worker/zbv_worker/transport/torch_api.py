@@ -1,0 +1,198 @@
+"""Every method that the worker calls on ``torch.cuda`` and on NCCL's process groups, as protocols.
+
+The protocols let the transport and the executor run on models of CUDA and NCCL, without a GPU. A method that
+is not listed here must not be called: several methods that torch declares raise an error, block the host or
+hang with NCCL (``Work.is_success``, ``Work.result``, ``Work.source_rank``, ``Work.wait`` with a timeout,
+``ProcessGroup.shutdown`` after an error).
+
+Checked against torch 2.13.0: the headers ``ProcessGroupNCCL.hpp``, ``ProcessGroup.hpp`` and ``Backend.hpp``
+and the stubs ``_C/_distributed_c10d.pyi`` of the installed package, and ``distributed_c10d.py``. Statements
+about C++ sources refer to ``ProcessGroupNCCL.cpp`` of torch's main branch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class CudaStream(Protocol):
+    """An ordered queue of device work."""
+
+    def wait_event(self, event: Any) -> None:
+        """Make work queued from now on wait for the event."""
+
+
+class CudaEvent(Protocol):
+    """A point in a stream."""
+
+    def record(self, stream: Any) -> None:
+        """Mark the current end of the stream's queue."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed the event."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until the stream has passed the event."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds to a later event; the streams must have passed both."""
+
+
+class CudaApi(Protocol):
+    """The functions of ``torch.cuda`` that the worker calls."""
+
+    def Event(self, *, enable_timing: bool) -> CudaEvent:
+        """A new event."""
+
+    def Stream(self, device: torch.device) -> CudaStream:
+        """A new stream."""
+
+    def current_stream(self, device: torch.device) -> CudaStream:
+        """The stream that this thread queues on."""
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which this thread queues on another stream."""
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        """Free and total bytes of the device's memory, whoever uses them (``cudaMemGetInfo``)."""
+
+
+class NcclWork(Protocol):
+    """A queued operation of one group (``WorkNCCL``)."""
+
+    def is_completed(self) -> bool:
+        """Whether the operation ended on the device or failed; does not block.
+
+        After the group is aborted this is True, whatever happened (``WorkNCCL::isCompleted``). So the caller
+        must remember that it aborted the group.
+        """
+
+    def wait(self) -> object:
+        """Make the current stream wait for the operation; the host goes on (``WorkNCCL::synchronize``).
+
+        Raises RuntimeError if the operation's failure is known already.
+        """
+
+
+class NcclGroup(Protocol):
+    """A process group of NCCL. Its operations run in order on a stream of its own.
+
+    Every operation first waits for the work queued on the current stream. The first one connects the group:
+    it blocks the host until every member issues it (``ProcessGroupNCCL::pointToPoint``, ``initNCCLComm``). A
+    peer is an index into the group's ranks in ascending order; NCCL ignores tags.
+    """
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> NcclWork:
+        """Queue a send of one contiguous tensor, which must not change until the send is complete."""
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> NcclWork:
+        """Queue a receive into one contiguous tensor. A wrong size is not reported."""
+
+    def allreduce(self, tensors: list[Tensor]) -> NcclWork:
+        """Queue a sum over the group, in place."""
+
+    def abort(self) -> None:
+        """End the group's operations and connections, from any thread.
+
+        Waits at most the group's timeout (``ProcessGroupNCCL::abort``); one group's abort may wait for a
+        kernel of another group.
+        """
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the group's timeout (``ProcessGroup::setTimeout``)."""
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How NCCL runs one group.
+
+    Attributes
+    ----------
+    max_ctas
+        The most thread blocks of one kernel, each of which occupies a streaming multiprocessor; None for
+        NCCL's choice (up to 32).
+    is_high_priority
+        Whether kernels run on a stream of high priority, before queued kernels of the compute stream.
+    """
+
+    max_ctas: int | None = None
+    is_high_priority: bool = True
+
+
+class NcclApi(Protocol):
+    """Creates groups of NCCL."""
+
+    def version(self) -> str:
+        """NCCL's version."""
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
+    ) -> NcclGroup | None:
+        """Create a group of global ranks, in ascending order; None for a rank that is no member.
+
+        Collective over all ranks, members or not, in one order (``torch.distributed.new_group``). Does not
+        connect the members: their first operation does.
+        """
+
+
+class Clock(Protocol):
+    """The time of the host."""
+
+    def now(self) -> float:
+        """Seconds since some fixed moment; never goes back."""
+
+    def pause(self, seconds: float) -> None:
+        """Do nothing for that long."""
+
+
+def torch_cuda() -> CudaApi:
+    """``torch.cuda`` itself."""
+    return cast(CudaApi, torch.cuda)
+
+
+class HostClock:
+    """The monotonic clock of this machine."""
+
+    def now(self) -> float:
+        """See :class:`Clock`."""
+        return time.monotonic()
+
+    def pause(self, seconds: float) -> None:
+        """See :class:`Clock`."""
+        time.sleep(seconds)
+
+
+class TorchNccl:
+    """NCCL through ``torch.distributed``; the default process group must exist."""
+
+    def version(self) -> str:
+        """See :class:`NcclApi`."""
+        found: tuple[object, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch's own
+        return ".".join(map(str, found))
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
+    ) -> NcclGroup | None:
+        """See :class:`NcclApi`."""
+        group = dist.new_group(
+            sorted(ranks), timeout=timeout, backend="nccl", pg_options=_options(options), group_desc=name
+        )
+        return cast(NcclGroup, group) if isinstance(group, dist.ProcessGroup) else None
+
+
+def _options(wanted: GroupOptions) -> Any:
+    """``ProcessGroupNCCL.Options``, which exist only in builds of torch with CUDA."""
+    made: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=wanted.is_high_priority)
+    if wanted.max_ctas is not None:
+        made.config.min_ctas = 1
+        made.config.max_ctas = wanted.max_ctas
+    return made

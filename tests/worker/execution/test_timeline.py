@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuda
+from support.fake_cuda import FakeCuda, HostOfDevice
 from support.plans import unit_problem
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
@@ -29,7 +29,6 @@ from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
 from zbv_worker.transport.channels import ChannelKey, Receive, key_of
 
 CPU = torch.device("cpu")
-HOST_AHEAD = 1000.0
 ORDERS = Orders.from_text(
     [
         ["0F0", "0F1", "3F0", "3I0", "3F1", "3I1", "0I0", "0W0", "0I1", "0W1", "3W0", "3W1"],
@@ -104,21 +103,6 @@ class Streaming(ThreadTransport):
         return lambda spec: OnStream(self._cuda, self._milliseconds)
 
 
-class OfDevice:
-    """The host's clock: the device's, 1000 s ahead; it advances a little while the host polls."""
-
-    def __init__(self, cuda: FakeCuda):
-        self._cuda = cuda
-        self._polled = 0.0
-
-    def now(self) -> float:
-        return HOST_AHEAD + self._cuda.milliseconds / 1e3 + self._polled
-
-    def pause(self, seconds: float) -> None:
-        if not self._cuda.advance():
-            self._polled += 0.01
-
-
 def executor_of(
     cuda: FakeCuda,
     arrival: float | None,
@@ -142,7 +126,7 @@ def executor_of(
         timeout=timeout,
         options=ExecutorOptions(
             progress=CurrentProgress(),
-            timeline=CudaTimeline(CPU, OfDevice(cuda), run_ahead, cuda, pin=False),
+            timeline=CudaTimeline(CPU, HostOfDevice(cuda), run_ahead, cuda, pin=False),
             startup_timeout=startup_timeout,
         ),
     )
@@ -162,7 +146,7 @@ def test_records_are_gpu_times_on_the_hosts_clock() -> None:
             assert record.received == (4 if remote else 0)
         assert all(before.end == after.wait for before, after in pairwise(records))
         # The host polls at most one piece of work, of up to 5 ms, before the device has passed an event.
-        offset = records[0].wait / 1e6 - HOST_AHEAD * 1e3 - before
+        offset = records[0].wait / 1e6 - 1e6 - before
         assert -5.0 <= offset <= 0.0
     assert len(cuda.events) == 2 * (3 * 12 + 1)
 
@@ -244,7 +228,7 @@ def test_only_the_first_step_has_the_longer_timeout() -> None:
         if not first:
             executor.step(0)
         cuda.compute.hang()
-        before = OfDevice(cuda).now()
+        before = HostOfDevice(cuda).now()
         with pytest.raises(WorkerError) as e:
             executor.step(1)
         clock = executor._timeline.clock

@@ -126,7 +126,7 @@ class StatefulData(Protocol):
 
 @runtime_checkable
 class FetchedAhead(Protocol):
-    """A model that says how far ahead its microbatches are fetched, on a thread of their own.
+    """A model that says how far ahead its microbatches are fetched, on a separate thread.
 
     The default is 4 on GPUs and 0 on CPUs. Microbatches that draw from a global random number generator are
     never fetched ahead. With :class:`StatefulData` no microbatch is fetched before its step begins.

@@ -74,8 +74,6 @@ class Gradients:
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply every gradient by a factor, which may be a float64 scalar on their device."""
-        if isinstance(factor, Tensor) and factor.device.type == "cpu":
-            factor = float(factor)
         multiply(self._present(), factor)
 
     def hand_over(self) -> None:

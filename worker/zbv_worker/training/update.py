@@ -193,7 +193,7 @@ class Update:
 
     def _step(self, factor: Tensor | float, is_skipped: Tensor | None = None) -> None:
         """Scale the gradients and run the optimizer, which does nothing on the device if told so."""
-        self._gradients.scale(factor)
+        self._gradients.scale(factor if self._is_late else float(factor))
         self._gradients.hand_over()
         if self.optimizer is None:
             return

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Work = Callable[[], bool]
 """Runs and returns True, or returns False when it cannot yet."""
@@ -246,7 +246,8 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._kept.append(target)  # so that no other tensor gets its address
 
             def work() -> bool:
-                target.copy_(source)
+                with _disable_current_modes():
+                    target.copy_(source)
                 return True
 
             self._cuda.compute.queue.append(work)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from zbv_solver.plans.channels import Channel
 
 from zbv_worker.execution.binding import Batches, Binding, Bound, Computation, WalkState, evaluation_of
 from zbv_worker.execution.fetch_ahead import FetchAhead, order_of_need
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
-from zbv_worker.execution.rank_plan import Instruction, RankPlan, forwards, lower
+from zbv_worker.execution.rank_plan import Instruction, RankPlan, activations, forwards, lower
 from zbv_worker.execution.timeline import (
     CudaTimeline,
     HostTimeline,
@@ -33,7 +34,7 @@ from zbv_worker.execution.timeline import (
 )
 from zbv_worker.execution.wait_errors import FirstStepLines, overdue, send_failed
 from zbv_worker.model.protocol import Evaluated
-from zbv_worker.transport.channels import TensorSpec, Transport, key_of
+from zbv_worker.transport.channels import ChannelKey, TensorSpec, Transport, key_of
 from zbv_worker.transport.endpoints import Inbox, Outbox
 
 DEFAULT_LOOK_AHEAD = 3
@@ -210,12 +211,9 @@ class Executor:
         self._stages = stages
         self._batches = batches
         self._check = transport.check
-        self._patience = Patience(timeout)
-        self._first_patience = (
-            Patience(options.startup_timeout, "--startup-timeout")
-            if options.startup_timeout is not None and options.startup_timeout > timeout
-            else self._patience
-        )
+        self._later_patience = self._patience = Patience(timeout)
+        if options.startup_timeout is not None and options.startup_timeout > timeout:
+            self._patience = Patience(options.startup_timeout, "--startup-timeout")
         self._walks = 0
         self._before: Launched | None = None
         self._progress = options.progress or CurrentProgress()
@@ -227,23 +225,24 @@ class Executor:
         self._queued = (
             None if limit is None else Queued(limit, self._check_queued, self._timeline.clock, self._progress)
         )
-        mine, specs = plan.rank, dict[int, TensorSpec]()
-        self._inboxes = {
-            key_of(c): Inbox(transport, c, specs, options.look_ahead)
-            for c in plan.channels
-            if c.receiver == mine
-        }
+        specs = dict[int, TensorSpec]()
+
+        def inboxes(channels: Iterable[Channel]) -> dict[ChannelKey, Inbox]:
+            return {key_of(c): Inbox(transport, c, specs, options.look_ahead) for c in channels}
+
+        incoming = [channel for channel in plan.channels if channel.receiver == plan.rank]
         self._binding = Binding(
             rank=self._rank,
             last_stage=plan.placement.n_stages - 1,
             stages=stages,
-            inboxes=self._inboxes,
-            outboxes={key_of(c): Outbox(transport, c) for c in plan.channels if c.sender == mine},
+            inboxes=inboxes(incoming),
+            outboxes={key_of(c): Outbox(transport, c) for c in plan.channels if c.sender == plan.rank},
             specs=specs,
             device=device,
             progress=self._progress,
         )
         self._program = self._binding.of_step(program)
+        self._evaluation = replace(self._binding, inboxes=inboxes(map(activations, incoming)))
         self._forwards = forwards(program)
         self._data = FetchAhead(
             batches.microbatch,
@@ -274,15 +273,16 @@ class Executor:
         before, self._before = self._before, None
         if before is not None:
             before.end()
-        first = self._walks == 0
-        state = WalkState(step, self._data.begin(step), self._first_patience if first else self._patience)
-        for inbox in self._inboxes.values():
+        state = WalkState(step, self._data.begin(step), self._patience)
+        for inbox in self._binding.inboxes.values():
             inbox.begin()
+        is_first = self._patience is not self._later_patience
         lines: AbstractContextManager[object] = nullcontext()
-        if first and self._first_patience is not self._patience:
+        if is_first:
             lines = FirstStepLines(self._rank, self._progress)
         with lines:
             launched = self._walk(self._program, state)
+        self._patience = self._later_patience
         if before is not None:
             before.result()
         if self.is_late:
@@ -319,13 +319,12 @@ class Executor:
         if self._before is not None:
             self._before.result()
         state = WalkState(step, fetch, self._patience)
-        program = self._binding.of_evaluation(self._forwards)
+        program = self._evaluation.of_evaluation(self._forwards)
         with ExitStack() as stack:
             for index, stage in self._stages.items():
                 stack.enter_context(evaluation_of(index, stage).evaluating())
-            for key, inbox in self._inboxes.items():
-                if key.kind == "activation":
-                    inbox.begin()
+            for inbox in self._evaluation.inboxes.values():
+                inbox.begin()
             return self._walk(program, state).result().losses
 
     def _walk(self, program: Iterable[Bound], state: WalkState) -> Launched:

@@ -37,12 +37,15 @@ class CurrentProgress:
     ----------
     now
         Step and instruction in one tuple, so that a reader always gets a matching pair.
+    waiting_for
+        The global rank that the host waits for; None if it does not wait for a rank.
     """
 
-    __slots__ = ("now",)
+    __slots__ = ("now", "waiting_for")
 
     def __init__(self) -> None:
         self.now: tuple[int, Instruction] | None = None
+        self.waiting_for: int | None = None
 
     def read(self) -> Progress:
         """A snapshot of the progress."""

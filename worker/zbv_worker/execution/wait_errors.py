@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import Instruction, Remote
-from zbv_worker.execution.timeline import Overdue
+from zbv_worker.execution.timeline import Overdue, Patience
 
 
 def send_failed(error: Exception, rank: int, instruction: Instruction) -> ChannelTimeout | PeerLost:
@@ -14,14 +19,14 @@ def send_failed(error: Exception, rank: int, instruction: Instruction) -> Channe
 
 
 def not_received(
-    error: Exception, rank: int, instruction: Instruction, timeout: float
+    error: Exception, rank: int, instruction: Instruction, patience: Patience
 ) -> ChannelTimeout | PeerLost:
     """Convert a transport's error of receiving an action's input."""
     what, peer = _what(instruction), instruction.peer
     if isinstance(error, TimeoutError):
         return ChannelTimeout(
-            f"rank {rank} waited {timeout:g} s at {instruction.action} for {what}, which did not "
-            f"arrive. Check rank {peer}; if it is only slow, raise --timeout."
+            f"rank {rank} waited {patience.seconds:g} s at {instruction.action} for {what}, which did not "
+            f"arrive. Check rank {peer}; if it is only slow, raise {patience.option}."
         )
     return PeerLost(
         f"rank {rank} waited at {instruction.action} for {what}, and the connection broke ({error}). Check "
@@ -29,15 +34,62 @@ def not_received(
     )
 
 
-def overdue(found: Overdue, rank: int, timeout: float) -> WorkerError:
+def overdue(found: Overdue, rank: int) -> WorkerError:
     """The error of a GPU that makes no progress: it lacks a tensor, or hangs in the rank's own work."""
-    instruction = found.instruction
+    _, step, instruction, _, _, patience = found.work
+    if instruction is None:
+        return WorkerError(
+            f"rank {rank}: its GPU did not complete the update after step {step} within "
+            f"{patience.seconds:g} s. A sum over ranks may wait for a rank that does not take part; check "
+            f"the other ranks. If it takes that long, raise {patience.option}."
+        )
     if instruction.peer is not None and not found.started:
-        return not_received(TimeoutError(), rank, instruction, timeout)
+        return not_received(TimeoutError(), rank, instruction, patience)
     return WorkerError(
-        f"rank {rank}: its GPU did not complete {instruction.action} within {timeout:g} s. If it takes that "
-        f"long, raise --timeout; otherwise a kernel or a collective inside the stage hangs."
+        f"rank {rank}: its GPU did not complete {instruction.action} within {patience.seconds:g} s. If it "
+        f"takes that long, raise {patience.option}; otherwise a kernel or a collective inside the stage "
+        f"hangs."
     )
+
+
+class FirstStepLines:
+    """Says every so often where a rank is, from a thread, for the duration of a ``with`` block.
+
+    The first step may connect, compile and load kernels, so it may take minutes without an error.
+
+    Parameters
+    ----------
+    seconds
+        Time between two lines.
+    """
+
+    def __init__(self, rank: int, progress: CurrentProgress, seconds: float = 30.0):
+        self._rank = rank
+        self._progress = progress
+        self._seconds = seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._say_on, name="zbv-first-step", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=5.0)
+
+    def _say_on(self) -> None:
+        begin = time.monotonic()
+        while not self._ended.wait(self._seconds):
+            now = self._progress.now
+            if now is not None:
+                step, instruction = now
+                needs = "" if instruction.peer is None else f", which needs {_what(instruction)}"
+                print(  # noqa: T201 - a rank's log
+                    f"rank {self._rank}: {time.monotonic() - begin:.0f} s in step {step}, the first of this "
+                    f"plan, at {instruction.action}{needs}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _what(instruction: Instruction) -> str:

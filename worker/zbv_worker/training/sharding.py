@@ -84,7 +84,7 @@ class ShardedGradients(Gradients):
                 group.post_backward()
         state._root_post_backward_final_callback()
 
-    def square_sum(self) -> Tensor:
+    def square_sum(self) -> Tensor | None:
         """Each replica contributes the parts that it holds."""
         return squares(_local(gradient) for gradient in self._present())
 

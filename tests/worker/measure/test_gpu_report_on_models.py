@@ -94,36 +94,21 @@ def test_faults_of_events_are_found(
     assert any(line in found for found in events())
 
 
-def clock_errors(cuda_is_early: float = 0.0) -> list[str]:
-    def measure(here: FakeRank) -> list[float]:
-        bench = ModelBench(here)
-        if cuda_is_early:
-            bench.clock = LateClock(cuda_is_early)
-        return streams.clock_errors(bench)
-
-    return failures(streams.judge_clock(OPTIONS, on_one(measure)))
-
-
-class LateClock(FakeClock):
-    """A clock that jumps before the timeline reads it to pair it with an event."""
-
-    def __init__(self, seconds: float):
-        self._seconds = seconds
-        self._reads = 0
-
-    def now(self) -> float:
-        """See :class:`FakeClock`."""
-        self._reads += 1
-        last = 2 * streams.MARKS + 1
-        return super().now() + (self._seconds if self._reads >= last else 0.0)
+def clock_errors() -> list[str]:
+    answers = on_one(lambda here: streams.clock_errors(ModelBench(here)))
+    return failures(streams.judge_clock(OPTIONS, answers))
 
 
 def test_marks_lie_where_the_host_saw_them() -> None:
     assert clock_errors() == []
 
 
-def test_a_clock_that_is_paired_late_is_found() -> None:
-    (line,) = clock_errors(cuda_is_early=1e-3)
+def test_events_that_count_other_milliseconds_than_the_host_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = FakeEvent.elapsed_time
+    monkeypatch.setattr(FakeEvent, "elapsed_time", lambda self, later: 1.1 * right(self, later))
+    (line,) = clock_errors()
     assert "marks on the host's clock" in line
 
 

@@ -17,7 +17,8 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
 
 from zbv_worker.execution.build_stages import build_stages
-from zbv_worker.execution.executor import Executor
+from zbv_worker.execution.executor import Executor, ExecutorOptions, Launched, StepResult
+from zbv_worker.execution.fetch_ahead import DEFAULT_FETCH_AHEAD
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.gpu_report.check import Place, largest
 from zbv_worker.measure.live_bytes import watching
@@ -186,22 +187,37 @@ class Trained:
         )
         self._modules = [stage.module for stage in self._stages.values()]
         self._executor = Executor(
-            plan, self._stages, self._model, transport, device=place.device, timeout=self._timeout
+            plan,
+            self._stages,
+            self._model,
+            transport,
+            device=place.device,
+            timeout=self._timeout,
+            options=ExecutorOptions(fetch_ahead=DEFAULT_FETCH_AHEAD if place.device.type == "cuda" else 0),
         )
 
     def measure(self) -> dict[str, Any]:
         """Measure steps, gradients, memory and waits of the host; returns JSON."""
         passed = self._passed_bytes()
-        # One step after the other, without a barrier, as in training.
-        results = [self._executor.step(0) for _ in range(1 + self._place.options.steps)]
-        trace = RankTrace.of("gpu-report", self._transport.rank, results)
-        return {
+        trace = RankTrace.of("gpu-report", self._transport.rank, self._consecutive_steps())
+        found = {
             "trace": trace.document(),
             "relative_error": self._relative_error(),
             "held_bytes": self._held_bytes(),
             "passed_bytes": passed,
             "host_waits": self._host_waits(),
         }
+        self._executor.close()
+        return found
+
+    def _consecutive_steps(self) -> list[StepResult]:
+        """Steps as in training: each is launched before the results of the one before are known."""
+        results, before = [], self._executor.launch(0)
+        for _ in range(self._place.options.steps):
+            launched = self._executor.launch(0)
+            results.append(before.result())
+            before = launched
+        return [*results, before.result()]
 
     def _step(self) -> None:
         self._transport.barrier(self._timeout)
@@ -249,7 +265,11 @@ class Trained:
         """What torch says about waits of the host within a step; None on a CPU."""
         if self._place.device.type != "cuda":
             return None
-        return host_waits(self._step, torch.cuda)
+        self._transport.barrier(self._timeout)
+        launched: list[Launched] = []
+        found = host_waits(lambda: launched.append(self._executor.launch(0)), torch.cuda)
+        launched[0].result()
+        return found
 
 
 def host_waits(step: Callable[[], object], cuda: Any) -> list[str]:

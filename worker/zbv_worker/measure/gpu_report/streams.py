@@ -195,20 +195,21 @@ def measure_clock(place: Place) -> Any:
 
 def clock_errors(bench: Bench) -> list[float]:
     """How far marks of a timeline lie outside of the time in which the host saw them pass, in us."""
-    timeline = CudaTimeline(bench.device, lambda: _nanoseconds(bench.clock), cuda=bench.cuda)
+    timeline = CudaTimeline(bench.device, bench.clock, cuda=bench.cuda)
     timeline.begin()
     stream = bench.cuda.current_stream(bench.device)
-    seen, records = [], []
+    queued, seen, records = [], [], []
     for index in range(MARKS):
-        before = _nanoseconds(bench.clock)
+        queued.append(bench.clock.now())
         mark = timeline.mark()
         mark.synchronize()
-        seen.append((before, _nanoseconds(bench.clock)))
+        seen.append(bench.clock.now())
         records.append(Record(Action(0, "F", index), mark, mark, mark))
         bench.delay(stream, 1.0)
+    ends = [record.end / 1e9 for record in timeline.resolved(records, queued)]
     return [
-        max(0, before - record.end, record.end - after) / 1e3
-        for (before, after), record in zip(seen, timeline.resolved(records), strict=True)
+        1e6 * max(0.0, before - end, end - after)
+        for before, after, end in zip(queued, seen, ends, strict=True)
     ]
 
 
@@ -274,10 +275,6 @@ def judge_copies(options: ReportOptions, answers: Answers) -> Iterator[Line]:
 def is_filled(tensor: Tensor, value: float) -> bool:
     """Whether a 1-D tensor has one value everywhere; waits for the device."""
     return set(tensor.tolist()) == {value}
-
-
-def _nanoseconds(clock: Clock) -> int:
-    return round(1e9 * clock.now())
 
 
 def _refuses(call: Callable[[], object]) -> bool:

@@ -179,6 +179,32 @@ def test_a_line_that_fails_sets_the_exit_status_and_shows_what_to_do(
     assert "<line>" not in page
 
 
+def test_standard_output_has_only_the_json_if_it_is_the_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = [own_check(name, lambda options: [passed("a line")]) for name in ("first", "second")]
+    monkeypatch.setattr(gpu_report, "CHECKS", {check.name: check for check in checks})
+    assert main(["gpu-report", "--device", "cpu", "-o", "-"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["lines"]["pass"] == 2
+    assert "2 passed" in said.err
+
+
+def test_a_report_that_is_interrupted_leaves_the_checks_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(options: ReportOptions) -> list[Line]:
+        raise KeyboardInterrupt
+
+    checks = (own_check("first", lambda options: [passed("a line")]), own_check("second", interrupted))
+    monkeypatch.setattr(gpu_report, "CHECKS", {check.name: check for check in checks})
+    path = tmp_path / "report.json"
+    with pytest.raises(KeyboardInterrupt):
+        main(["gpu-report", "--device", "cpu", "-o", str(path)])
+    assert [check["name"] for check in json.loads(path.read_text())["checks"]] == ["first"]
+    assert "a line" in (tmp_path / "report.html").read_text()
+
+
 def test_a_check_that_hangs_fails_in_its_time() -> None:
     outcome = run_check(replace(CHECKS["costs-float32"], seconds=0.05), SMALL)
     (line,) = outcome.lines

@@ -74,7 +74,9 @@ def add_gpu_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--only", action="append", default=[], metavar="NAME", help="run only this check; repeatable"
     )
     report.add_argument("--list", action="store_true", help="list the checks and what each proves, then exit")
-    report.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the report as JSON")
+    report.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="write the report as JSON (- for standard output)"
+    )
     report.add_argument(
         "--page",
         metavar="FILE",
@@ -86,28 +88,35 @@ def add_gpu_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def execute(parsed: argparse.Namespace) -> int:
     """Measure, print, write; returns the exit status."""
-    from rich.console import Console
-
     from zbv_worker.measure.gpu_report.facts import NoGpu
-    from zbv_worker.measure.gpu_report.gpu_report import chosen_checks, gpu_report
-    from zbv_worker.measure.gpu_report.page import listing, outcome_text, page, summary
+    from zbv_worker.measure.gpu_report.gpu_report import Report, chosen_checks, gpu_report
+    from zbv_worker.measure.gpu_report.page import checked_text, listing, page, summary
 
-    options, out = _options(parsed), Console(highlight=False, markup=False, soft_wrap=True)
-    checks = chosen_checks(parsed.only)
+    options, checks = _options(parsed), chosen_checks(parsed.only)
     if parsed.list:
-        out.print("\n".join(listing(checks, options)))
+        print("\n".join(listing(checks, options)))
         return 0
     with ExitStack() as outputs:
         write = outputs.enter_context(json_output("--output", parsed.output))
         write_page = outputs.enter_context(text_output("--page", _page_path(parsed)))
+
+        is_file = str(parsed.output) != "-"
+        lines = sys.stdout if is_file else sys.stderr
+
+        def show(report: Report) -> None:
+            print("\n".join(checked_text(report.outcomes[-1])), file=lines, flush=True)
+            write_page(page(report))
+            if is_file:  # after every check, so that a killed report leaves its results
+                write(report.document())
+
         try:
-            report = gpu_report(options, checks, lambda outcome: out.print("\n".join(outcome_text(outcome))))
+            report = gpu_report(options, checks, show)
         except NoGpu as error:
             print(f"zbv-worker: {error}", file=sys.stderr)
             return _EXIT_NO_GPU
-        write(report.document())
-        write_page(page(report))
-    out.print(summary(report))
+        if not is_file:
+            write(report.document())
+    print(summary(report), file=lines)
     return 0 if report.has_passed else _EXIT_FAILED
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from zbv_worker.errors import InvalidRun, describe_error
@@ -89,26 +89,25 @@ def chosen_checks(names: Sequence[str]) -> list[Check]:
 def gpu_report(
     options: ReportOptions,
     checks: Sequence[Check],
-    on_outcome: Callable[[Checked], None] = lambda outcome: None,
+    on_checked: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Run checks; returns the report.
 
     Parameters
     ----------
-    on_outcome
-        Called after every check.
+    on_checked
+        Called after every check, with the report so far.
 
     Raises
     ------
     NoGpu
         If ``cuda`` is requested but not available.
     """
-    facts = device_facts(options.device)
-    outcomes = []
+    report = Report(device_facts(options.device), ())
     for check in checks:
-        outcomes.append(run_check(check, options))
-        on_outcome(outcomes[-1])
-    return Report(facts, tuple(outcomes))
+        report = replace(report, outcomes=(*report.outcomes, run_check(check, options)))
+        on_checked(report)
+    return report
 
 
 def run_check(check: Check, options: ReportOptions) -> Checked:

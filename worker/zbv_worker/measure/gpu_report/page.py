@@ -120,7 +120,7 @@ def _cell(text: str, kind: str) -> str:
     return f'<td class="{kind}">{escape(text).replace(chr(10), "<br>")}</td>'
 
 
-def outcome_text(outcome: Checked) -> Iterator[str]:
+def checked_text(outcome: Checked) -> Iterator[str]:
     """A check's lines for a terminal."""
     yield f"{outcome.check.name}: {outcome.check.title} ({outcome.seconds:.1f} s)"
     yield from map(_line_text, outcome.lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,9 +60,10 @@ class Overlap:
 
 def judge_gradients(options: ReportOptions, answers: Answers) -> Iterator[Line]:
     """Gradients, memory, waits of the host, links and overlap of ranks that transfer tensors."""
+    errors = [answer["relative_error"] for answer in answers]
     yield at_most(
         f"gradients of {len(answers)} ranks over {answers[0]['backend']} against one process: relative error",
-        largest(answer["relative_error"] for answer in answers),
+        largest(math.inf if error is None else error for error in errors),
         GRADIENT_TOLERANCE,
     )
     yield from _memory(answers)

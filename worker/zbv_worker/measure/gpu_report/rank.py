@@ -5,6 +5,7 @@ All checks of a pipeline measure the same things; they differ in transport, numb
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def measure_pipeline(place: Place, backend: Backend, numbers: Numbers) -> dict[s
             "numbers": numbers,
             "profile": rank_json(mine),
             "planned_seconds": planned.span,
-            "planned_bytes": planned.activations[transport.rank],
+            "planned_bytes": None if planned.lack else planned.activations[transport.rank],
             "lack": planned.lack,
             **found,
         }
@@ -245,7 +246,7 @@ class Trained:
         return self._plan.microbatches * sum(sizes.values())
 
     def _relative_error(self) -> float | None:
-        """The error of the gradients against one process; for float32 only, which has a known precision."""
+        """The error of the gradients against one process, for float32 only; None if it is not finite."""
         if self._numbers != "float32":
             return None
         for module in self._modules:
@@ -253,7 +254,8 @@ class Trained:
         self._step()
         microbatches = self._place.options.microbatches
         reference = reference_gradients(self._model, microbatches, self._place.device)
-        return _error_of_all(_gradients(self._modules), reference, self._transport, self._timeout)
+        error = _error_of_all(_gradients(self._modules), reference, self._transport, self._timeout)
+        return error if math.isfinite(error) else None  # JSON has no infinity
 
     def _held_bytes(self) -> int:
         """The most bytes that one step needs in addition to those held before."""

@@ -267,7 +267,14 @@ ONE_RANK = {
     "abort_said": "",
     "completed_after_abort": True,
 }
-RECEIVES = {"bytes": 1, "cold_seconds": 0.1, "last_arrives": True, "all_arrive": True, "right": True}
+RECEIVES = {
+    "bytes": 1,
+    "cold_seconds": 0.1,
+    "last_arrives": True,
+    "all_arrive": True,
+    "right": True,
+    "abort_seconds": 0.1,
+}
 
 
 def verdicts(judge: Any, *answers: Any) -> list[str]:
@@ -305,7 +312,14 @@ def test_a_wrong_value_fails_exactly_one_line(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"cold_seconds": None}, {"last_arrives": False}, {"all_arrive": False}, {"right": False}]
+    "wrong",
+    [
+        {"cold_seconds": None},
+        {"last_arrives": False},
+        {"all_arrive": False},
+        {"right": False},
+        {"abort_seconds": 11.0},
+    ],
 )
 def test_waiting_receives_fail_the_line_of_what_they_stop(wrong: dict[str, Any]) -> None:
     sender = {"bytes": 1, "all_arrive": True, "right": True}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.fake_nccl.cluster import Cluster, FakeRank
-from support.fake_nccl.communicators import FakeGroup, FakeWork
+from support.fake_nccl.communicators import FakeGroup, FakeWork, NcclModes
 from support.fake_nccl.cuda import FakeCuda
 from support.fake_nccl.device import DeviceModes, FakeEvent, FakeStream
 from support.fake_nccl.simulation import Deadlock, FakeClock
@@ -183,6 +183,11 @@ def receives(modes: DeviceModes, **more: Any) -> list[str]:
 
 def test_waiting_receives_stop_nothing_on_a_device_with_enough_queues() -> None:
     assert receives(DeviceModes(connections=32)) == []
+
+
+def test_an_abort_that_does_not_end_a_waiting_receive_is_found() -> None:
+    (line,) = receives(DeviceModes(connections=32), nccl=NcclModes(abort_hangs=True), deadlines_pass=True)
+    assert "abort() while a receive waits forever" in line
 
 
 def test_too_few_kernels_at_once_are_found() -> None:

@@ -6,7 +6,7 @@ of NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from zbv_worker.measure.gpu_report.check import (
     Place,
     ReportOptions,
     at_most,
+    failed,
     informative,
     not_run,
     that,
@@ -85,18 +86,23 @@ def _aborted(group: NcclGroup, bench: Bench, number: Tensor) -> dict[str, Any]:
     """Abort a group with an operation that cannot run yet."""
     bench.delay(bench.cuda.current_stream(bench.device), _STUCK)
     work = group.all_reduce(number)
+    seconds, said = _abort(group, bench)
+    return {
+        "abort_seconds": seconds,
+        "abort_said": said,
+        "completed_after_abort": work.is_completed(),
+    }
+
+
+def _abort(group: NcclGroup, bench: Bench) -> tuple[float, str]:
+    """Abort a group as the transport does; returns the seconds, and the error if there was one."""
     group.set_timeout(timedelta(seconds=ABORT_SECONDS / 2))
-    before = bench.clock.now()
-    said = ""
+    before, said = bench.clock.now(), ""
     try:
         group.abort()
     except RuntimeError as error:
         said = first_line(error)
-    return {
-        "abort_seconds": bench.clock.now() - before,
-        "abort_said": said,
-        "completed_after_abort": work.is_completed(),
-    }
+    return bench.clock.now() - before, said
 
 
 def judge_one_rank(options: ReportOptions, answers: Answers) -> Iterator[Line]:
@@ -117,15 +123,15 @@ def judge_one_rank(options: ReportOptions, answers: Answers) -> Iterator[Line]:
     yield that("is_completed() is True after the operation", found["late"], "it is False")
     # Not used by the worker; a fake of NCCL that implements it would hide mistakes.
     yield informative("what is_success() says", found["is_success"])
-    yield at_most(
-        "set_timeout(), then abort() while an operation cannot run",
-        found["abort_seconds"],
-        ABORT_SECONDS,
-        "s",
-    )
-    if found["abort_said"]:
-        yield informative("what abort() says", found["abort_said"])
+    yield _abort_line("set_timeout(), then abort() while an operation cannot run", found)
     yield informative("is_completed() after an abort", str(found["completed_after_abort"]))
+
+
+def _abort_line(what: str, found: Mapping[str, Any]) -> Line:
+    seconds, said = found["abort_seconds"], found["abort_said"]
+    if said:
+        return failed(what, f"after {seconds:.1f} s it raised: {said}")
+    return at_most(what, seconds, ABORT_SECONDS, "s")
 
 
 def measure_shared_gpu(place: Place) -> Any:
@@ -157,7 +163,7 @@ def measure_receives(place: Place) -> Any:
 
 
 def receives(api: NcclApi, control: ControlPlane, bench: Bench, timeout: float) -> dict[str, Any]:
-    """Waiting receives on rank 1: next to a kernel that is not loaded yet, and several at once."""
+    """Waiting receives on rank 1: next to a kernel that is not loaded yet, several at once, aborted."""
     rank = control.rank
     free = bench.cuda.mem_get_info(bench.device)[0]
     groups = [_created(api, [0, 1], f"gpu-report {index}") for index in range(KERNELS)]
@@ -183,6 +189,9 @@ def receives(api: NcclApi, control: ControlPlane, bench: Bench, timeout: float) 
     _synchronize(bench)
     found["right"] = all(is_filled(buffer, 1.0) for buffer in buffers)
     control.barrier(timeout)
+    if rank == 1:  # nothing will ever arrive
+        groups[0].receive(buffers[0], 0)
+        found["abort_seconds"], found["abort_said"] = _abort(groups[0], bench)
     return found
 
 
@@ -216,6 +225,7 @@ def judge_receives(options: ReportOptions, answers: Answers) -> Iterator[Line]:
     )
     arrive = all(answer["all_arrive"] and answer["right"] for answer in answers)
     yield that("every receive arrives with the sent numbers", arrive, "missing or wrong numbers")
+    yield _abort_line("set_timeout(), then abort() while a receive waits forever", receiver)
     taken = max(answer["bytes"] for answer in answers)
     yield informative("memory of the device that a communicator of two ranks took", f"{taken / 1e6:.0f} MB")
 

@@ -274,6 +274,7 @@ RECEIVES = {
     "all_arrive": True,
     "right": True,
     "abort_seconds": 0.1,
+    "abort_said": "",
 }
 
 
@@ -302,6 +303,7 @@ def verdicts(judge: Any, *answers: Any) -> list[str]:
         (communicator.judge_one_rank, ONE_RANK, {"early": True}),
         (communicator.judge_one_rank, ONE_RANK, {"late": False}),
         (communicator.judge_one_rank, ONE_RANK, {"abort_seconds": 11.0}),
+        (communicator.judge_one_rank, ONE_RANK, {"abort_said": "abort timed out"}),
     ],
 )
 def test_a_wrong_value_fails_exactly_one_line(
@@ -319,6 +321,7 @@ def test_a_wrong_value_fails_exactly_one_line(
         {"all_arrive": False},
         {"right": False},
         {"abort_seconds": 11.0},
+        {"abort_said": "abort timed out"},
     ],
 )
 def test_waiting_receives_fail_the_line_of_what_they_stop(wrong: dict[str, Any]) -> None:

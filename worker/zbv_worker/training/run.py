@@ -20,6 +20,7 @@ from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_co
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.stage.program import Program, differences
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
+from zbv_worker.training.garbage import GarbageCollection
 from zbv_worker.training.options import RunOptions, Setting
 from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Training
@@ -150,13 +151,15 @@ def train(
 
 
 def _steps(trainings: Sequence[Training], setting: Setting) -> None:
-    for step in range(max(training.first_step for training in trainings), setting.run.steps):
-        for training in trainings:
-            if len(trainings) > 1:
-                with naming_errors(setting.transport.rank, "taking turns"):
-                    # Otherwise a rank that finishes early would seem to wait in the next plan's step.
-                    setting.transport.barrier(setting.run.timeout)
-            training.step(step)
+    with GarbageCollection() as garbage:
+        for step in range(max(training.first_step for training in trainings), setting.run.steps):
+            for training in trainings:
+                if len(trainings) > 1:
+                    with naming_errors(setting.transport.rank, "taking turns"):
+                        # Otherwise a rank that finishes early would seem to wait in the next plan's step.
+                        setting.transport.barrier(setting.run.timeout)
+                training.step(step)
+            garbage.step_done()
     for training in trainings:
         training.end()
 

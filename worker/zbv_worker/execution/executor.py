@@ -9,7 +9,7 @@ next step (:mod:`zbv_worker.execution.timeline`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from zbv_worker.execution.timeline import (
     Record,
     Timeline,
 )
-from zbv_worker.execution.wait_errors import FirstStepLines, overdue, send_failed
+from zbv_worker.execution.wait_errors import overdue, send_failed
 from zbv_worker.model.protocol import Evaluated
 from zbv_worker.transport.channels import ChannelKey, TensorSpec, Transport, key_of
 from zbv_worker.transport.endpoints import Inbox, Outbox
@@ -276,12 +276,7 @@ class Executor:
         state = WalkState(step, self._data.begin(step), self._patience)
         for inbox in self._binding.inboxes.values():
             inbox.begin()
-        is_first = self._patience is not self._later_patience
-        lines: AbstractContextManager[object] = nullcontext()
-        if is_first:
-            lines = FirstStepLines(self._rank, self._progress)
-        with lines:
-            launched = self._walk(self._program, state)
+        launched = self._walk(self._program, state)
         self._patience = self._later_patience
         if before is not None:
             before.result()

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.host.state_files import write_json
+from zbv_worker.transport.failure_watch import Doing
 
 _ATTRIBUTE = "zbv_place"
 
@@ -38,7 +39,7 @@ class CurrentProgress:
     now
         Step and instruction in one tuple, so that a reader always gets a matching pair.
     waiting_for
-        The global rank that the host waits for; None if it does not wait for a rank.
+        The global rank whose tensor the host, or its GPU, waits for at the moment; None if it waits for none.
     """
 
     __slots__ = ("now", "waiting_for")
@@ -54,6 +55,13 @@ class CurrentProgress:
             return Progress()
         step, instruction = now
         return Progress(step, str(instruction.action), instruction.peer)
+
+    def doing(self) -> Doing:
+        """The progress as other ranks see it."""
+        at = self.read()
+        return Doing(
+            "its first step" if at.step is None else f"step {at.step}, {at.action}", self.waiting_for
+        )
 
 
 def attach_progress(error: BaseException, progress: Progress) -> None:

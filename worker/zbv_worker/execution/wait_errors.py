@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
-
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
-from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import Instruction, Remote
 from zbv_worker.execution.timeline import Overdue, Patience
 
@@ -50,46 +45,6 @@ def overdue(found: Overdue, rank: int) -> WorkerError:
         f"takes that long, raise {patience.option}; otherwise a kernel or a collective inside the stage "
         f"hangs."
     )
-
-
-class FirstStepLines:
-    """Says every so often where a rank is, from a thread, for the duration of a ``with`` block.
-
-    The first step may connect, compile and load kernels, so it may take minutes without an error.
-
-    Parameters
-    ----------
-    seconds
-        Time between two lines.
-    """
-
-    def __init__(self, rank: int, progress: CurrentProgress, seconds: float = 30.0):
-        self._rank = rank
-        self._progress = progress
-        self._seconds = seconds
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._say_on, name="zbv-first-step", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(timeout=5.0)
-
-    def _say_on(self) -> None:
-        begin = time.monotonic()
-        while not self._ended.wait(self._seconds):
-            now = self._progress.now
-            if now is not None:
-                step, instruction = now
-                needs = "" if instruction.peer is None else f", which needs {_what(instruction)}"
-                print(  # noqa: T201 - a rank's log
-                    f"rank {self._rank}: {time.monotonic() - begin:.0f} s in step {step}, the first of this "
-                    f"plan, at {instruction.action}{needs}",
-                    file=sys.stderr,
-                    flush=True,
-                )
 
 
 def _what(instruction: Instruction) -> str:

@@ -31,7 +31,7 @@ from zbv_worker.measure.gpu_report.check import (
     passed,
 )
 from zbv_worker.measure.gpu_report.checks import CHECKS
-from zbv_worker.measure.gpu_report.facts import lacking_fields, relevant_environment
+from zbv_worker.measure.gpu_report.facts import environment_of, judge_facts, lacking_fields
 from zbv_worker.measure.gpu_report.gpu_report import run_check
 from zbv_worker.measure.gpu_report.page import UNPROVED_PAGE
 from zbv_worker.measure.gpu_report.rank import host_waits, relative_error, v_orders
@@ -362,7 +362,7 @@ def test_calls_that_make_the_host_wait_are_found_within_the_step_only() -> None:
     assert cuda.mode == "default"
 
 
-def test_absent_fields_and_the_variables_that_matter_are_found() -> None:
+def test_absent_fields_are_found() -> None:
     class Config:
         max_ctas = 0
 
@@ -373,8 +373,6 @@ def test_absent_fields_and_the_variables_that_matter_are_found() -> None:
         "config.min_ctas",
         "split",
     ]
-    environment = {"HOME": "/", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0"}
-    assert relevant_environment(environment) == {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO"}
 
 
 def test_the_page_of_what_is_unproved_names_every_check_and_no_other() -> None:
@@ -382,6 +380,30 @@ def test_the_page_of_what_is_unproved_names_every_check_and_no_other() -> None:
     rows = re.findall(r"^\|.*\| (`[^|]*`)[^|]* \|$|^(`[^`]*`) checks", text, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", "".join(row))}
     assert named == set(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("facts", "failing"),
+    [
+        ({}, []),
+        ({"lacking": {"torch.cuda": ["Event"]}}, ["torch.cuda has everything"]),
+        ({"options": ["config.max_ctas"]}, ["NCCL's options"]),
+        (environment_of({"CUDA_LAUNCH_BLOCKING": "1"}), ["no variable of CUDA or NCCL"]),
+        (environment_of({"NCCL_MAX_P2P_NCHANNELS": "32"}), []),
+    ],
+)
+def test_what_torch_lacks_and_variables_that_prevent_a_run_fail(
+    facts: dict[str, Any], failing: list[str]
+) -> None:
+    right = {"lacking": {"torch.cuda": []}, "options": [], **environment_of({"HOME": "/"})}
+    lines = [line.what for line in judge_facts(SMALL, [{**right, **facts}]) if line.verdict == "fail"]
+    assert [line.startswith(start) for line, start in zip(lines, failing, strict=True)] == [True] * len(lines)
+
+
+def test_doubtful_variables_are_shown() -> None:
+    found = environment_of({"NCCL_MAX_P2P_NCHANNELS": "32", "NCCL_DEBUG": "INFO"})
+    assert "NCCL_DEBUG=INFO" in found["variables"]
+    assert "NCCL_MAX_P2P_NCHANNELS: found 32; recommended 4" in found["doubts"][0]
 
 
 def answer_of(rank: int = 0, **changed: Any) -> dict[str, Any]:

@@ -81,7 +81,7 @@ _COMMUNICATORS = (
         "nccl-receives",
         "receives that wait on the device",
         "Waiting receives stop neither compute, nor the loading of kernels, nor other communicators.",
-        "Set CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32; see `zbv-worker run --help`.",
+        "Unset the variables of CUDA and NCCL that the check facts shows; see docs/nccl.md.",
         OnRanks(communicator.measure_receives, communicator.judge_receives, ranks=2),
         Needs(gpus=2, nccl=True),
     ),
@@ -104,7 +104,7 @@ _PIPELINES = (
         "pipeline-nccl",
         "training steps of several ranks over NCCL",
         "The NCCL transport trains: right gradients, transfers behind compute, no wait of the host.",
-        "Run the checks nccl-one-rank and nccl-receives; see docs/training.md, 'When something fails'.",
+        "Run the checks nccl-one-rank and nccl-receives; see docs/nccl.md.",
         OnRanks(
             partial(rank.measure_pipeline, backend="nccl", numbers="float32"),
             pipeline.judge_gradients,

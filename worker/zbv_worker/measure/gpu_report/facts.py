@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zbv_worker.errors import WorkerError
+from zbv_worker.errors import InvalidRun, WorkerError
 from zbv_worker.host.inventory import versions
 from zbv_worker.measure.gpu_report.check import (
     Answers,
@@ -23,6 +23,7 @@ from zbv_worker.measure.gpu_report.check import (
     not_run,
     that,
 )
+from zbv_worker.transport import nccl_environment
 from zbv_worker.transport.torch_api import CudaApi, CudaEvent, CudaStream, NcclWork
 
 
@@ -104,7 +105,7 @@ def measure_facts(place: Place) -> Any:
     return {
         "lacking": {name: lacking_fields(real, called) for name, real, called in CALLED},
         "options": _lacking_options(),
-        "environment": relevant_environment(os.environ),
+        **environment_of(os.environ),
     }
 
 
@@ -129,10 +130,14 @@ def lacking_fields(options: object, paths: Iterable[str]) -> list[str]:
     return [path for path in paths if not has(path)]
 
 
-def relevant_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that CUDA, NCCL or torch's use of them read."""
-    prefixes = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "PYTORCH_ALLOC_")
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(prefixes)}
+def environment_of(variables: Mapping[str, str]) -> dict[str, Any]:
+    """The variables of CUDA and NCCL as the transport would use them, and what it says about them."""
+    applied, refused, doubts = {**variables}, None, list[str]()
+    try:
+        doubts = nccl_environment.apply(applied)
+    except InvalidRun as error:
+        refused = str(error)
+    return {"variables": nccl_environment.found(applied), "doubts": doubts, "refused": refused}
 
 
 def judge_facts(options: ReportOptions, answers: Answers) -> Iterator[Line]:
@@ -147,5 +152,7 @@ def judge_facts(options: ReportOptions, answers: Answers) -> Iterator[Line]:
         yield not_run(what, "this build of torch has no NCCL")
     else:
         yield that(what, not lacking, f"absent: {', '.join(lacking)}", ", ".join(OPTIONS))
-    shown = ", ".join(f"{name}={value}" for name, value in found["environment"].items())
-    yield informative("variables of CUDA and NCCL that are set", shown or "none")
+    refused = found["refused"]
+    yield that("no variable of CUDA or NCCL prevents a run", refused is None, str(refused))
+    yield informative("variables of CUDA and NCCL in a run", found["variables"])
+    yield informative("doubtful variables", " ".join(found["doubts"]) or "none")

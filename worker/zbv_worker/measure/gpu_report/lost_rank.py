@@ -55,7 +55,7 @@ def lose_a_rank(options: ReportOptions, backend: Backend) -> Iterator[Line]:
                 yield at_most(what, seconds, _TIMEOUT + LEAVING_SECONDS, "s")
             for rank in others:
                 said = next((line for line in started.log(rank).splitlines() if "zbv-worker:" in line), "")
-                names_it = f"rank {_VICTIM}" in said
+                names_it = f"rank {_VICTIM} lost" in said
                 yield that(
                     f"rank {rank} names the lost rank", names_it, f"it said: {said or 'nothing'}", said
                 )

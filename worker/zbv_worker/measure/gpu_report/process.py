@@ -16,6 +16,7 @@ from zbv_worker.measure.gpu_report.check import OnRanks, Place, ReportOptions
 from zbv_worker.measure.gpu_report.checks import CHECKS
 from zbv_worker.measure.ranks import answer, use_one_core
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.transport import nccl_environment
 from zbv_worker.transport.world import World, select_device
 
 
@@ -39,6 +40,7 @@ def _device(options: ReportOptions, world: World) -> torch.device:
     if options.device == "cpu":
         use_one_core(world)
         return torch.device("cpu")
+    nccl_environment.apply(os.environ)  # before CUDA starts
     return select_device("nccl", world.local_rank % torch.cuda.device_count())
 
 

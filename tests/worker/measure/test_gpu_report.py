@@ -179,6 +179,15 @@ def test_a_line_that_fails_sets_the_exit_status_and_shows_what_to_do(
     assert "<line>" not in page
 
 
+def test_only_the_chosen_checks_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = [own_check("broken", raising), own_check("fine", lambda options: [passed("a line")])]
+    monkeypatch.setattr(gpu_report, "CHECKS", {check.name: check for check in checks})
+    assert main(["gpu-report", "--device", "cpu", "--only", "fine"]) == 0
+    assert "broken" not in capsys.readouterr().out
+
+
 def test_standard_output_has_only_the_json_if_it_is_the_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,7 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
                 look_ahead=how.look_ahead,
                 on_stage_done=lambda stage: sums.append(transport.sum_over_replicas(stages[stage].weight)),
                 timeline=CudaTimeline(here.torch_device, clock=here.clock, cuda=here.cuda),
-                ahead=0,
+                fetch_ahead=0,
             ),
         )
         launched, weights = [], list[dict[int, Tensor]]()

@@ -289,10 +289,11 @@ class Training:
             replicas=transport.layout.replicas,
             options=self._options.common,
         )
-        keys = agree(transport, statement, self._timeout)
+        patience = max(self._timeout, run.startup_timeout)
+        keys = agree(transport, statement, patience)
         if self._whole is None:
             with naming_errors(self._rank, "opening the channels"):
-                transport.open(keys, self._timeout)
+                transport.open(keys, patience)
 
     def _build(self) -> dict[int, nn.Module]:
         """Build this rank's stages; returns their modules."""

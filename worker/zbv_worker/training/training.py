@@ -161,10 +161,10 @@ class Training:
 
     def close(self) -> None:
         """Stop background threads."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
         if isinstance(self._executor, Executor):
             self._executor.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if self._swaps is not None:
             self._swaps.close()
 
@@ -289,10 +289,11 @@ class Training:
             replicas=transport.layout.replicas,
             options=self._options.common,
         )
-        keys = agree(transport, statement, self._timeout)
+        patience = max(self._timeout, run.startup_timeout)
+        keys = agree(transport, statement, patience)
         if self._whole is None:
             with naming_errors(self._rank, "opening the channels"):
-                transport.open(keys, self._timeout)
+                transport.open(keys, patience)
 
     def _build(self) -> dict[int, nn.Module]:
         """Build this rank's stages; returns their modules."""

@@ -208,15 +208,38 @@ def test_no_executable_order_deadlocks_on_its_channels(
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", [*BASELINES, "search"])
-def test_no_schedule_deadlocks_on_its_channels(name: str, p: int) -> None:
-    made = problem_of(p, 2 * p)
-    if name == "search":
-        plan = search(made, SearchOptions(effort="quick"))
-        problem, orders = plan.problem, plan.orders
-    else:
-        problem, orders = baseline(name, made)
+@pytest.mark.parametrize("name", BASELINES)
+def test_no_baseline_deadlocks_on_its_channels(name: str, p: int) -> None:
+    problem, orders = baseline(name, problem_of(p, 2 * p))
     execute(problem, orders, channels(problem, orders), Random(0))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_no_searched_plan_deadlocks_on_its_channels(
+    placement: tuple[PlacementKind, int | None], p: int
+) -> None:
+    plan = search(problem_of(p, 2 * p, *placement), SearchOptions(effort="quick"))
+    execute(plan.problem, plan.orders, channels(plan.problem, plan.orders), Random(0))
+
+
+@given(st.integers(2, 5), st.integers(1, 6), st.sampled_from(PLACEMENTS), st.randoms(use_true_random=True))
+def test_forwards_alone_do_not_deadlock_on_the_activations_of_the_channels(
+    p: int, m: int, placement: tuple[PlacementKind, int | None], random: Random
+) -> None:
+    """An evaluation leaves out all other actions, and both ends of a channel leave out its gradients."""
+    problem = problem_of(p, m, *placement)
+    orders = random_orders(problem, random)
+    forwards = Orders.from_actions(
+        [[action for action in orders.actions(rank) if action.letter == "F"] for rank in range(p)]
+    )
+    activations = (
+        (c.sender, c.receiver, tuple(t for t in c.transfers if t.kind == "activation"))
+        for c in channels(problem, orders)
+    )
+    carried = [Channel(*fields) for fields in activations if fields[-1]]
+    assert carried == list(channels(problem, forwards))
+    execute(problem, forwards, carried, random)
 
 
 @given(

@@ -141,6 +141,8 @@ class RankPlan:
         The layer names of every stage of the model; None when the plan does not contain layers.
     recompute
         For each stage of the model, whether it is recomputed; None when the plan does not say.
+    measured
+        The program whose costs were planned with; empty when the plan does not say.
     """
 
     plan_id: str
@@ -155,6 +157,7 @@ class RankPlan:
     channels: tuple[Channel, ...]
     partition: tuple[tuple[str, ...], ...] | None = None
     recompute: tuple[StrictBool, ...] | None = None
+    measured: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def _rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str,
         "peers": sorted({channel["peer"] for channel in listed}),
         "channels": listed,
         **_cut_json(plan.problem),
+        **({"measured": dict(problem.measured)} if problem.measured else {}),
     }
 
 

@@ -31,6 +31,8 @@ from zbv_worker.measure.profile.profile import (
 from zbv_worker.measure.stage_memory import StaticBytes
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import gpt
+from zbv_worker.stage.program import Program
+from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -40,6 +42,20 @@ P = 2
 
 
 # --- a real model
+
+
+def test_a_profile_measures_and_records_the_program_that_will_run(tmp_path: Path) -> None:
+    numbers = ["--pp", "1", "--microbatches", "2", "--repeats", "1", "--timeout", "60"]
+    program = ["--precision", "bfloat16", "--no-main-gradients"]
+    assert main([*GPT, *numbers, *program, "-o", str(tmp_path / "problem.json")]) == 0
+    problem = parse_any_problem(json.loads((tmp_path / "problem.json").read_text()))
+    assert isinstance(problem, LayeredProblem)
+    assert dict(problem.measured) == Program("bfloat16", has_main_gradients=False).described(CPU)
+    estimates = list(estimate_layers(gpt(**MODEL), Program("bfloat16")))
+    plain = list(estimate_layers(gpt(**MODEL)))
+    held = [layer.costs.memory.forward for layer in problem.model.each]
+    assert held == [estimate.kept.memory.after_forward for estimate in estimates]
+    assert held[1] < plain[1].kept.memory.after_forward
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +86,11 @@ def test_every_layer_is_measured_with_and_without_recomputation(problem: Layered
         assert layer.recompute is not None
         for costs in (layer.costs, layer.recompute):
             assert costs.backward is not None
-            assert min(costs.forward, costs.backward_weight, costs.backward) > 0
+            assert min(costs.forward, costs.backward) > 0
             assert costs.forward < 1e6  # us
     _, block, *_ = problem.model.each
     assert block.recompute is not None
+    assert block.costs.backward_weight > 0
     assert block.recompute.backward_input > block.costs.backward_input
     assert block.recompute.split > block.costs.split
 
@@ -162,7 +179,7 @@ def test_layers_are_divided_evenly() -> None:
 
 def stage(at: int, seconds: float, held: int = 100) -> StageProfile:
     forward, *others = (Spread(seconds * factor, 2 * seconds * factor) for factor in (1, 2, 3, 4))
-    return StageProfile(at, forward, others[0], others[1], others[2], held, 60, 0, 7)
+    return StageProfile(at, forward, others[0], others[1], others[2], held, 60, 0, 7, SplitShare(1.0, ()))
 
 
 def layer(at: int, name: str, seconds: float, held: int = 100) -> LayerProfile:
@@ -208,7 +225,7 @@ def test_layers_of_one_kind_cost_the_mean_and_are_written_once() -> None:
     assert block["recompute"]["forward"] == 4000.0
     assert block["recompute"]["memory"]["forward"] == 20
     assert (head["forward"], head["parameters_bytes"], head["output_bytes"]) == (5000.0, 50, 40)
-    assert document["memory"] == {"static": 3 * 4 * 40, "limit": None}
+    assert document["memory"] == {"static": 3 * 2 * 40, "limit": None}
 
 
 def test_layers_with_other_memory_are_of_another_kind() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbv_worker.commands.arguments import add_model, add_plan, add_precision, positive, positive_number
+from zbv_worker.commands.arguments import add_model, add_plan, add_program, positive, positive_number
+from zbv_worker.errors import WorkerError, print_error
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.training.options import RunOptions
@@ -23,6 +25,7 @@ examples:
 def execute(parsed: argparse.Namespace) -> int:
     """Run one rank; returns the exit status."""
     from zbv_worker.host.cores import pin_to_core
+    from zbv_worker.training.ending import Ending
     from zbv_worker.training.run import run
     from zbv_worker.transport.world import World
 
@@ -30,8 +33,22 @@ def execute(parsed: argparse.Namespace) -> int:
     world = World.from_environment()
     if parsed.pin:
         pin_to_core(world.local_rank)
-    run(options, world)
+    ending = Ending(lambda error: None, _report)
+    try:
+        run(options, world, ending=ending)
+    except Exception as error:
+        if ending.is_needed:
+            ending.fail(error)
+        raise
     return 0
+
+
+def _report(error: Exception) -> int:
+    """Describe a failure in the rank's log; returns the exit status."""
+    if isinstance(error, WorkerError):
+        return print_error(error)
+    traceback.print_exception(error)
+    return 1
 
 
 def _options(parsed: argparse.Namespace) -> RunOptions:
@@ -51,6 +68,7 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
         steps=parsed.steps,
         backend=parsed.backend,
         timeout=parsed.timeout,
+        startup_timeout=parsed.startup_timeout,
         look_ahead=parsed.look_ahead,
         threads=parsed.threads,
         result_dir=parsed.result_dir,
@@ -60,6 +78,7 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
             replicas=parsed.data_parallel,
             is_sharded=parsed.shard,
             precision=parsed.precision,
+            has_main_gradients=parsed.main_gradients,
             clip_norm=parsed.clip_norm,
             non_finite=parsed.non_finite,
             evaluate_every=parsed.evaluate_every,
@@ -81,6 +100,14 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_plan(run, are_several=True)
     add_model(run)
     run.add_argument("--steps", type=positive, default=20, help="training steps (default 20)")
+    run.add_argument(
+        "--startup-timeout",
+        type=positive_number,
+        default=1800.0,
+        metavar="S",
+        help="longest wait for the other ranks to start and connect, and for a tensor in a plan's first "
+        "step, when ranks may compile (default 1800)",
+    )
     run.add_argument(
         "--runtime",
         choices=("zbv", "torch"),
@@ -116,9 +143,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shard",
         action="store_true",
-        help="divide parameters, gradients and optimizer state among the replicas (FSDP2)",
+        help="divide parameters, gradients and optimizer state among the replicas, as FSDP2 does",
     )
-    add_precision(group)
+    add_program(group)
     group.add_argument(
         "--clip-norm",
         type=positive_number,

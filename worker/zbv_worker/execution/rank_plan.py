@@ -6,7 +6,7 @@ A rank plan comes from the service, which sends each rank its own list and chann
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
@@ -31,6 +31,9 @@ class RankPlan:
         The channels that this rank sends or receives on.
     cut
         The cut of the whole model, so that every rank can check it against its model.
+    measured
+        The program whose costs the plan was made with (:class:`zbv_worker.stage.program.Program`), as names
+        and values; empty if the plan does not say.
     """
 
     plan_id: str
@@ -40,6 +43,7 @@ class RankPlan:
     actions: tuple[Action, ...]
     channels: tuple[Channel, ...]
     cut: PlannedCut = field(default_factory=PlannedCut)
+    measured: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cut.require_stages(self.placement.n_stages)
@@ -56,6 +60,7 @@ class RankPlan:
             actions=tuple(orders.actions(rank)),
             channels=channels_of(rank, channels(problem, orders)),
             cut=PlannedCut.of(problem),
+            measured=dict(problem.measured),
         )
 
     @property

@@ -5,8 +5,8 @@
     index.json                every tensor's shape and the location of its parts; every other value
     rank-00003.safetensors    the parts that rank 3 wrote
 
-Tensors have names that do not depend on the partition. A tensor that the replicas divide (FSDP2) has one part
-per replica; a reader takes what it needs from every part.
+Tensors have names that do not depend on the partition. A tensor that the replicas divide (``--shard``) has
+one part per replica; a reader takes what it needs from every part.
 """
 
 from __future__ import annotations

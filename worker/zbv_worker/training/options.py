@@ -16,12 +16,16 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.precision import Precision
+from zbv_worker.stage.program import Program
 from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.update import NonFinite
 from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.nccl import NCCL_LOOK_AHEAD
 from zbv_worker.transport.world import Backend
 
 Runtime = Literal["zbv", "torch"]
+DEFAULT_STARTUP_TIMEOUT = 1800.0
+"""Seconds. Compiling the stages of a large model takes minutes, and nodes rarely start at the same moment."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class TrainingOptions:
         Steps between evaluations (forward only); None for none.
     next_plan
         A file in which rank 0 looks for a plan to change to. Set on all ranks, or on none.
+    has_main_gradients
+        Whether parameters in half precision sum their gradients in float32.
     trace_dir
         Where every rank writes its newest steps during the run; None for nowhere.
     """
@@ -50,6 +56,7 @@ class TrainingOptions:
     replicas: int = 1
     is_sharded: bool = False
     precision: Precision = "float32"
+    has_main_gradients: bool = True
     clip_norm: float | None = None
     non_finite: NonFinite = "fail"
     evaluate_every: int | None = None
@@ -58,11 +65,22 @@ class TrainingOptions:
     trace_dir: Path | None = None
 
     @property
+    def needs_sums_over_ranks(self) -> bool:
+        """Whether the updates need sums over all ranks."""
+        return self.clip_norm is not None or self.non_finite == "skip"
+
+    @property
+    def program(self) -> Program:
+        """The program that the stages run."""
+        return Program(self.precision, self.has_main_gradients)
+
+    @property
     def common(self) -> tuple[tuple[str, str], ...]:
         """Names and values of everything that must be equal on all ranks."""
         return (
             ("sharding", str(self.is_sharded)),
             ("precision", self.precision),
+            ("main gradients", str(self.has_main_gradients)),
             ("clip norm", str(self.clip_norm)),
             ("non-finite steps", self.non_finite),
             ("evaluation", str(self.evaluate_every)),
@@ -84,8 +102,12 @@ class RunOptions:
     result_dir
         Where reports go; with several plans, into one folder per plan id.
     timeout
-        Seconds that a rank waits for any one tensor within a step, and for the other ranks before the first
-        step and after the last.
+        Seconds that a rank waits for any one tensor within a step, and for the other ranks after the last.
+    startup_timeout
+        The same for meeting and connecting the other ranks, and for the first step of each plan, in which
+        ranks may compile their stages. If smaller than ``timeout``, that one counts.
+    look_ahead
+        Receives kept posted ahead per channel; None for the backend's number.
     threads
         Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
         ``OMP_NUM_THREADS`` is set.
@@ -100,12 +122,20 @@ class RunOptions:
     steps: int
     backend: Backend = "gloo"
     timeout: float = 120.0
-    look_ahead: int = DEFAULT_LOOK_AHEAD
+    startup_timeout: float = DEFAULT_STARTUP_TIMEOUT
+    look_ahead: int | None = None
     threads: int | None = None
     result_dir: Path | None = None
     trace: Path | None = None
     runtime: Runtime = "zbv"
     training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    @property
+    def receives_ahead(self) -> int:
+        """Receives kept posted ahead per channel."""
+        if self.look_ahead is not None:
+            return self.look_ahead
+        return NCCL_LOOK_AHEAD if self.backend == "nccl" else DEFAULT_LOOK_AHEAD
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ launches per device. Only :meth:`NcclTransport.abort` may be called from another
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.transport import nccl_environment
 from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send, TensorSpec
 from zbv_worker.transport.control import ConnectedTransport, ControlPlane
 from zbv_worker.transport.gloo import Summed
+from zbv_worker.transport.rendezvous import say
 from zbv_worker.transport.sends import sendable
 from zbv_worker.transport.torch_api import Clock, CudaApi, GroupOptions, NcclApi, NcclGroup, NcclWork
 from zbv_worker.transport.torch_errors import classified, classifying
@@ -41,12 +44,13 @@ CHANNEL_OPTIONS = GroupOptions(max_ctas=4)
 SUM_OPTIONS = GroupOptions()
 """Sums over replicas wait for ranks in the same position, so not for long; they may use NCCL's full width."""
 
+NCCL_LOOK_AHEAD = 1
+"""Receives posted ahead per channel. The first on a communicator waits on the device and occupies
+multiprocessors; further ones wait in its stream and would only hold buffers, because the host queues actions
+ahead of the device and so posts the next receive early enough."""
 _NEVER = timedelta(days=1)
 """NCCL's watchdog counts from when an operation is issued, and a receive may be issued long before its tensor
 exists. The worker has its own deadlines, so NCCL's must never pass."""
-TAG = 0
-"""Channels are ordered, so all messages use the same tag, which NCCL ignores."""
-
 _POLL_SECONDS = 0.00005
 _LOOK_SECONDS = 0.001
 """Time between two looks at the sends: every look asks CUDA and NCCL about each channel."""
@@ -74,10 +78,10 @@ def kernels_at_once(
 ) -> int:
     """The most communication kernels that wait on a rank's device at the same time: one per communicator.
 
-    The device must run this many kernels beside compute, or a waiting receive could keep the send from
-    running that its peer needs. Receives posted further ahead do not count: they queue behind the first on
-    their communicator's stream. A middle rank of a V has 4, plus 1 with replicas, plus 1 with sums over all
-    ranks. CUDA offers 32 hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``).
+    The device must run this many kernels in addition to compute, or a waiting receive could keep the send
+    from running that its peer needs. Receives posted further ahead do not count: they queue behind the first
+    on their communicator's stream. A middle rank of a V has 4, plus 1 with replicas, plus 1 with sums over
+    all ranks. CUDA offers 32 hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``).
     """
     channels = sum(pp_rank in (key.sender, key.receiver) for key in set(keys))
     return channels + (replicas > 1) + sums_over_ranks
@@ -163,7 +167,7 @@ class StreamSum:
         self.target.copy_(self.payload)
 
 
-class _Sent(NamedTuple):
+class _Queued(NamedTuple):
     work: NcclWork
     tensor: Tensor
     label: object
@@ -186,17 +190,17 @@ class StreamSender:
         self.peer = peer
         self._device = device
         self._operations = operations
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[_Queued] = deque()
 
     def send(self, tensor: Tensor, label: object) -> None:
         """Send without waiting; raises ConnectionError if it cannot start. ``label`` names it in errors."""
         self._operations.may_issue()
         tensor = sendable(tensor).to(self._device)  # moves only headers, which are made on the host
         try:
-            work = self.group.send([tensor], self.peer, TAG)
+            work = self.group.send(tensor, self.peer)
         except RuntimeError as error:
             raise classified(error, self._what(label)) from error
-        self._sent.append(_Sent(work, tensor, label))
+        self._sent.append(_Queued(work, tensor, label))
 
     def look(self) -> None:
         """Release completed sends; raises ConnectionError if one failed."""
@@ -283,7 +287,7 @@ class NcclTransport(ConnectedTransport):
     @property
     @override
     def replica_group(self) -> dist.ProcessGroup | None:
-        return cast("dist.ProcessGroup | None", self._replicas)
+        return None if self._replicas is None else self._replicas.process_group
 
     def _connect_sums(self, sets: Iterable[tuple[int, ...]], name: str) -> NcclGroup:
         """Create a group for each of some disjoint sets of ranks, and connect the one that has this rank."""
@@ -293,7 +297,7 @@ class NcclTransport(ConnectedTransport):
         deadline = self._operations.clock.now() + self._timeout
         greeting = torch.zeros(1, device=self._device)
         with classifying(f"connecting {name}"):
-            work = mine.allreduce([greeting])
+            work = mine.all_reduce(greeting)
         self._operations.finish(work, deadline, f"not all {name} connected")
         self.communicator_bytes += free - self._free_bytes()
         return mine
@@ -323,6 +327,8 @@ class NcclTransport(ConnectedTransport):
             self._operations.finish(work, deadline, f"the channel {key} did not connect")
         self._opened.update(new)
         self.communicator_bytes += free - self._free_bytes()
+        if new:
+            say(f"rank {self.rank}: {self.described(os.environ)}")
 
     def _add_channel(self, key: ChannelKey, replica: int) -> None:
         sender, receiver = (self.layout.global_rank(end, replica) for end in (key.sender, key.receiver))
@@ -341,9 +347,25 @@ class NcclTransport(ConnectedTransport):
         with classifying(f"connecting the channel {key}"):
             if self.pp_rank == key.sender:
                 group, peer = self._senders[key].group, self._senders[key].peer
-                return group.send([greeting], peer, TAG), greeting
+                return group.send(greeting, peer), greeting
             group, peer = self._incoming[key]
-            return group.recv([greeting], peer, TAG), greeting
+            return group.receive(greeting, peer), greeting
+
+    def described(self, environment: Mapping[str, str]) -> str:
+        """The NCCL version, the communicators and their options, their memory, and the environment."""
+        channels = ", ".join(map(str, sorted([*self._senders, *self._incoming]))) or "no channels"
+        sums = [
+            name
+            for name, group in (("its replicas", self._replicas), ("all ranks", self._all_ranks))
+            if group is not None
+        ]
+        return (
+            f"NCCL {self._api.version()}: {len(self._groups)} communicators "
+            f"({'; '.join([channels, *sums])}), "
+            f"{self.communicator_bytes / 2**20:.0f} MiB of GPU memory; channels use at most "
+            f"{CHANNEL_OPTIONS.max_ctas} thread blocks on streams of high priority; "
+            f"{nccl_environment.found(environment)}"
+        )
 
     @override
     def sender(self, key: ChannelKey) -> Send:
@@ -357,13 +379,18 @@ class NcclTransport(ConnectedTransport):
         found = self._incoming.get(key)
         if found is None:
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
-        receive, peer, take, operations = found.group.recv, found.peer, self._buffers.take, self._operations
+        receive, peer, take, operations = (
+            found.group.receive,
+            found.peer,
+            self._buffers.take,
+            self._operations,
+        )
 
         def post(spec: TensorSpec) -> Pending:
             operations.may_issue()
             buffer = take(spec)
             try:
-                return StreamReceive(receive([buffer], peer, TAG), buffer, operations)
+                return StreamReceive(receive(buffer, peer), buffer, operations)
             except RuntimeError as error:
                 raise classified(error, f"posting a receive from rank {key.sender}") from error
 
@@ -391,8 +418,28 @@ class NcclTransport(ConnectedTransport):
         self._operations.may_issue()
         payload = tensor if tensor.device.type == self._device.type else tensor.to(self._device)
         with classifying(f"summing over the replicas of rank {self.pp_rank}"):
-            work = self._replicas.allreduce([payload])
+            work = self._replicas.all_reduce(payload)
         return StreamSum(work, payload, tensor, self._operations)
+
+    @override
+    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
+        if self._replicas is None:
+            whole.copy_(part)
+            return Summed()
+        self._operations.may_issue()
+        with classifying(f"gathering over the replicas of rank {self.pp_rank}"):
+            work = self._replicas.all_gather(whole, part)
+        return StreamSum(work, whole, whole, self._operations)
+
+    @override
+    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
+        if self._replicas is None:
+            part.copy_(whole)
+            return Summed()
+        self._operations.may_issue()
+        with classifying(f"summing over the replicas of rank {self.pp_rank}"):
+            work = self._replicas.reduce_scatter(part, whole)
+        return StreamSum(work, part, part, self._operations)
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
@@ -408,7 +455,7 @@ class NcclTransport(ConnectedTransport):
         self._operations.may_issue()
         total = values.clone()
         with classifying("summing over all ranks"):
-            work = self._all_ranks.allreduce([total])
+            work = self._all_ranks.all_reduce(total)
         self._operations.order(work)
         return total
 

@@ -7,7 +7,7 @@ their results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -19,6 +19,7 @@ from zbv_worker.measure.problems import plan_memory
 from zbv_worker.measure.ranks import measure_on_ranks
 from zbv_worker.measure.stage_memory import StageMemory, StaticBytes
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.stage.program import PLAIN, Program
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.transport.world import Backend
 
@@ -38,6 +39,8 @@ class ProfileOptions:
         Whether to measure the model's layers one by one, instead of its stages.
     recompute
         Whether to measure every layer with recomputation as well; needs ``by_layer``.
+    program
+        The program to measure: that of the run.
     memory_limit_fraction
         Sets each rank's limit to its static memory plus this fraction of the activations that 1F1B holds on
         its fullest rank. None for no limit.
@@ -53,11 +56,16 @@ class ProfileOptions:
     recompute: bool = False
     backend: Backend = "gloo"
     memory_limit_fraction: float | None = None
+    program: Program = PLAIN
     timeout: float = 120.0
 
 
 ACTION_TIMES = ("forward", "backward_input", "backward_weight", "backward")
 """The measured times of a stage, F, I, W and B, as :class:`StageProfile` and problems name them."""
+
+
+LEAST_WEIGHT_SHARE = 0.05
+"""The smallest share of W in the time of I and W for which the planner may split a backward."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +116,26 @@ class StageProfile:
 
     @property
     def costs(self) -> tuple[dict[str, float], StageMemory]:
-        """The median times by name, in us, and the memory."""
-        return {name: getattr(self, name).microseconds for name in ACTION_TIMES}, self.memory
+        """The times of a problem by name, in us, and the memory.
+
+        They are the medians. But if a split gains nothing, W costs nothing and I as much as B, so that the
+        planner uses B.
+        """
+        times = {name: getattr(self, name).microseconds for name in ACTION_TIMES}
+        if self.is_worth_splitting:
+            return times, self.memory
+        return {**times, "backward_input": times["backward"], "backward_weight": 0.0}, self.memory
+
+    @property
+    def weight_share(self) -> float:
+        """The share of W in the time of I and W."""
+        both = self.backward_input.median + self.backward_weight.median
+        return self.backward_weight.median / both if both > 0 else 0.0
+
+    @property
+    def is_worth_splitting(self) -> bool:
+        """Whether W computes gradients, and takes enough of the backward's time to fill bubbles."""
+        return self.split is not None and self.split.share > 0 and self.weight_share >= LEAST_WEIGHT_SHARE
 
     @property
     def memory(self) -> StageMemory:
@@ -176,6 +202,8 @@ class RankProfile:
         One-way times in seconds, by boundary, for the boundaries that this rank timed.
     links
         The links that this rank timed.
+    program
+        The measured program, from :meth:`~zbv_worker.stage.program.Program.described`.
     """
 
     rank: int
@@ -184,6 +212,7 @@ class RankProfile:
     p2p: dict[int, Spread]
     links: tuple[LinkProfile, ...] = ()
     layers: tuple[LayerProfile, ...] = ()
+    program: dict[str, str] = field(default_factory=dict)
 
 
 _RANK_PROFILE = TypeAdapter(RankProfile)
@@ -250,7 +279,17 @@ def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem
         ),
         memory=plan_memory(memory, static, _limit(options, stages, static)),
         units=Units(time="us", memory="bytes"),
+        measured=tuple(sorted(program_of(ranks).items())),
     )
+
+
+def program_of(ranks: Sequence[RankProfile]) -> dict[str, str]:
+    """The program that the ranks measured; a value that differs between ranks lists all."""
+    names = {name: None for rank in ranks for name in rank.program}
+    return {
+        name: ", ".join(dict.fromkeys(rank.program[name] for rank in ranks if name in rank.program))
+        for name in names
+    }
 
 
 def _limit(

@@ -339,9 +339,7 @@ class Executor:
                 wait = mark()
                 check(instruction)
                 if take is not None:
-                    progress.waiting_for = instruction.peer
                     value = take(state)
-                    progress.waiting_for = None
                 start = mark()
                 output = run(value, state)
                 end = mark()

@@ -131,6 +131,11 @@ class RunOptions:
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     @property
+    def startup_patience(self) -> float:
+        """Seconds to wait for other ranks while they start."""
+        return max(self.timeout, self.startup_timeout)
+
+    @property
     def receives_ahead(self) -> int:
         """Receives kept posted ahead per channel."""
         if self.look_ahead is not None:

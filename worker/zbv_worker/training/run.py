@@ -63,7 +63,7 @@ def run(
         refuse(world.rank, world.world_size, str(error))
         raise
     progress = progress or CurrentProgress()
-    patience, training = max(options.timeout, options.startup_timeout), options.training
+    patience, training = options.startup_patience, options.training
     with naming_errors(world.rank, "meeting the other ranks"):
         control = GlooControl(world, patience, training.replicas)
     guard = Guard(control, progress, options.timeout, patience, ending)
@@ -184,7 +184,7 @@ def _steps(trainings: Sequence[Training], setting: Setting, on_started: Callable
                 if len(trainings) > 1:
                     with naming_errors(setting.transport.rank, "taking turns"):
                         # Otherwise a rank that finishes early would seem to wait in the next plan's step.
-                        setting.transport.barrier(run.startup_timeout if step == first else run.timeout)
+                        setting.transport.barrier(run.startup_patience if step == first else run.timeout)
                 training.step(step)
             if step == first and on_started is not None:
                 on_started()

@@ -289,11 +289,10 @@ class Training:
             replicas=transport.layout.replicas,
             options=self._options.common,
         )
-        patience = max(self._timeout, run.startup_timeout)
-        keys = agree(transport, statement, patience)
+        keys = agree(transport, statement, run.startup_patience)
         if self._whole is None:
             with naming_errors(self._rank, "opening the channels"):
-                transport.open(keys, patience)
+                transport.open(keys, run.startup_patience)
 
     def _build(self) -> dict[int, nn.Module]:
         """Build this rank's stages; returns their modules."""

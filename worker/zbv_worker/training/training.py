@@ -7,6 +7,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
 from zbv_worker.model.protocol import PipelineModel, Weighted
+from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.checkpoint import Checkpoints
 from zbv_worker.training.gradients import Gradients, SummedGradients
@@ -93,6 +95,9 @@ class Training:
         self._checkpoints = self._make_checkpoints(modules)
         self.first_step = 0 if self._checkpoints is None else self._checkpoints.load_newest()
         self.report = RankReport(plan.plan_id, transport.rank)
+        self._unsplit: set[int] = set()
+        expected = {index: stage.expected_share for index, stage in self._stages.items()}
+        self._report_unsplit(self.first_step, expected)
         self._trace = TraceFile(options.trace_dir, transport, self._timeout) if options.trace_dir else None
         self._swaps = Swaps(transport, options.next_plan, plan) if options.next_plan else None
 
@@ -116,7 +121,7 @@ class Training:
         self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{skipped}")
         self._report_non_finite(step, updated)
         if step == self.first_step:
-            self._report_unsplit(step)
+            self._report_unsplit(step, {at: stage.split_share for at, stage in self._stages.items()})
         if self._trace is not None:
             self._trace.update(self.report)
 
@@ -162,11 +167,13 @@ class Training:
                 f"Check the data and the learning rate, or pass --non-finite skip to skip such steps."
             )
 
-    def _report_unsplit(self, step: int) -> None:
-        """Report stages whose W computes little although the plan splits them: bubbles stay empty."""
-        for index, stage in self._stages.items():
-            found = stage.split_share
+    def _report_unsplit(self, step: int, shares: Mapping[int, SplitShare | None]) -> None:
+        """Report, once, stages whose W computes little although the plan splits them: bubbles stay."""
+        split = {action.stage for action in self._plan.actions if action.letter == "I"} - self._unsplit
+        for index in sorted(split):
+            found = shares.get(index)
             if found is not None and found.is_small and self._transport.replica == 0:
+                self._unsplit.add(index)
                 share, modules = round(found.share, 3), list(found.unsplit[:20])
                 self._note("little_to_split", step, stage=index, share=share, modules=modules)
                 _say(
@@ -277,7 +284,7 @@ class Training:
             device=self._setting.device,
             timeout=self._timeout,
             options=ExecutorOptions(
-                look_ahead=self._setting.run.look_ahead,
+                look_ahead=self._setting.run.receives_ahead,
                 progress=self._setting.progress,
                 on_stage_done=self._gradients.stage_done,
             ),

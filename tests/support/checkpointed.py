@@ -27,6 +27,7 @@ from support.agents import DEADLINE
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 
+CPU = torch.device("cpu")
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 STEPS = 9
 
@@ -125,7 +126,7 @@ class Alone:
         scale = LossScale.of(precision)
         update = Update(StepwiseAdam(), gradients, transport, scale, None)  # type: ignore[arg-type]  # as far as it goes
         options = CheckpointOptions(directory, every=1, is_synchronous=is_synchronous)
-        checkpoints = Checkpoints(options, {0: module}, update, "model", None, transport)
+        checkpoints = Checkpoints(options, {0: module}, update, "model", None, transport, CPU)
         return cls(directory, module, update, checkpoints)
 
     def save(self, step: int) -> None:

@@ -11,14 +11,16 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+import torch
 from support.agents import DEADLINE, until
 from support.checkpointed import Alone, Runs, contents, newest_step, saving, write_v
+from support.fake_cuda import FakeCuda
 from zbv_worker.errors import ChannelTimeout, InvalidRun, Superseded
 from zbv_worker.host.local_ranks import LaunchError
 from zbv_worker.training import checkpoint_files
 from zbv_worker.training.checkpoint import newest_checkpoint
 from zbv_worker.training.checkpoint_files import RankFiles
-from zbv_worker.training.checkpoint_writer import BackgroundWriter
+from zbv_worker.training.checkpoint_writer import BackgroundWriter, HostCopies
 
 
 def test_a_run_killed_while_it_writes_resumes_from_the_checkpoint_before(tmp_path: Path) -> None:
@@ -94,6 +96,30 @@ def test_training_goes_on_and_the_files_are_those_of_a_synchronous_save(tmp_path
         saved[name] = contents(tmp_path / name)
     assert len(saved["background"]) == 2
     assert saved["background"] == saved["synchronous"]
+
+
+def test_a_gpu_overwrites_parameters_only_after_their_copies() -> None:
+    """The host does not wait: the compute stream waits for the copies, and these for earlier work."""
+    cuda = FakeCuda()
+    copies = HostCopies(torch.device("cuda"), cuda, pin=False)
+    parameter, updated = torch.zeros(2), [torch.full((2,), float(step)) for step in range(3)]
+    kept = []
+    for step in (1, 2):
+        for _ in range(3):
+            cuda.compute.compute(1.0)
+        with cuda.stream(cuda.compute):
+            parameter.copy_(updated[step])
+        with copies.copying() as copy:
+            copied = copy("parameter", parameter)
+        with cuda.stream(cuda.compute):
+            parameter.copy_(updated[0])
+        assert float(copied[0]) != step  # nothing has run yet
+        copies.wait()
+        assert torch.equal(copied, updated[step])
+        cuda.settle()
+        assert torch.equal(copied, updated[step])
+        kept.append(copied)
+    assert kept[0] is kept[1]  # its memory is used again
 
 
 def test_the_next_save_waits_for_the_one_in_progress(tmp_path: Path, gate: Event) -> None:

@@ -37,7 +37,7 @@ from zbv_worker.errors import (
     naming_errors,
 )
 from zbv_worker.model.protocol import StatefulData
-from zbv_worker.training.checkpoint_files import RankFiles, Reader, State, on_host, write_index
+from zbv_worker.training.checkpoint_files import RankFiles, Reader, State, write_index
 from zbv_worker.training.checkpoint_writer import BackgroundWriter, HostCopies
 from zbv_worker.training.dtensors import is_dtensor
 from zbv_worker.training.fence import Claimant, Fence, checkpoints, is_complete
@@ -108,6 +108,7 @@ class Checkpoints:
         model: str,
         data: object,
         transport: Transport,
+        device: torch.device,
     ):
         self._options = options
         self._whole = _as_one_module(modules)
@@ -119,7 +120,7 @@ class Checkpoints:
         self._fence: Fence | None = None
         self._writer = BackgroundWriter(transport.rank, options.timeout)
         self._is_writing = False
-        self._copies = HostCopies()
+        self._copies = HostCopies(device)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to save before ``step`` of a run with ``last`` steps."""
@@ -147,15 +148,17 @@ class Checkpoints:
 
     def _copied(self, state: State) -> RankFiles:
         """This rank's files, with tensors that training does not change if it goes on."""
-        copy = on_host if self._options.is_synchronous else self._copies.copy
-        files = RankFiles.of(self._transport.rank, state, copy)
-        self._copies.finish()
-        return files
+        rank = self._transport.rank
+        if self._options.is_synchronous:
+            return RankFiles.of(rank, state)
+        with self._copies.copying() as copy:
+            return RankFiles.of(rank, state, copy)
 
     def _write(self, fence: Fence, step: int, files: RankFiles) -> None:
         """Write this rank's files, and on rank 0 complete the checkpoint; runs on the writer's thread."""
         partial, rank, ranks = fence.partial(step), self._transport.rank, self._transport.world_size
         with self._unless_superseded(), naming_errors(rank, "at a checkpoint"):
+            self._copies.wait()
             outcome = self._attempt(lambda: files.write(partial))
             self._transport.post(f"checkpoint/{rank}", json.dumps([step, outcome]))
             _raise_first([outcome])

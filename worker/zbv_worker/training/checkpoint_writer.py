@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from zbv_worker.errors import ChannelTimeout
+from zbv_worker.training.checkpoint_files import Copy
+from zbv_worker.transport.torch_api import CudaApi, CudaEvent, CudaStream, torch_cuda
 
 _POLL_SECONDS = 0.1
 
@@ -26,27 +29,60 @@ _POLL_SECONDS = 0.1
 class HostCopies:
     """Copies of tensors in host memory, which do not change while training goes on.
 
-    Copies from a GPU are in pinned memory, which is kept for the next checkpoint: pinning takes longer than
-    copying.
+    Copies from a GPU use a stream of their own. The compute stream waits for them, the host does not. They
+    are in pinned memory, which is kept for the next checkpoint: pinning takes longer than copying.
+
+    Parameters
+    ----------
+    device
+        Where the rank computes.
+    pin
+        Use pinned host memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, cuda: CudaApi | None = None, *, pin: bool = True):
+        self._device = device
+        self._pin = pin
         self._pinned: dict[str, Tensor] = {}
+        self._is_complete: CudaEvent | None = None
+        self._cuda = (cuda or torch_cuda()) if device.type == "cuda" else None
+        self._stream = None if self._cuda is None else self._cuda.Stream(device)
 
-    def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor; one of a GPU is complete only after :meth:`finish`."""
-        if tensor.device.type == "cpu":
-            return tensor.detach().clone(memory_format=torch.contiguous_format)
+    @contextmanager
+    def copying(self) -> Iterator[Copy]:
+        """A context that gives a function that copies tensors; later writes to these do no harm."""
+        if self._cuda is None or self._stream is None:
+            yield _cloned
+            return
+        compute = self._cuda.current_stream(self._device)
+        self._stream.wait_event(self._mark(self._cuda, compute))
+        with self._cuda.stream(self._stream):
+            yield self._to_pinned
+        self._is_complete = self._mark(self._cuda, self._stream)
+        compute.wait_event(self._is_complete)
+
+    def wait(self) -> None:
+        """Wait until the copies are complete; call it before reading them, on any thread."""
+        if self._is_complete is not None:
+            self._is_complete.synchronize()
+
+    def _to_pinned(self, name: str, tensor: Tensor) -> Tensor:
         known = self._pinned.get(name)
         if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
-            known = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            known = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
+            self._pinned[name] = known
         known.copy_(tensor.detach(), non_blocking=True)
         return known
 
-    def finish(self) -> None:
-        """Wait for the copies from a GPU."""
-        if self._pinned:
-            torch.cuda.current_stream().synchronize()
+    @staticmethod
+    def _mark(cuda: CudaApi, stream: CudaStream) -> CudaEvent:
+        event = cuda.Event(enable_timing=False)
+        event.record(stream)
+        return event
+
+
+def _cloned(name: str, tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 class BackgroundWriter:

@@ -357,6 +357,7 @@ class Training:
             self._setting.run.model.fingerprint(0),
             self._model,
             self._transport,
+            self._setting.device,
         )
 
     def _say_loss(self, begin: str, loss: float | None, end: str = "") -> None:

@@ -116,8 +116,8 @@ class FailureNotes:
         Parameters
         ----------
         seen
-            By rank, the first beat that was read, and when. Only a later beat shows that the rank is alive, and
-            that its sign is true.
+            By rank, the first beat that was read, and when. Only a later beat shows that the rank is alive,
+            and that its sign is true.
         """
         visited, rank, is_known = {self._rank}, peer, True
         while True:

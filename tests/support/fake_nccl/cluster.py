@@ -1,0 +1,142 @@
+"""A cluster of fake GPUs, one per rank, with NCCL between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from zbv_worker.transport.torch_api import GroupOptions
+from zbv_worker.transport.world import Layout
+
+from support.fake_nccl.communicators import Communicators, FakeGroup, NcclModes
+from support.fake_nccl.control import ControlState, FakeControl
+from support.fake_nccl.cuda import FakeCuda, OnDevice
+from support.fake_nccl.device import Device, DeviceModes
+from support.fake_nccl.simulation import FakeClock, ModelError, Simulation
+
+
+class FakeNccl:
+    """Creates groups of one rank (:class:`zbv_worker.transport.torch_api.NcclApi`)."""
+
+    def __init__(self, cluster: Cluster, device: Device):
+        self._cluster = cluster
+        self._device = device
+        self._groups: list[FakeGroup] = []
+        self._created = 0
+
+    def version(self) -> str:
+        """NCCL's version."""
+        return "model"
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
+    ) -> FakeGroup | None:
+        """Create a group; blocks the host until every rank of the world has called it."""
+        turn, self._created = self._created, self._created + 1
+        self._cluster.meet(turn, tuple(ranks), self._device)
+        if self._device.rank not in ranks:
+            return None
+        group = FakeGroup(
+            self._cluster.communicators,
+            self._device,
+            f"{name} #{turn}",
+            ranks,
+            timeout,
+            high_priority=options.is_high_priority,
+        )
+        self._groups.append(group)
+        return group
+
+    def destroy(self) -> None:
+        """Destroy all groups; hangs while one has unfinished operations."""
+        for group in self._groups:
+            group.shutdown()
+
+
+@dataclass(frozen=True)
+class FakeRank:
+    """Everything that a rank's program gets."""
+
+    rank: int
+    device: Device
+    torch_device: torch.device
+    nccl: FakeNccl
+    cuda: FakeCuda
+    control: FakeControl
+    clock: FakeClock
+
+
+class Cluster:
+    """Ranks with a fake GPU each.
+
+    Parameters
+    ----------
+    deadlines_pass
+        See :class:`Simulation`.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        replicas: int = 1,
+        seed: int = 0,
+        device: DeviceModes | None = None,
+        nccl: NcclModes | None = None,
+        deadlines_pass: bool = False,
+    ):
+        self.layout = Layout.of_world(ranks, replicas)
+        self.simulation = Simulation(seed, deadlines_pass=deadlines_pass)
+        self.devices = {rank: Device(self.simulation, rank, device or DeviceModes()) for rank in range(ranks)}
+        self.communicators = Communicators(self.simulation, nccl or NcclModes(), self.devices)
+        self._control = ControlState(self.simulation, self.layout)
+        self._met: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.simulation.describe = lambda: [
+            line for device in self.devices.values() for line in device.picture()
+        ]
+
+    def run(self, main: Callable[[FakeRank], Any]) -> list[Any]:
+        """Run a program on every rank; returns what each returns, by rank."""
+
+        def on(rank: int) -> Callable[[], Any]:
+            device = self.devices[rank]
+            here = FakeRank(
+                rank,
+                device,
+                torch.device("cuda", rank),
+                FakeNccl(self, device),
+                FakeCuda(device),
+                FakeControl(self._control, rank),
+                FakeClock(),
+            )
+
+            def body() -> Any:
+                with OnDevice(device, rank):
+                    return main(here)
+
+            return body
+
+        found = self.simulation.run({rank: on(rank) for rank in self.devices})
+        return [found[rank] for rank in self.devices]
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Do something to the cluster at a time, for example end a rank."""
+        self.simulation.watch(time, action)
+
+    def kill(self, rank: int, why: str = "the process ended") -> None:
+        """End a rank's process."""
+        self.communicators.kill(rank, why)
+
+    def meet(self, turn: int, ranks: tuple[int, ...], device: Device) -> None:
+        """Block a host until all ranks have called ``new_group`` for the same group."""
+        met = self._met.setdefault(turn, {})
+        if any(other != ranks for other in met.values()):
+            raise ModelError(f"call {turn} of new_group is for ranks {ranks} here, and {met} on other ranks")
+        host = device.host()
+        host.spend(1e-4)
+        met[device.rank] = ranks
+        self.simulation.changed_everywhere()
+        host.block(lambda: len(met) == len(self.devices), f"creates group {turn}, which not all ranks do")

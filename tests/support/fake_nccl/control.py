@@ -1,0 +1,110 @@
+"""The control plane of a fake cluster: the ranks' messages, barriers and notes, in virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.world import Layout
+
+from support.fake_nccl.simulation import Simulation, this_host
+
+_MESSAGE_SECONDS = 1e-4
+_POLL_SECONDS = 1e-4
+
+
+class ControlState:
+    """What the ranks share."""
+
+    def __init__(self, simulation: Simulation, layout: Layout):
+        self.simulation = simulation
+        self.layout = layout
+        self.gathered: dict[int, dict[int, str]] = defaultdict(dict)
+        self.told: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        self.notes: dict[str, str] = {}
+
+
+class FakeControl(ControlPlane):
+    """One rank's control plane."""
+
+    def __init__(self, state: ControlState, rank: int):
+        self.rank = rank
+        self.layout = state.layout
+        self.ranks_on_host = state.layout.world_size
+        self._state = state
+        self._turn = 0
+
+    @override
+    def gather(self, value: Any, timeout: float) -> list[Any]:
+        found = self._state.gathered[self._turn]
+        self._turn += 1
+        ranks = range(self.layout.world_size)
+        self._change(lambda: found.update({self.rank: json.dumps(value)}))
+
+        def absent() -> str:
+            return f"ranks {[rank for rank in ranks if rank not in found]} did not take part"
+
+        self._wait(lambda: len(found) == len(ranks), timeout, absent)
+        return [json.loads(found[rank]) for rank in ranks]
+
+    @override
+    def barrier(self, timeout: float) -> None:
+        self.gather(None, timeout)
+
+    @override
+    def tell(self, peer: int, value: int, timeout: float) -> None:
+        self._change(lambda: self._state.told[self.rank, peer].append(value))
+
+    @override
+    def hear(self, peer: int, timeout: float) -> int:
+        told = self._state.told[peer, self.rank]
+        self._wait(lambda: bool(told), timeout, lambda: f"rank {peer} sent no number")
+        return told.popleft()
+
+    @override
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        return torch.tensor(self.gather(values.tolist(), timeout), dtype=values.dtype).sum(0)
+
+    @override
+    def post(self, name: str, value: str) -> None:
+        self._change(lambda: self._state.notes.update({name: value}))
+
+    @override
+    def posted(self, name: str) -> str | None:
+        host = this_host()
+        host.time += _MESSAGE_SECONDS
+        host.catch_up()
+        return self._state.notes.get(name)
+
+    @override
+    @contextlib.contextmanager
+    def naming_absent(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
+        yield
+
+    @override
+    def close(self) -> None:
+        this_host().spend(_MESSAGE_SECONDS)
+
+    def _change(self, change: Callable[[], object]) -> None:
+        host = this_host()
+        host.spend(_MESSAGE_SECONDS)
+        host.catch_up()
+        change()
+        self._state.simulation.changed_everywhere()
+
+    def _wait(self, condition: Callable[[], bool], timeout: float, late: Callable[[], str]) -> None:
+        host = this_host()
+        deadline = host.time + timeout
+        host.catch_up()
+        while not condition():
+            if host.time > deadline:
+                raise TimeoutError(late())
+            host.pause(_POLL_SECONDS, late())
+        host.idle_polls = 0

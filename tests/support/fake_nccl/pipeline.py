@@ -1,0 +1,150 @@
+"""Runs a plan with the real transport and executor on a fake cluster, and checks every number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from zbv_solver.plans.channels import channels
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import Problem
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.timeline import CudaTimeline
+from zbv_worker.transport.channels import key_of
+from zbv_worker.transport.nccl import NcclTransport
+
+from support.fake_nccl.cluster import Cluster, FakeRank
+from support.fake_nccl.communicators import NcclModes
+from support.fake_nccl.device import DeviceModes
+from support.fake_nccl.simulation import ModelError
+from support.fake_nccl.stages import FakeBatches, FakeStage, expected
+
+SECONDS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3}
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """How a plan runs on the model.
+
+    Attributes
+    ----------
+    transport
+        Creates the transport; a test passes a wrong one.
+    """
+
+    steps: int = 2
+    replicas: int = 1
+    seed: int = 0
+    look_ahead: int = DEFAULT_LOOK_AHEAD
+    device: DeviceModes = field(default_factory=DeviceModes)
+    nccl: NcclModes = field(default_factory=NcclModes)
+    transport: Callable[..., NcclTransport] = NcclTransport
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """What a rank used.
+
+    Attributes
+    ----------
+    kernels
+        The most kernels of NCCL that ran at once.
+    communicators
+        Those that the rank is a member of.
+    receive_buffers
+        Receive buffers of the transport's pool, without those of headers.
+    peak_bytes
+        The peak of allocated device memory.
+    """
+
+    kernels: int
+    communicators: int
+    receive_buffers: int
+    peak_bytes: int
+
+
+def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
+    """Run a plan; returns what each global rank used.
+
+    Raises
+    ------
+    ModelError
+        For a deadlock, a use of memory without an order, a wrong number, or whatever the model refuses.
+    """
+    cluster = Cluster(
+        problem.pp_degree * how.replicas,
+        replicas=how.replicas,
+        seed=how.seed,
+        device=how.device,
+        nccl=how.nccl,
+    )
+    keys = sorted({key_of(channel) for channel in channels(problem, orders)})
+    wanted = [
+        [expected(problem.n_stages, problem.microbatches, step, replica) for replica in range(how.replicas)]
+        for step in range(how.steps)
+    ]
+
+    def main(here: FakeRank) -> RankUse:
+        transport = how.transport(
+            here.control, here.torch_device, TIMEOUT, api=here.nccl, cuda=here.cuda, clock=here.clock
+        )
+        plan = RankPlan.of("plan", problem, orders, transport.pp_rank)
+        transport.open(keys, TIMEOUT)
+        stages = {index: FakeStage(index, problem.n_stages, here.device, SECONDS) for index in plan.stages}
+        sums: list[Any] = []
+        executor = Executor(
+            plan,
+            stages,
+            FakeBatches(transport.replica),
+            transport,
+            device=here.torch_device,
+            timeout=TIMEOUT,
+            options=ExecutorOptions(
+                look_ahead=how.look_ahead,
+                on_stage_done=lambda stage: sums.append(transport.sum_over_replicas(stages[stage].weight)),
+                timeline=CudaTimeline(here.torch_device, clock=here.clock, cuda=here.cuda),
+                fetch_ahead=0,
+            ),
+        )
+        launched, weights = [], list[dict[int, Tensor]]()
+        for step in range(how.steps):
+            launched.append(executor.launch(step))
+            for reduction in sums:
+                reduction.wait(TIMEOUT)
+            sums.clear()
+            # As an optimizer does: queued behind the sums, without a wait of the host.
+            weights.append({index: stage.weight.clone() for index, stage in stages.items()})
+            for stage in stages.values():
+                stage.weight.zero_()
+        for step in range(how.steps):
+            losses = launched[step].result().losses
+            mine = wanted[step][transport.replica]
+            _require(losses == (mine.losses if problem.n_stages - 1 in stages else {}), f"losses {losses}")
+            for index, weight in weights[step].items():
+                total = [
+                    sum(parts)
+                    for parts in zip(*(found.weights[index] for found in wanted[step]), strict=True)
+                ]
+                _require(weight.tolist() == total, f"the weight gradient {weight.tolist()} of stage {index}")
+        transport.flush(TIMEOUT)
+        transport.barrier(TIMEOUT)
+        pools = transport._buffers._pools
+        use = RankUse(
+            kernels=here.device.most_running,
+            communicators=sum(here.rank in c.ranks for c in cluster.communicators.by_key.values()),
+            receive_buffers=sum(len(pool) for spec, pool in pools.items() if spec.dtype.is_floating_point),
+            peak_bytes=here.device.memory.peak_bytes,
+        )
+        transport.close()
+        return use
+
+    return cluster.run(main)
+
+
+def _require(condition: bool, wrong: str) -> None:
+    if not condition:
+        raise ModelError(f"found {wrong}, which is wrong")

@@ -1,0 +1,319 @@
+"""Virtual time: one Python thread per rank, of which exactly one runs at a time.
+
+The scheduler always resumes whoever is earliest, a host or a device, so a run depends on its seed alone. A
+host that only polls does not advance time in small steps: it sleeps until something changes, or ever longer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+_POLLS_UNTIL_IDLE = 4
+_LONGEST_SLEEP = 30.0
+_REAL_SECONDS = 60.0
+"""How long the scheduler waits, in real time, for a rank's thread to call the model again."""
+
+_current = threading.local()
+
+
+class ModelError(AssertionError):
+    """The program does something that real CUDA or NCCL forbids, or that ends in wrong data or a hang."""
+
+
+class Deadlock(ModelError):
+    """Nothing can ever happen again, but ranks wait. The message shows who waits for what."""
+
+
+class RankKilled(BaseException):
+    """This rank's process ended, as by NCCL's watchdog. A BaseException, because no handler runs then."""
+
+
+class _Stopped(BaseException):
+    """The simulation is over; unwinds a rank's thread."""
+
+
+@dataclass(eq=False)
+class Host:
+    """The Python thread of one rank, and its own clock, which is never behind the simulation's.
+
+    Attributes
+    ----------
+    waits_for
+        Describes the wait, for the picture of a deadlock.
+    observed
+        The device work that the host knows to be finished: a vector clock by stream.
+    """
+
+    simulation: Simulation
+    rank: int
+    time: float = 0.0
+    waits_for: str | None = None
+    observed: dict[int, int] = field(default_factory=dict)
+    error: BaseException | None = None
+    is_done: bool = False
+    idle_polls: int = 0
+    turn: int = 0
+    is_paused: bool = False
+    condition: Callable[[], bool] | None = None
+    ending: BaseException | None = None
+    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    thread: threading.Thread | None = None
+
+    def spend(self, seconds: float) -> None:
+        """Host time passes; no one else needs to run."""
+        if self.ending is not None:
+            raise self.ending
+        self.time += seconds
+        self.idle_polls = 0
+
+    def pause(self, seconds: float, waits_for: str = "polls") -> None:
+        """Sleep at least that long; longer while nothing that the host could see changes."""
+        if self.ending is not None:
+            raise self.ending
+        self.time += seconds
+        sleep = min(seconds * 2**self.idle_polls, max(seconds, _LONGEST_SLEEP))
+        self.idle_polls += 1
+        self.is_paused = True
+        self.waits_for = waits_for
+        self.simulation.resume(self, self.time - seconds + sleep)
+        self._yield()
+        self.is_paused = False
+        self.waits_for = None
+
+    def block(self, condition: Callable[[], bool], waits_for: str) -> None:
+        """Block until the condition holds."""
+        self.catch_up()
+        if not condition():
+            self.condition, self.waits_for = condition, waits_for
+            self._yield()
+            self.condition = self.waits_for = None
+        self.time = max(self.time, self.simulation.now)
+        self.idle_polls = 0
+
+    def catch_up(self) -> None:
+        """Let everything happen that happens before this host's time."""
+        if self.ending is not None:
+            raise self.ending
+        if self.simulation.next_time() <= self.time:
+            self.simulation.resume(self, self.time)
+            self._yield()
+
+    def _yield(self) -> None:
+        self.simulation.returned.release()
+        self.go.acquire()
+        if self.ending is not None:
+            raise self.ending
+        self.time = max(self.time, self.simulation.now)
+
+
+class Simulation:
+    """Virtual time and the ranks' threads.
+
+    Parameters
+    ----------
+    deadlines_pass
+        Whether hosts that poll in vain reach their deadlines. If not, that is a :class:`Deadlock`.
+    """
+
+    def __init__(self, seed: int, *, deadlines_pass: bool = False):
+        self.random = Random(seed)
+        self.now = 0.0
+        self.hosts: dict[int, Host] = {}
+        self.returned = threading.Semaphore(0)
+        self.describe: Callable[[], list[str]] = list
+        self._deadlines_pass = deadlines_pass
+        self._heap: list[tuple[float, int, Callable[[], None] | None, Host | None, int]] = []
+        self._count = itertools.count()
+        self._scheduled = 0
+        self._failure: ModelError | None = None
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Do something at a time."""
+
+        def counted() -> None:
+            self._scheduled -= 1
+            action()
+
+        self._scheduled += 1
+        self.watch(time, counted)
+
+    def watch(self, time: float, action: Callable[[], None]) -> None:
+        """Like :meth:`at` for something that only ends what hangs: it does not count as progress."""
+        heapq.heappush(self._heap, (max(time, self.now), next(self._count), action, None, 0))
+
+    def resume(self, host: Host, time: float) -> None:
+        """Resume a host that yields, unless something else resumes it first."""
+        heapq.heappush(self._heap, (max(time, self.now), next(self._count), None, host, host.turn))
+
+    def next_time(self) -> float:
+        """When the next thing happens."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def changed(self, rank: int) -> None:
+        """Tell a rank's host that it may see something new."""
+        host = self.hosts.get(rank)
+        if host is None or host.is_done:
+            return
+        if host.condition is not None and host.condition():
+            host.condition, host.idle_polls = None, 0
+            self.resume(host, max(self.now, host.time))
+        elif host.is_paused:
+            host.idle_polls = 0
+            self.resume(host, max(self.now, host.time))
+
+    def changed_everywhere(self) -> None:
+        """Like :meth:`changed` for every rank."""
+        for rank in self.hosts:
+            self.changed(rank)
+
+    def fail(self, error: ModelError) -> None:
+        """Report a failure from a place that cannot raise it."""
+        self._failure = self._failure or error
+
+    def kill(self, rank: int, why: str) -> None:
+        """End a rank's process."""
+        host = self.hosts[rank]
+        if not host.is_done:
+            host.ending = RankKilled(f"rank {rank} was killed: {why}")
+            self.resume(host, self.now)
+
+    def run(self, mains: dict[int, Callable[[], Any]]) -> dict[int, Any]:
+        """Run one function per rank until all have returned; returns what they return.
+
+        Raises the first error of a rank, or :class:`Deadlock`. A rank that was killed returns its
+        :class:`RankKilled`.
+        """
+        results: dict[int, Any] = {}
+        self.hosts = {rank: Host(self, rank) for rank in mains}
+        for rank, main in mains.items():
+            self._start(self.hosts[rank], main, results)
+        try:
+            self._schedule()
+        finally:
+            self._stop()
+        return results
+
+    def _start(self, host: Host, main: Callable[[], Any], results: dict[int, Any]) -> None:
+        def body() -> None:
+            _current.host = host
+            host.go.acquire()
+            try:
+                if host.ending is None:
+                    results[host.rank] = main()
+            except RankKilled as killed:
+                results[host.rank] = killed
+            except _Stopped:
+                pass
+            except BaseException as error:
+                host.error = error
+            finally:
+                host.is_done = True
+                self.returned.release()
+
+        host.thread = threading.Thread(target=body, name=f"rank {host.rank}", daemon=True)
+        host.thread.start()
+        self.resume(host, 0.0)
+
+    def _schedule(self) -> None:
+        while not all(host.is_done for host in self.hosts.values()):
+            if self._failure is not None:
+                raise self._failure
+            if not self._heap or self._only_polls():
+                raise Deadlock(self.picture())
+            time, _, action, host, turn = heapq.heappop(self._heap)
+            if host is not None and (host.is_done or turn != host.turn):
+                continue
+            self.now = max(self.now, time)
+            if action is not None:
+                action()
+            elif host is not None:
+                self._resume(host)
+        if self._failure is not None:
+            raise self._failure
+
+    def _only_polls(self) -> bool:
+        if self._scheduled or self._deadlines_pass:
+            return False
+        return all(
+            host.is_done or host.condition is not None or host.idle_polls >= _POLLS_UNTIL_IDLE
+            for host in self.hosts.values()
+        )
+
+    def _resume(self, host: Host) -> None:
+        host.turn += 1
+        host.condition = None
+        host.go.release()
+        if not self.returned.acquire(timeout=_REAL_SECONDS):
+            raise ModelError(f"rank {host.rank} computes or blocks outside the model for {_REAL_SECONDS:g} s")
+        if host.error is not None:
+            raise host.error
+
+    def _stop(self) -> None:
+        for host in self.hosts.values():
+            if not host.is_done:
+                host.ending = _Stopped()
+                host.go.release()
+        for host in self.hosts.values():
+            if host.thread is not None:
+                host.thread.join(timeout=5)
+
+    def picture(self) -> str:
+        """Who waits for what."""
+        lines = [f"nothing can happen any more at {self.now * 1e3:.3f} ms:"]
+        lines += [
+            f"  rank {host.rank}, host: {host.waits_for or 'polls'}{_caller(host)}"
+            for host in self.hosts.values()
+            if not host.is_done
+        ]
+        return "\n".join([*lines, *self.describe()])
+
+
+def _caller(host: Host) -> str:
+    """The worker's function in which a host waits."""
+    frame = None if host.thread is None else sys._current_frames().get(host.thread.ident or 0)
+    while frame is not None and "zbv_worker" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return "" if frame is None else f", in {frame.f_code.co_qualname}"
+
+
+def this_host() -> Host:
+    """The host whose thread calls.
+
+    Raises
+    ------
+    ModelError
+        In any other thread: NCCL and CUDA work is issued from a rank's one thread only.
+    """
+    host: Host | None = getattr(_current, "host", None)
+    if host is None:
+        raise ModelError("a thread other than the rank's main one uses CUDA or NCCL; issue from one thread")
+    return host
+
+
+def pause_if_host(seconds: float) -> None:
+    """Pause a rank's main thread. Its other threads run in no virtual time."""
+    host: Host | None = getattr(_current, "host", None)
+    if host is not None:
+        host.pause(seconds)
+
+
+@dataclass(frozen=True)
+class FakeClock:
+    """The host's clock (:class:`zbv_worker.transport.torch_api.Clock`)."""
+
+    def now(self) -> float:
+        """Seconds of virtual time; reading it takes a microsecond."""
+        host = this_host()
+        host.time += 1e-6
+        return host.time
+
+    def pause(self, seconds: float) -> None:
+        """Sleep in virtual time."""
+        this_host().pause(seconds)

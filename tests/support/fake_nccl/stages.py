@@ -1,0 +1,164 @@
+"""Stages that compute exact numbers with kernels of random length, and what they must find.
+
+Numbers are integers modulo a prime, so a stale, missing or swapped tensor gives another result. The kernels
+read their inputs when they end, as late as a kernel can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from support.fake_nccl.device import Device
+
+_PRIME = 65521
+WIDTH = 4
+DTYPE = torch.float64
+
+
+@dataclass(frozen=True)
+class FakeBatches:
+    """Inputs and targets of one replica."""
+
+    replica: int = 0
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """Input and target, on the CPU."""
+        seed = 1000 * step + 100 * self.replica + index
+        return torch.arange(WIDTH, dtype=DTYPE) * 13 + seed, torch.full((WIDTH,), 3.0 + seed, dtype=DTYPE)
+
+
+def _forward(stage: int, microbatch: int, input: Tensor) -> Tensor:
+    return (input * 3 + 17 * (stage + 1) + 5 * microbatch) % _PRIME
+
+
+def _gradient(stage: int, input: Tensor, grad: Tensor) -> Tensor:
+    return (grad * 5 + input * 7 + stage + 1) % _PRIME
+
+
+def _weight(microbatch: int, input: Tensor, grad: Tensor) -> Tensor:
+    return (input * grad + microbatch) % _PRIME
+
+
+class FakeStage:
+    """A stage on a fake device (:class:`zbv_worker.execution.binding.Computation`).
+
+    Parameters
+    ----------
+    seconds
+        The mean duration by letter.
+    """
+
+    def __init__(self, stage: int, n_stages: int, device: Device, seconds: Mapping[str, float]):
+        self.stage = stage
+        self._is_first, self._is_last = stage == 0, stage == n_stages - 1
+        self._device = device
+        self._seconds = seconds
+        self._saved: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self.weight = torch.zeros(WIDTH, dtype=DTYPE, device="cuda")
+
+    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
+        """Queue F; returns the output, or the last stage's loss."""
+        self._saved[microbatch] = (input, target)
+        stage, is_last = self.stage, self._is_last
+        if not is_last:
+            return self._queued(
+                "F", (input,), lambda out, x: out.copy_(_forward(stage, microbatch, x)), (WIDTH,)
+            )
+        assert target is not None
+        return self._queued(
+            "F",
+            (input, target),
+            lambda out, x, y: out.copy_((_forward(stage, microbatch, x) + y).sum()),
+            (),
+        )
+
+    def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+        """Queue B."""
+        made = self.backward_input(microbatch, grad_output, letter="B")
+        self._accumulate("B", microbatch)
+        return made
+
+    def backward_input(
+        self, microbatch: int, grad_output: Tensor | None, *, letter: str = "I"
+    ) -> Tensor | None:
+        """Queue I."""
+        input, target = self._saved.pop(microbatch)
+        grad = target if grad_output is None else grad_output
+        assert grad is not None
+        self._gradients[microbatch] = (input, grad)
+        if self._is_first:
+            return None
+        stage = self.stage
+        return self._queued(
+            letter, (input, grad), lambda out, x, g: out.copy_(_gradient(stage, x, g)), (WIDTH,)
+        )
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Queue W."""
+        self._accumulate("W", microbatch)
+
+    def _accumulate(self, letter: str, microbatch: int) -> None:
+        input, grad = self._gradients.pop(microbatch)
+        memory = self._device.memory
+        x, g, total = memory.raw(input), memory.raw(grad), memory.raw(self.weight)
+
+        def run() -> None:
+            total.copy_((total + _weight(microbatch, x, g)) % _PRIME)
+
+        self._device.current.launch(
+            f"{letter} of stage {self.stage}",
+            self._random(letter),
+            run,
+            (input, grad, self.weight),
+            (self.weight,),
+        )
+
+    def _queued(
+        self, letter: str, inputs: tuple[Tensor, ...], compute: object, shape: tuple[int, ...]
+    ) -> Tensor:
+        memory = self._device.memory
+        output = memory.allocate(shape, DTYPE, self._device.current.number)
+        raw, sources = memory.raw(output), [memory.raw(tensor) for tensor in inputs]
+        assert callable(compute)
+        self._device.current.launch(
+            f"{letter} of stage {self.stage}",
+            self._random(letter),
+            lambda: compute(raw, *sources),
+            inputs,
+            (output,),
+        )
+        return output
+
+    def _random(self, letter: str) -> float:
+        return self._seconds[letter] * self._device.simulation.random.uniform(0.1, 3)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a step must find: losses by microbatch, and the sum of each stage's weight gradients."""
+
+    losses: dict[int, float]
+    weights: dict[int, list[float]]
+
+
+def expected(n_stages: int, microbatches: int, step: int, replica: int) -> Expected:
+    """Compute a step without a pipeline."""
+    losses: dict[int, float] = {}
+    weights = {stage: torch.zeros(WIDTH, dtype=DTYPE) for stage in range(n_stages)}
+    for microbatch in range(microbatches):
+        value, target = FakeBatches(replica).microbatch(step, microbatch)
+        inputs = []
+        for stage in range(n_stages):
+            inputs.append(value)
+            value = _forward(stage, microbatch, value)
+        losses[microbatch] = float((value + target).sum())
+        grad = target
+        for stage in reversed(range(n_stages)):
+            weights[stage] = (weights[stage] + _weight(microbatch, inputs[stage], grad)) % _PRIME
+            grad = _gradient(stage, inputs[stage], grad)
+    return Expected(losses, {stage: weight.tolist() for stage, weight in weights.items()})

@@ -1,0 +1,342 @@
+"""The model of CUDA: streams, events, memory, and what may not run at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from support.fake_nccl.cluster import Cluster, FakeRank
+from support.fake_nccl.device import DeviceModes, FakeStream
+from support.fake_nccl.simulation import Deadlock, ModelError
+from zbv_worker.transport.torch_api import GroupOptions
+
+DAY = timedelta(days=1)
+
+
+def alone(program: Callable[[FakeRank], Any], **modes: Any) -> Any:
+    """Run a program on one rank."""
+    return Cluster(1, device=DeviceModes(**modes)).run(program)[0]
+
+
+def slow(here: FakeRank, reads: Any = (), writes: Any = (), seconds: float = 1.0, name: str = "slow") -> None:
+    """Queue a long kernel that fills what it writes with 9."""
+    raws = [here.device.memory.raw(tensor) for tensor in writes]
+
+    def run() -> None:
+        for raw in raws:
+            raw.fill_(9)
+
+    here.device.current.launch(name, seconds, run, reads, writes)
+
+
+def test_the_host_runs_ahead_of_a_stream_and_a_stream_is_in_order() -> None:
+    def main(here: FakeRank) -> tuple[float, list[float]]:
+        tensor = torch.zeros(2, device="cuda")
+        slow(here, writes=(tensor,))
+        doubled = tensor + tensor
+        queued = here.clock.now()
+        return queued, doubled.tolist()
+
+    queued, doubled = alone(main)
+    assert queued < 0.1
+    assert doubled == [18.0, 18.0]
+
+
+def test_streams_run_at_the_same_time_unless_an_event_orders_them() -> None:
+    def main(here: FakeRank, *, ordered: bool) -> float:
+        other = here.cuda.Stream()
+        slow(here)
+        if ordered:
+            other.wait_stream(here.cuda.current_stream())
+        with here.cuda.stream(other):
+            slow(here)
+        here.cuda.synchronize()
+        return here.clock.now()
+
+    assert alone(lambda here: main(here, ordered=False)) < 1.1
+    assert alone(lambda here: main(here, ordered=True)) > 1.9
+
+
+def test_the_33rd_stream_of_a_priority_is_the_first() -> None:
+    def main(here: FakeRank) -> tuple[list[FakeStream], FakeStream]:
+        return [here.cuda.Stream() for _ in range(33)], here.cuda.Stream(priority=-1)
+
+    normal, high = alone(main)
+    assert len(set(normal)) == 32
+    assert normal[32] is normal[0]
+    assert high not in normal
+
+
+def test_an_event_that_was_never_recorded_has_passed_and_delays_nothing() -> None:
+    def main(here: FakeRank) -> tuple[bool, float]:
+        event = here.cuda.Event()
+        here.cuda.current_stream().wait_event(event)
+        event.synchronize()
+        here.cuda.synchronize()
+        return event.query(), here.clock.now()
+
+    passed, now = alone(main)
+    assert passed is True
+    assert now < 0.1
+
+
+def test_elapsed_time_needs_two_timed_recorded_and_finished_events() -> None:
+    def main(here: FakeRank) -> float:
+        start, end = (here.cuda.Event(enable_timing=True) for _ in range(2))
+        untimed = here.cuda.Event()
+        untimed.record()
+        start.record()
+        with pytest.raises(ValueError, match="enable_timing=True"):
+            start.elapsed_time(untimed)
+        with pytest.raises(ValueError, match="must be recorded"):
+            start.elapsed_time(end)
+        slow(here)
+        end.record()
+        with pytest.raises(RuntimeError, match="must be completed"):
+            start.elapsed_time(end)
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    assert alone(main) == pytest.approx(1000, rel=0.1)
+
+
+def _on_two_streams(here: FakeRank, first: Any, second: Any, *, ordered: bool) -> None:
+    """Queue two uses of one tensor on two streams."""
+    tensor = torch.zeros(2, device="cuda")
+    other = here.cuda.Stream()
+    other.wait_stream(here.cuda.current_stream())
+    uses: dict[str, Any] = {first: (tensor,)}
+    slow(here, name="first", **uses)
+    if ordered:
+        other.wait_stream(here.cuda.current_stream())
+    with here.cuda.stream(other):
+        uses = {second: (tensor,)}
+        slow(here, name="second", **uses)
+    here.cuda.current_stream().wait_stream(other)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("writes", "reads", "second reads memory that first may not have written yet"),
+        ("reads", "writes", "second overwrites memory that first may not have read yet"),
+        ("writes", "writes", "second overwrites memory that first may not have written yet"),
+    ],
+)
+def test_uses_of_memory_without_an_order_are_noticed(first: str, second: str, message: str) -> None:
+    alone(lambda here: _on_two_streams(here, first, second, ordered=True))
+    with pytest.raises(ModelError, match=message):
+        alone(lambda here: _on_two_streams(here, first, second, ordered=False))
+
+
+def test_two_readers_need_no_order() -> None:
+    alone(lambda here: _on_two_streams(here, "reads", "reads", ordered=False))
+
+
+def test_what_the_host_saw_finished_is_ordered_before_what_it_queues_next() -> None:
+    def main(here: FakeRank) -> list[float]:
+        tensor, other = torch.zeros(2, device="cuda"), here.cuda.Stream()
+        slow(here, writes=(tensor,))
+        done = here.cuda.Event()
+        done.record()
+        while not done.query():
+            here.clock.pause(1e-3)
+        with here.cuda.stream(other):
+            return tensor.tolist()
+
+    assert alone(main) == [9.0, 9.0]
+
+
+def test_memory_that_nothing_wrote_must_not_be_read() -> None:
+    with pytest.raises(ModelError, match="reads garbage: nothing has written it"):
+        alone(lambda here: torch.empty(2, device="cuda").tolist())
+
+
+def test_memory_must_not_be_freed_while_another_stream_uses_it() -> None:
+    def main(here: FakeRank) -> None:
+        tensor, other = torch.zeros(2, device="cuda"), here.cuda.Stream()
+        other.wait_stream(here.cuda.current_stream())
+        with here.cuda.stream(other):
+            slow(here, reads=(tensor,), name="reader")
+        del tensor
+        here.cuda.synchronize()
+
+    with pytest.raises(ModelError, match="freed, and may be reused, while reader still uses it"):
+        alone(main)
+
+
+def test_freed_memory_is_available_at_once_on_its_own_stream() -> None:
+    def main(here: FakeRank) -> list[int]:
+        before = here.device.memory.live_bytes
+        tensor = torch.zeros(2, device="cuda")
+        slow(here, reads=(tensor,))
+        held = here.device.memory.live_bytes
+        del tensor
+        return [before, held, here.device.memory.live_bytes]
+
+    assert alone(main) == [0, 8, 0]
+
+
+def test_the_memory_of_a_send_is_available_only_after_the_send() -> None:
+    def main(here: FakeRank) -> list[int]:
+        group = here.nccl.new_group([0, 1], DAY, GroupOptions(), "pair")
+        assert group is not None
+        tensor = torch.zeros(2, device="cuda")
+        if here.rank == 1:
+            here.control.hear(0, 60)
+            group.receive(tensor, 0)
+            return []
+        work = group.send(tensor, 1) if here.control.tell(1, 0, 60) is None else None
+        del tensor
+        held = here.device.memory.live_bytes
+        while work is not None and not work.is_completed():
+            here.clock.pause(1e-4)
+        return [held, here.device.memory.live_bytes]
+
+    assert Cluster(2).run(main)[0] == [8, 0]
+
+
+def test_the_host_waits_for_what_it_reads() -> None:
+    def main(here: FakeRank) -> tuple[float, float]:
+        tensor = torch.zeros((), device="cuda")
+        slow(here, writes=(tensor,))
+        return float(tensor), here.clock.now()
+
+    value, now = alone(main)
+    assert value == 9
+    assert now >= 1
+
+
+def test_an_asynchronous_copy_must_not_be_read_before_it_is_finished() -> None:
+    def main(here: FakeRank, *, synchronized: bool) -> list[float]:
+        tensor = torch.zeros(2, device="cuda")
+        slow(here, writes=(tensor,))
+        copied = tensor.to("cpu", non_blocking=True)
+        if synchronized:
+            here.cuda.synchronize()
+        return copied.tolist()
+
+    assert alone(lambda here: main(here, synchronized=True)) == [9.0, 9.0]
+    with pytest.raises(ModelError, match="the host reads memory that copy may not have written yet"):
+        alone(lambda here: main(here, synchronized=False))
+
+
+def test_a_device_reaches_no_host_memory() -> None:
+    with pytest.raises(ModelError, match="uses host memory"):
+        alone(lambda here: slow(here, reads=(torch.zeros(2),)))
+
+
+def test_a_function_that_the_model_does_not_know_is_refused() -> None:
+    with pytest.raises(ModelError, match="does not know erfinv"):
+        alone(lambda here: torch.zeros(2, device="cuda").erfinv())
+
+
+def test_tensors_are_on_their_device() -> None:
+    def main(here: FakeRank) -> tuple[Any, ...]:
+        tensor = torch.zeros(2, device=here.torch_device)
+        moved = torch.ones(2).pin_memory().to(here.torch_device, non_blocking=True)
+        return str(tensor.device), tensor.is_cuda, str(moved.device), str(moved.cpu().device), moved.tolist()
+
+    assert alone(main) == ("cuda:0", True, "cuda:0", "cpu", [1.0, 1.0])
+
+
+def two_receives(here: FakeRank) -> None:
+    """Rank 1 receives on group 0 and then on group 1, while rank 0 sends on group 1 first."""
+    groups = [here.nccl.new_group([0, 1], DAY, GroupOptions(), f"group {i}") for i in range(2)]
+    order = (1, 0) if here.rank == 0 else (0, 1)
+    for index in (0, 1):  # connect in one order
+        _use(here, groups[index])
+    here.cuda.synchronize()
+    here.control.barrier(60)
+    for index in order:
+        _use(here, groups[index])
+    here.cuda.synchronize()
+
+
+def _use(here: FakeRank, group: Any) -> None:
+    tensor = torch.zeros(2, device="cuda")
+    if here.rank == 0:
+        done = group.send(tensor, 1)
+        slow(here, seconds=0.01, name="between")
+        done.wait()
+    else:
+        group.receive(tensor, 0)
+
+
+@pytest.mark.parametrize(
+    ("enough", "too_few"),
+    [
+        ({"kernel_slots": 2}, {"kernel_slots": 1}),
+        ({"pool_streams": 2}, {"pool_streams": 1}),
+        ({"launch_order": "free"}, {"launch_order": "serial"}),
+        ({"connections": 32}, {"connections": 1}),
+    ],
+    ids=["slots", "streams", "launch order", "connections"],
+)
+def test_kernels_that_wait_in_the_place_of_another_hang(
+    enough: dict[str, Any], too_few: dict[str, Any]
+) -> None:
+    Cluster(2, device=DeviceModes(**enough)).run(two_receives)
+    with pytest.raises(Deadlock, match=r"rank 1.*receive on group 0 .* runs"):
+        Cluster(2, device=DeviceModes(**too_few)).run(two_receives)
+
+
+def test_kernels_of_nccl_that_start_in_the_order_of_issue_hang_only_without_slots() -> None:
+    Cluster(2, device=DeviceModes(launch_order="start", kernel_slots=2)).run(two_receives)
+    with pytest.raises(Deadlock):
+        Cluster(2, device=DeviceModes(launch_order="start", kernel_slots=1)).run(two_receives)
+
+
+def test_full_multiprocessors_delay_a_kernel_of_nccl_until_compute_ends() -> None:
+    def main(here: FakeRank) -> float:
+        group = here.nccl.new_group([0, 1], DAY, GroupOptions(), "pair")
+        assert group is not None
+        tensor = torch.zeros(2, device="cuda")
+        other = here.cuda.Stream()
+        with here.cuda.stream(other):
+            slow(here, seconds=1.0)
+        work = group.send(tensor, 1) if here.rank == 0 else group.receive(tensor, 0)
+        while not work.is_completed():
+            here.clock.pause(1e-3)
+        return here.clock.now()
+
+    assert Cluster(2).run(main)[0] < 0.5
+    assert Cluster(2, device=DeviceModes(sms_full=True)).run(main)[0] > 0.9
+
+
+def test_lazy_loading_waits_for_the_device_at_the_first_launch_of_a_kernel() -> None:
+    def main(here: FakeRank) -> list[float]:
+        slow(here, name="first")
+        slow(here, name="second")
+        second = here.clock.now()
+        slow(here, name="second")
+        return [second, here.clock.now()]
+
+    second, again = alone(main, lazy_loading=True)
+    assert 0.9 < second < again < 1.1
+
+
+def test_lazy_loading_hangs_behind_a_receive_that_needs_this_rank() -> None:
+    def main(here: FakeRank) -> None:
+        group = here.nccl.new_group([0, 1], DAY, GroupOptions(), "pair")
+        assert group is not None
+        tensor = torch.zeros(2, device="cuda")
+        for turn in range(2):  # the first connects
+            if here.rank == 0:
+                group.receive(tensor, 1)
+                slow(here, name=f"kernel {turn}")
+                here.control.tell(1, turn, 60)
+            else:
+                if turn == 1:  # as if this send needed what rank 0 computes
+                    assert [here.control.hear(0, 60) for _ in range(2)] == [0, 1]
+                group.send(tensor, 0)
+        here.cuda.synchronize()
+
+    Cluster(2).run(main)
+    with pytest.raises(
+        Deadlock, match="rank 0, host: the first launch of kernel 1 waits until the device is"
+    ):
+        Cluster(2, device=DeviceModes(lazy_loading=True)).run(main)

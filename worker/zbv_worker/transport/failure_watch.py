@@ -100,8 +100,8 @@ class FailureNotes:
     def cause(self, peer: int) -> Loss:
         """Find the rank to blame after this rank waited for ``peer`` without success.
 
-        The peer may itself wait for another rank, and so on: the first silent rank of that chain is to blame, or
-        else the last one. Takes little more than :data:`SILENT_SECONDS`.
+        The peer may itself wait for another rank, and so on. The first silent rank of that chain is to blame,
+        or else the last one. Takes little more than :data:`SILENT_SECONDS`.
         """
         seen: dict[int, tuple[int | None, float]] = {}
         while True:

@@ -69,6 +69,12 @@ def test_a_killed_rank_is_silent(store: Store) -> None:
     assert SILENT_SECONDS <= clock.now() < 2 * SILENT_SECONDS
 
 
+def test_a_killed_rank_is_blamed_whatever_it_waited_for_when_it_was_killed(store: Store) -> None:
+    store.alive = {1: Doing("step 2, 1F0", 2), 3: Doing("step 2, 3F0", 2)}
+    notes_of(store, 2).sign(7, Doing("step 2, 2F0", 3))
+    assert str(notes_of(store, 0).cause(1)).startswith("rank 2 lost: it gives no sign of life")
+
+
 def test_after_a_wait_for_all_ranks_the_silent_one_is_to_blame(store: Store) -> None:
     notes_of(store, 2).sign(7, Doing("step 2, 2F0"))
     store.alive = {1: Doing("step 2, 1F0")}

@@ -100,22 +100,39 @@ class FailureNotes:
     def cause(self, peer: int) -> Loss:
         """Find the rank to blame after this rank waited for ``peer`` without success.
 
-        The peer may itself wait for another rank, and so on: the last rank of that chain is to blame. Takes
-        at most :data:`SILENT_SECONDS`, the time after which a rank counts as silent.
+        The peer may itself wait for another rank, and so on. The first silent rank of that chain is to blame,
+        or else the last one. Takes little more than :data:`SILENT_SECONDS`.
         """
-        deadline = self._clock.now() + SILENT_SECONDS
-        beats: dict[int, int | None] = {}
+        seen: dict[int, tuple[int | None, float]] = {}
         while True:
-            known = self.first()
-            if known is not None:
-                return known
-            rank, sign = self._end_of_chain(peer)
-            beat = None if sign is None else sign.beat
-            if sign is not None and beats.setdefault(rank, beat) != beat:
-                return Loss(rank, _stuck(sign.doing))
-            if self._clock.now() > deadline:
-                return Loss(rank, _SILENT)
+            found = self.first() or self._follow(peer, seen)
+            if found is not None:
+                return found
             self._clock.pause(BEAT_SECONDS / 5)
+
+    def _follow(self, peer: int, seen: dict[int, tuple[int | None, float]]) -> Loss | None:
+        """Follow the chain that begins with ``peer``; None if it is not yet known who is alive.
+
+        Parameters
+        ----------
+        seen
+            By rank, the first beat that was read, and when. Only a later beat shows that the rank is alive,
+            and that its sign is true.
+        """
+        visited, rank, is_known = {self._rank}, peer, True
+        while True:
+            visited.add(rank)
+            sign, now = self.sign_of(rank), self._clock.now()
+            beat = None if sign is None else sign.beat
+            first, since = seen.setdefault(rank, (beat, now))
+            if sign is None or beat == first:
+                if now - since > SILENT_SECONDS:
+                    return Loss(rank, _SILENT) if is_known else None
+                is_known = False
+            further = None if sign is None else sign.doing.waits_for
+            if sign is None or further is None or further in visited:
+                return Loss(rank, _stuck(sign.doing)) if sign is not None and is_known else None
+            rank = further
 
     def silent_one(self, world_size: int) -> Loss | None:
         """Find a rank to blame after a wait for all ranks: the published cause, or a silent rank."""
@@ -128,17 +145,6 @@ class FailureNotes:
             if sign is not None and rank != self._rank and sign == self.sign_of(rank):
                 return Loss(rank, _SILENT)
         return None
-
-    def _end_of_chain(self, peer: int) -> tuple[int, _Sign | None]:
-        visited = {self._rank}
-        rank = peer
-        while True:
-            visited.add(rank)
-            sign = self.sign_of(rank)
-            further = None if sign is None else sign.doing.waits_for
-            if further is None or further in visited:
-                return rank, sign
-            rank = further
 
 
 def _stuck(doing: Doing) -> str:

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbv_worker.commands.arguments import add_model, add_plan, add_program, positive, positive_number
+from zbv_worker.commands.arguments import (
+    add_compile,
+    add_model,
+    add_plan,
+    add_program,
+    positive,
+    positive_number,
+)
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.training.options import RunOptions
@@ -60,6 +67,7 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
             replicas=parsed.data_parallel,
             is_sharded=parsed.shard,
             precision=parsed.precision,
+            is_compiled=parsed.compile,
             has_main_gradients=parsed.main_gradients,
             clip_norm=parsed.clip_norm,
             non_finite=parsed.non_finite,
@@ -120,6 +128,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="divide parameters, gradients and optimizer state among the replicas (FSDP2)",
     )
     add_program(group)
+    add_compile(group)
     group.add_argument(
         "--clip-norm",
         type=positive_number,

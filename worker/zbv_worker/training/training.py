@@ -128,11 +128,15 @@ class Training:
     def end(self) -> None:
         """After the last step, run the evaluation and write the checkpoint and trace that are due."""
         self._evaluate_and_save(self._setting.run.steps)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
         if self._trace is not None:
             self._trace.update(self.report, is_last=True)
 
     def close(self) -> None:
         """Stop background threads."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if self._swaps is not None:
             self._swaps.close()
 
@@ -192,13 +196,16 @@ class Training:
         every = self._options.evaluate_every
         if every is not None and step % every == 0:
             self._evaluate(step)
-        if self._checkpoints is not None and self._checkpoints.is_due(step, self._setting.run.steps):
-            self._checkpoints.save(step)
+        if self._checkpoints is not None:
+            self._checkpoints.check()
+            if self._checkpoints.is_due(step, self._setting.run.steps):
+                self._checkpoints.save(step)
 
     def _evaluate(self, step: int) -> None:
         if not isinstance(self._executor, Executor):
             raise InvalidRun("--runtime torch cannot evaluate; use --runtime zbv.")
         losses = self._executor.evaluate(step)
+        self._gradients.free_parameters()
         mean = sum(losses.values()) / len(losses) if losses else None
         with naming_errors(self._rank, f"evaluating before step {step}"):
             loss = mean_over_replicas(self._transport, mean, self._timeout)
@@ -254,23 +261,22 @@ class Training:
             require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
         require_compilable(options)
-        # FSDP2 itself averages over the replicas.
-        replicas = 1 if options.is_sharded else options.replicas
         self._stages = build_stages(
-            self._model, self._plan, device, replicas=replicas, program=options.program
+            self._model, self._plan, device, replicas=options.replicas, program=options.program
         )
         return {index: stage.module for index, stage in self._stages.items()}
 
     def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
-        if self._options.is_sharded:
-            return _sharded(modules, self._transport, self._setting.device)
         has_main = self._options.has_main_gradients
+        if self._options.is_sharded:
+            return _sharded(modules, self._transport, self._setting.device, self._timeout, has_main=has_main)
         if self._transport.layout.replicas > 1:
             return SummedGradients(modules, self._transport, has_main=has_main)
         return Gradients(modules, has_main=has_main)
 
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""
+        self._gradients.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
         self._executor = Executor(
             self._plan,
             self._stages,
@@ -279,7 +285,7 @@ class Training:
             device=self._setting.device,
             timeout=self._timeout,
             options=ExecutorOptions(
-                look_ahead=self._setting.run.look_ahead,
+                look_ahead=self._setting.run.receives_ahead,
                 progress=self._setting.progress,
                 on_stage_done=self._gradients.stage_done,
             ),
@@ -325,14 +331,22 @@ def _seed(seed: int, rank: int) -> None:
     random.seed(digest)
 
 
-def _sharded(modules: dict[int, nn.Module], transport: Transport, device: torch.device) -> Gradients:
-    from zbv_worker.training.sharding import ShardedGradients  # imports FSDP2
+def _sharded(
+    modules: dict[int, nn.Module],
+    transport: Transport,
+    device: torch.device,
+    timeout: float,
+    *,
+    has_main: bool,
+) -> Gradients:
+    from zbv_worker.training.sharding import ShardedGradients  # imports DTensor, which takes a second
 
     if not isinstance(transport, ConnectedTransport) or transport.replica_group is None:
         raise InvalidRun(
             "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
         )
-    return ShardedGradients(modules, transport.replica_group, device)
+    group = transport.replica_group
+    return ShardedGradients(modules, transport, group, device, timeout, has_main=has_main)
 
 
 def _say(text: str) -> None:

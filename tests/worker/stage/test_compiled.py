@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
+from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
 from zbv_worker.stage.precision import AUTOCAST, Precision
 from zbv_worker.stage.stage import Stage
+from zbv_worker.training.options import TrainingOptions, require_compilable
 
 WIDTH, TOKENS = 16, 12
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own
@@ -108,3 +110,76 @@ def test_dropout_draws_the_same_numbers() -> None:
 def test_the_first_stage_splits_its_embedding_too() -> None:
     torch.manual_seed(0)
     require_equal(First(), split=True, index=0)
+
+
+def test_layers_of_equal_code_share_one_compilation() -> None:
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    gradients(nn.Sequential(Block(), Block()), is_compiled=True, split=True)
+    assert counts["unique_graphs"] == before + 1
+
+
+def test_a_parameter_that_gets_a_hook_is_no_longer_left_to_w() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    stage = Stage(1, 3, module, 1, is_compiled=True)
+    called: list[int] = []
+    for microbatch in range(4):
+        if microbatch == 2:
+            module.weight.register_hook(lambda gradient: called.append(len(gradient)))  # type: ignore[no-untyped-call]
+        stage.forward(microbatch, torch.ones(1, WIDTH), split=True)
+        stage.backward_input(microbatch, torch.ones(1, WIDTH))
+        assert len(called) == max(0, microbatch - 1), "I computes the gradient of a parameter with hooks"
+        stage.backward_weight(microbatch)
+    torch.testing.assert_close(module.weight.grad, torch.full((WIDTH, WIDTH), 4.0))
+
+
+class Fickle(nn.Module):
+    """A layer that calls its Linear once, and twice later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.linear(x)
+        return x
+
+
+def test_a_layer_must_call_its_linears_alike_for_every_microbatch() -> None:
+    module = Fickle()
+    module.times = 2
+    stage = Stage(1, 3, module, 1, is_compiled=True)
+    stage.forward(0, torch.ones(1, WIDTH), split=True)
+    module.times = 1
+    with pytest.raises(ModelError, match="a Fickle called 1 Linears and Embeddings, and 2 for"):
+        stage.forward(1, torch.ones(1, WIDTH), split=True)
+
+
+def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise torch._dynamo.exc.TorchDynamoException("no such operator\nand a long log")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    stage = Stage(1, 3, Block(), 1, is_compiled=True)
+    with pytest.raises(ModelError, match=r"compile failed for a Block: no such operator\. Correct"):
+        stage.forward(0, torch.ones(1, WIDTH), split=False)
+
+
+def test_recomputed_stages_and_evaluations_run_uncompiled() -> None:
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    stage = Stage(1, 3, Block(), 1, is_recomputed=True, is_compiled=True)
+    x = torch.ones(1, TOKENS, WIDTH)
+    stage.forward(0, x, split=True)
+    stage.backward_input(0, x)
+    stage.backward_weight(0)
+    stage.evaluate(x)
+    assert counts["unique_graphs"] == before
+
+
+def test_a_run_refuses_to_compile_sharded_stages() -> None:
+    with pytest.raises(InvalidRun, match=r"--compile does not support --shard"):
+        require_compilable(TrainingOptions(is_compiled=True, is_sharded=True))

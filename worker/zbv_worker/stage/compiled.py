@@ -72,7 +72,8 @@ class CompiledLayer:
 
     def _tapped(self, x: Tensor, calls: tuple[Call, ...], queue: WeightGrads) -> Tensor:
         if not calls:  # nothing to defer
-            return self._run(x)
+            with self._recorder.into(None):
+                return self._run(x)
         tapping = Tapping()
         tapping.taps = list(_Taps.apply(self._anchor, calls, tapping, queue, x.device))  # type: ignore[no-untyped-call]
         with self._recorder.tapping_into(tapping), self._quiet(calls):

@@ -116,6 +116,15 @@ def add_program(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_compile(group: argparse._ActionsContainer) -> None:
+    """Add ``--compile``."""
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile every layer with torch.compile; the backward stays split",
+    )
+
+
 @contextmanager
 def text_output(flag: str, path: Path | None) -> Iterator[Callable[[str], None]]:
     """Open a flag's output file before the work that fills it: :func:`zbv_solver.documents.files.output`.

@@ -100,7 +100,7 @@ def execute(parsed: argparse.Namespace) -> int:
             f"found a {type(model).__name__} without layers (zbv_worker.model.Layered), so only its stages "
             f"can be estimated. Pass --pp-degree or --stages."
         )
-    program = Program(parsed.precision, parsed.main_gradients)
+    program = Program(parsed.precision, has_main_gradients=parsed.main_gradients)
     layers = list(estimate_layers(model, program)) if isinstance(model, Layered) else []
     stages = list(estimate_stages(model, n_stages, program)) if n_stages else []
     to_pipe = parsed.output is not None and str(parsed.output) == "-"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zbv_worker.commands.arguments import (
     WriteJson,
+    add_compile,
     add_model,
     add_program,
     json_output,
@@ -34,6 +35,7 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_model(profile)
     add_program(profile)
+    add_compile(profile)
     profile.add_argument(
         "--pp-degree", "--pp", dest="pp", type=positive, required=True, metavar="P", help="number of ranks"
     )
@@ -119,7 +121,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
         recompute=parsed.recompute,
         backend=parsed.backend,
         memory_limit_fraction=parsed.memory_limit_fraction,
-        program=Program(parsed.precision, parsed.main_gradients),
+        program=Program(parsed.precision, parsed.compile, parsed.main_gradients),
         timeout=parsed.timeout,
     )
     ranks = measure_ranks(options)

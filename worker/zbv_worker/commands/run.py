@@ -7,7 +7,14 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbv_worker.commands.arguments import add_model, add_plan, add_program, positive, positive_number
+from zbv_worker.commands.arguments import (
+    add_compile,
+    add_model,
+    add_plan,
+    add_program,
+    positive,
+    positive_number,
+)
 from zbv_worker.errors import WorkerError, print_error
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
@@ -82,6 +89,7 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
             replicas=parsed.data_parallel,
             is_sharded=parsed.shard,
             precision=parsed.precision,
+            is_compiled=parsed.compile,
             has_main_gradients=parsed.main_gradients,
             clip_norm=parsed.clip_norm,
             non_finite=parsed.non_finite,
@@ -150,6 +158,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="divide parameters, gradients and optimizer state among the replicas, as FSDP2 does",
     )
     add_program(group)
+    add_compile(group)
     group.add_argument(
         "--clip-norm",
         type=positive_number,

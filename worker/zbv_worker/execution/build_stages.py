@@ -54,6 +54,7 @@ def build_stages(
             AUTOCAST[program.precision],
             layers=_layers(module, plan),
             is_recomputed=plan.cut.recomputes(index),
+            is_compiled=program.is_compiled,
         )
         for index, module in build_modules(model, plan, device).items()
     }

@@ -93,15 +93,17 @@ def add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     devices have no such operator in torch 2.13 (``addmm.dtype_out``): they compute blocks of rows.
     """
     total = gradient_of(parameter)
+    if total is not None:  # most calls
+        _add_product(total, left, right)
+        return
     dtype = _dtype_of_sum(parameter)
-    if total is None and left.dtype == dtype:
+    if left.dtype == dtype:
         set_gradient(parameter, left.mm(right))
-    elif total is None and _is_fused(dtype, left):
+    elif _is_fused(dtype, left):
         set_gradient(parameter, torch.mm(left, right, out_dtype=dtype))
     else:
-        if total is None:
-            total = torch.zeros(parameter.shape, dtype=dtype, device=left.device)
-            set_gradient(parameter, total)
+        total = torch.zeros(parameter.shape, dtype=dtype, device=left.device)
+        set_gradient(parameter, total)
         _add_product(total, left, right)
 
 

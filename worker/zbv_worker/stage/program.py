@@ -22,12 +22,15 @@ class Program:
 
     Attributes
     ----------
+    is_compiled
+        Whether ``torch.compile`` compiles the layers.
     has_main_gradients
         Whether parameters in half precision sum their gradients in float32
         (:mod:`zbv_worker.stage.main_gradients`).
     """
 
     precision: Precision = "float32"
+    is_compiled: bool = False
     has_main_gradients: bool = True
 
     def described(self, device: torch.device) -> dict[str, str]:
@@ -37,6 +40,7 @@ class Program:
         """
         found = {
             "precision": self.precision,
+            "compile": _yes_or_no(self.is_compiled),
             "main gradients": _yes_or_no(self.has_main_gradients),
             "tf32": _yes_or_no(_uses_tf32(device)),
             "device": _device_name(device),

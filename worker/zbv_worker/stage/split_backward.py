@@ -26,6 +26,9 @@ gradients through a queueing module (``create_graph=True``): both raise an error
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +49,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.queue: WeightGrads | None = None
+        self.tapping: Tapping | None = None
+        self._seen: list[Call] | None = None
         self._nodes: dict[int, _Node] = {}
 
     def __reduce__(self) -> tuple[type[Recorder], tuple[()]]:
@@ -61,9 +66,51 @@ class Recorder:
             node = self._nodes[id(parameter)] = _Node(parameter)
         return node.references == _REFERENCES and not has_hooks(parameter)
 
+    def note(self, module: _QueueingLinear | _QueueingEmbedding, output: Tensor) -> None:
+        """Record a call that queues, for :meth:`watching`."""
+        if self._seen is not None:
+            self._seen.append(Call(module, output.shape, output.dtype))
+
+    @contextmanager
+    def watching(self) -> Iterator[list[Call]]:
+        """A context that collects the calls of modules that queue, in order."""
+        seen: list[Call] = []
+        self._seen = seen
+        try:
+            yield seen
+        finally:
+            self._seen = None
+
+    @contextmanager
+    def tapping_into(self, tapping: Tapping) -> Iterator[None]:
+        """A context in which modules expose what W needs, instead of queueing it."""
+        self.tapping = tapping
+        try:
+            yield
+        finally:
+            self.tapping = None
+
     def into(self, queue: WeightGrads | None) -> _Into:
         """A context in which forwards of the tree will queue their weight gradients into ``queue``."""
         return _Into(self, queue)
+
+
+class Tapping:
+    """What the compiled modules of one forward expose for W: :mod:`zbv_worker.stage.compiled`.
+
+    Attributes
+    ----------
+    taps
+        One input per call, whose gradient will be that of the call's output.
+    inputs
+        The inputs of the calls so far.
+    """
+
+    __slots__ = ("inputs", "taps")
+
+    def __init__(self) -> None:
+        self.taps: list[Tensor] = []
+        self.inputs: list[Tensor] = []
 
 
 class _Into:
@@ -162,13 +209,29 @@ _REFERENCES = _Node(torch.zeros(1, requires_grad=True)).references
 """The reference count of a node that nobody else refers to."""
 
 
+class _Tap(torch.autograd.Function):
+    """Returns the output unchanged; the tap gets the output's gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, tap: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (grad_output,) = grad_outputs
+        return grad_output, grad_output
+
+
 class _QueueingLinear(nn.Linear):
     """A Linear whose weight gradient can be queued."""
 
     recorder: Recorder
+    is_tapped = False  # whether compiled code exposes what W needs
 
     def forward(self, input: Tensor) -> Tensor:
         """``nn.Linear.forward``: (..., in_features) to (..., out_features)."""
+        if self.recorder.tapping is not None:
+            return self._tapped(input, self.recorder.tapping)
         queue, bias = _queue_for(self.recorder, self.weight), self.bias
         trainable = self.weight.requires_grad or (bias is not None and bias.requires_grad)
         if queue is None or not trainable:
@@ -176,6 +239,22 @@ class _QueueingLinear(nn.Linear):
         if bias is not None and not (bias.is_leaf and self.recorder.defers(bias)):
             return super().forward(input)
         output: Tensor = _LinearFunction.apply(input, self.weight, bias, queue)  # type: ignore[no-untyped-call]  # torch's own
+        self.recorder.note(self, output)
+        return output
+
+    def queued(self, x: Tensor, grad_output: Tensor) -> LinearGrad:
+        """The gradients of a call, for W."""
+        return LinearGrad(self.weight, self.bias, x, grad_output)
+
+    def _tapped(self, x: Tensor, tapping: Tapping) -> Tensor:
+        if not self.is_tapped:
+            return super().forward(x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = _autocast(x, torch.get_autocast_dtype(x.device.type))
+        at = len(tapping.inputs)
+        tapping.inputs.append(x.detach())
+        bias = None if self.bias is None else self.bias.detach()
+        output: Tensor = _Tap.apply(nnf.linear(x, self.weight.detach(), bias), tapping.taps[at])  # type: ignore[no-untyped-call]
         return output
 
 
@@ -183,9 +262,12 @@ class _QueueingEmbedding(nn.Embedding):
     """An Embedding whose weight gradient can be queued."""
 
     recorder: Recorder
+    is_tapped = False  # whether compiled code exposes what W needs
 
     def forward(self, input: Tensor) -> Tensor:
         """``nn.Embedding.forward``: integers (...) to (..., embedding_dim)."""
+        if self.recorder.tapping is not None:
+            return self._tapped(input, self.recorder.tapping)
         queue = _queue_for(self.recorder, self.weight)
         # Renormalisation writes to the weight in the forward; a sparse gradient cannot be added to a dense
         # one.
@@ -194,6 +276,21 @@ class _QueueingEmbedding(nn.Embedding):
         output: Tensor = _EmbeddingFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
             input, self.weight, self.padding_idx, self.scale_grad_by_freq, queue
         )
+        self.recorder.note(self, output)
+        return output
+
+    def queued(self, indices: Tensor, grad_output: Tensor) -> EmbeddingGrad:
+        """The gradient of a call, for W."""
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        return EmbeddingGrad(self.weight, indices, grad_output, padding, self.scale_grad_by_freq)
+
+    def _tapped(self, indices: Tensor, tapping: Tapping) -> Tensor:
+        if not self.is_tapped:
+            return super().forward(indices)
+        at = len(tapping.inputs)
+        tapping.inputs.append(indices.detach())
+        looked = nnf.embedding(indices, self.weight.detach(), self.padding_idx)
+        output: Tensor = _Tap.apply(looked, tapping.taps[at])  # type: ignore[no-untyped-call]
         return output
 
 
@@ -202,6 +299,20 @@ _SUBCLASS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: _QueueingEmbedding,
 }
 QUEUEING = (_QueueingLinear, _QueueingEmbedding)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a module that queued its weight gradient: the module, and its output's shape and dtype."""
+
+    module: _QueueingLinear | _QueueingEmbedding
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def is_deferrable(self) -> bool:
+        """Whether the gradients may still be queued, i.e. the parameters have no hooks."""
+        return all(map(self.module.recorder.defers, self.module.parameters(recurse=False)))
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -239,7 +350,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
         (grad_output,) = grad_outputs
         x, weight = ctx.saved_tensors
-        if _is_accumulating(ctx, (1, 2)):
+        if is_accumulating(ctx, (1, 2)):
             # Detached: the queue must not keep the graph of x alive.
             ctx.queue.append(LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
         if not ctx.needs_input_grad[0]:
@@ -276,7 +387,7 @@ class _EmbeddingFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None, None]:
         (grad_output,) = grad_outputs
         (indices,) = ctx.saved_tensors
-        if _is_accumulating(ctx, (1,)):
+        if is_accumulating(ctx, (1,)):
             ctx.queue.append(
                 EmbeddingGrad(
                     ctx.parameter, indices, grad_output.detach(), ctx.padding_idx, ctx.scale_by_frequency
@@ -285,7 +396,7 @@ class _EmbeddingFunction(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def _is_accumulating(ctx: Any, parameters: tuple[int, ...]) -> bool:
+def is_accumulating(ctx: Any, parameters: tuple[int, ...]) -> bool:
     """Whether the current backward accumulates into parameters, rather than being ``torch.autograd.grad``.
 
     ``ctx.needs_input_grad`` cannot tell: it reflects the forward.

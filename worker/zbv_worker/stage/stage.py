@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.stage.compiled import CompiledLayer
 from zbv_worker.stage.recomputation import Recomputed, Segment
 from zbv_worker.stage.split_backward import defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.split_share import SplitShare
@@ -73,6 +74,9 @@ class Stage:
         The layers that the module runs in sequence, to recompute them one by one; None if only the module
         knows them. The module is then recomputed as a whole.
 
+    is_compiled
+        Whether ``torch.compile`` compiles the layers. Recomputed F's and evaluations run uncompiled.
+
     Attributes
     ----------
     is_recomputed
@@ -92,6 +96,7 @@ class Stage:
         *,
         layers: Sequence[nn.Module] | None = None,
         is_recomputed: bool = False,
+        is_compiled: bool = False,
     ):
         if (index == n_stages - 1) != (loss is not None):
             raise ModelError(f"stage {index} of {n_stages}: the last stage, and no other, takes the loss.")
@@ -101,6 +106,7 @@ class Stage:
         self.is_recomputed = is_recomputed
         self._is_first = index == 0
         self._layers = (module,) if layers is None else tuple(layers)
+        self._compiled = [CompiledLayer(layer, self._recorder) for layer in self._layers if is_compiled]
         self._loss = loss
         self._last_weight: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0
@@ -108,7 +114,8 @@ class Stage:
         self._autocast = autocast
         self.loss_scale = 1.0
         self._seed: tuple[float, Tensor] | None = None
-        self._queued: set[Tensor] | None = None
+        self._has_split = False
+        self._split_share: SplitShare | None = None
         self._shared = _parameters_of_several(self._layers)
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
@@ -160,8 +167,8 @@ class Stage:
         queue = held.weight_grads if held.weight_grads is not None else WeightGrads()
         self._weight_grads[microbatch] = queue
         grad_input = self._backpropagate(held, grad_output)
-        if self._queued is None:
-            self._queued = queue.parameters()
+        if not self._has_split:  # now, because a sharded stage has other parameters between steps
+            self._has_split, self._split_share = True, SplitShare.of(self.module, queue.parameters())
         return grad_input
 
     def backward_weight(self, microbatch: int) -> None:
@@ -176,7 +183,7 @@ class Stage:
     @property
     def split_share(self) -> SplitShare | None:
         """The share of gradients in W, known after the first I; None without trainable parameters."""
-        return None if self._queued is None else SplitShare.of(self.module, self._queued)
+        return self._split_share
 
     def _forward_to_recompute(
         self, microbatch: int, x: Tensor, target: Tensor | None, weight_grads: WeightGrads | None
@@ -224,6 +231,15 @@ class Stage:
         return nullcontext() if self._autocast is None else torch.autocast(x.device.type, self._autocast)
 
     @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """A context in which no layer runs compiled code."""
+        compiled, self._compiled = self._compiled, []
+        try:
+            yield
+        finally:
+            self._compiled = compiled
+
+    @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A context in which all modules are in evaluation mode; restores each module's mode afterwards."""
         before = [(module, module.training) for module in self.module.modules()]
@@ -268,8 +284,16 @@ class Stage:
         """The module's output, for the last stage the loss."""
         if not self._layers:
             self._require_float(x)
-        output = checked_output(self.index, self.module(x))
+        output = checked_output(self.index, self._run(x))
         return self._with_loss(output, target)
+
+    def _run(self, x: Tensor) -> Tensor:
+        if not self._compiled or not torch.is_grad_enabled():
+            found: Tensor = self.module(x)
+            return found
+        for layer in self._compiled:
+            x = layer(x)
+        return x
 
     def _require_float(self, x: Tensor) -> None:
         """Refuse data that is not floating-point in an empty first stage: no gradient could come back."""

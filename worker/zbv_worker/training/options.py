@@ -47,6 +47,8 @@ class TrainingOptions:
         Steps between evaluations (forward only); None for none.
     next_plan
         A file in which rank 0 looks for a plan to change to. Set on all ranks, or on none.
+    is_compiled
+        Whether ``torch.compile`` compiles the layers.
     has_main_gradients
         Whether parameters in half precision sum their gradients in float32.
     trace_dir
@@ -56,6 +58,7 @@ class TrainingOptions:
     replicas: int = 1
     is_sharded: bool = False
     precision: Precision = "float32"
+    is_compiled: bool = False
     has_main_gradients: bool = True
     clip_norm: float | None = None
     non_finite: NonFinite = "fail"
@@ -72,7 +75,7 @@ class TrainingOptions:
     @property
     def program(self) -> Program:
         """The program that the stages run."""
-        return Program(self.precision, self.has_main_gradients)
+        return Program(self.precision, self.is_compiled, self.has_main_gradients)
 
     @property
     def common(self) -> tuple[tuple[str, str], ...]:
@@ -80,6 +83,7 @@ class TrainingOptions:
         return (
             ("sharding", str(self.is_sharded)),
             ("precision", self.precision),
+            ("compiling", str(self.is_compiled)),
             ("main gradients", str(self.has_main_gradients)),
             ("clip norm", str(self.clip_norm)),
             ("non-finite steps", self.non_finite),
@@ -153,6 +157,15 @@ class Setting:
     progress: CurrentProgress | None = None
 
 
+def require_compilable(options: TrainingOptions) -> None:
+    """Refuse ``--compile`` together with options that it does not support."""
+    if options.is_compiled and options.is_sharded:
+        raise InvalidRun(
+            "--compile does not support --shard: compiled layers cannot wait until a stage's parameters are "
+            "gathered. Omit one of them."
+        )
+
+
 def require_plain(options: TrainingOptions, model: PipelineModel) -> None:
     """Refuse options that PyTorch's runtime does not support."""
     if isinstance(model, Weighted):
@@ -164,6 +177,7 @@ def require_plain(options: TrainingOptions, model: PipelineModel) -> None:
         "--data-parallel": options.replicas > 1,
         "--shard": options.is_sharded,
         "--precision": options.precision != "float32",
+        "--compile": options.is_compiled,
         "--evaluate-every": options.evaluate_every is not None,
         "--next-plan": options.next_plan is not None,
     }

@@ -26,7 +26,7 @@ from zbv_worker.stage.stage import Stage
 from zbv_worker.training.checkpoint import Checkpoints
 from zbv_worker.training.gradients import Gradients, SummedGradients
 from zbv_worker.training.loss_scale import LossScale
-from zbv_worker.training.options import Setting, require_kept_activations, require_plain
+from zbv_worker.training.options import Setting, require_compilable, require_kept_activations, require_plain
 from zbv_worker.training.plan_change import Swaps
 from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
 from zbv_worker.training.report import RankReport, StepLine
@@ -301,6 +301,7 @@ class Training:
             require_plain(options, self._model)
             require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
+        require_compilable(options)
         self._stages = build_stages(
             self._model, self._plan, device, replicas=options.replicas, program=options.program
         )

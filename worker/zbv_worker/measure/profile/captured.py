@@ -89,7 +89,16 @@ def split_into_layers(
         is_last = at == n_layers - 1
         loss, target = (model.loss, captured.target) if is_last else (None, None)
         autocast = AUTOCAST[program.precision]
-        stage = Stage(at, n_layers, layer, 1, loss, autocast, is_recomputed=is_recomputed)
+        stage = Stage(
+            at,
+            n_layers,
+            layer,
+            1,
+            loss,
+            autocast,
+            is_recomputed=is_recomputed,
+            is_compiled=program.is_compiled,
+        )
         output = stage.forward(0, x, target, split=False)
         found[at] = Captured(stage, x, target, None, output)
         x = output

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -40,7 +41,13 @@ from zbv_worker.measure.profile.profile import (
 )
 from zbv_worker.measure.profile.stopwatch import Seconds, stopwatch
 from zbv_worker.measure.ranks import answer, connected, equal_stages, use_one_core
-from zbv_worker.measure.stage_memory import received_bytes, stage_memory, static_bytes, tensor_bytes
+from zbv_worker.measure.stage_memory import (
+    StageMemory,
+    received_bytes,
+    stage_memory,
+    static_bytes,
+    tensor_bytes,
+)
 from zbv_worker.model.checks import layer_names
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.model.spec import ModelSpec
@@ -140,11 +147,7 @@ class RankProfiler:
     def _profiles(self, variants: Sequence[Mapping[int, Captured]]) -> list[dict[int, StageProfile]]:
         """Measure memory and times of stages, or of layers, by index and for each variant."""
         memory: list[dict[int, tuple[int, int, int, int]]] = [
-            {
-                index: astuple(stage_memory(each.stage, each.input, each.target, each.gradient, self._device))
-                for index, each in variant.items()
-            }
-            for variant in variants
+            {index: astuple(self._memory(each)) for index, each in variant.items()} for variant in variants
         ]
         times = {key: Spread.of(seconds) for key, seconds in self._times(variants).items()}
         return [
@@ -162,6 +165,15 @@ class RankProfiler:
             }
             for number, variant in enumerate(variants)
         ]
+
+    def _memory(self, captured: Captured) -> StageMemory:
+        """The memory of a stage's actions; on a CPU uncompiled, because only CUDA counts compiled code's."""
+        stage = captured.stage
+        tensors = (captured.input, captured.target, captured.gradient)
+        if self._device.type == "cuda" and self._options.program.is_compiled:
+            stage_memory(stage, *tensors, self._device)  # the first microbatch runs uncompiled
+        with nullcontext() if self._device.type == "cuda" else stage.uncompiled():
+            return stage_memory(stage, *tensors, self._device)
 
     def _times(self, variants: Sequence[Mapping[int, Captured]]) -> dict[tuple[int, int, str], list[float]]:
         """Seconds of F, I, W and B in every round, by variant, stage and letter."""

@@ -1,0 +1,185 @@
+"""Compiled layers have the gradients of uncompiled ones, with F, I and W as well as with F and B."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
+from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.stage import Stage
+from zbv_worker.training.options import TrainingOptions, require_compilable
+
+WIDTH, TOKENS = 16, 12
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own
+
+
+class Block(nn.Module):
+    """Norm, attention with a shared projection, dropout, and an MLP."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        key, value = self.project(self.norm(x)), self.project(x)
+        x = x + nnf.scaled_dot_product_attention(key, key, value)
+        found: Tensor = x + self.dropout(self.down(nnf.gelu(self.up(x))))
+        return found
+
+
+class First(nn.Module):
+    """An embedding and a Linear, without a float input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, WIDTH, padding_idx=3)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        found: Tensor = self.mix(self.table(indices))
+        return found
+
+
+def gradients(
+    module: nn.Module, *, is_compiled: bool, split: bool, index: int = 1, precision: Precision = "float32"
+) -> dict[str, Tensor]:
+    """The gradients of three microbatches, and the last input's gradient."""
+    module = copy.deepcopy(module)
+    use_main_gradients(module.parameters())
+    layers = tuple(module) if isinstance(module, nn.Sequential) else None
+    stage = Stage(index, 3, module, 1, autocast=AUTOCAST[precision], layers=layers, is_compiled=is_compiled)
+    generator = torch.Generator().manual_seed(7)
+    torch.manual_seed(11)
+    found: dict[str, Tensor] = {}
+    for microbatch in range(3):
+        if index:
+            x = torch.randn(2, TOKENS, WIDTH, generator=generator)
+        else:
+            x = torch.randint(20, (2, TOKENS), generator=generator)
+        output = stage.forward(microbatch, x, split=split)
+        seed = torch.randn(output.shape, generator=generator).to(output.dtype)
+        backward: Callable[..., Tensor | None] = stage.backward_input if split else stage.backward
+        input_gradient = backward(microbatch, seed)
+        if split:
+            stage.backward_weight(microbatch)
+        if input_gradient is not None:
+            found["input"] = input_gradient
+    for name, parameter in module.named_parameters():
+        gradient = gradient_of(parameter)
+        assert gradient is not None, name
+        found[name] = gradient
+    if split and is_compiled:
+        assert stage.split_share == stage.expected_share
+    return found
+
+
+def require_equal(
+    module: nn.Module, *, split: bool, index: int = 1, precision: Precision = "float32"
+) -> None:
+    mine, expected = (
+        gradients(module, is_compiled=is_compiled, split=split, index=index, precision=precision)
+        for is_compiled in (True, False)
+    )
+    tolerance = 1e-5 if precision == "float32" else 3e-2
+    for name, gradient in expected.items():
+        difference = (mine[name] - gradient).norm() / gradient.norm()
+        assert difference < tolerance, name
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_two_blocks_have_the_gradients_of_uncompiled_ones(split: bool, precision: Precision) -> None:
+    torch.manual_seed(0)
+    require_equal(nn.Sequential(Block(), Block()), split=split, precision=precision)
+
+
+def test_dropout_draws_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    require_equal(Block(dropout=0.5), split=True)
+
+
+def test_the_first_stage_splits_its_embedding_too() -> None:
+    torch.manual_seed(0)
+    require_equal(First(), split=True, index=0)
+
+
+def test_layers_of_equal_code_share_one_compilation() -> None:
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    gradients(nn.Sequential(Block(), Block()), is_compiled=True, split=True)
+    assert counts["unique_graphs"] == before + 1
+
+
+def test_a_parameter_that_gets_a_hook_is_no_longer_left_to_w() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    stage = Stage(1, 3, module, 1, is_compiled=True)
+    called: list[int] = []
+    for microbatch in range(4):
+        if microbatch == 2:
+            module.weight.register_hook(lambda gradient: called.append(len(gradient)))  # type: ignore[no-untyped-call]
+        stage.forward(microbatch, torch.ones(1, WIDTH), split=True)
+        stage.backward_input(microbatch, torch.ones(1, WIDTH))
+        assert len(called) == max(0, microbatch - 1), "I computes the gradient of a parameter with hooks"
+        stage.backward_weight(microbatch)
+    torch.testing.assert_close(module.weight.grad, torch.full((WIDTH, WIDTH), 4.0))
+
+
+class Fickle(nn.Module):
+    """A layer that calls its Linear once, and twice later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.linear(x)
+        return x
+
+
+def test_a_layer_must_call_its_linears_alike_for_every_microbatch() -> None:
+    module = Fickle()
+    module.times = 2
+    stage = Stage(1, 3, module, 1, is_compiled=True)
+    stage.forward(0, torch.ones(1, WIDTH), split=True)
+    module.times = 1
+    with pytest.raises(ModelError, match="a Fickle called 1 Linears and Embeddings, and 2 for"):
+        stage.forward(1, torch.ones(1, WIDTH), split=True)
+
+
+def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise torch._dynamo.exc.TorchDynamoException("no such operator\nand a long log")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    stage = Stage(1, 3, Block(), 1, is_compiled=True)
+    with pytest.raises(ModelError, match=r"compile failed for a Block: no such operator\. Correct"):
+        stage.forward(0, torch.ones(1, WIDTH), split=False)
+
+
+def test_recomputed_stages_and_evaluations_run_uncompiled() -> None:
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    stage = Stage(1, 3, Block(), 1, is_recomputed=True, is_compiled=True)
+    x = torch.ones(1, TOKENS, WIDTH)
+    stage.forward(0, x, split=True)
+    stage.backward_input(0, x)
+    stage.backward_weight(0)
+    stage.evaluate(x)
+    assert counts["unique_graphs"] == before
+
+
+def test_a_run_refuses_to_compile_sharded_stages() -> None:
+    with pytest.raises(InvalidRun, match=r"--compile does not support --shard"):
+        require_compilable(TrainingOptions(is_compiled=True, is_sharded=True))

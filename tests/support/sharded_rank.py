@@ -176,7 +176,6 @@ def trained(case: Case, transport: Watched, *, is_sharded: bool, steps: int = 2)
         "losses": [line.loss for line in report.lines],
         "norms": [line.updated.gradient_norm for line in report.lines],
         "evaluations": report.evaluations,
-        "kinds": [event["kind"] for event in report.events],
         "events": transport.events,
     }
 

@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.1
 class HostCopies:
     """Copies of tensors in host memory, which do not change while training goes on.
 
-    Copies from a GPU use a stream of their own. The compute stream waits for them, the host does not. They
+    Copies from a GPU use a separate stream. The compute stream waits for them, the host does not. They
     are in pinned memory, which is kept for the next checkpoint: pinning takes longer than copying.
 
     Parameters

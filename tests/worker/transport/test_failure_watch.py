@@ -73,7 +73,8 @@ def test_after_a_wait_for_all_ranks_the_silent_one_is_to_blame(store: Store) -> 
     notes_of(store, 2).sign(7, Doing("step 2, 2F0"))
     store.alive = {1: Doing("step 2, 1F0")}
     loss = notes_of(store, 0).silent_one(3)
-    assert loss is not None and loss.rank == 2
+    assert loss is not None
+    assert loss.rank == 2
     store.alive[2] = Doing("step 2, 2F0")
     assert notes_of(store, 0).silent_one(3) is None
 

@@ -60,7 +60,11 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
     fetched = [PlanSource(parsed.server, plan) for plan in parsed.plan]
     sources = (*fetched, *(PlanSource(file=file) for file in parsed.plan_file))
     checkpoint = parsed.checkpoint_dir and CheckpointOptions(
-        parsed.checkpoint_dir, parsed.checkpoint_every, parsed.checkpoints_kept, parsed.checkpoint_timeout
+        parsed.checkpoint_dir,
+        parsed.checkpoint_every,
+        parsed.checkpoints_kept,
+        parsed.checkpoint_timeout,
+        parsed.checkpoint_sync,
     )
     return RunOptions(
         sources=sources or (PlanSource(parsed.server),),
@@ -194,6 +198,12 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         default=600.0,
         metavar="S",
         help="longest wait for the slowest rank's file (default 600)",
+    )
+    group.add_argument(
+        "--checkpoint-sync",
+        action="store_true",
+        help="wait until each checkpoint is written (default: write it in the background, from a copy of the "
+        "state in host memory)",
     )
     group.add_argument(
         "--next-plan",

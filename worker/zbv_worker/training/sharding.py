@@ -66,8 +66,10 @@ class ShardedGradients(Gradients):
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: float,
+        *,
+        has_main: bool = True,
     ):
-        super().__init__(modules)
+        super().__init__(modules, has_main=has_main)
         for module in modules.values():
             require_dense(module)
         self._rank = transport.rank
@@ -107,7 +109,8 @@ class ShardedGradients(Gradients):
 
     def begin(self) -> None:
         """Discard the gradients of the last step, and start the first gather."""
-        use_main_gradients(self.stages_of)
+        if self._has_main:
+            use_main_gradients(self.stages_of)
         for bucket in self._trainable:
             bucket.forget()
         for unit in self._units:

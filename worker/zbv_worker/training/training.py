@@ -154,6 +154,8 @@ class Training:
         """After the last step, report it, run the evaluation, and write the checkpoint and trace due."""
         self._settle()
         self._evaluate_and_save(self._setting.run.steps)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
         if self._trace is not None:
             self._trace.update(self.report, is_last=True)
 
@@ -161,6 +163,8 @@ class Training:
         """Stop background threads."""
         if isinstance(self._executor, Executor):
             self._executor.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if self._swaps is not None:
             self._swaps.close()
 
@@ -228,9 +232,11 @@ class Training:
         if every is not None and step % every == 0:
             self._settle()
             self._evaluate(step)
-        if self._checkpoints is not None and self._checkpoints.is_due(step, self._setting.run.steps):
-            self._settle()  # it may fail because of values that are not finite, which must not be saved
-            self._checkpoints.save(step)
+        if self._checkpoints is not None:
+            self._checkpoints.check()
+            if self._checkpoints.is_due(step, self._setting.run.steps):
+                self._settle()  # it may fail because of values that are not finite, which must not be saved
+                self._checkpoints.save(step)
 
     def _evaluate(self, step: int) -> None:
         if not isinstance(self._executor, Executor):
@@ -301,9 +307,9 @@ class Training:
         return {index: stage.module for index, stage in self._stages.items()}
 
     def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
-        if self._options.is_sharded:
-            return _sharded(modules, self._transport, self._setting.device, self._timeout)
         has_main = self._options.has_main_gradients
+        if self._options.is_sharded:
+            return _sharded(modules, self._transport, self._setting.device, self._timeout, has_main=has_main)
         if self._transport.layout.replicas > 1:
             return SummedGradients(modules, self._transport, has_main=has_main)
         return Gradients(modules, has_main=has_main)
@@ -376,7 +382,12 @@ def _seed(seed: int, rank: int) -> None:
 
 
 def _sharded(
-    modules: dict[int, nn.Module], transport: Transport, device: torch.device, timeout: float
+    modules: dict[int, nn.Module],
+    transport: Transport,
+    device: torch.device,
+    timeout: float,
+    *,
+    has_main: bool,
 ) -> Gradients:
     from zbv_worker.training.sharding import ShardedGradients  # imports DTensor, which takes a second
 
@@ -384,7 +395,8 @@ def _sharded(
         raise InvalidRun(
             "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
         )
-    return ShardedGradients(modules, transport, transport.replica_group, device, timeout)
+    group = transport.replica_group
+    return ShardedGradients(modules, transport, group, device, timeout, has_main=has_main)
 
 
 def _say(text: str) -> None:

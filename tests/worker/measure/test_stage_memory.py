@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from zbv_solver.problem.placement import Placement
+from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.measure.stage_memory import received_bytes, stage_memory
 from zbv_worker.stage.stage import Stage
 
@@ -29,6 +30,18 @@ def test_a_linear_holds_its_input_after_f_also_its_outputs_gradient_after_i_and_
     assert found.after_weight == 0
     # B: the received gradient, and the gradients of the input and of the weight.
     assert found.workspace == 2 * TENSOR + WIDTH * WIDTH * 4
+
+
+def test_f_counts_what_the_forward_of_a_fused_backward_keeps_under_autocast() -> None:
+    stage = Stage(1, 3, nn.Linear(WIDTH, WIDTH, bias=False), 1, autocast=torch.bfloat16)
+    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    stage.forward(0, x, split=False)
+    stage.backward(0, gradient)
+    with LiveBytes() as live:
+        stage.forward(0, x.clone(), split=False)
+        fused = live.bytes
+        stage.backward(0, gradient)
+    assert stage_memory(stage, x, None, gradient, CPU).after_forward >= fused > TENSOR
 
 
 def test_workspace_is_not_charged_to_later_actions() -> None:

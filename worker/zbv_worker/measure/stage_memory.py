@@ -45,8 +45,11 @@ def stage_memory(
         after_input, second = _backward(held, lambda: stage.backward_input(0, _copy(gradient)))
         after_weight, third = _backward(held, lambda: stage.backward_weight(0))
     with watching(device) as held:
-        _forward(stage, input, target, held, split=False)
+        after_fused_forward, _ = _forward(stage, input, target, held, split=False)
         _, fused = _backward(held, lambda: stage.backward(0, _copy(gradient)))
+    # Under autocast, a forward with a fused backward also keeps the weights that were cast. A plan has one
+    # number for both.
+    after_forward = max(after_forward, after_fused_forward)
     return StageMemory(
         max(0, after_forward), max(0, after_input), max(0, after_weight), max(first, second, third, fused)
     )

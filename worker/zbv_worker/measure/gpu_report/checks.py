@@ -92,8 +92,7 @@ _PIPELINES = (
         "pipeline-gloo",
         "training steps of several ranks over gloo",
         "The executor computes the gradients of one process. Ranks share GPUs if there are too few.",
-        "Compare with `--device cpu`. If only the GPU's gradients are wrong, run the checks events and "
-        "copies.",
+        "Compare with `--device cpu`. If only those on the GPU are wrong, run events and copies.",
         OnRanks(
             partial(rank.measure_pipeline, backend="gloo", numbers="float32"),
             pipeline.judge_gradients,

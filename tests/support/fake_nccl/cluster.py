@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from zbv_worker.transport.torch_api import GroupOptions
@@ -119,7 +121,9 @@ class Cluster:
 
             return body
 
-        found = self.simulation.run({rank: on(rank) for rank in self.devices})
+        # A rank's thread has one device, so to choose it does nothing.
+        with patch.object(torch.cuda, "device", lambda device: nullcontext()):
+            found = self.simulation.run({rank: on(rank) for rank in self.devices})
         return [found[rank] for rank in self.devices]
 
     def at(self, time: float, action: Callable[[], None]) -> None:

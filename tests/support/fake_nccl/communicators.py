@@ -79,6 +79,7 @@ class Operation(Item):
     def finish(self) -> None:
         """Leave the stream and free the slot."""
         self.communicator.running.pop(self.rank, None)
+        self.stream.device.unsent -= self.kind == "send"
         for block in self.blocks:
             self.stream.device.memory.release(block)
         super().finish()
@@ -353,6 +354,8 @@ class FakeGroup:
             target=None if target is None else memory.raw(target),
             blocks=tuple(blocks.values()),
         )
+        device.unsent += kind == "send"
+        device.most_unsent = max(device.most_unsent, device.unsent)
         device.issued_communication(operation)
         stream.add(operation)
         self._watch(operation)

@@ -285,6 +285,7 @@ class Device:
         self.computing = 0
         self.running: list[Item] = []
         self.most_running = 0
+        self.unsent = self.most_unsent = 0
         self._waiting: list[Item] = []
         self._communication: list[Item] = []
         self._unstarted: dict[int, deque[Item]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
 from zbv_worker.execution.timeline import CudaTimeline
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.nccl import NcclTransport
@@ -20,7 +21,7 @@ from support.fake_nccl.cluster import Cluster, FakeRank
 from support.fake_nccl.communicators import NcclModes
 from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.simulation import ModelError
-from support.fake_nccl.stages import FakeBatches, FakeStage, expected
+from support.fake_nccl.stages import Expected, FakeBatches, FakeStage, expected
 
 SECONDS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3}
 TIMEOUT = 60.0
@@ -34,6 +35,8 @@ class ModelRun:
     ----------
     transport
         Creates the transport; a test passes a wrong one.
+    plan
+        Changes a rank's part of the plan; a test passes a wrong change.
     """
 
     steps: int = 2
@@ -43,6 +46,7 @@ class ModelRun:
     device: DeviceModes = field(default_factory=DeviceModes)
     nccl: NcclModes = field(default_factory=NcclModes)
     transport: Callable[..., NcclTransport] = NcclTransport
+    plan: Callable[[RankPlan], RankPlan] = lambda plan: plan
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,17 @@ class RankUse:
         Those that the rank is a member of.
     receive_buffers
         Receive buffers of the transport's pool, without those of headers.
-    peak_bytes
-        The peak of allocated device memory.
+    account
+        The most receive buffers that the plan and the look-ahead need.
+    unsent
+        The most sends that were queued or running at once.
     """
 
     kernels: int
     communicators: int
     receive_buffers: int
-    peak_bytes: int
+    account: int
+    unsent: int
 
 
 def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
@@ -92,7 +99,7 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
         transport = how.transport(
             here.control, here.torch_device, TIMEOUT, api=here.nccl, cuda=here.cuda, clock=here.clock
         )
-        plan = RankPlan.of("plan", problem, orders, transport.pp_rank)
+        plan = how.plan(RankPlan.of("plan", problem, orders, transport.pp_rank))
         transport.open(keys, TIMEOUT)
         stages = {index: FakeStage(index, problem.n_stages, here.device, SECONDS) for index in plan.stages}
         sums: list[Any] = []
@@ -107,7 +114,6 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
                 look_ahead=how.look_ahead,
                 on_stage_done=lambda stage: sums.append(transport.sum_over_replicas(stages[stage].weight)),
                 timeline=CudaTimeline(here.torch_device, clock=here.clock, cuda=here.cuda),
-                ahead=0,
             ),
         )
         launched, weights = [], list[dict[int, Tensor]]()
@@ -121,15 +127,8 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
             for stage in stages.values():
                 stage.weight.zero_()
         for step in range(how.steps):
-            losses = launched[step].result().losses
-            mine = wanted[step][transport.replica]
-            _require(losses == (mine.losses if problem.n_stages - 1 in stages else {}), f"losses {losses}")
-            for index, weight in weights[step].items():
-                total = [
-                    sum(parts)
-                    for parts in zip(*(found.weights[index] for found in wanted[step]), strict=True)
-                ]
-                _require(weight.tolist() == total, f"the weight gradient {weight.tolist()} of stage {index}")
+            results = {stage: weight.tolist() for stage, weight in weights[step].items()}
+            _check(wanted[step], transport.replica, launched[step].result().losses, results)
         transport.flush(TIMEOUT)
         transport.barrier(TIMEOUT)
         pools = transport._buffers._pools
@@ -137,12 +136,47 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
             kernels=here.device.most_running,
             communicators=sum(here.rank in c.ranks for c in cluster.communicators.by_key.values()),
             receive_buffers=sum(len(pool) for spec, pool in pools.items() if spec.dtype.is_floating_point),
-            peak_bytes=here.device.memory.peak_bytes,
+            account=receive_account(plan, how.look_ahead),
+            unsent=here.device.most_unsent,
         )
+        del executor, launched
+        weights.clear()
         transport.close()
+        gc.collect()
+        kept = [use for use in here.device.memory.users() if use != "zero_"]
+        _require(not kept, f"device memory that nothing frees, last written by {kept}")
         return use
 
     return cluster.run(main)
+
+
+def receive_account(plan: RankPlan, look_ahead: int) -> int:
+    """The most receive buffers in use at once: tensors that actions hold, and the look-ahead per channel.
+
+    An activation is held from its F, and a gradient from its I or B, until the end of the W or B.
+    """
+    instructions = lower(plan)
+    held: dict[tuple[int, int], int] = {}
+    most = 0
+    for instruction in instructions:
+        stage, letter, microbatch = instruction.action
+        if isinstance(instruction.source, Remote):
+            held[stage, microbatch] = held.get((stage, microbatch), 0) + 1
+        most = max(most, sum(held.values()))
+        if letter in "BW":
+            held.pop((stage, microbatch), None)
+    return most + look_ahead * sum(channel.receiver == plan.rank for channel in plan.channels)
+
+
+def _check(
+    wanted: list[Expected], replica: int, losses: dict[int, float], weights: dict[int, list[float]]
+) -> None:
+    """Compare the losses and the summed weight gradients of a step."""
+    has_last = bool(weights) and max(weights) == max(wanted[0].weights)
+    _require(losses == (wanted[replica].losses if has_last else {}), f"losses {losses}")
+    for stage, weight in weights.items():
+        total = [sum(parts) for parts in zip(*(found.weights[stage] for found in wanted), strict=True)]
+        _require(weight == total, f"the weight gradient {weight} of stage {stage}")
 
 
 def _require(condition: bool, wrong: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import httpx
 from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
+from zbv_solver.plans.channels import Channel, Transfer
 from zbv_solver.plans.orders import Action
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
@@ -136,11 +136,13 @@ class RankPlan:
     peers
         The ranks with which it exchanges tensors.
     channels
-        Its transfers, in the order in which the sending rank produces them.
+        Its transfers by peer and direction, in the order in which the sending rank produces them.
     partition
         The layer names of every stage of the model; None when the plan does not contain layers.
     recompute
         For each stage of the model, whether it is recomputed; None when the plan does not say.
+    measured
+        The program whose costs were planned with; empty when the plan does not say.
     """
 
     plan_id: str
@@ -155,6 +157,7 @@ class RankPlan:
     channels: tuple[Channel, ...]
     partition: tuple[tuple[str, ...], ...] | None = None
     recompute: tuple[StrictBool, ...] | None = None
+    measured: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,13 +187,12 @@ class RankChannel:
 
     peer: int
     direction: Literal["send", "receive"]
-    kind: ChannelKind
     transfers: tuple[str, ...]
 
     def seen_from(self, rank: int) -> Channel:
         """The channel of ``rank``; raises :class:`InvalidInput` for a malformed transfer."""
         sender, receiver = (rank, self.peer) if self.direction == "send" else (self.peer, rank)
-        return Channel(sender, receiver, self.kind, tuple(map(Transfer.parse, self.transfers)))
+        return Channel(sender, receiver, tuple(map(Transfer.parse, self.transfers)))
 
 
 @cache

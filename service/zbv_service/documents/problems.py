@@ -145,6 +145,7 @@ def uncut(problem: Problem, placement: PlacementChoice | None = None) -> Layered
         link=cut.link,
         rules=cut.rules,
         units=problem.units,
+        measured=problem.measured,
     )
 
 

@@ -95,14 +95,15 @@ class ImportedPlan(BaseModel):
 
 
 class ChannelDocument(BaseModel):
-    """Tensors of one kind that a rank sends to a peer, or receives from it."""
+    """All tensors that a rank sends to a peer, or receives from it."""
 
     peer: int
     direction: Literal["send", "receive"]
-    kind: Literal["activation", "gradient"]
     transfers: list[str] = Field(
-        description="boundary:microbatch, in the order in which the sending rank produces them. "
-        "Boundary s lies between stages s and s + 1."
+        description="In the order in which the sending rank produces them, and in which the receiving rank "
+        "must post its receives. A3:0 is the activation, G3:0 the gradient, that crosses boundary 3 for "
+        "microbatch 0. Boundary s lies between stages s and s + 1.",
+        examples=[["A0:0", "A0:1", "G2:0"]],
     )
 
 

@@ -86,7 +86,6 @@ def _rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str,
         {
             "peer": channel.receiver if channel.sender == rank else channel.sender,
             "direction": "send" if channel.sender == rank else "receive",
-            "kind": channel.kind,
             "transfers": [str(transfer) for transfer in channel.transfers],
         }
         for channel in found
@@ -103,6 +102,7 @@ def _rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str,
         "peers": sorted({channel["peer"] for channel in listed}),
         "channels": listed,
         **_cut_json(plan.problem),
+        **({"measured": dict(problem.measured)} if problem.measured else {}),
     }
 
 

@@ -21,12 +21,14 @@ _Scale = Callable[[float], float]
 def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
     """The problem with other costs of stages and transfers; cut and memory are unchanged.
 
+    ``measured`` is dropped, because it described the program with the former costs.
+
     Every layer keeps its share of the cost of its stage, and its recomputed costs are scaled alike. If all
     planned costs of a stage are 0, its layers share the cost evenly. A stage without layers costs nothing,
     even if a cost was measured. Transfers get the given latencies instead of a link.
     """
     if problem.model is None:
-        return replace(problem, costs=costs)
+        return replace(problem, costs=costs, measured=())
     cut, placement = problem.model, problem.placement
     layered = LayeredProblem(
         model=Model(tuple(_scaled_layers(cut, costs))),

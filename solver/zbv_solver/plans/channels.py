@@ -1,9 +1,13 @@
 """What the ranks of a plan send to each other, and in which order.
 
 Two tensors cross a stage boundary per microbatch: the activation, and its gradient in the other direction.
-All tensors of one kind from one rank to another form a *channel*. Both ends of a channel must agree on the
-order of its tensors, because some transports match sends and receives by order alone. The order is the one in
-which the sender's list produces the tensors, so a rank needs no other knowledge about its peers to receive.
+All tensors from one rank to another form a *channel*. Both ends of a channel must agree on the order of its
+tensors, because some transports match sends and receives by order alone. The order is the one in which the
+sender's list produces the tensors, so a rank needs no other knowledge about its peers to receive.
+
+Activations and gradients share this order, and no deadlock follows from that. A rank posts the receives of a
+channel in order, up to the tensor that its next action needs. The sender produced all tensors before that
+one earlier in its list, so their receives never wait for anything that the needed tensor does not wait for.
 
 Orders are not checked here: see :mod:`zbv_solver.verify`.
 """
@@ -12,22 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.arrays import BoolArray
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import B, F, I, Problem
+from zbv_solver.problem.problem import F, Problem, W
 
-ChannelKind = Literal["activation", "gradient"]
+TransferKind = Literal["activation", "gradient"]
+
+_KIND_OF: dict[str, TransferKind] = {"A": "activation", "G": "gradient"}
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One tensor that is sent from a rank to another.
+class Transfer(NamedTuple):
+    """One tensor that is sent from a rank to another. A tuple, because every action of a rank looks it up.
 
     Attributes
     ----------
@@ -36,69 +39,59 @@ class Transfer:
         I or B of stage s + 1 produces the gradient for I or B of stage s.
     """
 
+    kind: TransferKind
     boundary: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.boundary}:{self.microbatch}"
+        return f"{self.kind[0].upper()}{self.boundary}:{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Transfer:
-        """Read ``3:0``; raises :class:`InvalidInput` on anything else."""
-        boundary, colon, microbatch = text.partition(":")
-        if not (colon and all(part.isascii() and part.isdigit() for part in (boundary, microbatch))):
+        """Read ``A3:0`` or ``G3:0``; raises :class:`InvalidInput` on anything else."""
+        kind = _KIND_OF.get(text[:1])
+        boundary, colon, microbatch = text[1:].partition(":")
+        if not (kind and colon and all(part.isascii() and part.isdigit() for part in (boundary, microbatch))):
             raise InvalidInput.at(
-                "", f"found {text!r}; a transfer is a boundary and a microbatch, as in '3:0'."
+                "",
+                f"found {text!r}; a transfer is A (activation) or G (gradient), a boundary and a microbatch, "
+                "as in 'A3:0'.",
             )
-        return cls(int(boundary), int(microbatch))
+        return cls(kind, int(boundary), int(microbatch))
 
 
 @dataclass(frozen=True)
 class Channel:
-    """All transfers of one kind from one rank to another, in the order in which the sender produces them."""
+    """All transfers from one rank to another, in the order in which the sender produces them."""
 
     sender: int
     receiver: int
-    kind: ChannelKind
     transfers: tuple[Transfer, ...]
 
 
 def channels(problem: Problem, orders: Orders) -> tuple[Channel, ...]:
-    """Every channel of a plan, sorted by sender, receiver and kind.
+    """Every channel of a plan, sorted by sender and receiver.
 
     Boundaries inside one rank need no transfer. ``orders`` must be complete and correctly placed; see
     :func:`zbv_solver.verify.verifier.verify_orders`.
     """
-    ranks = np.array(problem.placement.rank_of, dtype=np.int32)
-    forward = orders.letter == F
-    backward = (orders.letter == I) | (orders.letter == B)
-    found = [
-        *_channels_of_kind("activation", orders, forward & (orders.stage < problem.n_stages - 1), ranks, 1),
-        *_channels_of_kind("gradient", orders, backward & (orders.stage > 0), ranks, -1),
-    ]
-    return tuple(sorted(found, key=lambda channel: (channel.sender, channel.receiver, channel.kind)))
+    rank_of = np.array(problem.placement.rank_of, dtype=np.int32)
+    target = orders.stage + np.where(orders.letter == F, 1, -1)
+    producing = (orders.letter != W) & (target >= 0) & (target < problem.n_stages)
+    stage, target, microbatch = orders.stage[producing], target[producing], orders.microbatch[producing]
+    produced = zip(
+        *(array.tolist() for array in (rank_of[stage], rank_of[target], stage, target, microbatch)),
+        strict=True,
+    )
+    # The flat arrays have each rank's actions in execution order, and the selection keeps that order.
+    found: dict[tuple[int, int], list[Transfer]] = {}
+    for sender, receiver, source, sink, j in produced:
+        if sender != receiver:
+            kind: TransferKind = "activation" if source < sink else "gradient"
+            found.setdefault((sender, receiver), []).append(Transfer(kind, min(source, sink), j))
+    return tuple(Channel(*ends, tuple(transfers)) for ends, transfers in sorted(found.items()))
 
 
 def channels_of(rank: int, all_channels: Iterable[Channel]) -> tuple[Channel, ...]:
     """The channels that a rank sends or receives on."""
     return tuple(channel for channel in all_channels if rank in (channel.sender, channel.receiver))
-
-
-def _channels_of_kind(
-    kind: ChannelKind, orders: Orders, producing: BoolArray, ranks: NDArray[np.int32], step: int
-) -> list[Channel]:
-    """Channels of the tensors from a producing action's stage to the stage at distance ``step``."""
-    stage = orders.stage[producing]
-    microbatch = orders.microbatch[producing]
-    sender, receiver = ranks[stage], ranks[stage + step]
-    crossing = sender != receiver
-    # The flat arrays have each rank's actions in execution order, and the selection keeps that order.
-    pairs = np.stack([sender[crossing], receiver[crossing]], axis=1)
-    boundary = np.minimum(stage, stage + step)[crossing].tolist()
-    moved = microbatch[crossing].tolist()
-    grouped: dict[tuple[int, int], list[Transfer]] = {}
-    for (source, target), at, j in zip(pairs.tolist(), boundary, moved, strict=True):
-        grouped.setdefault((source, target), []).append(Transfer(at, j))
-    return [
-        Channel(source, target, kind, tuple(transfers)) for (source, target), transfers in grouped.items()
-    ]

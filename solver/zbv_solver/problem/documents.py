@@ -55,6 +55,12 @@ class UnitsDocument(Document):
     memory: str | None = Field(None, max_length=32)
 
 
+Measured = Annotated[
+    dict[Annotated[str, Field(max_length=32)], Annotated[str, Field(max_length=MAX_NAME)]],
+    Field(max_length=32, description="The program whose costs were measured: names and values."),
+]
+
+
 class ProblemDocument(Document):
     """A planning problem."""
 
@@ -66,6 +72,7 @@ class ProblemDocument(Document):
     costs: CostsDocument
     memory: MemoryDocument | None = None
     units: UnitsDocument | None = None
+    measured: Measured | None = None
 
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
@@ -169,6 +176,7 @@ class LayeredProblemDocument(Document):
     memory: LayeredMemoryDocument | None = None
     cut: CutRulesDocument | None = None
     units: UnitsDocument | None = None
+    measured: Measured | None = None
     partition: Partition | None = Field(None, description="Layer names of every stage, if the cut is given.")
     recompute: Annotated[list[Flag], AtMost(MAX_STAGES)] | None = Field(
         None, description="Which stages of the partition are recomputed."

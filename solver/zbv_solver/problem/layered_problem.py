@@ -43,6 +43,8 @@ class LayeredProblem:
         (p,) static memory of every rank in addition to that of its layers.
     limit
         (p,) or None.
+    measured
+        As in :class:`Problem`.
 
     Raises
     ------
@@ -62,6 +64,7 @@ class LayeredProblem:
     link: Link | None = None
     rules: CutRules = field(default_factory=CutRules)
     units: Units = field(default_factory=Units)
+    measured: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         issues = (
@@ -158,6 +161,7 @@ class LayeredProblem:
             objective=self.objective,
             units=self.units,
             model=model,
+            measured=self.measured,
         )
 
     def as_cut_in(self, other: Problem) -> Problem:

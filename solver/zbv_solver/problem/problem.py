@@ -146,6 +146,8 @@ class Problem:
     ----------
     model
         The layers and the cut that the stages come from; None for a problem given by stages.
+    measured
+        Names and values that describe the program whose costs were measured. Planning ignores them.
 
     Raises
     ------
@@ -160,6 +162,7 @@ class Problem:
     objective: Objective = "span"
     units: Units = field(default_factory=Units)
     model: CutModel | None = None
+    measured: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         issues = [
@@ -244,8 +247,8 @@ class Problem:
 
 
 def require_same_problem(asked: Problem, of_plan: Problem) -> None:
-    """Raise :class:`InvalidPlan` when a plan was made for another problem. Names of units may differ."""
-    names = [name for name in Problem.__dataclass_fields__ if name != "units"]
+    """Raise :class:`InvalidPlan` when a plan was made for another problem. Only descriptions may differ."""
+    names = [name for name in Problem.__dataclass_fields__ if name not in ("units", "measured")]
     differing = [name for name in names if getattr(asked, name) != getattr(of_plan, name)]
     if differing:
         raise InvalidPlan(

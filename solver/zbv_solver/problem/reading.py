@@ -91,8 +91,15 @@ def to_problem(document: ProblemDocument) -> Problem:
         memory = Memory(**_expanded("/memory", document.memory, placement, issues))
     if issues:
         raise InvalidInput(issues)
-    units = _units(document.units)
-    return Problem(placement, document.microbatches, costs, memory, document.objective, units)
+    return Problem(
+        placement,
+        document.microbatches,
+        costs,
+        memory,
+        document.objective,
+        _units(document.units),
+        measured=tuple(sorted((document.measured or {}).items())),
+    )
 
 
 def _expanded(
@@ -156,6 +163,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
             rules.allow_empty or any(not stage for stage in document.partition or ()),
         ),
         units=_units(document.units),
+        measured=tuple(sorted((document.measured or {}).items())),
     )
 
 

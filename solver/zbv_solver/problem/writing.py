@@ -7,7 +7,7 @@ from typing import Any
 from zbv_solver.documents.text import number, plain
 from zbv_solver.problem.layer import Layer
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
-from zbv_solver.problem.problem import Problem, Units
+from zbv_solver.problem.problem import Problem
 
 
 def any_problem_json(problem: AnyProblem) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def problem_json(problem: Problem) -> dict[str, Any]:
         document["memory"]["static_beside_layers"] = plain(cut_model.static)
         if cut_model.link is not None:
             document["costs"]["link"] = plain(cut_model.link)
-    return document | _units_json(problem.units)
+    return document | _descriptions(problem)
 
 
 def layered_json(problem: LayeredProblem) -> dict[str, Any]:
@@ -55,13 +55,14 @@ def layered_json(problem: LayeredProblem) -> dict[str, Any]:
     }
     if problem.placement == "loop":
         document["chunks"] = problem.chunks or 2
-    return document | _units_json(problem.units)
+    return document | _descriptions(problem)
 
 
-def _units_json(units: Units) -> dict[str, Any]:
-    """The key ``units`` with the units that have names; empty if none has."""
-    given = {key: value for key, value in plain(units).items() if value is not None}
-    return {"units": given} if any(given.values()) else {}
+def _descriptions(problem: AnyProblem) -> dict[str, Any]:
+    """The keys ``units`` and ``measured``, each only if it says something."""
+    units = {key: value for key, value in plain(problem.units).items() if value is not None}
+    described = {"units": units} if any(units.values()) else {}
+    return described | ({"measured": dict(problem.measured)} if problem.measured else {})
 
 
 def _layer_json(layer: Layer) -> dict[str, Any]:

@@ -148,8 +148,8 @@ _RANK: dict[str, Any] = {
     "change",
     [
         {"actions": ["0X0"]},
-        {"channels": [{"peer": 1, "direction": "send", "kind": "rumour", "transfers": []}]},
-        {"channels": [{"peer": 1, "direction": "send", "kind": "gradient", "transfers": ["x"]}]},
+        {"channels": [{"peer": 1, "direction": "both", "transfers": []}]},
+        {"channels": [{"peer": 1, "direction": "send", "transfers": ["0:0"]}]},
         {"channels": [{"peer": 1}]},
         {"rank": "zero"},
     ],

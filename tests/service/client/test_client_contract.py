@@ -89,12 +89,16 @@ def test_a_problem_with_layers_is_checked_searched_and_fetched(driver: Driver, f
     (folder / "release").touch()
     checked = driver.do(lambda made: made.check(LAYERED))
     assert (checked.is_valid, checked.facts, checked.layers["layers"]) == (True, None, 8)
-    search = driver.do(lambda made: made.submit(LAYERED, {"seed": hash(driver.client) % 2**31}))
+    measured = {"device": "H200", "precision": "bfloat16"}
+    search = driver.do(
+        lambda made: made.submit(LAYERED | {"measured": measured}, {"seed": hash(driver.client) % 2**31})
+    )
     ended = driver.do(lambda made: made.wait(search.id, timeout=DEADLINE))
     plan = driver.do(lambda made: made.plan(ended.plan_id))
     assert [name for names in plan.problem.model.partition for name in names] == NAMES
     rank = driver.do(lambda made: made.rank(ended.plan_id, 0))
     assert (rank.partition, rank.recompute) == (plan.problem.model.partition, None)
+    assert rank.measured == dict(plan.problem.measured) == measured
 
 
 def _submit(seed: int, made: Any) -> Any:

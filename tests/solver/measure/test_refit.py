@@ -172,6 +172,11 @@ def test_measured_costs_are_in_the_problem_s_unit(unit: str, expected: float) ->
     assert found.costs.forward == pytest.approx([expected * f for f in actual.costs.forward])
 
 
+def test_the_costs_of_a_run_are_not_those_of_the_measured_program() -> None:
+    problem = replace(planned(), measured=(("device", "H200"),))
+    assert refit(problem, traces_of(really(problem), orders_of(problem))).measured == ()
+
+
 def test_without_a_known_unit_the_total_work_stays_as_planned() -> None:
     problem = replace(planned(), units=Units(None))
     costs = replace(problem.costs, forward=tuple(7 * f for f in problem.costs.forward))

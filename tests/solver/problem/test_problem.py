@@ -15,7 +15,7 @@ from support.problems import problems, uniform, uniform_document
 from support.reference import all_orders_of_one_microbatch, peak_memory
 from zbv_solver.documents.text import canonical_json
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import Problem, require_same_problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
 
@@ -32,6 +32,29 @@ def test_chunk_0_is_the_first_half_of_the_stages() -> None:
     document = uniform_document(3, 4)
     document["costs"]["forward"] = [5, 7]
     assert parse_problem(document).costs.forward == (5, 5, 5, 7, 7, 7)
+
+
+def test_a_problem_keeps_the_program_that_was_measured_whatever_the_order_of_its_keys() -> None:
+    document = uniform_document(2, 2)
+    one, other = (
+        parse_problem({**document, "measured": dict(pairs)})
+        for pairs in ([("torch", "2.13.0"), ("device", "H200")], [("device", "H200"), ("torch", "2.13.0")])
+    )
+    assert one == other
+    assert problem_json(one)["measured"] == {"device": "H200", "torch": "2.13.0"}
+    assert parse_problem(problem_json(one)) == one
+    assert "measured" not in problem_json(parse_problem(document))
+
+
+def test_a_plan_may_resume_from_costs_that_another_program_had() -> None:
+    problem = parse_problem(uniform_document(2, 2))
+    require_same_problem(problem, replace(problem, measured=(("device", "H200"),)))
+
+
+def test_a_measured_program_is_a_short_list_of_texts() -> None:
+    for wrong in ({"a": 1}, {"a" * 33: "b"}, {str(at): "" for at in range(33)}):
+        with pytest.raises(InvalidInput, match="/measured"):
+            parse_problem({**uniform_document(2, 2), "measured": wrong})
 
 
 def test_absent_memory_means_unlimited() -> None:

@@ -12,7 +12,7 @@ from zbv_worker.errors import ChannelTimeout, Disagreement
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.transport.channels import ChannelKey
 
-SENT = Channel(0, 1, "activation", (Transfer(0, 0), Transfer(0, 1)))
+SENT = Channel(0, 1, (Transfer("activation", 0, 0), Transfer("gradient", 2, 0)))
 
 
 def statement(rank: int, ranks: int = 3) -> Statement:
@@ -34,7 +34,7 @@ def outcomes(statements: list[Statement]) -> list[tuple[ChannelKey, ...] | str]:
 
 
 def test_equal_statements_give_every_rank_all_channels() -> None:
-    assert outcomes([statement(rank) for rank in range(3)]) == [(ChannelKey(0, 1, "activation"),)] * 3
+    assert outcomes([statement(rank) for rank in range(3)]) == [(ChannelKey(0, 1),)] * 3
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_equal_statements_give_every_rank_all_channels() -> None:
         ({"model": "other"}, "differ in model (ranks 0, 2: model; rank 1: other)"),
         ({"steps": 21}, "differ in steps (ranks 0, 2: 20; rank 1: 21)"),
         ({"pp_rank": 0}, "rank 1 has the action list of rank 0"),
-        ({"channels": ()}, "ranks 0 and 1 expect different tensors on the channel activations 0→1"),
+        ({"channels": ()}, "ranks 0 and 1 expect different tensors on channel 0→1"),
         (
             {"channels": (replace(SENT, transfers=SENT.transfers[::-1]),)},
             "ranks 0 and 1 expect different tensors",

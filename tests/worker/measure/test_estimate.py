@@ -24,6 +24,7 @@ from zbv_worker.measure.estimate.likeness import likeness
 from zbv_worker.measure.stage_memory import StageMemory, stage_memory, static_bytes
 from zbv_worker.models.gpt import Block, gpt
 from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.program import Program
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -122,7 +123,7 @@ MODELS: dict[str, tuple[Any, int]] = {
 )
 def test_an_estimate_is_within_two_percent_of_the_measurement(name: str, precision: Precision) -> None:
     model, n_stages = MODELS[name]
-    estimates = list(estimate_stages(model, n_stages, precision))
+    estimates = list(estimate_stages(model, n_stages, Program(precision)))
     for estimate, (held, static) in zip(estimates, measured(model, n_stages, precision), strict=True):
         found = estimate.kept.memory
         assert found.after_forward == pytest.approx(held.after_forward, rel=0.02)
@@ -212,7 +213,7 @@ def test_a_recomputed_stage_holds_the_estimated_memory() -> None:
 def test_a_huge_model_needs_no_memory() -> None:
     """16 blocks of 1.8 billion parameters each, of which one is estimated."""
     model = gpt(layers=16, width=12_288, heads=96, length=2048, sequences=1, characters=20_000)
-    found = list(estimate_layers(model, "bfloat16"))
+    found = list(estimate_layers(model, Program("bfloat16")))
     assert sum(layer.parameters for layer in found) > 28e9
     assert len({layer.kept for layer in found}) == 3
 

@@ -20,6 +20,7 @@ from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import Block
 from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.program import Program
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -195,7 +196,7 @@ def estimates() -> dict[tuple[str, Precision], Estimate]:
     )
     with warnings.catch_warnings(action="ignore"):  # torch's advice on modules
         for precision, names in precisions:
-            _, *layers, _ = estimate_layers(model_of(*(MODULES[name] for name in names)), precision)
+            _, *layers, _ = estimate_layers(model_of(*(MODULES[name] for name in names)), Program(precision))
             found |= {(name, precision): layer for name, layer in zip(names, layers, strict=True)}
     return found
 

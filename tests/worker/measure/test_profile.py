@@ -102,7 +102,7 @@ def test_profile_measures_a_real_models_stages(
     for rank in ranks:
         static = rank["static"]
         assert static["parameters"] == static["gradients"] <= static["optimizer"] / 2  # Adam's two moments
-        assert static["receives"] == (3 * 2 * TENSOR if p > 1 else 0)  # three ahead on each of two channels
+        assert static["receives"] == (3 * TENSOR if p > 1 else 0)  # three ahead on one channel
         for stage in rank["stages"]:
             assert stage["held_after_weight"] == 0  # W frees everything
             assert TENSOR <= stage["workspace"] < stage["held_after_forward"]

@@ -31,6 +31,7 @@ from zbv_worker.measure.profile.profile import (
 from zbv_worker.measure.stage_memory import StaticBytes
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import gpt
+from zbv_worker.stage.program import Program
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -40,6 +41,20 @@ P = 2
 
 
 # --- a real model
+
+
+def test_a_profile_measures_and_records_the_program_that_will_run(tmp_path: Path) -> None:
+    numbers = ["--pp", "1", "--microbatches", "2", "--repeats", "1", "--timeout", "60"]
+    program = ["--precision", "bfloat16", "--no-main-gradients"]
+    assert main([*GPT, *numbers, *program, "-o", str(tmp_path / "problem.json")]) == 0
+    problem = parse_any_problem(json.loads((tmp_path / "problem.json").read_text()))
+    assert isinstance(problem, LayeredProblem)
+    assert dict(problem.measured) == Program("bfloat16", has_main_gradients=False).described(CPU)
+    estimates = list(estimate_layers(gpt(**MODEL), Program("bfloat16")))
+    plain = list(estimate_layers(gpt(**MODEL)))
+    held = [layer.costs.memory.forward for layer in problem.model.each]
+    assert held == [estimate.kept.memory.after_forward for estimate in estimates]
+    assert held[1] < plain[1].kept.memory.after_forward
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def test_both_directions_are_measured_by_the_first_rank_and_answered_by_the_othe
 
     def rank_main(rank: int) -> None:
         transport = hub.transport(rank)
-        transport.open([ChannelKey(0, 1, "activation"), ChannelKey(1, 0, "gradient")], 5)
+        transport.open([ChannelKey(0, 1), ChannelKey(1, 0)], 5)
         profiler = LinkProfiler(transport, torch.device("cpu"), 5, lambda: None)
         found[rank] = list(profiler.links(0, 1, 12_000))
 

@@ -51,6 +51,8 @@ def test_receives_are_counted_by_channel_without_the_local_boundary() -> None:
     placement = Placement.of("v", 2)  # stages 0 and 3 on rank 0, 1 and 2 on rank 1
     small, large = 40, 400
     first = received_bytes(placement, 0, {0: (small, small), 3: (large, 0)})
-    assert first == small + large  # the gradient of stage 1, the activation of stage 2
+    assert first == large  # one channel has the gradient of stage 1 and the activation of stage 2
     second = received_bytes(placement, 1, {1: (small, large), 2: (large, small)})
-    assert second == small * 2  # the activation of stage 0, the gradient of stage 3
+    assert second == small  # the activation of stage 0 and the gradient of stage 3; the others stay here
+    middle = received_bytes(Placement.of("v", 3), 1, {1: (small, large), 4: (large, small)})
+    assert middle == large + small  # one channel from rank 2, one from rank 0

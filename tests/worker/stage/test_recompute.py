@@ -27,6 +27,7 @@ from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import GPT, gpt
+from zbv_worker.stage.program import Program
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.options import require_kept_activations
 from zbv_worker.training.sharding import ShardedGradients
@@ -91,7 +92,7 @@ def recomputing() -> Problem:
 def gradients_of(model: GPT, problem: Problem, precision: str, seed: int = 0) -> Gradients:
     """Gradients of one rank with two microbatches in flight."""
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 0)
-    stages = build_stages(model, plan, CPU, precision=precision)  # type: ignore[arg-type]  # parametrized
+    stages = build_stages(model, plan, CPU, program=Program(precision))  # type: ignore[arg-type]  # parametrized
     torch.manual_seed(seed)
     batches = [model.microbatch(0, j) for j in range(2)]
     outputs = [stages[0].forward(j, x, split=True) for j, (x, _) in enumerate(batches)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
-from zbv_solver.plans.channels import Channel, ChannelKind, Transfer
+from zbv_solver.plans.channels import Channel, Transfer
 from zbv_worker.errors import ModelError
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send, TensorSpec
 from zbv_worker.transport.endpoints import Inbox, Outbox, decode_header, encode_header
@@ -43,8 +43,12 @@ class Wire(ThreadTransport):
         return Arrived(tensor)
 
 
-def channel(*transfers: str, kind: ChannelKind = "activation") -> Channel:
-    return Channel(0, 1, kind, tuple(map(Transfer.parse, transfers)))
+def channel(*transfers: str) -> Channel:
+    return Channel(0, 1, tuple(map(Transfer.parse, transfers)))
+
+
+def take(inbox: Inbox, text: str) -> Tensor:
+    return inbox.take(inbox.index(Transfer.parse(text)), 1.0)
 
 
 def send_all(wire: Wire, carried: Channel, shapes: dict[int, tuple[int, ...]]) -> dict[Transfer, Tensor]:
@@ -52,72 +56,86 @@ def send_all(wire: Wire, carried: Channel, shapes: dict[int, tuple[int, ...]]) -
     sent = {}
     for transfer in carried.transfers:
         sent[transfer] = torch.randn(shapes[transfer.boundary])
-        outbox.send(transfer, sent[transfer], str(transfer))
+        outbox.sender(transfer)(sent[transfer], str(transfer))
     return sent
 
 
-@pytest.mark.parametrize("look_ahead", [1, 2, 5])
+@pytest.mark.parametrize("look_ahead", [0, 1, 2, 5])
 def test_tensors_are_taken_in_any_order_with_boundaries_of_different_shapes(look_ahead: int) -> None:
-    carried = channel("0:1", "0:0", "2:1", "0:2", "2:0", "2:2")
+    carried = channel("A0:1", "A0:0", "A2:1", "G4:1", "A0:2", "A2:0", "A2:2", "G4:0")
     wire = Wire()
-    sent = send_all(wire, carried, {0: (2, 3), 2: (4,)})
-    specs: dict[int, TensorSpec] = {}
+    sent = send_all(wire, carried, {0: (2, 3), 2: (4,), 4: (5,)})
+    specs = {4: TensorSpec((5,), torch.float32)}
     inbox = Inbox(wire, carried, specs, look_ahead)
     inbox.begin()
-    for text in ("0:0", "0:1", "2:0", "2:1", "2:2", "0:2"):
-        transfer = Transfer.parse(text)
-        assert inbox.take(inbox.index(transfer), 1.0) is sent[transfer]
-    assert specs == {0: TensorSpec((2, 3), torch.float32), 2: TensorSpec((4,), torch.float32)}
-    assert len(wire.sent) == len(wire.posted_specs) == 6 + 2  # one header per boundary, once
+    for text in ("A0:0", "A0:1", "A2:0", "G4:1", "A2:1", "A2:2", "G4:0", "A0:2"):
+        assert take(inbox, text) is sent[Transfer.parse(text)]
+    assert {s: spec.shape for s, spec in specs.items()} == {0: (2, 3), 2: (4,), 4: (5,)}
+    # One header per boundary of activations, once; none for gradients.
+    assert len(wire.sent) == len(wire.posted_specs) == 8 + 2
 
 
-def test_receives_are_posted_ahead_by_the_window_and_up_to_the_next_needed_tensor() -> None:
-    carried = channel(*(f"0:{j}" for j in range(8)))
+def test_receives_are_posted_ahead_of_the_furthest_needed_tensor() -> None:
+    carried = channel(*(f"A0:{j}" for j in range(10)))
     wire = Wire()
     send_all(wire, carried, {0: (1,)})
     inbox = Inbox(wire, carried, {}, look_ahead=2)
     inbox.begin()
     assert len(wire.posted_specs) == 0  # the shape is not known yet, and beginning a step must not wait
-    inbox.take(inbox.index(Transfer(0, 0)), 1.0)
+    take(inbox, "A0:0")
     assert len(wire.posted_specs) == 1 + 1 + 2
-    inbox.take(inbox.index(Transfer(0, 6)), 1.0)
-    assert len(wire.posted_specs) == 1 + 7  # five wait unused: no further ones are posted
-    for j in range(1, 6):
-        inbox.take(inbox.index(Transfer(0, j)), 1.0)
-    assert len(wire.posted_specs) == 1 + 8
+    take(inbox, "A0:5")
+    assert len(wire.posted_specs) == 1 + 6 + 2
+    for j in (1, 2, 3, 4):  # tensors that wait for their use do not stop the ones behind them
+        take(inbox, f"A0:{j}")
+    assert len(wire.posted_specs) == 1 + 6 + 2
+    take(inbox, "A0:9")
+    assert len(wire.posted_specs) == 1 + 10
+
+
+def test_receives_are_posted_ahead_up_to_the_first_unknown_shape() -> None:
+    carried = channel("A0:0", "G2:0", "A0:1")
+    wire, specs = Wire(), dict[int, TensorSpec]()
+    sent = send_all(wire, carried, {0: (1,), 2: (3,)})
+    inbox = Inbox(wire, carried, specs, look_ahead=2)
+    inbox.begin()
+    take(inbox, "A0:0")
+    assert len(wire.posted_specs) == 1 + 1
+    specs[2] = TensorSpec((3,), torch.float32)  # as the forward of stage 2 does
+    assert take(inbox, "A0:1") is sent[Transfer.parse("A0:1")]
+    assert take(inbox, "G2:0") is sent[Transfer.parse("G2:0")]
+
+
+def test_a_gradient_that_precedes_its_activation_is_refused() -> None:
+    carried = channel("A0:0", "G2:0", "A0:1")
+    wire = Wire()
+    send_all(wire, carried, {0: (1,), 2: (3,)})
+    inbox = Inbox(wire, carried, {}, look_ahead=1)
+    inbox.begin()
+    with pytest.raises(
+        ModelError, match="gradient of boundary 2 is sent before this rank made the activation"
+    ):
+        take(inbox, "A0:1")
 
 
 def test_the_next_step_posts_at_once_and_sends_no_header_again() -> None:
-    carried = channel("0:0", "0:1")
+    carried = channel("A0:0", "A0:1")
     wire = Wire()
     inbox, outbox = Inbox(wire, carried, {}, look_ahead=2), Outbox(wire, carried)
     for step in range(3):
         for transfer in carried.transfers:
-            outbox.send(transfer, torch.full((1,), float(step)), "")
+            outbox.sender(transfer)(torch.full((1,), float(step)), "")
         inbox.begin()
-        assert [float(inbox.take(inbox.index(transfer), 1.0)) for transfer in carried.transfers] == [
-            step,
-            step,
-        ]
+        assert len(wire.posted_specs) == (1 + 2 * step + 2 if step else 0)
+        assert [float(take(inbox, text)) for text in ("A0:0", "A0:1")] == [step, step]
     assert len(wire.sent) == 1 + 6
 
 
-def test_gradients_have_the_shape_of_the_activation_and_no_header() -> None:
-    carried = channel("0:0", "0:1", kind="gradient")
-    wire = Wire()
-    specs = {0: TensorSpec((3,), torch.float32)}
-    sent = send_all(wire, carried, {0: (3,)})
-    inbox = Inbox(wire, carried, specs, look_ahead=1)
-    inbox.begin()
-    assert inbox.take(inbox.index(Transfer(0, 1)), 1.0) is sent[Transfer(0, 1)]
-    assert len(wire.sent) == 2
-
-
 def test_a_stage_whose_output_changes_its_shape_is_refused() -> None:
-    outbox = Outbox(Wire(), channel("0:0", "0:1"))
-    outbox.send(Transfer(0, 0), torch.zeros(2, 3), "0F0")
+    outbox = Outbox(Wire(), channel("A0:0", "A0:1"))
+    outbox.sender(Transfer.parse("A0:0"))(torch.zeros(2, 3), "0F0")
     with pytest.raises(ModelError, match=r"0F1: the output is \[2, 2\] float32, but it was \[2, 3\] float32"):
-        outbox.send(Transfer(0, 1), torch.zeros(2, 2), "0F1")
+        outbox.sender(Transfer.parse("A0:1"))(torch.zeros(2, 2), "0F1")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

@@ -98,13 +98,19 @@ def add_plan(command: argparse.ArgumentParser, *, are_several: bool) -> None:
     )
 
 
-def add_precision(group: argparse._ActionsContainer) -> None:
-    """Add ``--precision``."""
+def add_program(group: argparse._ActionsContainer) -> None:
+    """Add the options that decide how stages compute."""
     group.add_argument(
         "--precision",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
         help="dtype of autocast; float16 scales the loss (default float32: no autocast)",
+    )
+    group.add_argument(
+        "--main-gradients",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="sum the gradients of parameters in half precision in float32 (default), or in their own dtype",
     )
 
 

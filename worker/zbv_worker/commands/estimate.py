@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zbv_worker.commands.arguments import (
     MODEL_HELP,
     add_factory_arguments,
-    add_precision,
+    add_program,
     json_output,
     positive,
     positive_number,
@@ -45,7 +45,7 @@ def add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--pp-degree", type=positive, metavar="P", help="number of ranks; estimates the model's 2P stages too"
     )
     count.add_argument("--stages", type=positive, metavar="S", help="estimate the model's S stages too")
-    add_precision(estimate)
+    add_program(estimate)
     _add_outputs(estimate.add_argument_group("output"))
     estimate.set_defaults(execute=execute)
 
@@ -90,6 +90,7 @@ def execute(parsed: argparse.Namespace) -> int:
     from zbv_worker.model.checks import has_ties
     from zbv_worker.model.protocol import Layered
     from zbv_worker.model.spec import ModelSpec
+    from zbv_worker.stage.program import Program
 
     _require_scale(parsed)
     model = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed).build()
@@ -99,8 +100,9 @@ def execute(parsed: argparse.Namespace) -> int:
             f"found a {type(model).__name__} without layers (zbv_worker.model.Layered), so only its stages "
             f"can be estimated. Pass --pp-degree or --stages."
         )
-    layers = list(estimate_layers(model, parsed.precision)) if isinstance(model, Layered) else []
-    stages = list(estimate_stages(model, n_stages, parsed.precision)) if n_stages else []
+    program = Program(parsed.precision, parsed.main_gradients)
+    layers = list(estimate_layers(model, program)) if isinstance(model, Layered) else []
+    stages = list(estimate_stages(model, n_stages, program)) if n_stages else []
     to_pipe = parsed.output is not None and str(parsed.output) == "-"
     out = Console(stderr=to_pipe)
     if layers:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zbv_worker.commands.arguments import WriteJson, add_model, json_output, positive, positive_number
+from zbv_worker.commands.arguments import (
+    WriteJson,
+    add_model,
+    add_program,
+    json_output,
+    positive,
+    positive_number,
+)
 
 _EXAMPLES = """\
 example:
@@ -26,6 +33,7 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(profile)
+    add_program(profile)
     profile.add_argument(
         "--pp-degree", "--pp", dest="pp", type=positive, required=True, metavar="P", help="number of ranks"
     )
@@ -95,6 +103,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
     from zbv_worker.model.checks import has_ties
     from zbv_worker.model.protocol import Layered
     from zbv_worker.model.spec import ModelSpec
+    from zbv_worker.stage.program import Program
 
     spec = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed)
     model = spec.build()
@@ -110,6 +119,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
         recompute=parsed.recompute,
         backend=parsed.backend,
         memory_limit_fraction=parsed.memory_limit_fraction,
+        program=Program(parsed.precision, parsed.main_gradients),
         timeout=parsed.timeout,
     )
     ranks = measure_ranks(options)

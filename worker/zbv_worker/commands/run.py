@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbv_worker.commands.arguments import add_model, add_plan, add_precision, positive, positive_number
+from zbv_worker.commands.arguments import add_model, add_plan, add_program, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.training.options import RunOptions
@@ -60,6 +60,7 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
             replicas=parsed.data_parallel,
             is_sharded=parsed.shard,
             precision=parsed.precision,
+            has_main_gradients=parsed.main_gradients,
             clip_norm=parsed.clip_norm,
             non_finite=parsed.non_finite,
             evaluate_every=parsed.evaluate_every,
@@ -118,7 +119,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="divide parameters, gradients and optimizer state among the replicas (FSDP2)",
     )
-    add_precision(group)
+    add_program(group)
     group.add_argument(
         "--clip-norm",
         type=positive_number,

@@ -123,7 +123,7 @@ def _check_channels(statements: Sequence[Statement]) -> None:
             peer = channel.receiver if channel.sender == statement.pp_rank else channel.sender
             if channel not in statements[layout.global_rank(peer, layout.replica(rank))].channels:
                 raise Disagreement(
-                    f"ranks {channel.sender} and {channel.receiver} expect different tensors on the channel "
+                    f"ranks {channel.sender} and {channel.receiver} expect different tensors on channel "
                     f"{key_of(channel)}. Fetch the plan again from the service that made it."
                 )
 

@@ -72,7 +72,7 @@ class WalkState:
     step: int
     microbatch: Callable[[int, int], tuple[Tensor, Tensor]]
     losses: dict[int, Tensor] = field(default_factory=dict)
-    handed_over: dict[tuple[str, Transfer], Tensor] = field(default_factory=dict)
+    handed_over: dict[Transfer, Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
 
     def values(self) -> dict[int, float]:
@@ -132,8 +132,8 @@ class Binding:
         if isinstance(source, Remote):
             return self._receive(instruction, source)
         if isinstance(source, Local):
-            key = (source.kind, source.transfer)
-            return lambda state: state.handed_over.pop(key)
+            transfer = source.transfer
+            return lambda state: state.handed_over.pop(transfer)
         return self._load(instruction.action.microbatch) if instruction.action.letter == "F" else None
 
     def _receive(self, instruction: Instruction, source: Remote) -> Take:
@@ -208,18 +208,18 @@ class Binding:
         if sink is None:
             return None
         if isinstance(sink, Local):
-            key = (sink.kind, sink.transfer)
+            handed = sink.transfer
 
             def hand_over(output: Tensor, state: WalkState) -> None:
-                state.handed_over[key] = output
+                state.handed_over[handed] = output
 
             return hand_over
-        send, transfer, rank = self.outboxes[sink.channel].send, sink.transfer, self.rank
-        action = instruction.action
+        send = self.outboxes[sink.channel].sender(sink.transfer)
+        rank, action = self.rank, instruction.action
 
         def pass_on(output: Tensor, state: WalkState) -> None:
             try:
-                send(transfer, output, action)
+                send(output, action)
             except (TimeoutError, ConnectionError) as error:
                 raise send_failed(error, rank, instruction) from error
 

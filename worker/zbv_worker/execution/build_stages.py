@@ -12,7 +12,8 @@ from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.checks import build_layers, build_stage
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
-from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.precision import AUTOCAST
+from zbv_worker.stage.program import PLAIN, Program
 from zbv_worker.stage.stage import Stage, WeightedLoss
 
 
@@ -38,7 +39,7 @@ def build_stages(
     device: torch.device,
     *,
     replicas: int = 1,
-    precision: Precision = "float32",
+    program: Program = PLAIN,
 ) -> dict[int, Stage]:
     """Build a rank's stages, by index; raises like :func:`build_modules`."""
     n_stages = plan.placement.n_stages
@@ -50,7 +51,7 @@ def build_stages(
             module,
             plan.microbatches * replicas,
             loss if index == n_stages - 1 else None,
-            AUTOCAST[precision],
+            AUTOCAST[program.precision],
             layers=_layers(module, plan),
             is_recomputed=plan.cut.recomputes(index),
         )

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from zbv_solver.plans.channels import Channel
 
 from zbv_worker.execution.binding import Batches, Binding, Bound, Computation, WalkState, evaluation_of
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
-from zbv_worker.execution.rank_plan import Instruction, RankPlan, forwards, lower
+from zbv_worker.execution.rank_plan import Instruction, RankPlan, activations, forwards, lower
 from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, Timeline
 from zbv_worker.execution.wait_errors import overdue, send_failed
 from zbv_worker.model.protocol import Evaluated
-from zbv_worker.transport.channels import TensorSpec, Transport, key_of
+from zbv_worker.transport.channels import ChannelKey, TensorSpec, Transport, key_of
 from zbv_worker.transport.endpoints import Inbox, Outbox
 
 DEFAULT_LOOK_AHEAD = 3
@@ -116,23 +117,24 @@ class Executor:
         self._timeline = options.timeline or (
             CudaTimeline(device) if device.type == "cuda" else HostTimeline()
         )
-        mine, specs = plan.rank, dict[int, TensorSpec]()
-        self._inboxes = {
-            key_of(c): Inbox(transport, c, specs, options.look_ahead)
-            for c in plan.channels
-            if c.receiver == mine
-        }
+        specs = dict[int, TensorSpec]()
+
+        def inboxes(channels: Iterable[Channel]) -> dict[ChannelKey, Inbox]:
+            return {key_of(c): Inbox(transport, c, specs, options.look_ahead) for c in channels}
+
+        incoming = [channel for channel in plan.channels if channel.receiver == plan.rank]
         self._binding = Binding(
             rank=self._rank,
             last_stage=plan.placement.n_stages - 1,
             stages=stages,
-            inboxes=self._inboxes,
-            outboxes={key_of(c): Outbox(transport, c) for c in plan.channels if c.sender == mine},
+            inboxes=inboxes(incoming),
+            outboxes={key_of(c): Outbox(transport, c) for c in plan.channels if c.sender == plan.rank},
             specs=specs,
             device=device,
             timeout=timeout,
         )
         self._program = self._binding.of_step(program)
+        self._evaluation = replace(self._binding, inboxes=inboxes(map(activations, incoming)))
         self._forwards = forwards(program)
 
     def step(self, step: int) -> StepResult:
@@ -144,7 +146,7 @@ class Executor:
             If a peer does not deliver. The transport is unusable afterwards.
         """
         state = WalkState(step, self._batches.microbatch)
-        for inbox in self._inboxes.values():
+        for inbox in self._binding.inboxes.values():
             inbox.begin()
         records = self._walk(self._program, state)
         return StepResult(step, state.values(), records)
@@ -172,13 +174,12 @@ class Executor:
         batches = self._batches
         fetch = batches.evaluation_microbatch if isinstance(batches, Evaluated) else batches.microbatch
         state = WalkState(step, fetch)
-        program = self._binding.of_evaluation(self._forwards)
+        program = self._evaluation.of_evaluation(self._forwards)
         with ExitStack() as stack:
             for index, stage in self._stages.items():
                 stack.enter_context(evaluation_of(index, stage).evaluating())
-            for key, inbox in self._inboxes.items():
-                if key.kind == "activation":
-                    inbox.begin()
+            for inbox in self._evaluation.inboxes.values():
+                inbox.begin()
             self._walk(program, state)
             return state.values()
 

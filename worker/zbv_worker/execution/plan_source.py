@@ -67,4 +67,5 @@ def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankP
         actions=answer.actions,
         channels=answer.channels,
         cut=PlannedCut.parse(answer.partition, answer.recompute),
+        measured=answer.measured,
     )

@@ -6,10 +6,10 @@ A rank plan comes from the service, which sends each rank its own list and chann
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-from zbv_solver.plans.channels import Channel, ChannelKind, Transfer, channels, channels_of
+from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
@@ -31,6 +31,9 @@ class RankPlan:
         The channels that this rank sends or receives on.
     cut
         The cut of the whole model, so that every rank can check it against its model.
+    measured
+        The program whose costs the plan was made with (:class:`zbv_worker.stage.program.Program`), as names
+        and values; empty if the plan does not say.
     """
 
     plan_id: str
@@ -40,6 +43,7 @@ class RankPlan:
     actions: tuple[Action, ...]
     channels: tuple[Channel, ...]
     cut: PlannedCut = field(default_factory=PlannedCut)
+    measured: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cut.require_stages(self.placement.n_stages)
@@ -56,6 +60,7 @@ class RankPlan:
             actions=tuple(orders.actions(rank)),
             channels=channels_of(rank, channels(problem, orders)),
             cut=PlannedCut.of(problem),
+            measured=dict(problem.measured),
         )
 
     @property
@@ -76,7 +81,6 @@ class Remote:
 class Local:
     """A tensor passed on within the rank."""
 
-    kind: ChannelKind
     transfer: Transfer
 
 
@@ -148,10 +152,15 @@ def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Inst
 def forwards(program: Iterable[Instruction]) -> tuple[Instruction, ...]:
     """The F's of a rank's list, in its order: an evaluation runs these.
 
-    An F depends only on F's, so they are executable if the plan is. Every rank leaves out the same actions,
-    so the channels of activations carry the same transfers in the same order as in a step.
+    An F depends only on F's, so they are executable if the plan is. Both ends of a channel leave out its
+    gradients (:func:`activations`), so they still agree on its order.
     """
     return tuple(i for i in program if i.action.letter == "F")
+
+
+def activations(channel: Channel) -> Channel:
+    """What an evaluation sends on a channel: its activations, in their order."""
+    return replace(channel, transfers=tuple(t for t in channel.transfers if t.kind == "activation"))
 
 
 def producer_of(action: Action) -> tuple[int, bool, int]:
@@ -160,16 +169,16 @@ def producer_of(action: Action) -> tuple[int, bool, int]:
     return action.stage + (-1 if is_forward else 1), is_forward, action.microbatch
 
 
-def _end(plan: RankPlan, kind: ChannelKind, boundary: int, microbatch: int) -> Remote | Local | None:
+def _end(plan: RankPlan, kind: TransferKind, boundary: int, microbatch: int) -> Remote | Local | None:
     """Where the tensor of a boundary travels; None before the first and after the last stage."""
     if not 0 <= boundary < plan.placement.n_stages - 1:
         return None
-    transfer = Transfer(boundary, microbatch)
+    transfer = Transfer(kind, boundary, microbatch)
     above, below = plan.placement.rank_of[boundary : boundary + 2]
     if above == below:
-        return Local(kind, transfer)
+        return Local(transfer)
     sender, receiver = (above, below) if kind == "activation" else (below, above)
-    return Remote(ChannelKey(sender, receiver, kind), transfer)
+    return Remote(ChannelKey(sender, receiver), transfer)
 
 
 def _check_complete(plan: RankPlan) -> None:

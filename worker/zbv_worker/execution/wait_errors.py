@@ -45,7 +45,8 @@ def _what(instruction: Instruction) -> str:
     source = instruction.source
     if not isinstance(source, Remote):
         return "its input"
-    kind, boundary, microbatch = source.channel.kind, source.transfer.boundary, source.transfer.microbatch
-    if kind == "activation":
+    transfer = source.transfer
+    boundary, microbatch = transfer.boundary, transfer.microbatch
+    if transfer.kind == "activation":
         return f"the activation of {boundary}F{microbatch} from rank {instruction.peer}"
     return f"the gradient of stage {boundary + 1}, microbatch {microbatch} from rank {instruction.peer}"

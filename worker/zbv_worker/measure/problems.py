@@ -10,8 +10,8 @@ from zbv_solver.problem.problem import Memory
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.measure.stage_memory import StageMemory, StaticBytes
 
-_CHANNELS = 4
-"""The most channels that a rank of a V receives on: activations and gradients from both neighbours."""
+_CHANNELS = 2
+"""The most channels that a rank receives on: one from each neighbour."""
 
 
 def layered_document(

@@ -13,7 +13,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from zbv_solver.plans.channels import ChannelKind
 from zbv_solver.problem.placement import Placement
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
@@ -114,14 +113,12 @@ def received_bytes(placement: Placement, rank: int, sizes: Mapping[int, tuple[in
     sizes
         For each stage of the rank, the bytes of its input and of its output's gradient.
     """
-    largest: dict[tuple[int, ChannelKind], int] = {}
-    kinds: tuple[tuple[int, ChannelKind], ...] = ((-1, "activation"), (1, "gradient"))
+    largest: dict[int, int] = {}
     for stage, received in sizes.items():
-        for (offset, kind), size in zip(kinds, received, strict=True):
-            other = stage + offset
+        for other, size in zip((stage - 1, stage + 1), received, strict=True):
             if 0 <= other < placement.n_stages and placement.rank_of[other] != rank:
-                key = placement.rank_of[other], kind
-                largest[key] = max(largest.get(key, 0), size)
+                peer = placement.rank_of[other]
+                largest[peer] = max(largest.get(peer, 0), size)
     return sum(largest.values())
 
 

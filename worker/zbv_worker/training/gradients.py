@@ -34,9 +34,12 @@ class Gradients:
     ----------
     modules
         By stage. Stages may share parameters.
+    has_main
+        Whether parameters in half precision have main gradients.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module]):
+    def __init__(self, modules: Mapping[int, nn.Module], *, has_main: bool = True):
+        self._has_main = has_main
         self.stages_of: dict[nn.Parameter, frozenset[int]] = {}
         for stage, module in modules.items():
             for parameter in module.parameters():
@@ -50,8 +53,8 @@ class Gradients:
 
     def begin(self) -> None:
         """Call before a step's first action: discard the gradients of the last step."""
-        # In every step, because the user may have added hooks since.
-        use_main_gradients(self.stages_of)
+        if self._has_main:  # in every step, because the user may have added hooks since
+            use_main_gradients(self.stages_of)
         for parameter in self.stages_of:
             set_gradient(parameter, None)  # the first action that adds to it allocates it
 
@@ -95,11 +98,12 @@ class SummedGradients(Gradients):
         If a gradient cannot be part of a buffer.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], transport: Transport):
-        super().__init__(modules)
+    def __init__(self, modules: Mapping[int, nn.Module], transport: Transport, *, has_main: bool = True):
+        super().__init__(modules, has_main=has_main)
         for module in modules.values():
             _require_dense(module)
-        use_main_gradients(self.stages_of)
+        if has_main:
+            use_main_gradients(self.stages_of)
         self._transport = transport
         self._buckets = [
             _Bucket.of(stages, some)

@@ -16,6 +16,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.precision import Precision
+from zbv_worker.stage.program import Program
 from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.update import NonFinite
 from zbv_worker.transport.channels import Transport
@@ -43,6 +44,8 @@ class TrainingOptions:
         Steps between evaluations (forward only); None for none.
     next_plan
         A file in which rank 0 looks for a plan to change to. Set on all ranks, or on none.
+    has_main_gradients
+        Whether parameters in half precision sum their gradients in float32.
     trace_dir
         Where every rank writes its newest steps during the run; None for nowhere.
     """
@@ -50,6 +53,7 @@ class TrainingOptions:
     replicas: int = 1
     is_sharded: bool = False
     precision: Precision = "float32"
+    has_main_gradients: bool = True
     clip_norm: float | None = None
     non_finite: NonFinite = "fail"
     evaluate_every: int | None = None
@@ -58,11 +62,17 @@ class TrainingOptions:
     trace_dir: Path | None = None
 
     @property
+    def program(self) -> Program:
+        """The program that the stages run."""
+        return Program(self.precision, self.has_main_gradients)
+
+    @property
     def common(self) -> tuple[tuple[str, str], ...]:
         """Names and values of everything that must be equal on all ranks."""
         return (
             ("sharding", str(self.is_sharded)),
             ("precision", self.precision),
+            ("main gradients", str(self.has_main_gradients)),
             ("clip norm", str(self.clip_norm)),
             ("non-finite steps", self.non_finite),
             ("evaluation", str(self.evaluate_every)),

@@ -18,6 +18,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.stage.program import Program, differences
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
 from zbv_worker.training.options import RunOptions, Setting
 from zbv_worker.training.report import RankReport
@@ -80,7 +81,21 @@ def _prepare(
     model = options.model.build()
     for plan in plans:
         require_layers(model, plan.cut)
+        if world.local_rank == 0:  # once per host
+            _warn_of_another_program(plan, options.training.program, device)
     return device, plans, wholes, model
+
+
+def _warn_of_another_program(plan: RankPlan, program: Program, device: torch.device) -> None:
+    """Report every difference between the program that was profiled for the plan, and this run's."""
+    found = list(differences(plan.measured, program.described(device)))
+    if found:
+        print(  # noqa: T201 - a rank's log
+            f"plan {plan.plan_id[:12]}: its costs were measured with {', '.join(found)}. The step may take "
+            f"longer than planned: measure this program with zbv-worker profile, and plan again.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _share_cores(transport: ConnectedTransport) -> None:

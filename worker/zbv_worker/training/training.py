@@ -249,16 +249,17 @@ class Training:
         # FSDP2 itself averages over the replicas.
         replicas = 1 if options.is_sharded else options.replicas
         self._stages = build_stages(
-            self._model, self._plan, device, replicas=replicas, precision=options.precision
+            self._model, self._plan, device, replicas=replicas, program=options.program
         )
         return {index: stage.module for index, stage in self._stages.items()}
 
     def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
         if self._options.is_sharded:
             return _sharded(modules, self._transport, self._setting.device)
+        has_main = self._options.has_main_gradients
         if self._transport.layout.replicas > 1:
-            return SummedGradients(modules, self._transport)
-        return Gradients(modules)
+            return SummedGradients(modules, self._transport, has_main=has_main)
+        return Gradients(modules, has_main=has_main)
 
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""

@@ -1,9 +1,9 @@
 """What a transport must offer: :class:`Transport`, and the names of what it moves.
 
-A *channel* carries all tensors of one kind (activation or gradient) from one rank to another, in the order in
-which the sender's list produces them (:mod:`zbv_solver.plans.channels`). Both ends know that order, so a
-transport needs no tags. :mod:`zbv_worker.transport.endpoints` adds what a channel needs on top: receives
-posted ahead, and agreement on shapes.
+A *channel* carries all tensors from one rank to another, activations and gradients, in the order in which
+the sender's list produces them (:mod:`zbv_solver.plans.channels`). Both ends know that order, so a transport
+needs no tags. :mod:`zbv_worker.transport.endpoints` adds what a channel needs on top: receives posted ahead,
+and agreement on shapes.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from zbv_solver.plans.channels import Channel, ChannelKind
+from zbv_solver.plans.channels import Channel
 
 from zbv_worker.transport.world import Layout
 
 
 class ChannelKey(NamedTuple):
-    """A channel's identity: direction and kind. A tuple, because every transfer looks it up."""
+    """A channel's identity: its ends, as positions in the pipeline."""
 
     sender: int
     receiver: int
-    kind: ChannelKind
 
     def __str__(self) -> str:
-        return f"{self.kind}s {self.sender}→{self.receiver}"
+        return f"{self.sender}→{self.receiver}"
 
 
 def key_of(channel: Channel) -> ChannelKey:
     """The identity of a plan's channel."""
-    return ChannelKey(channel.sender, channel.receiver, channel.kind)
+    return ChannelKey(channel.sender, channel.receiver)
 
 
 class TensorSpec(NamedTuple):

@@ -1,7 +1,14 @@
 """The two ends of a channel: receives posted ahead in the channel's order, and agreement on shapes.
 
 Shapes are exchanged as data, so no code of a peer runs: a header with shape and dtype precedes the first
-tensor of each boundary. A gradient has the shape of its boundary's activation, which its receiver sent.
+activation of each boundary. A gradient has the shape of its boundary's activation, which its receiver made.
+
+Activations and gradients share the order of a channel. So a rank that needs a tensor posts all receives
+before it too, and must know their shapes. It does: the sender computed an earlier gradient from an activation
+of this rank. If this rank had yet to make that activation, the needed tensor would depend on an action that
+follows the one that needs it, and no such list can be executed. The same argument excludes a deadlock: a
+receive never waits for anything that the needed tensor does not wait for. Receives that are posted ahead of
+need stop at the first unknown shape.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from torch import Tensor
 from zbv_solver.plans.channels import Channel, Transfer
 
 from zbv_worker.errors import ModelError
-from zbv_worker.transport.channels import Pending, TensorSpec, Transport, key_of
+from zbv_worker.transport.channels import Pending, Send, TensorSpec, Transport, key_of
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MAX_DIMENSIONS = 8
@@ -41,27 +48,29 @@ class Outbox:
     def __init__(self, transport: Transport, channel: Channel):
         self._send = transport.sender(key_of(channel))
         self._announced: dict[int, TensorSpec] = {}
-        self._is_announcing = channel.kind == "activation"
 
-    def send(self, transfer: Transfer, tensor: Tensor, label: object) -> None:
-        """Send a tensor, in the channel's order; does not wait.
+    def sender(self, transfer: Transfer) -> Send:
+        """How to send a transfer, when its turn in the channel's order has come; does not wait.
 
-        Raises
-        ------
-        ModelError
-            If the shape or dtype of a boundary's tensors changes.
+        The call raises :class:`ModelError` if the shape or dtype of a boundary's activations changes.
         """
-        if self._is_announcing:
-            known = self._announced.get(transfer.boundary)
+        if transfer.kind == "gradient":
+            return self._send
+        send, announced, boundary = self._send, self._announced, transfer.boundary
+
+        def send_activation(tensor: Tensor, label: object) -> None:
+            known = announced.get(boundary)
             if known is None:
-                known = self._announced[transfer.boundary] = TensorSpec.of(tensor)
-                self._send(encode_header(known), f"header of {label}")
+                known = announced[boundary] = TensorSpec.of(tensor)
+                send(encode_header(known), f"header of {label}")
             elif not known.fits(tensor):
                 raise ModelError(
                     f"{label}: the output is {_text(TensorSpec.of(tensor))}, but it was {_text(known)} "
                     f"before. A stage's output must keep its shape; drop or pad the incomplete microbatch."
                 )
-        self._send(tensor, label)
+            send(tensor, label)
+
+        return send_activation
 
 
 class Inbox:
@@ -70,17 +79,22 @@ class Inbox:
     Parameters
     ----------
     specs
-        Shape and dtype per boundary, as far as known; shared by the rank's inboxes. Activations are added
-        from their headers, gradients by the outbox that sends the boundary's activation.
+        Shape and dtype per boundary, as far as known; shared by the rank's inboxes. Headers add those of
+        received activations, the rank's forwards those of gradients.
     look_ahead
-        How many receives stay posted ahead of use. Each holds one tensor beyond the plan's memory account.
-        The receive that is needed next is always posted.
+        How many receives stay posted beyond the furthest tensor that was needed so far. Each holds a buffer
+        beyond the plan's memory account. If the rank uses tensors in another order than they are sent, those
+        that it has not used yet hold theirs as well; without a posted receive they would wait at the sender.
+
+        Over NCCL a posted receive waits in a kernel, which occupies part of the GPU. The receives of a
+        channel run one after another, so at most one kernel waits per channel, whatever the look-ahead. With
+        0, a receive is posted only when its action is next: a kernel waits only while the rank would be idle,
+        but the sender's kernel waits instead if the sender is early.
     """
 
     def __init__(self, transport: Transport, channel: Channel, specs: dict[int, TensorSpec], look_ahead: int):
         self._receive = transport.receiver(key_of(channel))
-        self._kind = channel.kind
-        self._boundaries = [transfer.boundary for transfer in channel.transfers]
+        self._transfers = channel.transfers
         self._index = {transfer: index for index, transfer in enumerate(channel.transfers)}
         self._specs = specs
         self._look_ahead = look_ahead
@@ -91,7 +105,7 @@ class Inbox:
         """Start a step: post the first receives."""
         self._posted = 0
         self._pending.clear()
-        self._post_ahead()
+        self._post_ahead(self._look_ahead)
 
     def index(self, transfer: Transfer) -> int:
         """A transfer's position in the channel's order."""
@@ -102,18 +116,19 @@ class Inbox:
         while self._posted <= index:
             if not self._post_next():
                 self._receive_header(timeout)
-        tensor = self._pending.pop(index).on_stream(timeout)
-        self._post_ahead()
-        return tensor
+        # While this rank waits, posting costs no time.
+        self._post_ahead(index + 1 + self._look_ahead)
+        return self._pending.pop(index).on_stream(timeout)
 
-    def _post_ahead(self) -> None:
-        while len(self._pending) < self._look_ahead and self._posted < len(self._boundaries):
-            if not self._post_next():
-                return
+    def _post_ahead(self, end: int) -> None:
+        """Post the receives before an index of the channel, as far as their shapes are known."""
+        end = min(end, len(self._transfers))
+        while self._posted < end and self._post_next():
+            pass
 
     def _post_next(self) -> bool:
         """Post the channel's next receive; returns False if its shape is not known yet."""
-        spec = self._specs.get(self._boundaries[self._posted])
+        spec = self._specs.get(self._transfers[self._posted].boundary)
         if spec is None:
             return False
         self._pending[self._posted] = self._receive(spec)
@@ -121,12 +136,13 @@ class Inbox:
         return True
 
     def _receive_header(self, timeout: float) -> None:
-        boundary = self._boundaries[self._posted]
-        if self._kind == "gradient":
+        transfer = self._transfers[self._posted]
+        if transfer.kind == "gradient":
             raise ModelError(
-                f"the gradient of boundary {boundary} is needed before this rank sent the activation."
+                f"the gradient of boundary {transfer.boundary} is sent before this rank made the activation. "
+                f"Check the plan with `zbv check`."
             )
-        self._specs[boundary] = decode_header(self._receive(_HEADER).wait(timeout))
+        self._specs[transfer.boundary] = decode_header(self._receive(_HEADER).wait(timeout))
 
 
 def _text(spec: TensorSpec) -> str:

@@ -30,22 +30,22 @@ _CPU = torch.device("cpu")
 
 
 class Summed:
-    """The sum over a single replica."""
+    """A sum or gather over a single replica."""
 
     def wait(self, timeout: float) -> None:
-        """Return at once: nothing to add."""
+        """Return at once: there was nothing to do."""
 
 
 @dataclass(frozen=True, eq=False)
 class HostSum:
-    """A sum in host memory, copied to the target tensor when complete."""
+    """A sum or gather in host memory, copied to the target tensor when complete."""
 
     sum: HostReceive
     target: Tensor
     naming_absent: Callable[[], AbstractContextManager[None]]
 
     def wait(self, timeout: float) -> None:
-        """Wait until ``target`` holds the sum."""
+        """Wait until ``target`` holds the result."""
         with self.naming_absent():
             found = self.sum.wait(timeout)
         if found is not self.target:
@@ -147,10 +147,37 @@ class GlooTransport(ConnectedTransport):
         payload = tensor.to(_CPU)  # no copy if it is there already
         with classifying(f"summing over the replicas of rank {self.pp_rank}"):
             work = dist.all_reduce(payload, group=self._replicas, async_op=True)
+        return self._in_progress(work, payload, tensor)
+
+    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
+        """Start to gather every replica's part, by replica index."""
+        if self._replicas is None:
+            whole.copy_(part)
+            return Summed()
+        payload = torch.empty_like(whole, device=_CPU) if whole.device.type == "cuda" else whole
+        with classifying(f"gathering over the replicas of rank {self.pp_rank}"):
+            work = dist.all_gather_single(payload, part.to(_CPU), group=self._replicas, async_op=True)
+        return self._in_progress(work, payload, whole)
+
+    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
+        """Start to add up a tensor over the replicas; each gets its own block of the sum."""
+        if self._replicas is None:
+            part.copy_(whole)
+            return Summed()
+        payload = torch.empty_like(part, device=_CPU) if part.device.type == "cuda" else part
+        with classifying(f"summing over the replicas of rank {self.pp_rank}"):
+            work = dist.reduce_scatter_single(payload, whole.to(_CPU), group=self._replicas, async_op=True)
+        return self._in_progress(work, payload, part)
+
+    def _in_progress(self, work: dist.Work, payload: Tensor, target: Tensor) -> HostSum:
         self._sums += 1
         copies = self.layout.copies_of(self.pp_rank)
         name = f"replicas/{self.pp_rank}/{self._sums}"
-        return HostSum(HostReceive(work, payload), tensor, partial(self.control.naming_absent, name, copies))
+        return HostSum(HostReceive(work, payload), target, partial(self.control.naming_absent, name, copies))
+
+    @override
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        return self.control.sum_over_ranks(values.to(_CPU), timeout).to(values.device)
 
     @override
     def close(self) -> None:

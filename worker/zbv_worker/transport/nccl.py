@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,6 @@ SUM_OPTIONS = GroupOptions()
 _NEVER = timedelta(days=1)
 """NCCL's watchdog counts from when an operation is issued, and a receive may be issued long before its tensor
 exists. The worker has its own deadlines, so NCCL's must never pass."""
-TAG = 0
-"""Channels are ordered, so all messages use the same tag, which NCCL ignores."""
-
 _POLL_SECONDS = 0.00005
 _LOOK_SECONDS = 0.001
 """Time between two looks at the sends: every look asks CUDA and NCCL about each channel."""
@@ -74,10 +71,10 @@ def kernels_at_once(
 ) -> int:
     """The most communication kernels that wait on a rank's device at the same time: one per communicator.
 
-    The device must run this many kernels beside compute, or a waiting receive could keep the send from
-    running that its peer needs. Receives posted further ahead do not count: they queue behind the first on
-    their communicator's stream. A middle rank of a V has 4, plus 1 with replicas, plus 1 with sums over all
-    ranks. CUDA offers 32 hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``).
+    The device must run this many kernels in addition to compute, or a waiting receive could keep the send
+    from running that its peer needs. Receives posted further ahead do not count: they queue behind the first
+    on their communicator's stream. A middle rank of a V has 4, plus 1 with replicas, plus 1 with sums over
+    all ranks. CUDA offers 32 hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``).
     """
     channels = sum(pp_rank in (key.sender, key.receiver) for key in set(keys))
     return channels + (replicas > 1) + sums_over_ranks
@@ -163,7 +160,7 @@ class StreamSum:
         self.target.copy_(self.payload)
 
 
-class _Sent(NamedTuple):
+class _Queued(NamedTuple):
     work: NcclWork
     tensor: Tensor
     label: object
@@ -186,17 +183,17 @@ class StreamSender:
         self.peer = peer
         self._device = device
         self._operations = operations
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[_Queued] = deque()
 
     def send(self, tensor: Tensor, label: object) -> None:
         """Send without waiting; raises ConnectionError if it cannot start. ``label`` names it in errors."""
         self._operations.may_issue()
         tensor = sendable(tensor).to(self._device)  # moves only headers, which are made on the host
         try:
-            work = self.group.send([tensor], self.peer, TAG)
+            work = self.group.send(tensor, self.peer)
         except RuntimeError as error:
             raise classified(error, self._what(label)) from error
-        self._sent.append(_Sent(work, tensor, label))
+        self._sent.append(_Queued(work, tensor, label))
 
     def look(self) -> None:
         """Release completed sends; raises ConnectionError if one failed."""
@@ -283,7 +280,7 @@ class NcclTransport(ConnectedTransport):
     @property
     @override
     def replica_group(self) -> dist.ProcessGroup | None:
-        return cast("dist.ProcessGroup | None", self._replicas)
+        return None if self._replicas is None else self._replicas.process_group
 
     def _connect_sums(self, sets: Iterable[tuple[int, ...]], name: str) -> NcclGroup:
         """Create a group for each of some disjoint sets of ranks, and connect the one that has this rank."""
@@ -293,7 +290,7 @@ class NcclTransport(ConnectedTransport):
         deadline = self._operations.clock.now() + self._timeout
         greeting = torch.zeros(1, device=self._device)
         with classifying(f"connecting {name}"):
-            work = mine.allreduce([greeting])
+            work = mine.all_reduce(greeting)
         self._operations.finish(work, deadline, f"not all {name} connected")
         self.communicator_bytes += free - self._free_bytes()
         return mine
@@ -341,9 +338,9 @@ class NcclTransport(ConnectedTransport):
         with classifying(f"connecting the channel {key}"):
             if self.pp_rank == key.sender:
                 group, peer = self._senders[key].group, self._senders[key].peer
-                return group.send([greeting], peer, TAG), greeting
+                return group.send(greeting, peer), greeting
             group, peer = self._incoming[key]
-            return group.recv([greeting], peer, TAG), greeting
+            return group.receive(greeting, peer), greeting
 
     @override
     def sender(self, key: ChannelKey) -> Send:
@@ -357,13 +354,18 @@ class NcclTransport(ConnectedTransport):
         found = self._incoming.get(key)
         if found is None:
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
-        receive, peer, take, operations = found.group.recv, found.peer, self._buffers.take, self._operations
+        receive, peer, take, operations = (
+            found.group.receive,
+            found.peer,
+            self._buffers.take,
+            self._operations,
+        )
 
         def post(spec: TensorSpec) -> Pending:
             operations.may_issue()
             buffer = take(spec)
             try:
-                return StreamReceive(receive([buffer], peer, TAG), buffer, operations)
+                return StreamReceive(receive(buffer, peer), buffer, operations)
             except RuntimeError as error:
                 raise classified(error, f"posting a receive from rank {key.sender}") from error
 
@@ -391,8 +393,28 @@ class NcclTransport(ConnectedTransport):
         self._operations.may_issue()
         payload = tensor if tensor.device.type == self._device.type else tensor.to(self._device)
         with classifying(f"summing over the replicas of rank {self.pp_rank}"):
-            work = self._replicas.allreduce([payload])
+            work = self._replicas.all_reduce(payload)
         return StreamSum(work, payload, tensor, self._operations)
+
+    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
+        """Start to gather every replica's part, by replica index."""
+        if self._replicas is None:
+            whole.copy_(part)
+            return Summed()
+        self._operations.may_issue()
+        with classifying(f"gathering over the replicas of rank {self.pp_rank}"):
+            work = self._replicas.all_gather(whole, part)
+        return StreamSum(work, whole, whole, self._operations)
+
+    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
+        """Start to add up a tensor over the replicas; each gets its own block of the sum."""
+        if self._replicas is None:
+            part.copy_(whole)
+            return Summed()
+        self._operations.may_issue()
+        with classifying(f"summing over the replicas of rank {self.pp_rank}"):
+            work = self._replicas.reduce_scatter(part, whole)
+        return StreamSum(work, part, part, self._operations)
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
@@ -408,7 +430,7 @@ class NcclTransport(ConnectedTransport):
         self._operations.may_issue()
         total = values.clone()
         with classifying("summing over all ranks"):
-            work = self._all_ranks.allreduce([total])
+            work = self._all_ranks.all_reduce(total)
         self._operations.order(work)
         return total
 

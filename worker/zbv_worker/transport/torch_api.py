@@ -23,6 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_TAG = 0
+"""Channels are ordered, so all messages use the same tag, which NCCL ignores."""
+
 
 class CudaStream(Protocol):
     """An ordered queue of device work."""
@@ -63,7 +66,7 @@ class CudaApi(Protocol):
         """A context in which this thread queues on another stream."""
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        """Free and total bytes of the device's memory, whoever uses them (``cudaMemGetInfo``)."""
+        """Free and total bytes of the device's memory, for all processes (``cudaMemGetInfo``)."""
 
 
 class NcclWork(Protocol):
@@ -84,21 +87,31 @@ class NcclWork(Protocol):
 
 
 class NcclGroup(Protocol):
-    """A process group of NCCL. Its operations run in order on a stream of its own.
+    """A process group of NCCL. Its operations run in order on the group's stream.
 
     Every operation first waits for the work queued on the current stream. The first one connects the group:
     it blocks the host until every member issues it (``ProcessGroupNCCL::pointToPoint``, ``initNCCLComm``). A
-    peer is an index into the group's ranks in ascending order; NCCL ignores tags.
+    peer is an index into the group's ranks in ascending order.
     """
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> NcclWork:
-        """Queue a send of one contiguous tensor, which must not change until the send is complete."""
+    def send(self, tensor: Tensor, peer: int) -> NcclWork:
+        """Queue a send of a contiguous tensor, which must not change until the send is complete."""
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> NcclWork:
-        """Queue a receive into one contiguous tensor. A wrong size is not reported."""
+    def receive(self, tensor: Tensor, peer: int) -> NcclWork:
+        """Queue a receive into a contiguous tensor. A wrong size is not reported."""
 
-    def allreduce(self, tensors: list[Tensor]) -> NcclWork:
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's object of the group, for a device mesh; None in a model of NCCL."""
+
+    def all_reduce(self, tensor: Tensor) -> NcclWork:
         """Queue a sum over the group, in place."""
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> NcclWork:
+        """Queue the concatenation of every member's part."""
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> NcclWork:
+        """Queue the sum of every member's whole tensor; each gets its own block."""
 
     def abort(self) -> None:
         """End the group's operations and connections, from any thread.
@@ -186,7 +199,48 @@ class TorchNccl:
         group = dist.new_group(
             sorted(ranks), timeout=timeout, backend="nccl", pg_options=_options(options), group_desc=name
         )
-        return cast(NcclGroup, group) if isinstance(group, dist.ProcessGroup) else None
+        return TorchNcclGroup(group) if isinstance(group, dist.ProcessGroup) else None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TorchNcclGroup:
+    """A group of ``torch.distributed``.
+
+    Sends and receives call the group directly: the functions of ``torch.distributed`` repeat lookups whose
+    result never changes.
+    """
+
+    process_group: dist.ProcessGroup
+
+    def send(self, tensor: Tensor, peer: int) -> NcclWork:
+        """See :class:`NcclGroup`."""
+        return self.process_group.send([tensor], peer, _TAG)
+
+    def receive(self, tensor: Tensor, peer: int) -> NcclWork:
+        """See :class:`NcclGroup`."""
+        return self.process_group.recv([tensor], peer, _TAG)
+
+    def all_reduce(self, tensor: Tensor) -> NcclWork:
+        """See :class:`NcclGroup`."""
+        return self.process_group.allreduce([tensor])
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> NcclWork:
+        """See :class:`NcclGroup`."""
+        work = dist.all_gather_single(whole, part, group=self.process_group, async_op=True)
+        return cast(NcclWork, work)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> NcclWork:
+        """See :class:`NcclGroup`."""
+        work = dist.reduce_scatter_single(part, whole, group=self.process_group, async_op=True)
+        return cast(NcclWork, work)
+
+    def abort(self) -> None:
+        """See :class:`NcclGroup`."""
+        self.process_group.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """See :class:`NcclGroup`."""
+        self.process_group.set_timeout(timeout)
 
 
 def _options(wanted: GroupOptions) -> Any:

@@ -23,7 +23,8 @@ from zbv_worker.measure.stage_memory import StageMemory, StaticBytes, stage_memo
 from zbv_worker.model.checks import build_layers, build_stage, layer_names
 from zbv_worker.model.protocol import Layered, PipelineModel
 from zbv_worker.stage.main_gradients import use_main_gradients
-from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.precision import AUTOCAST
+from zbv_worker.stage.program import PLAIN, Program
 from zbv_worker.stage.stage import Stage
 
 
@@ -69,15 +70,13 @@ class Estimate:
     recomputed: Walked | None
 
 
-def estimate_stages(
-    model: PipelineModel, n_stages: int, precision: Precision = "float32"
-) -> Iterator[Estimate]:
+def estimate_stages(model: PipelineModel, n_stages: int, program: Program = PLAIN) -> Iterator[Estimate]:
     """Estimate every stage, as the model cuts them; raises :class:`InvalidRun`, :class:`ModelError`."""
     pieces = {str(stage): partial(build_stage, model, stage, n_stages) for stage in range(n_stages)}
-    return _estimates(model, pieces, precision, are_layers=False)
+    return _estimates(model, pieces, program, are_layers=False)
 
 
-def estimate_layers(model: Layered, precision: Precision = "float32") -> Iterator[Estimate]:
+def estimate_layers(model: Layered, program: Program = PLAIN) -> Iterator[Estimate]:
     """Estimate every layer as if it were a stage; raises :class:`InvalidRun`, :class:`ModelError`.
 
     A tensor that two neighbours hold is counted with each, as if the model were cut between them.
@@ -85,13 +84,13 @@ def estimate_layers(model: Layered, precision: Precision = "float32") -> Iterato
     if not isinstance(model, PipelineModel):
         raise InvalidRun(f"found a {type(model).__name__}; must also be a zbv_worker.model.PipelineModel.")
     pieces = {name: partial(build_layers, model, [name]) for name in layer_names(model)}
-    return _estimates(model, pieces, precision, are_layers=True)
+    return _estimates(model, pieces, program, are_layers=True)
 
 
 def _estimates(
     model: PipelineModel,
     pieces: Mapping[str, Callable[[torch.device], nn.Module]],
-    precision: Precision,
+    program: Program,
     *,
     are_layers: bool,
 ) -> Iterator[Estimate]:
@@ -108,7 +107,9 @@ def _estimates(
         alike = likeness(module, input, place=0 if at == 0 else 2 if is_last else 1)
         if alike not in known:
             loss = model.loss if is_last else None
-            stage = Stage(at, len(pieces), module, 1, loss, AUTOCAST[precision])
+            stage = Stage(at, len(pieces), module, 1, loss, AUTOCAST[program.precision])
+            if program.has_main_gradients:
+                use_main_gradients(module.parameters())  # as in training
             with without_values(name), mode:
                 known[alike] = _estimate(
                     model, stage, input, target if is_last else None, is_layer=are_layers
@@ -122,7 +123,6 @@ def _estimate(
 ) -> tuple[Estimate, Tensor]:
     """Estimate a piece, without its name; returns its output too."""
     parameters = list(stage.module.parameters())
-    use_main_gradients(parameters)  # as in training
     output = stage.forward(0, input, target, split=False)
     gradient = torch.empty_like(output) if target is None else None
     kept = _walk(stage, input, target, gradient)

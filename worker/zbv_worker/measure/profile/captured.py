@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.stage.precision import AUTOCAST
+from zbv_worker.stage.program import PLAIN, Program
 from zbv_worker.stage.stage import Stage
 
 
@@ -59,7 +61,13 @@ def capture(stage: Stage) -> Callable[[], Captured]:
 
 
 def split_into_layers(
-    captured: Captured, model: PipelineModel, first: int, n_layers: int, *, is_recomputed: bool = False
+    captured: Captured,
+    model: PipelineModel,
+    first: int,
+    n_layers: int,
+    *,
+    program: Program = PLAIN,
+    is_recomputed: bool = False,
 ) -> dict[int, Captured]:
     """The layers of a captured stage, each as a stage with its own tensors, by index in the model.
 
@@ -80,7 +88,8 @@ def split_into_layers(
     for at, layer in enumerate(module, first):
         is_last = at == n_layers - 1
         loss, target = (model.loss, captured.target) if is_last else (None, None)
-        stage = Stage(at, n_layers, layer, 1, loss, is_recomputed=is_recomputed)
+        autocast = AUTOCAST[program.precision]
+        stage = Stage(at, n_layers, layer, 1, loss, autocast, is_recomputed=is_recomputed)
         output = stage.forward(0, x, target, split=False)
         found[at] = Captured(stage, x, target, None, output)
         x = output

@@ -17,6 +17,7 @@ from zbv_worker.measure.profile.profile import (
     RankProfile,
     Spread,
     StageProfile,
+    program_of,
 )
 
 
@@ -43,7 +44,8 @@ def to_layered_document(
         time_unit="us",
     )
     document["memory"]["limit"] = _limit(options, layers, document["memory"]["static"])
-    return document
+    program = program_of(ranks)
+    return {**document, "measured": program} if program else document
 
 
 def layers_of(ranks: Sequence[RankProfile]) -> list[LayerProfile]:

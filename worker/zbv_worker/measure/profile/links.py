@@ -51,7 +51,7 @@ class LinkProfiler:
     def round_trips(self, near: int, far: int, there_bytes: int, back_bytes: int) -> list[float]:
         """Seconds of round trips; measured on ``near``, empty on ``far``."""
         is_far = self._transport.rank == far
-        there, back = ChannelKey(near, far, "activation"), ChannelKey(far, near, "gradient")
+        there, back = ChannelKey(near, far), ChannelKey(far, near)
         send = self._transport.sender(back if is_far else there)
         receive = self._transport.receiver(there if is_far else back)
         out, answer = (

@@ -7,7 +7,7 @@ their results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -19,6 +19,7 @@ from zbv_worker.measure.problems import plan_memory
 from zbv_worker.measure.ranks import measure_on_ranks
 from zbv_worker.measure.stage_memory import StageMemory, StaticBytes
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.stage.program import PLAIN, Program
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.transport.world import Backend
 
@@ -38,6 +39,8 @@ class ProfileOptions:
         Whether to measure the model's layers one by one, instead of its stages.
     recompute
         Whether to measure every layer with recomputation as well; needs ``by_layer``.
+    program
+        The program to measure: that of the run.
     memory_limit_fraction
         Sets each rank's limit to its static memory plus this fraction of the activations that 1F1B holds on
         its fullest rank. None for no limit.
@@ -53,6 +56,7 @@ class ProfileOptions:
     recompute: bool = False
     backend: Backend = "gloo"
     memory_limit_fraction: float | None = None
+    program: Program = PLAIN
     timeout: float = 120.0
 
 
@@ -176,6 +180,8 @@ class RankProfile:
         One-way times in seconds, by boundary, for the boundaries that this rank timed.
     links
         The links that this rank timed.
+    program
+        The measured program, from :meth:`~zbv_worker.stage.program.Program.described`.
     """
 
     rank: int
@@ -184,6 +190,7 @@ class RankProfile:
     p2p: dict[int, Spread]
     links: tuple[LinkProfile, ...] = ()
     layers: tuple[LayerProfile, ...] = ()
+    program: dict[str, str] = field(default_factory=dict)
 
 
 _RANK_PROFILE = TypeAdapter(RankProfile)
@@ -250,7 +257,17 @@ def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem
         ),
         memory=plan_memory(memory, static, _limit(options, stages, static)),
         units=Units(time="us", memory="bytes"),
+        measured=tuple(sorted(program_of(ranks).items())),
     )
+
+
+def program_of(ranks: Sequence[RankProfile]) -> dict[str, str]:
+    """The program that the ranks measured; a value that differs between ranks lists all."""
+    names = {name: None for rank in ranks for name in rank.program}
+    return {
+        name: ", ".join(dict.fromkeys(rank.program[name] for rank in ranks if name in rank.program))
+        for name in names
+    }
 
 
 def _limit(

@@ -45,6 +45,7 @@ from zbv_worker.model.checks import layer_names
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.main_gradients import use_main_gradients
+from zbv_worker.stage.program import Program
 from zbv_worker.transport.channels import Transport, key_of
 from zbv_worker.transport.world import World, select_device
 
@@ -82,8 +83,9 @@ class RankProfiler:
         transport, timeout = self._transport, self._options.timeout
         transport.open(self._keys, timeout)
         # With m = 1: the scale of gradients does not affect a microbatch's costs.
-        stages = build_stages(self._model, self._plan, self._device)
-        for stage in stages.values():
+        program = self._options.program
+        stages = build_stages(self._model, self._plan, self._device, program=program)
+        for stage in stages.values() if program.has_main_gradients else ():
             use_main_gradients(stage.module.parameters())  # as in training
         releases = {index: capture(stage) for index, stage in stages.items()}
         options = ExecutorOptions(look_ahead=1)
@@ -106,13 +108,21 @@ class RankProfiler:
             workspace = max(profile.workspace for profile in profiles)
         static = static_bytes(self._model, stages, receives, workspace)
         p2p, links = self._p2p(captured), self._links(captured)
-        return RankProfile(transport.rank, profiles, static, p2p, links, layers)
+        described = program.described(self._device)
+        return RankProfile(transport.rank, profiles, static, p2p, links, layers, described)
 
     def _layers(self, captured: Captured) -> tuple[LayerProfile, ...]:
         """Measure the layers of this rank's stage."""
         first = sum(map(len, (self._plan.cut.partition or ())[: self._transport.rank]))
         variants = [
-            split_into_layers(captured, self._model, first, len(self._names), is_recomputed=is_recomputed)
+            split_into_layers(
+                captured,
+                self._model,
+                first,
+                len(self._names),
+                program=self._options.program,
+                is_recomputed=is_recomputed,
+            )
             for is_recomputed in ((False, True) if self._options.recompute else (False,))
         ]
         kept, *recomputed = self._profiles(variants)
@@ -253,7 +263,8 @@ def _there_and_back(problem: Problem) -> Orders:
 
 def main(request: dict[str, Any], world: World) -> Any:
     """Measure as one rank; returns the measurements as JSON."""
-    options = ProfileOptions(**{**request, "model": ModelSpec(**request["model"])})
+    parts = {"model": ModelSpec(**request["model"]), "program": Program(**request["program"])}
+    options = ProfileOptions(**{**request, **parts})
     device = select_device(options.backend, world.local_rank)
     if device.type == "cpu":
         use_one_core(world)

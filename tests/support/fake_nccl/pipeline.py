@@ -155,21 +155,29 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
 
 
 def receive_account(plan: RankPlan, look_ahead: int) -> int:
-    """The most receive buffers in use at once: tensors that actions hold, and the look-ahead per channel.
+    """The most receive buffers in use at once: what actions hold, and what is posted and not yet used.
 
-    An activation is held from its F, and a gradient from its I or B, until the end of the W or B.
+    An activation is held from its F, and a gradient from its I or B, until the end of the W or B. A channel
+    has posted the look-ahead beyond the furthest tensor that was used so far
+    (:class:`zbv_worker.transport.endpoints.Inbox`).
     """
-    instructions = lower(plan)
-    held: dict[tuple[int, int], int] = {}
-    most = 0
-    for instruction in instructions:
+    channels = {key_of(c): c.transfers for c in plan.channels if c.receiver == plan.rank}
+    posted = {key: min(look_ahead, len(transfers)) for key, transfers in channels.items()}
+    used = held = 0
+    most = sum(posted.values())
+    held_of: dict[tuple[int, int], int] = {}
+    for instruction in lower(plan):
         stage, letter, microbatch = instruction.action
         if isinstance(instruction.source, Remote):
-            held[stage, microbatch] = held.get((stage, microbatch), 0) + 1
-        most = max(most, sum(held.values()))
+            key, transfer = instruction.source.channel, instruction.source.transfer
+            end = channels[key].index(transfer) + 1 + look_ahead
+            posted[key] = max(posted[key], min(end, len(channels[key])))
+            used, held = used + 1, held + 1
+            held_of[stage, microbatch] = held_of.get((stage, microbatch), 0) + 1
+        most = max(most, held + sum(posted.values()) - used)
         if letter in "BW":
-            held.pop((stage, microbatch), None)
-    return most + look_ahead * sum(channel.receiver == plan.rank for channel in plan.channels)
+            held -= held_of.pop((stage, microbatch), 0)
+    return most
 
 
 def _check(

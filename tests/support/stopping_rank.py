@@ -1,7 +1,7 @@
 """``zbv-worker run`` as a rank that stops itself (SIGSTOP) right after a check of its fence, at a given step.
 
 ``ZBV_TEST_STOP`` is ``STEP:N``: at the Nth check of publishing the checkpoint before that step. Rank 0 alone
-checks; the others wait for it.
+checks; the others go on until they need it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
 from zbv_worker.commands.cli import main
 from zbv_worker.training.fence import Fence
@@ -21,7 +22,8 @@ def check(self: Fence) -> None:
     _check(self)
     _left[0] -= 1
     if _left[0] == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread, which then cannot go on before the process stops.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def publish(self: Fence, step: int, kept: int) -> None:

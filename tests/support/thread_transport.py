@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,12 +142,24 @@ class ThreadTransport(Transport):
 
     @override
     def sum_over_replicas(self, tensor: Tensor) -> Reduction:
+        return self._together(tensor, tensor, lambda parts: torch.stack(parts).sum(0))
+
+    @override
+    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
+        return self._together(part, whole, torch.cat)
+
+    @override
+    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
+        mine = slice(self.replica * part.numel(), (self.replica + 1) * part.numel())
+        return self._together(whole, part, lambda parts: torch.stack(parts).sum(0)[mine])
+
+    def _together(self, input: Tensor, target: Tensor, combined: Callable[[list[Tensor]], Tensor]) -> _Sum:
         turn, self._sums = self._sums, self._sums + 1
         with self._hub.changed:
             parts = self._hub.sums[self.pp_rank, turn]
-            parts[self.replica] = tensor.clone()
+            parts[self.replica] = input.clone()
             self._hub.changed.notify_all()
-        return _Sum(self._hub, parts, tensor)
+        return _Sum(self._hub, parts, target, combined)
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
@@ -179,6 +191,7 @@ class _Sum:
     hub: ThreadHub
     parts: dict[int, Tensor]
     target: Tensor
+    combined: Callable[[list[Tensor]], Tensor]
 
     def wait(self, timeout: float) -> None:
         with self.hub.changed:
@@ -186,7 +199,7 @@ class _Sum:
             if not self.hub.changed.wait_for(lambda: len(self.parts) == len(replicas), timeout):
                 absent = [replica for replica in replicas if replica not in self.parts]
                 raise TimeoutError(f"replicas {absent} did not take part in a sum")
-            self.target.copy_(torch.stack([self.parts[replica] for replica in replicas]).sum(0))
+            self.target.copy_(self.combined([self.parts[replica] for replica in replicas]))
 
 
 @dataclass(frozen=True, eq=False)

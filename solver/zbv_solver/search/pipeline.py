@@ -22,6 +22,7 @@ from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedul
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
+from zbv_solver.improve.useless_splits import without_useless_splits
 from zbv_solver.plans.certificate import certify, verdict
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import Plan
@@ -168,7 +169,7 @@ class Pipeline:
             extra["cut"] = self.halt.reason
         plan = make_plan(
             self.given,
-            self.found.orders,
+            without_useless_splits(self.given, self.found.orders),
             method=self.found.method,
             lower_bound=self.bound * self.unit,
             source=self.source,
@@ -379,7 +380,7 @@ class Pipeline:
                 gap=certificate.gap,
                 method=found.method,
                 seconds=time.monotonic() - self.began,
-                orders=found.orders,
+                orders=without_useless_splits(self.given, found.orders),
                 problem=self.given,
             )
         )

@@ -19,6 +19,7 @@ from zbv_worker.measure.profile.profile import (
 )
 from zbv_worker.measure.stage_memory import StaticBytes
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.stage.split_share import SplitShare
 
 MODEL = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
 TENSOR = 2 * 32 * 32 * 4  # bytes of a tensor at a boundary
@@ -27,7 +28,9 @@ TENSOR = 2 * 32 * 32 * 4  # bytes of a tensor at a boundary
 def ranks_of(p: int) -> list[RankProfile]:
     def stage(index: int) -> StageProfile:
         forward, *others = (Spread(t, 2 * t) for t in (1e-3 * (index + 1), 2e-3, 3e-3, 4e-3))
-        return StageProfile(index, forward, others[0], others[1], others[2], 100 + index, 60, 0, 7)
+        return StageProfile(
+            index, forward, others[0], others[1], others[2], 100 + index, 60, 0, 7, SplitShare(1.0, ())
+        )
 
     return [
         RankProfile(

@@ -14,8 +14,7 @@ from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.errors import ModelError
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.measure.stage_memory import static_bytes
@@ -219,11 +218,3 @@ def test_a_hook_that_replaces_a_summed_gradient_is_refused() -> None:
     module(torch.randn(2, 4)).sum().backward()
     with pytest.raises(ModelError, match=r"shape \[4, 4\] was replaced during the step"):
         gradients.stage_done(0)
-
-
-def test_sharding_of_half_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zbv_worker.training import sharding
-
-    monkeypatch.setattr(DeviceMesh, "from_group", lambda *_: None)
-    with pytest.raises(InvalidRun, match="--shard: found parameters in half precision"):
-        sharding.ShardedGradients({0: nn.Linear(2, 2).bfloat16()}, None, CPU)  # type: ignore[arg-type]

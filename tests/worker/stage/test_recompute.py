@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.cut_models import cut_problem
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from support.thread_transport import ThreadHub
@@ -30,7 +27,6 @@ from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.stage.program import Program
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.options import require_kept_activations
-from zbv_worker.training.sharding import ShardedGradients
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 16, 32
@@ -357,36 +353,7 @@ def test_a_layer_may_modify_its_own_tensors() -> None:
     assert torch.equal(kept, again)
 
 
-# --- sharded replicas, and PyTorch's runtime
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_sharded_parameters_get_their_gradients_although_only_layers_are_called() -> None:
-    """FSDP2 prepares a module in the module's own forward, which a recomputed stage does not call."""
-    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    group = dist.group.WORLD
-    assert group is not None
-    found = {}
-    for is_recomputed in (False, True):
-        torch.manual_seed(0)
-        stage = stage_of(four_layers(), by_layer=True, is_recomputed=is_recomputed)
-        gradients = ShardedGradients({1: stage.module}, group, CPU)
-        for _ in range(2):
-            gradients.begin()
-            stage.forward(0, x, split=True)
-            stage.backward_input(0, gradient)
-            stage.backward_weight(0)
-            gradients.stage_done(1)
-        found[is_recomputed] = float(gradients.square_sum())
-    assert found[True] == pytest.approx(found[False], rel=1e-6)
-    assert found[False] > 0
+# --- PyTorch's runtime
 
 
 def test_pytorchs_runtime_refuses_a_plan_that_recomputes() -> None:

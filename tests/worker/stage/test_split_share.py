@@ -37,10 +37,10 @@ class Unsplit(Remembering):
         return module
 
 
-def train(model: type[Remembering], fused: float) -> Trained:
+def train(model: type[Remembering], fused: float, steps: int = 3) -> Trained:
     problem = unit_problem(2, 2)
     return train_in_threads(
-        problem, random_orders(problem, Random(0), fused), TrainingOptions(), 3, model=model
+        problem, random_orders(problem, Random(0), fused), TrainingOptions(), steps, model=model
     )
 
 
@@ -52,6 +52,32 @@ def test_a_run_reports_once_a_stage_with_little_w(capsys: pytest.CaptureFixture[
     assert "layer6.plain (TELinear)" in event["modules"]
     said = capsys.readouterr().err
     assert said.count("stage 3: W computes 0% of the weight gradients; I computes those of layer7.1") == 1
+
+
+def test_a_run_reports_little_w_before_its_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+    found = train(Unsplit, fused=0.0, steps=0)
+    (event,) = [event for report in found.reports for event in report.events]
+    assert (event["kind"], event["stage"], event["share"]) == ("little_to_split", 3, 0.0)
+    assert "stage 3: W computes 0%" in capsys.readouterr().err
+
+
+class HookedLater(Remembering):
+    """A model that adds hooks in its first step."""
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        for module in self.built:
+            for parameter in module.parameters():
+                if not parameter._backward_hooks:
+                    parameter.register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
+        return super().microbatch(step, index)
+
+
+@pytest.mark.parametrize(("steps", "reported"), [(0, set()), (1, {(0, 0, 0.0)})])
+def test_what_only_the_first_step_shows_is_reported_after_it(
+    steps: int, reported: set[tuple[int, int, float]]
+) -> None:
+    events = [event for report in train(HookedLater, 0.0, steps).reports for event in report.events]
+    assert {(e["stage"], e["step"], e["share"]) for e in events if e["stage"] == 0} == reported
 
 
 @pytest.mark.parametrize(("model", "fused"), [(Remembering, 0.0), (Unsplit, 1.0)])
@@ -96,8 +122,29 @@ def test_a_profile_reports_stages_with_a_small_share_of_w() -> None:
     assert read_rank(rank_json(profile)) == profile
     out = StringIO()
     print_report([profile], Console(file=out, width=200))
+    *_, fused = [line for line in out.getvalue().splitlines() if "does not split" in line]
+    assert fused.endswith("does not split (share of W in the time of I and W): 2 (50%).")
     (line,) = [line for line in out.getvalue().splitlines() if "W computes" in line]
     assert line == (
         "Stages, 0: W computes 25% of the weight gradients; I computes those of 0 (TELinear), 1 (TELinear), "
         "2 (TELinear) and 2 more."
     )
+
+
+@pytest.mark.parametrize(
+    ("split", "weight", "expected"),
+    [
+        (SplitShare(1.0, ()), 1.0, (2.0, 1.0)),
+        (SplitShare(0.3, ("norm (LayerNorm)",)), 1.0, (2.0, 1.0)),
+        (SplitShare(1.0, ()), 0.1, (2.5, 0.0)),  # less than 5 % of I and W
+        (SplitShare(0.0, ("0 (TELinear)",)), 1.0, (2.5, 0.0)),
+        (None, 1.0, (2.5, 0.0)),  # no trainable parameters
+    ],
+)
+def test_a_stage_with_little_w_has_only_b_in_the_problem(
+    split: SplitShare | None, weight: float, expected: tuple[float, float]
+) -> None:
+    forward, inputs, weights, fused = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, 2.0, weight, 2.5))
+    costs, _ = StageProfile(0, forward, inputs, weights, fused, 4, 2, split=split).costs
+    assert (costs["backward_input"], costs["backward_weight"]) == expected
+    assert (costs["forward"], costs["backward"]) == (1.0, 2.5)

@@ -8,110 +8,41 @@ import pickle
 import random as python_random
 import re
 import signal
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from support.agents import DEADLINE, until
+from support.checkpointed import (
+    STEPS,
+    Alone,
+    Runs,
+    contents,
+    newest_step,
+    saving,
+    v_problem,
+    write_plan,
+    write_v,
+)
 from support.pickled import Bomb
-from support.selfcheck import random_orders
-from support.thread_transport import ThreadHub
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from zbv_solver.construct.baselines import baseline
-from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem
-from zbv_solver.problem.writing import problem_json
 from zbv_worker.errors import InvalidRun
-from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.host.local_ranks import LaunchError
 from zbv_worker.stage.precision import Precision
-from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
+from zbv_worker.training.checkpoint import newest_checkpoint
 from zbv_worker.training.convert_checkpoint import convert
-from zbv_worker.training.fence import checkpoints
-from zbv_worker.training.gradients import Gradients
 from zbv_worker.training.loss_scale import LossScale
-from zbv_worker.training.update import Update
 
-MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
-STEPS = 9
 CLIPPING = ("--clip-norm", "0.5")
 """Shorter than every gradient here. The norm is that of all ranks, so it does not depend on their number."""
-
-
-def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
-    path.write_text(json.dumps({"problem": problem_json(problem), "ranks": orders.all_text()}))
-    return path
-
-
-def v_problem(p: int = 2, microbatches: int = 4) -> Problem:
-    placement = Placement.of("v", p)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-
-
-def write_v(path: Path, p: int, microbatches: int) -> Path:
-    """Write a V plan in random order."""
-    problem = v_problem(p, microbatches)
-    return write_plan(path, problem, random_orders(problem, Random(3)))
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_v(tmp_path_factory.mktemp("plan") / "random.json", p=2, microbatches=4)
-
-
-class Runs:
-    """Runs ``zbv-worker run`` in a folder."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._count = 0
-
-    def start(
-        self,
-        plan: Path,
-        *more: str,
-        ranks: int = 2,
-        steps: int = STEPS,
-        module: str = "zbv_worker",
-        environment: Mapping[str, str] | None = None,
-        **model: Any,
-    ) -> LocalRanks:
-        self._count += 1
-        self.results = self._folder / f"results-{self._count}"
-        command = python_command(
-            module,
-            *("run", "--plan-file", str(plan), "--model", "zbv_worker.models.gpt:gpt", "--threads", "1"),
-            *("--model-args", json.dumps(MODEL | model), "--steps", str(steps), "--timeout", "20"),
-            *("--result-dir", str(self.results), *more),
-        )
-        return LocalRanks([command] * ranks, self._folder / f"logs-{self._count}", environment)
-
-    def losses(self, plan: Path, *more: str, ranks: int = 2, **arguments: Any) -> dict[int, float]:
-        """Run to the end; losses by step."""
-        with self.start(plan, *more, ranks=ranks, **arguments) as started:
-            started.wait(timeout=DEADLINE)
-        found: dict[int, float] = {}
-        for rank in range(ranks):
-            steps = json.loads((self.results / f"rank-{rank}.json").read_text())["steps"]
-            found |= {line["step"]: line["loss"] for line in steps if line["loss"] is not None}
-        return found
-
-
-def newest_step(saved: Path) -> int:
-    newest = newest_checkpoint(saved)
-    assert newest is not None
-    return int(newest.name[5:13])
-
-
-def saving(folder: Path, every: int = 2) -> tuple[str, ...]:
-    return "--checkpoint-dir", str(folder), "--checkpoint-every", str(every)
 
 
 @pytest.fixture
@@ -143,15 +74,6 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def contents(saved: Path) -> dict[str, bytes]:
-    """The files of the checkpoints that count."""
-    return {
-        str(path.relative_to(saved)): path.read_bytes()
-        for folder in checkpoints(saved, lambda _: True).values()
-        for path in sorted(folder.iterdir())
-    }
-
-
 @pytest.mark.parametrize("check", [1, 2])
 def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_successor(
     runs: Runs, plan: Path, tmp_path: Path, check: int
@@ -159,9 +81,11 @@ def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_success
     """It stops before it renames (1) or prunes (2), and resumes after its successor has finished."""
     saved = tmp_path / "saved"
     always = (*saving(saved, every=1), "--checkpoints-kept", "2")
+    # Rank 1 goes on, and waits for rank 0 in the next step.
+    patient = (*always, "--timeout", "120")
     stop = {"ZBV_TEST_STOP": f"4:{check}"}
     with runs.start(
-        plan, *always, module="support.stopping_rank", environment=stop, steps=1_000_000
+        plan, *patient, module="support.stopping_rank", environment=stop, steps=1_000_000
     ) as given_up:
         until(lambda: is_stopped(given_up.processes[0].pid))
         newest = 4 if check == 2 else 3
@@ -235,44 +159,6 @@ def test_a_directory_that_cannot_be_written_is_named(runs: Runs, plan: Path, tmp
         started.wait(timeout=DEADLINE)
 
 
-@dataclass
-class Alone:
-    """One rank's checkpoints, in this process."""
-
-    directory: Path
-    module: nn.Module
-    update: Update
-    checkpoints: Checkpoints
-
-    @classmethod
-    def of(cls, directory: Path, seed: int, precision: Precision = "float32") -> Alone:
-        torch.manual_seed(seed)
-        module: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-        transport = ThreadHub(1).transport(0)
-        gradients = Gradients({0: module})
-        scale = LossScale.of(precision)
-        update = Update(StepwiseAdam(), gradients, transport, scale, None)  # type: ignore[arg-type]  # as far as it goes
-        options = CheckpointOptions(directory, every=1)
-        checkpoints = Checkpoints(options, {0: module}, update, "model", None, transport)
-        return cls(directory, module, update, checkpoints)
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.module.zero_grad()
-            self.module(torch.randn(5, 4)).square().sum().backward()
-            self.update.apply(1.0)
-
-
-class StepwiseAdam:
-    """The part of a model that an update uses; the state of its schedule has a Counter."""
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=0.01)
-
-    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
-
-
 def write_as_before(folder: Path, made: Alone, step: int, **more: Any) -> None:
     """Write a checkpoint in the former format, of torch.distributed.checkpoint."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -319,7 +205,7 @@ def test_a_crafted_checkpoint_runs_no_code(tmp_path: Path) -> None:
     """Neither a checkpoint of an older zbv, nor one with the files of both formats."""
     target = tmp_path / "made"
     directory = tmp_path / "saved"
-    Alone.of(directory, seed=1).checkpoints.save(1)
+    Alone.of(directory, seed=1).save(1)
     bomb = pickle.dumps(Bomb(target))
     (directory / "step-00000001.g1" / ".metadata").write_bytes(bomb)
     assert Alone.of(directory, seed=2).checkpoints.load_newest() == 1
@@ -355,7 +241,7 @@ class BadData:
     ],
 )
 def test_a_manipulated_checkpoint_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
-    Alone.of(tmp_path, seed=1).checkpoints.save(1)
+    Alone.of(tmp_path, seed=1).save(1)
     index = tmp_path / "step-00000001.g1" / "index.json"
     document = json.loads(index.read_text())
     changed = {k: v for k, v in (document["values"] | values).items() if v is not None or k not in values}
@@ -375,7 +261,7 @@ def test_a_loss_scale_is_resumed_only_with_the_same_precision(
     made = Alone.of(tmp_path, 1, before)
     if made.update.loss_scale.is_dynamic:
         made.update.loss_scale.value = 1024.0
-    made.checkpoints.save(1)
+    made.save(1)
     again = Alone.of(tmp_path, 2, after)
     again.checkpoints.load_newest()
     assert again.update.loss_scale == LossScale(value, after == "float16")

@@ -16,13 +16,13 @@ from support.pickled import Bomb
 from torch import Tensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.training import checkpoint_files
-from zbv_worker.training.checkpoint_files import INDEX, Reader, State, write_index, write_part
+from zbv_worker.training.checkpoint_files import INDEX, RankFiles, Reader, State, write_index
 
 
 def write(folder: Path, *states: State) -> Reader:
     folder.mkdir(exist_ok=True)
     for rank, state in enumerate(states):
-        write_part(folder, rank, state)
+        RankFiles.of(rank, state).write(folder)
     write_index(folder, len(states))
     return Reader(folder)
 

@@ -132,7 +132,8 @@ def test_a_rank_that_cannot_start_ends_the_others_with_its_reason(plan_file: Pat
 
 
 def test_a_rank_that_does_not_start_is_named_within_the_timeout(plan_file: Path, tmp_path: Path) -> None:
-    there = python_command("zbv_worker.commands.cli", *run_arguments(plan_file, timeout=2))
+    arguments = run_arguments(plan_file, "--startup-timeout", "2", timeout=2)
+    there = python_command("zbv_worker.commands.cli", *arguments)
     absent = [sys.executable, "-c", "import time; time.sleep(600)"]
     with (
         LocalRanks([there, absent], tmp_path / "logs") as started,

@@ -97,5 +97,5 @@ def test_the_last_rank_may_arrive_at_the_last_moment(monkeypatch: pytest.MonkeyP
             return keys != ["meeting/refusal"]
 
     store = Late()
-    monkeypatch.setattr("zbv_worker.transport.rendezvous._connect", lambda *_: store)
+    monkeypatch.setattr("zbv_worker.transport.rendezvous._connect", lambda *_, **__: store)
     assert meet(0, 2, -1.0) is store  # type: ignore[comparison-overlap]

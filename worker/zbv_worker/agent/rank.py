@@ -28,26 +28,47 @@ def main(folder: Path) -> int:
     end_with_parent()
     spec = read_json(folder / SPEC)
     end_with_pulse(folder, _PATIENCE * spec["patience"], lambda silent: _report_silence(folder, silent))
-    from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
     from zbv_worker.execution.progress import CurrentProgress, ProgressWriter
+    from zbv_worker.training.ending import Ending
     from zbv_worker.training.run import run
     from zbv_worker.transport.world import World
 
     world, progress = World.from_environment(), CurrentProgress()
+
+    def record(error: Exception) -> None:
+        failure = _failure(world.rank, error, _described(world.rank, error), progress)
+        write_json(failure_file(folder, world.rank), failure)
+
+    ending = Ending(record, lambda error: _report(world.rank, error))
     try:
         with ProgressWriter(str(progress_file(folder, world.rank)), world.rank, progress):
-            run(_options(spec, folder), world, progress)
-    except WorkerError as error:
-        _print(f"zbv-worker: {error}")
-        write_json(failure_file(folder, world.rank), _failure(world.rank, error, str(error), progress))
-        return _WRONG_INPUT if isinstance(error, InvalidRun | Disagreement) else _FAILED
+            run(_options(spec, folder), world, progress, ending)
     except Exception as error:
-        traceback.print_exc()
-        detail = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        text = f"rank {world.rank} failed in the model or in torch: {detail}. Its log has the traceback."
-        write_json(failure_file(folder, world.rank), _failure(world.rank, error, text, progress))
-        return _FAILED
+        if ending.is_needed:
+            ending.fail(error)
+        record(error)
+        return _report(world.rank, error)
     return 0
+
+
+def _described(rank: int, error: Exception) -> str:
+    from zbv_worker.errors import WorkerError
+
+    if isinstance(error, WorkerError):
+        return str(error)
+    detail = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return f"rank {rank} failed in the model or in torch: {detail}. Its log has the traceback."
+
+
+def _report(rank: int, error: Exception) -> int:
+    """Describe a failure in the rank's log; returns the exit status."""
+    from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
+
+    if not isinstance(error, WorkerError):
+        traceback.print_exception(error)
+        return _FAILED
+    _print(f"zbv-worker: {error}")
+    return _WRONG_INPUT if isinstance(error, InvalidRun | Disagreement) else _FAILED
 
 
 def _options(spec: Any, folder: Path) -> RunOptions:

@@ -67,7 +67,7 @@ def add_timeout(command: argparse.ArgumentParser) -> None:
         type=positive_number,
         default=120.0,
         metavar="S",
-        help="longest wait for a tensor, and for the other ranks to start (default 120)",
+        help="longest wait for a tensor, or for the other ranks (default 120)",
     )
 
 
@@ -88,7 +88,9 @@ def add_plan(command: argparse.ArgumentParser, *, are_several: bool) -> None:
         **repeated,
     )
     command.add_argument(
-        "--look-ahead", type=positive, default=3, help="receives posted ahead per channel (default 3)"
+        "--look-ahead",
+        type=positive,
+        help="receives posted ahead per channel (default 3, or 1 with NCCL)",
     )
     command.add_argument(
         "--trace",

@@ -97,6 +97,7 @@ def _stop(number: int, _frame: object) -> NoReturn:
 
 
 def _options(parsed: argparse.Namespace) -> RehearseOptions:
+    from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.measure.rehearse.rehearse import RehearseOptions
 
@@ -106,7 +107,7 @@ def _options(parsed: argparse.Namespace) -> RehearseOptions:
         scale=0.0 if parsed.overhead else parsed.scale,
         transfer_bytes=parsed.bytes,
         timeout=parsed.timeout,
-        look_ahead=parsed.look_ahead,
+        look_ahead=parsed.look_ahead or DEFAULT_LOOK_AHEAD,
         trace=parsed.trace,
     )
 

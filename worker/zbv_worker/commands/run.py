@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zbv_worker.commands.arguments import add_model, add_plan, add_program, positive, positive_number
+from zbv_worker.errors import WorkerError, print_error
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.training.options import RunOptions
@@ -23,6 +25,7 @@ examples:
 def execute(parsed: argparse.Namespace) -> int:
     """Run one rank; returns the exit status."""
     from zbv_worker.host.cores import pin_to_core
+    from zbv_worker.training.ending import Ending
     from zbv_worker.training.run import run
     from zbv_worker.transport.world import World
 
@@ -30,8 +33,22 @@ def execute(parsed: argparse.Namespace) -> int:
     world = World.from_environment()
     if parsed.pin:
         pin_to_core(world.local_rank)
-    run(options, world)
+    ending = Ending(lambda error: None, _report)
+    try:
+        run(options, world, ending=ending)
+    except Exception as error:
+        if ending.is_needed:
+            ending.fail(error)
+        raise
     return 0
+
+
+def _report(error: Exception) -> int:
+    """Describe a failure in the rank's log; returns the exit status."""
+    if isinstance(error, WorkerError):
+        return print_error(error)
+    traceback.print_exception(error)
+    return 1
 
 
 def _options(parsed: argparse.Namespace) -> RunOptions:
@@ -43,7 +60,11 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
     fetched = [PlanSource(parsed.server, plan) for plan in parsed.plan]
     sources = (*fetched, *(PlanSource(file=file) for file in parsed.plan_file))
     checkpoint = parsed.checkpoint_dir and CheckpointOptions(
-        parsed.checkpoint_dir, parsed.checkpoint_every, parsed.checkpoints_kept, parsed.checkpoint_timeout
+        parsed.checkpoint_dir,
+        parsed.checkpoint_every,
+        parsed.checkpoints_kept,
+        parsed.checkpoint_timeout,
+        parsed.checkpoint_sync,
     )
     return RunOptions(
         sources=sources or (PlanSource(parsed.server),),
@@ -51,6 +72,7 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
         steps=parsed.steps,
         backend=parsed.backend,
         timeout=parsed.timeout,
+        startup_timeout=parsed.startup_timeout,
         look_ahead=parsed.look_ahead,
         threads=parsed.threads,
         result_dir=parsed.result_dir,
@@ -82,6 +104,14 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_plan(run, are_several=True)
     add_model(run)
     run.add_argument("--steps", type=positive, default=20, help="training steps (default 20)")
+    run.add_argument(
+        "--startup-timeout",
+        type=positive_number,
+        default=1800.0,
+        metavar="S",
+        help="longest wait for the other ranks to start and connect, and for a tensor in a plan's first "
+        "step, when ranks may compile (default 1800)",
+    )
     run.add_argument(
         "--runtime",
         choices=("zbv", "torch"),
@@ -117,7 +147,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shard",
         action="store_true",
-        help="divide parameters, gradients and optimizer state among the replicas (FSDP2)",
+        help="divide parameters, gradients and optimizer state among the replicas, as FSDP2 does",
     )
     add_program(group)
     group.add_argument(
@@ -168,6 +198,12 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         default=600.0,
         metavar="S",
         help="longest wait for the slowest rank's file (default 600)",
+    )
+    group.add_argument(
+        "--checkpoint-sync",
+        action="store_true",
+        help="wait until each checkpoint is written (default: write it in the background, from a copy of the "
+        "state in host memory)",
     )
     group.add_argument(
         "--next-plan",

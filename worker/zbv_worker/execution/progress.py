@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.host.state_files import write_json
+from zbv_worker.transport.failure_watch import Doing
 
 _ATTRIBUTE = "zbv_place"
 
@@ -37,12 +38,15 @@ class CurrentProgress:
     ----------
     now
         Step and instruction in one tuple, so that a reader always gets a matching pair.
+    waiting_for
+        The global rank whose tensor the instruction waits for at the moment; None if it has its input.
     """
 
-    __slots__ = ("now",)
+    __slots__ = ("now", "waiting_for")
 
     def __init__(self) -> None:
         self.now: tuple[int, Instruction] | None = None
+        self.waiting_for: int | None = None
 
     def read(self) -> Progress:
         """A snapshot of the progress."""
@@ -51,6 +55,13 @@ class CurrentProgress:
             return Progress()
         step, instruction = now
         return Progress(step, str(instruction.action), instruction.peer)
+
+    def doing(self) -> Doing:
+        """The progress as other ranks see it."""
+        at = self.read()
+        return Doing(
+            "its first step" if at.step is None else f"step {at.step}, {at.action}", self.waiting_for
+        )
 
 
 def attach_progress(error: BaseException, progress: Progress) -> None:

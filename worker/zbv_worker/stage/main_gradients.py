@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 _HALVES = (torch.bfloat16, torch.float16)
+_BLOCK_ELEMENTS = 1 << 20
+"""The most elements of a temporary product; 2 to 4 MiB, enough for a product's full speed."""
 _NAME = "main_grad"  # as in Megatron-LM and TransformerEngine
 
 
@@ -81,9 +83,75 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     if total is not None:
         total.add_(gradient)
     else:
-        set_gradient(
-            parameter, gradient.to(torch.float32 if has_main_gradient(parameter) else parameter.dtype)
-        )
+        set_gradient(parameter, gradient.to(_dtype_of_sum(parameter)))
+
+
+def add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product, without a temporary of the parameter's size.
+
+    If the sum is in float32 and the factors are in half precision, a GPU accumulates in one operator. Other
+    devices have no such operator in torch 2.13 (``addmm.dtype_out``): they compute blocks of rows.
+    """
+    total = gradient_of(parameter)
+    dtype = _dtype_of_sum(parameter)
+    if total is None and left.dtype == dtype:
+        set_gradient(parameter, left.mm(right))
+    elif total is None and _is_fused(dtype, left):
+        set_gradient(parameter, torch.mm(left, right, out_dtype=dtype))
+    else:
+        if total is None:
+            total = torch.zeros(parameter.shape, dtype=dtype, device=left.device)
+            set_gradient(parameter, total)
+        _add_product(total, left, right)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.is_sparse:
+        total.add_(left.mm(right))
+    elif total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif _is_fused(total.dtype, left):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        rows = max(1, _BLOCK_ELEMENTS // total.shape[1])
+        for at in range(0, len(total), rows):
+            total[at : at + rows].add_(left[at : at + rows].mm(right))
+
+
+def _is_fused(dtype: torch.dtype, factor: Tensor) -> bool:
+    """Whether torch adds a product of these factors to a sum of this dtype in one operator."""
+    return dtype == torch.float32 and factor.dtype in _HALVES and factor.is_cuda
+
+
+def add_rows(parameter: Tensor, indices: Tensor, rows: Tensor, ignored: int) -> None:
+    """Add rows (..., width) to those rows of the gradient (n, width) that ``indices`` (...) names.
+
+    Needs no temporary of the parameter's size, and is deterministic on CPUs and GPUs.
+
+    Parameters
+    ----------
+    ignored
+        An index whose rows are not added; -1 for none.
+    """
+    dtype = _dtype_of_sum(parameter)
+    flat, some = indices.reshape(-1), rows.reshape(-1, rows.shape[-1]).to(dtype)
+    if ignored >= 0:
+        some = some.masked_fill((flat == ignored).unsqueeze(-1), 0)
+    total = gradient_of(parameter)
+    if total is None:
+        total = torch.zeros(parameter.shape, dtype=dtype, device=rows.device)
+        set_gradient(parameter, total)
+    if total.is_cuda:
+        total.index_put_((flat,), some, accumulate=True)  # sorts; index_add_ would add in any order
+    else:
+        total.index_add_(0, flat, some)
+
+
+def _dtype_of_sum(parameter: Tensor) -> torch.dtype:
+    total = gradient_of(parameter)
+    if total is not None:
+        return total.dtype
+    return torch.float32 if has_main_gradient(parameter) else parameter.dtype
 
 
 def round_main_gradients(parameters: Iterable[Tensor], *, keep: bool = False) -> None:

@@ -1,7 +1,7 @@
 """The program that stages run: the settings, device and versions that decide how long an action takes.
 
 A profile records them in its problem, and the problem's plan keeps them. So a run can tell whether the costs
-of its plan are those of its own program.
+of its plan were measured with the program that it runs.
 """
 
 from __future__ import annotations

@@ -111,6 +111,18 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
     return recorder
 
 
+def deferred_parameters(module: nn.Module) -> set[Tensor]:
+    """The parameters of a prepared tree whose gradients W will compute, as far as known before F."""
+    found: set[Tensor] = set()
+    for child in module.modules():
+        if isinstance(child, _QueueingEmbedding) and (child.max_norm is not None or child.sparse):
+            continue
+        own = [p for p in child.parameters(recurse=False) if p.requires_grad]
+        if isinstance(child, QUEUEING) and not any(map(has_hooks, own)):
+            found.update(own)
+    return found
+
+
 def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
     """The queue for a weight's gradient, or None if autograd must compute it.
 

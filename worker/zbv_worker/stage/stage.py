@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.stage.recomputation import Recomputed, Segment
-from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.split_backward import defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.weight_grads import WeightGrads, has_hooks
 
@@ -167,6 +167,11 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """Run W: compute the queued weight gradients and accumulate them into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
+
+    @property
+    def expected_share(self) -> SplitShare | None:
+        """The share of gradients in W, as far as known before the first F; None without parameters."""
+        return SplitShare.of(self.module, deferred_parameters(self.module))
 
     @property
     def split_share(self) -> SplitShare | None:

@@ -1,4 +1,8 @@
-"""Queued weight gradients: the work that I leaves to W."""
+"""Queued weight gradients: the work that I leaves to W.
+
+W needs no temporary tensor of the weight's size, except for weights with hooks, which need the whole gradient
+of a microbatch, and embeddings that scale gradients by frequency.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zbv_worker.stage.main_gradients import OwnHook, add_gradient, gradient_of
+from zbv_worker.stage.main_gradients import OwnHook, add_gradient, add_product, add_rows
 
 
 class WeightGrads(deque["LinearGrad | EmbeddingGrad"]):
@@ -55,12 +59,10 @@ class LinearGrad:
         grad = self.grad_output.reshape(-1, self.grad_output.shape[-1])
         x = self.x.reshape(-1, self.x.shape[-1])
         if self.weight.requires_grad:
-            total = gradient_of(self.weight)
-            is_dense = total is not None and total.dtype == grad.dtype and not total.is_sparse
-            if total is not None and is_dense and not has_hooks(self.weight):
-                total.addmm_(grad.t(), x)  # accumulates without a temporary of the weight's size
-            else:
+            if has_hooks(self.weight):  # a hook needs the whole gradient
                 _add(self.weight, grad.t().mm(x))
+            else:
+                add_product(self.weight, grad.t(), x)
         if self.bias is not None and self.bias.requires_grad:
             _add(self.bias, grad.sum(0))
 
@@ -82,6 +84,10 @@ class EmbeddingGrad:
 
     def accumulate(self) -> None:
         """Add the gradient to ``.grad``; runs under ``no_grad``."""
+        is_large = self.weight.numel() > self.grad_output.numel()
+        if is_large and not self.scale_by_frequency and not has_hooks(self.weight):
+            add_rows(self.weight, self.indices, self.grad_output, self.padding_idx)
+            return
         grad = torch.ops.aten.embedding_dense_backward(
             self.grad_output, self.indices, self.weight.shape[0], self.padding_idx, self.scale_by_frequency
         )

@@ -5,6 +5,7 @@
     DIRECTORY/step-00000040.g2/           complete: written under another name, then renamed
     DIRECTORY/step-00000050.g2.partial/   being written, or left by a run that was killed while writing it
 
+Files are written in the background (:mod:`zbv_worker.training.checkpoint_writer`), one checkpoint at a time.
 The number after ``g`` is the generation that wrote it; :mod:`zbv_worker.training.fence` decides which
 checkpoints count. All ranks must see the same directory. Parameters and optimizer state are stored by
 parameter names, which do not depend on the partition: a run may resume with another plan, placement, number
@@ -13,6 +14,7 @@ of ranks or replicas.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -25,9 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.errors import InvalidRun, Superseded, WorkerError, describe_error, naming_errors
+from zbv_worker.errors import (
+    ChannelTimeout,
+    InvalidRun,
+    PeerLost,
+    Superseded,
+    WorkerError,
+    describe_error,
+    naming_errors,
+)
 from zbv_worker.model.protocol import StatefulData
-from zbv_worker.training.checkpoint_files import Reader, State, write_index, write_part
+from zbv_worker.training.checkpoint_files import RankFiles, Reader, State, on_host, write_index
+from zbv_worker.training.checkpoint_writer import BackgroundWriter, HostCopies
 from zbv_worker.training.dtensors import is_dtensor
 from zbv_worker.training.fence import Claimant, Fence, checkpoints, is_complete
 from zbv_worker.training.loss_scale import LossScale
@@ -38,7 +49,7 @@ OLD_INDEX = ".metadata"
 """Of torch.distributed.checkpoint, zbv's former format: it is pickled, so reading it can run code."""
 _VISIBLE_SECONDS = 10.0
 """How long a rank waits to see what rank 0 wrote; network file systems may delay it."""
-_RAISED_TOGETHER = {"Superseded": Superseded, "InvalidRun": InvalidRun}
+_RAISED_TOGETHER = {error.__name__: error for error in (Superseded, InvalidRun, ChannelTimeout, PeerLost)}
 """Errors of one rank that all ranks raise, by name."""
 DEFAULT_KEPT = 3
 DEFAULT_TIMEOUT = 600.0
@@ -59,6 +70,9 @@ class CheckpointOptions:
     timeout
         Seconds to wait for the slowest rank's file; network file systems may be slow. If a rank hangs while
         saving, the others notice only then.
+    is_synchronous
+        Whether training waits until a checkpoint is complete. Otherwise it waits only while the state is
+        copied to host memory, and for the checkpoint before.
     run, attempt
         The service's run and its generation; None and 0 without a service. See
         :class:`zbv_worker.training.fence.Claimant`.
@@ -68,12 +82,13 @@ class CheckpointOptions:
     every: int
     kept: int = DEFAULT_KEPT
     timeout: float = DEFAULT_TIMEOUT
+    is_synchronous: bool = False
     run: str | None = None
     attempt: int = 0
 
 
 class Checkpoints:
-    """The checkpoints of a run. All methods but :meth:`is_due` are collective.
+    """The checkpoints of a run. :meth:`save`, :meth:`finish` and :meth:`load_newest` are collective.
 
     Parameters
     ----------
@@ -102,33 +117,89 @@ class Checkpoints:
         self._transport = transport
         self._saved = 0
         self._fence: Fence | None = None
+        self._writer = BackgroundWriter(transport.rank, options.timeout)
+        self._is_writing = False
+        self._copies = HostCopies()
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether to save before ``step`` of a run with ``last`` steps."""
         return step > self._saved and (step % self._options.every == 0 or step == last)
 
     def save(self, step: int) -> None:
-        """Save the state before ``step``.
+        """Save the state before ``step``, or start to: :meth:`finish` waits for the rest.
 
         Raises
         ------
         InvalidRun
-            If the directory cannot be written.
+            If this checkpoint or the one before cannot be written.
         """
+        self.finish()
         fence = self._fence or self._claim()[0]
         partial = fence.partial(step)
         self._on_rank_0(lambda: _make_empty(partial))
-        # To return the state of a new optimizer, torch creates it by a step with zero gradients. That would
-        # count as a step in Adam's bias correction, so the state is removed again.
+        state = self._without_creating(lambda: self._mine(step))
+        mine: list[RankFiles] = []
+        self._on_every_rank(lambda: mine.append(self._copied(state)))
+        self._writer.start(lambda: self._write(fence, step, mine[0]))
+        self._saved, self._is_writing = step, True
+        if self._options.is_synchronous:
+            self.finish()
+
+    def _copied(self, state: State) -> RankFiles:
+        """This rank's files, with tensors that training does not change if it goes on."""
+        copy = on_host if self._options.is_synchronous else self._copies.copy
+        files = RankFiles.of(self._transport.rank, state, copy)
+        self._copies.finish()
+        return files
+
+    def _write(self, fence: Fence, step: int, files: RankFiles) -> None:
+        """Write this rank's files, and on rank 0 complete the checkpoint; runs on the writer's thread."""
+        partial, rank, ranks = fence.partial(step), self._transport.rank, self._transport.world_size
+        with self._unless_superseded(), naming_errors(rank, "at a checkpoint"):
+            outcome = self._attempt(lambda: files.write(partial))
+            self._transport.post(f"checkpoint/{rank}", json.dumps([step, outcome]))
+            _raise_first([outcome])
+            if rank == 0:
+                absent = list(range(ranks))
+                self._writer.until_none(lambda: self._without_files(absent, step))
+                write_index(partial, ranks)
+                fence.publish(step, self._options.kept)
+
+    def _without_files(self, absent: list[int], step: int) -> list[int]:
+        """Remove the ranks that have written their files; raises the error of one that could not."""
+        for rank in tuple(absent):
+            note = json.loads(self._transport.posted(f"checkpoint/{rank}") or "[0, null]")
+            if note[0] == step:
+                _raise_first([note[1]])
+                absent.remove(rank)
+        return absent
+
+    def _without_creating(self, work: Callable[[], State]) -> State:
+        """Run something that returns the optimizer's state, and leave a new optimizer without a state.
+
+        To return it, torch creates the state by a step with zero gradients. That would count as a step in
+        Adam's bias correction.
+        """
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
-        state = self._mine(step)
+        found = work()
         for optimizer in fresh:
             optimizer.state.clear()
-        with self._unless_superseded():
-            self._on_every_rank(lambda: write_part(partial, self._transport.rank, state))
-            self._on_rank_0(lambda: write_index(partial, self._transport.world_size))
-        self._on_rank_0(lambda: fence.publish(step, self._options.kept))
-        self._saved = step
+        return found
+
+    def check(self) -> None:
+        """Raise the error of this rank's part of the last :meth:`save`, if it has failed. Does not wait."""
+        if self._writer.has_failed:
+            _raise_first([self._attempt(self._writer.wait)])
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete; raises like :meth:`save`."""
+        if self._is_writing:
+            self._is_writing = False
+            self._on_every_rank(self._writer.wait)
+
+    def close(self) -> None:
+        """Call when the run ends; gives up a checkpoint that is not complete."""
+        self._writer.close()
 
     def load_newest(self) -> int:
         """Claim the directory and resume from its newest complete checkpoint; returns the next step.
@@ -269,16 +340,14 @@ class Checkpoints:
         """Run something on every rank; returns all results. If it fails on one, all ranks raise its error."""
         with naming_errors(self._transport.rank, "at a checkpoint"):
             gathered = self._transport.gather(self._attempt(work), self._options.timeout)
-        for error, result in gathered:
-            if error:
-                raise _RAISED_TOGETHER[error](result)
+        _raise_first(gathered)
         return [result for _, result in gathered]
 
     def _attempt(self, work: Callable[[], Any]) -> list[Any]:
         """Run something; returns its outcome as JSON: an error's name and message, or "" and the result."""
         try:
             return ["", work()]
-        except (Superseded, InvalidRun) as error:
+        except tuple(_RAISED_TOGETHER.values()) as error:
             return [type(error).__name__, str(error)]
         except OSError as error:
             directory = self._options.directory
@@ -327,6 +396,13 @@ def _require_no_old(directory: Path) -> None:
             f"a format that can run code when read. If you trust it, convert it: `python -m "
             f"zbv_worker.training.convert_checkpoint {old[max(old)]}`; otherwise remove it."
         )
+
+
+def _raise_first(outcomes: list[list[Any]]) -> None:
+    """Raise the first error among outcomes of :meth:`Checkpoints._attempt`."""
+    for error, result in outcomes:
+        if error:
+            raise _RAISED_TOGETHER[error](result)
 
 
 def _as_one_module(modules: Mapping[int, nn.Module]) -> nn.Module:

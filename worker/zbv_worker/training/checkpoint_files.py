@@ -5,8 +5,8 @@
     index.json                every tensor's shape and the location of its parts; every other value
     rank-00003.safetensors    the parts that rank 3 wrote
 
-Tensors have names that do not depend on the partition. A tensor that the replicas divide (FSDP2) has one part
-per replica; a reader takes what it needs from every part.
+Tensors have names that do not depend on the partition. A tensor that the replicas divide (``--shard``) has
+one part per replica; a reader takes what it needs from every part.
 """
 
 from __future__ import annotations
@@ -76,40 +76,65 @@ class State:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def write_part(folder: Path, rank: int, state: State) -> None:
-    """Write one rank's files.
+Copy = Callable[[str, Tensor], Tensor]
+"""Returns a contiguous tensor on the host; takes the tensor's name as well."""
 
-    Raises
-    ------
-    InvalidRun
-        If a value has a type that a checkpoint cannot hold.
-    OSError
-        If a file cannot be written.
-    """
-    file = f"rank-{rank:05d}.safetensors"
-    stored = _Stored(file)
-    entries = {}
-    for name, tensor in state.tensors.items():
-        offsets, local = _block(tensor)
-        entries[name] = _Entry(shape=tuple(tensor.shape), parts=[stored.part(name, offsets, local)])
-    values = {name: _encoded(name, value, stored) for name, value in state.values.items()}
-    path = folder / file
-    try:
-        save_file(stored.tensors, path)
-    except SafetensorError as error:
-        raise OSError(None, str(error)) from error
-    document = _Index(tensors=entries, values=values).model_dump_json()
-    (folder / f"rank-{rank:05d}.json").write_text(document, encoding="utf-8")
-    for written in (path, folder / f"rank-{rank:05d}.json"):
-        with written.open("rb") as opened:
-            os.fsync(opened.fileno())
+
+def on_host(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself if it is contiguous and on the host, otherwise a copy."""
+    return tensor.detach().cpu().contiguous()
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The content of one rank's files, ready to be written."""
+
+    rank: int
+    tensors: dict[str, Tensor]
+    document: str
+
+    @classmethod
+    def of(cls, rank: int, state: State, copy: Copy = on_host) -> RankFiles:
+        """Encode a rank's state; raises :class:`InvalidRun` for a value that a checkpoint cannot hold."""
+        stored = _Stored(_tensors_of(rank), copy)
+        entries = {}
+        for name, tensor in state.tensors.items():
+            offsets, local = _block(tensor)
+            entries[name] = _Entry(shape=tuple(tensor.shape), parts=[stored.part(name, offsets, local)])
+        values = {name: _encoded(name, value, stored) for name, value in state.values.items()}
+        return cls(rank, stored.tensors, _Index(tensors=entries, values=values).model_dump_json())
+
+    def write(self, folder: Path) -> None:
+        """Write the files. Raises OSError."""
+        path = folder / _tensors_of(self.rank)
+        try:
+            save_file(self.tensors, path)
+        except SafetensorError as error:
+            raise OSError(None, str(error)) from error
+        _sync(path)
+        listing = _listing(folder, self.rank)
+        listing.write_text(self.document, encoding="utf-8")
+        _sync(listing)
+
+
+def _tensors_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _listing(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def write_index(folder: Path, ranks: int) -> None:
     """Combine the files of all ranks, which completes the checkpoint. Raises OSError."""
     tensors: dict[str, _Entry] = {}
     values: dict[str, Any] = {}
-    listings = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
+    listings = [_listing(folder, rank) for rank in range(ranks)]
     for path in listings:
         found = _parsed(path)
         for name, entry in found.tensors.items():
@@ -118,8 +143,7 @@ def write_index(folder: Path, ranks: int) -> None:
         values |= found.values
     index = folder / INDEX
     index.write_text(_Index(tensors=tensors, values=values).model_dump_json(), encoding="utf-8")
-    with index.open("rb") as opened:
-        os.fsync(opened.fileno())
+    _sync(index)
     for path in listings:
         path.unlink()
 
@@ -225,8 +249,9 @@ def _parsed(path: Path) -> _Index:
 class _Stored:
     """The tensors of one file. Tensors that share memory, such as tied parameters, are stored once."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, copy: Copy) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._copy = copy
         self._file = file
         self._known: dict[tuple[Any, ...], str] = {}
         self._storages: set[int] = set()
@@ -241,10 +266,10 @@ class _Stored:
         if tensor.numel() and what in self._known:
             return self._known[what]
         self._known[what] = name
-        on_host = tensor.detach().cpu().contiguous()
-        storage = on_host.untyped_storage().data_ptr()
+        copied = self._copy(name, tensor)
+        storage = copied.untyped_storage().data_ptr()
         # safetensors refuses two tensors in one storage, even if neither contains the other.
-        self.tensors[name] = on_host.clone() if storage in self._storages else on_host
+        self.tensors[name] = copied.clone() if storage in self._storages else copied
         self._storages.add(storage)
         return name
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbv_worker.errors import InvalidRun, print_error
 from zbv_worker.training.checkpoint import OLD_INDEX
-from zbv_worker.training.checkpoint_files import INDEX, State, write_index, write_part
+from zbv_worker.training.checkpoint_files import INDEX, RankFiles, State, write_index
 
 
 def convert(folder: Path) -> None:
@@ -26,7 +26,7 @@ def convert(folder: Path) -> None:
     converted = folder.with_name(f"{folder.name}.converted")
     shutil.rmtree(converted, ignore_errors=True)
     converted.mkdir()
-    write_part(converted, 0, _state(_read(folder)))
+    RankFiles.of(0, _state(_read(folder))).write(converted)
     write_index(converted, 1)
     original = folder.with_name(f"{folder.name}.original")
     folder.rename(original)

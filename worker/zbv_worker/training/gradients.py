@@ -58,8 +58,14 @@ class Gradients:
         for parameter in self.stages_of:
             set_gradient(parameter, None)  # the first action that adds to it allocates it
 
+    def follow(self, stages: Sequence[int]) -> None:
+        """Call for each plan: the order in which its steps first use this rank's stages."""
+
     def stage_done(self, stage: int) -> None:
         """Call after the last action that adds to a stage's gradients."""
+
+    def free_parameters(self) -> None:
+        """Call after an evaluation, which uses parameters without a backward."""
 
     def finish(self, timeout: float) -> None:
         """Call after a step's last action: wait until the gradients are complete.
@@ -101,7 +107,7 @@ class SummedGradients(Gradients):
     def __init__(self, modules: Mapping[int, nn.Module], transport: Transport, *, has_main: bool = True):
         super().__init__(modules, has_main=has_main)
         for module in modules.values():
-            _require_dense(module)
+            require_dense(module)
         if has_main:
             use_main_gradients(self.stages_of)
         self._transport = transport
@@ -200,7 +206,8 @@ def _filled(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return buckets
 
 
-def _require_dense(module: nn.Module) -> None:
+def require_dense(module: nn.Module) -> None:
+    """Raise :class:`InvalidRun` if a module has sparse gradients."""
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise InvalidRun(

@@ -20,9 +20,12 @@ from zbv_worker.stage.program import Program
 from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.update import NonFinite
 from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.nccl import NCCL_LOOK_AHEAD
 from zbv_worker.transport.world import Backend
 
 Runtime = Literal["zbv", "torch"]
+DEFAULT_STARTUP_TIMEOUT = 1800.0
+"""Seconds. Compiling the stages of a large model takes minutes, and nodes rarely start at the same moment."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class TrainingOptions:
     trace_dir: Path | None = None
 
     @property
+    def needs_sums_over_ranks(self) -> bool:
+        """Whether the updates need sums over all ranks."""
+        return self.clip_norm is not None or self.non_finite == "skip"
+
+    @property
     def program(self) -> Program:
         """The program that the stages run."""
         return Program(self.precision, self.has_main_gradients)
@@ -94,8 +102,12 @@ class RunOptions:
     result_dir
         Where reports go; with several plans, into one folder per plan id.
     timeout
-        Seconds that a rank waits for any one tensor within a step, and for the other ranks before the first
-        step and after the last.
+        Seconds that a rank waits for any one tensor within a step, and for the other ranks after the last.
+    startup_timeout
+        The same for meeting and connecting the other ranks, and for the first step of each plan, in which
+        ranks may compile their stages. If smaller than ``timeout``, that one counts.
+    look_ahead
+        Receives kept posted ahead per channel; None for the backend's number.
     threads
         Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
         ``OMP_NUM_THREADS`` is set.
@@ -110,12 +122,20 @@ class RunOptions:
     steps: int
     backend: Backend = "gloo"
     timeout: float = 120.0
-    look_ahead: int = DEFAULT_LOOK_AHEAD
+    startup_timeout: float = DEFAULT_STARTUP_TIMEOUT
+    look_ahead: int | None = None
     threads: int | None = None
     result_dir: Path | None = None
     trace: Path | None = None
     runtime: Runtime = "zbv"
     training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    @property
+    def receives_ahead(self) -> int:
+        """Receives kept posted ahead per channel."""
+        if self.look_ahead is not None:
+            return self.look_ahead
+        return NCCL_LOOK_AHEAD if self.backend == "nccl" else DEFAULT_LOOK_AHEAD
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,26 +17,36 @@ from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
-from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.stage.program import Program, differences
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
+from zbv_worker.training.ending import Ending
+from zbv_worker.training.guard import Guard
 from zbv_worker.training.options import RunOptions, Setting
 from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.connect import connect
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connect import open_transport
+from zbv_worker.transport.control import ABORT_SECONDS, ConnectedTransport, GlooControl
 from zbv_worker.transport.rendezvous import refuse
 from zbv_worker.transport.world import Layout, World, select_device
 
 
-def run(options: RunOptions, world: World, progress: CurrentProgress | None = None) -> list[RankReport]:
+def run(
+    options: RunOptions,
+    world: World,
+    progress: CurrentProgress | None = None,
+    ending: Ending | None = None,
+) -> list[RankReport]:
     """Run as one rank of the world; returns one report per plan.
 
     Parameters
     ----------
     progress
         Updated with the rank's progress during the run.
+    ending
+        Ends this process as soon as another rank is lost. The caller must pass it every error of this
+        function.
 
     Raises
     ------
@@ -51,15 +61,28 @@ def run(options: RunOptions, world: World, progress: CurrentProgress | None = No
     except Exception as error:
         refuse(world.rank, world.world_size, str(error))
         raise
+    progress = progress or CurrentProgress()
+    patience, training = max(options.timeout, options.startup_timeout), options.training
     with naming_errors(world.rank, "meeting the other ranks"):
-        transport = connect(world, options.backend, device, options.timeout, options.training.replicas)
+        control = GlooControl(world, patience, training.replicas)
+    guard = Guard(control, progress, options.timeout, patience, ending)
+    with naming_errors(world.rank, "connecting"):
+        sums = training.needs_sums_over_ranks or isinstance(model, Weighted)
+        transport = open_transport(control, options.backend, device, patience, sums_over_ranks=sums)
+    guard.connected(transport)
     if options.threads is None and device.type == "cpu":
         _share_cores(transport)
-    with transport:
-        reports = train(options, plans, model, transport, device, wholes, progress)
+    try:
+        reports = train(options, plans, model, transport, device, wholes, progress, guard.started)
         with naming_errors(world.rank, "ending the run"):
             transport.flush(options.timeout)
+            guard.end()
             transport.barrier(options.timeout)  # no rank closes while a peer still receives
+    except BaseException:
+        if ending is None:  # an ending publishes the reason first
+            transport.abort(ABORT_SECONDS)
+        raise
+    transport.close()
     if options.result_dir is not None:
         for report in reports:
             report.write(options.result_dir / report.plan_id if len(reports) > 1 else options.result_dir)
@@ -121,6 +144,7 @@ def train(
     device: torch.device,
     wholes: Sequence[WholePlan] = (),
     progress: CurrentProgress | None = None,
+    on_started: Callable[[], None] | None = None,
 ) -> list[RankReport]:
     """Run all steps of this rank; returns one report per plan.
 
@@ -128,6 +152,8 @@ def train(
     ----------
     wholes
         The whole plans, for PyTorch's runtime.
+    on_started
+        Called after the first step of every plan.
     """
     setting = Setting(options, device, transport, progress)
     trainings: list[Training] = []
@@ -137,7 +163,7 @@ def train(
             label = f"plan {plan.plan_id[:12]}, " if len(plans) > 1 else ""
             trainings.append(Training(setting, plan, model, whole, label))
         shared = SharedTrace(transport, options.timeout) if options.trace is not None else None
-        _steps(trainings, setting)
+        _steps(trainings, setting, on_started)
         reports = [training.report for training in trainings]
         if shared is not None and options.trace is not None:
             traces = [RankTrace.of(r.lines[-1].plan_id, r.rank, r.newest()) for r in reports if r.lines]
@@ -149,14 +175,19 @@ def train(
     return reports
 
 
-def _steps(trainings: Sequence[Training], setting: Setting) -> None:
-    for step in range(max(training.first_step for training in trainings), setting.run.steps):
+def _steps(trainings: Sequence[Training], setting: Setting, on_started: Callable[[], None] | None) -> None:
+    first = max(training.first_step for training in trainings)
+    for step in range(first, setting.run.steps):
         for training in trainings:
             if len(trainings) > 1:
                 with naming_errors(setting.transport.rank, "taking turns"):
                     # Otherwise a rank that finishes early would seem to wait in the next plan's step.
-                    setting.transport.barrier(setting.run.timeout)
+                    setting.transport.barrier(
+                        setting.run.startup_timeout if step == first else setting.run.timeout
+                    )
             training.step(step)
+        if step == first and on_started is not None:
+            on_started()
     for training in trainings:
         training.end()
 

@@ -1,28 +1,43 @@
-"""Stages whose parameters, gradients and optimizer state are divided among the replicas, by PyTorch's FSDP2.
+"""Stages whose parameters, gradients and optimizer state are divided among the replicas.
 
-A stage's parameters are gathered when a step begins and stay complete until the stage's last action. Then its
-gradients are summed, each replica keeps its part, and the complete parameters are freed. Gathering for every
-microbatch would cost m times the traffic. So a rank holds its stages' parameters during a step, and between
-steps only its part of parameters, gradients and optimizer state, as in ZeRO-2 (Rajbhandari et al. 2020, §5).
-PyTorch's own pipelining runtime does the same with UNSHARD, REDUCE_GRAD and RESHARD.
+Between steps a rank holds its replica's part of parameters, gradients and optimizer state, as in ZeRO
+(Rajbhandari et al. 2020, §5). During a step, a stage's parameters are whole from the stage's first action
+to its last: gathering for every microbatch would cost m times the traffic.
 
-FSDP2 itself divides gradients by the number of replicas.
+=====================  ====================================================================================
+when                   what happens to a layer's parameters
+=====================  ====================================================================================
+the layer before it    their gather starts, so at most one layer is gathered before its use
+  is used first
+first use              the layer waits until they are whole
+the stage's last       their gradients' sum over the replicas starts, and the whole parameters are freed; the
+  action               actions of other stages go on meanwhile
+the end of the step    the sums are awaited; each replica updates its part
+=====================  ====================================================================================
+
+"Before" is the order in which the plan first uses the stages, and the order of layers within a stage. It
+is the same on every replica, as collectives need.
+
+PyTorch's ``fully_shard`` divides parameters in the same way, but it sums gradients in hooks of the backward,
+before W computes them. To do it later, its runtime for pipelines calls private methods, which have changed
+between versions of torch, and which make all later work wait for the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
-from zbv_worker.errors import InvalidRun
-from zbv_worker.stage.main_gradients import is_half
-from zbv_worker.training.gradients import Gradients, squares
+from zbv_worker.errors import naming_errors
+from zbv_worker.stage.main_gradients import use_main_gradients
+from zbv_worker.training.gradients import Gradients, require_dense, squares
+from zbv_worker.training.shards import Holders, ShardBucket, Unit, unit_of
+from zbv_worker.transport.channels import Transport
 
 
 class ShardedGradients(Gradients):
@@ -31,69 +46,179 @@ class ShardedGradients(Gradients):
     Parameters
     ----------
     modules
-        By stage; sharded in place. Their Linear layers must already defer weight gradients
-        (:class:`zbv_worker.stage.stage.Stage` does that), because FSDP2 changes classes too.
+        By stage; sharded in place. The layers of an ``nn.Sequential`` are gathered one by one, any other
+        stage at once.
+    group
+        The replicas of this position, for the DTensors that the optimizer and checkpoints see.
+    timeout
+        Seconds to wait for a gather.
 
     Raises
     ------
     InvalidRun
-        If stages share a parameter.
+        If a parameter cannot be divided.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], group: dist.ProcessGroup, device: torch.device):
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        transport: Transport,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: float,
+        *,
+        has_main: bool = True,
+    ):
+        super().__init__(modules, has_main=has_main)
+        for module in modules.values():
+            require_dense(module)
+        self._rank = transport.rank
+        self._timeout = timeout
         mesh = DeviceMesh.from_group(group, device.type)
-        shared = {id(p) for module in modules.values() for p in module.parameters()}
-        if len(shared) < sum(len(list(module.parameters())) for module in modules.values()):
-            raise InvalidRun(
-                "found a parameter that two stages share, but stages are sharded one by one. Run without "
-                "--shard, or do not tie the parameters."
-            )
-        if any(is_half(p) and p.requires_grad for module in modules.values() for p in module.parameters()):
-            raise InvalidRun(
-                "--shard: found parameters in half precision; their gradients would be summed in half "
-                "precision over the microbatches. Build the model in float32 and pass --precision bfloat16, "
-                "or omit --shard."
-            )
-        self._modules: dict[int, FSDPModule] = {}
-        for stage, module in modules.items():
-            # Stages without trainable parameters have nothing to shard.
-            if any(parameter.requires_grad for parameter in module.parameters()):
-                self._modules[stage] = fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        super().__init__(modules)
+        self._units: list[Unit] = []
+        known: dict[nn.Parameter, Unit] = {}
+        holders, stages = _holders(modules.values()), _stages(modules)
+        # Listed before anything is divided, because that replaces the parameters of the modules.
+        parts = [part for stage, module in modules.items() for part in _parts(stage, module)]
+        for part in parts:
+            mine = {p: holders[p] for p in part.parameters if p not in known}
+            if mine:
+                used = frozenset[int]().union(*(stages[p] for p in mine))
+                self._units.append(unit := unit_of(part.name, used, mine, mesh, transport))
+                known.update(dict.fromkeys(mine, unit))
+            units = tuple(dict.fromkeys(known[p] for p in part.parameters))
+            for entry in part.entries:
+                entry.register_forward_pre_hook(self._enter(units))
+        self._order = list(self._units)
+        self._next = 0
+
+    def follow(self, stages: Sequence[int]) -> None:
+        """See :meth:`Gradients.follow`."""
+        position = {stage: at for at, stage in enumerate(stages)}
+        self._order = sorted(self._units, key=lambda unit: min(position[stage] for stage in unit.stages))
+        self._next = 0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The shards of the trainable parameters, each once."""
+        return [each.shard for bucket in self._trainable for each in bucket.parameters]
+
+    @property
+    def _trainable(self) -> Iterator[ShardBucket]:
+        return (bucket for unit in self._units for bucket in unit.trainable)
 
     def begin(self) -> None:
-        """Gather every stage's parameters; nothing is summed or freed before the stage's last action."""
-        for parameter in self.stages_of:
-            parameter.grad = None
-        for module in self._modules.values():
-            # The module's first forward would do this, but a recomputed stage calls its layers' forwards.
-            module._get_fsdp_state()._lazy_init()
-            _set_last(module, is_last=False)
-            module.unshard()
+        """Discard the gradients of the last step, and start the first gather."""
+        if self._has_main:
+            use_main_gradients(self.stages_of)
+        for bucket in self._trainable:
+            bucket.forget()
+        for unit in self._units:
+            unit.unfinished = set(unit.stages)
+        self._next = 0
+        self._prefetch()
+
+    def _enter(self, units: Sequence[Unit]) -> Callable[[nn.Module, object], None]:
+        """A forward pre-hook of a module that uses these units."""
+
+        def enter(module: nn.Module, args: object) -> None:
+            for unit in units:
+                if not unit.is_whole:
+                    if not unit.is_started:
+                        unit.gather()
+                    self._complete(unit)
+                    self._prefetch()
+
+        return enter
+
+    def _complete(self, unit: Unit) -> None:
+        with naming_errors(self._rank, f"gathering the parameters of {unit.name}"):
+            unit.complete(self._timeout)
+
+    def _free(self, unit: Unit) -> None:
+        if unit.is_started and not unit.is_whole:
+            self._complete(unit)
+        if unit.is_whole:
+            unit.free()
+
+    def _prefetch(self) -> None:
+        """Start the gather that the plan needs next."""
+        while self._next < len(self._order) and self._order[self._next].is_started:
+            self._next += 1
+        if self._next < len(self._order):
+            self._order[self._next].gather()
 
     def stage_done(self, stage: int) -> None:
-        """Sum the stage's gradients and free its complete parameters."""
-        module = self._modules.get(stage)
-        if module is None:
-            return
-        _set_last(module, is_last=True)
-        # FSDP2 does this in a hook of the backward pass, which is too early: W follows.
-        state = module._get_fsdp_state()
-        for each in state._state_ctx.all_states:
-            for group in each._fsdp_param_groups:
-                group.post_backward()
-        state._root_post_backward_final_callback()
+        """Start the sums of parameters that no later action adds to, and free them."""
+        for unit in self._units:
+            if stage in unit.unfinished:
+                unit.unfinished.discard(stage)
+                if not unit.unfinished:
+                    for bucket in unit.trainable:
+                        bucket.sum()
+                    self._free(unit)
+
+    def finish(self, timeout: float) -> None:
+        """Wait for the sums."""
+        unfinished = sorted(set[int]().union(*(unit.unfinished for unit in self._units)))
+        if unfinished:
+            raise RuntimeError(f"the step has ended, but the gradients of stages {unfinished} are incomplete")
+        for bucket in self._trainable:
+            bucket.finish(timeout)
+        self._next = 0
+
+    def free_parameters(self) -> None:
+        """See :meth:`Gradients.free_parameters`."""
+        for unit in self._units:
+            self._free(unit)
+        self._next = 0
 
     def square_sum(self) -> Tensor:
         """Each replica contributes the parts that it holds."""
-        return squares(_local(gradient) for gradient in self._present())
+        return squares(self._present())
+
+    def hand_over(self) -> None:
+        """Set the gradients of the shards."""
+        for bucket in self._trainable:
+            bucket.hand_over()
+
+    def _present(self) -> list[Tensor]:
+        return [part for bucket in self._trainable for part in bucket.sums]
 
 
-def _set_last(module: FSDPModule, *, is_last: bool) -> None:
-    module.set_is_last_backward(is_last)
-    module.set_requires_gradient_sync(is_last)
-    module.set_reshard_after_backward(is_last)
+def _holders(modules: Iterable[nn.Module]) -> dict[nn.Parameter, Holders]:
+    """Everywhere that a parameter is registered."""
+    found: dict[nn.Parameter, Holders] = {}
+    children = {child: None for module in modules for child in module.modules()}
+    for child in children:
+        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            found[parameter] = (*found.get(parameter, ()), (child, name))
+    return found
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def _stages(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, frozenset[int]]:
+    """The stages that use a parameter, trainable or not."""
+    found: dict[nn.Parameter, frozenset[int]] = {}
+    for stage, module in modules.items():
+        for parameter in module.parameters():
+            found[parameter] = found.get(parameter, frozenset()) | {stage}
+    return found
+
+
+class _StagePart(NamedTuple):
+    """A part of a stage that is gathered at once, and the modules that are called before it is used."""
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+    entries: tuple[nn.Module, ...]
+
+
+def _parts(stage: int, module: nn.Module) -> list[_StagePart]:
+    """A stage's parts: its layers if it certainly calls one after the other, otherwise all of it."""
+    children = tuple(module.named_children()) if isinstance(module, nn.Sequential) else ()
+    own = list(module.parameters(recurse=False))
+    if type(module).forward is nn.Sequential.forward and not own:
+        return [_StagePart(f"stage {stage}, {name}", tuple(c.parameters()), (c,)) for name, c in children]
+    # Recomputation calls the layers, not the module.
+    entries = (module, *(child for _, child in children))
+    return [_StagePart(f"stage {stage}, all layers", tuple(module.parameters()), entries)]

@@ -7,6 +7,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
 from zbv_worker.model.protocol import PipelineModel, Weighted
+from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.checkpoint import Checkpoints
 from zbv_worker.training.gradients import Gradients, SummedGradients
@@ -93,6 +95,9 @@ class Training:
         self._checkpoints = self._make_checkpoints(modules)
         self.first_step = 0 if self._checkpoints is None else self._checkpoints.load_newest()
         self.report = RankReport(plan.plan_id, transport.rank)
+        self._unsplit: set[int] = set()
+        expected = {index: stage.expected_share for index, stage in self._stages.items()}
+        self._report_unsplit(self.first_step, expected)
         self._trace = TraceFile(options.trace_dir, transport, self._timeout) if options.trace_dir else None
         self._swaps = Swaps(transport, options.next_plan, plan) if options.next_plan else None
 
@@ -116,18 +121,22 @@ class Training:
         self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{skipped}")
         self._report_non_finite(step, updated)
         if step == self.first_step:
-            self._report_unsplit(step)
+            self._report_unsplit(step, {at: stage.split_share for at, stage in self._stages.items()})
         if self._trace is not None:
             self._trace.update(self.report)
 
     def end(self) -> None:
         """After the last step, run the evaluation and write the checkpoint and trace that are due."""
         self._evaluate_and_save(self._setting.run.steps)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
         if self._trace is not None:
             self._trace.update(self.report, is_last=True)
 
     def close(self) -> None:
         """Stop background threads."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if self._swaps is not None:
             self._swaps.close()
 
@@ -158,11 +167,13 @@ class Training:
                 f"Check the data and the learning rate, or pass --non-finite skip to skip such steps."
             )
 
-    def _report_unsplit(self, step: int) -> None:
-        """Report stages whose W computes little although the plan splits them: bubbles stay empty."""
-        for index, stage in self._stages.items():
-            found = stage.split_share
+    def _report_unsplit(self, step: int, shares: Mapping[int, SplitShare | None]) -> None:
+        """Report, once, stages whose W computes little although the plan splits them: bubbles stay."""
+        split = {action.stage for action in self._plan.actions if action.letter == "I"} - self._unsplit
+        for index in sorted(split):
+            found = shares.get(index)
             if found is not None and found.is_small and self._transport.replica == 0:
+                self._unsplit.add(index)
                 share, modules = round(found.share, 3), list(found.unsplit[:20])
                 self._note("little_to_split", step, stage=index, share=share, modules=modules)
                 _say(
@@ -185,13 +196,16 @@ class Training:
         every = self._options.evaluate_every
         if every is not None and step % every == 0:
             self._evaluate(step)
-        if self._checkpoints is not None and self._checkpoints.is_due(step, self._setting.run.steps):
-            self._checkpoints.save(step)
+        if self._checkpoints is not None:
+            self._checkpoints.check()
+            if self._checkpoints.is_due(step, self._setting.run.steps):
+                self._checkpoints.save(step)
 
     def _evaluate(self, step: int) -> None:
         if not isinstance(self._executor, Executor):
             raise InvalidRun("--runtime torch cannot evaluate; use --runtime zbv.")
         losses = self._executor.evaluate(step)
+        self._gradients.free_parameters()
         mean = sum(losses.values()) / len(losses) if losses else None
         with naming_errors(self._rank, f"evaluating before step {step}"):
             loss = mean_over_replicas(self._transport, mean, self._timeout)
@@ -246,23 +260,22 @@ class Training:
             require_plain(options, self._model)
             require_kept_activations(self._plan)
             return build_modules(self._model, self._plan, device)
-        # FSDP2 itself averages over the replicas.
-        replicas = 1 if options.is_sharded else options.replicas
         self._stages = build_stages(
-            self._model, self._plan, device, replicas=replicas, program=options.program
+            self._model, self._plan, device, replicas=options.replicas, program=options.program
         )
         return {index: stage.module for index, stage in self._stages.items()}
 
     def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
-        if self._options.is_sharded:
-            return _sharded(modules, self._transport, self._setting.device)
         has_main = self._options.has_main_gradients
+        if self._options.is_sharded:
+            return _sharded(modules, self._transport, self._setting.device, self._timeout, has_main=has_main)
         if self._transport.layout.replicas > 1:
             return SummedGradients(modules, self._transport, has_main=has_main)
         return Gradients(modules, has_main=has_main)
 
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""
+        self._gradients.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
         self._executor = Executor(
             self._plan,
             self._stages,
@@ -271,7 +284,7 @@ class Training:
             device=self._setting.device,
             timeout=self._timeout,
             options=ExecutorOptions(
-                look_ahead=self._setting.run.look_ahead,
+                look_ahead=self._setting.run.receives_ahead,
                 progress=self._setting.progress,
                 on_stage_done=self._gradients.stage_done,
             ),
@@ -317,14 +330,22 @@ def _seed(seed: int, rank: int) -> None:
     random.seed(digest)
 
 
-def _sharded(modules: dict[int, nn.Module], transport: Transport, device: torch.device) -> Gradients:
-    from zbv_worker.training.sharding import ShardedGradients  # imports FSDP2
+def _sharded(
+    modules: dict[int, nn.Module],
+    transport: Transport,
+    device: torch.device,
+    timeout: float,
+    *,
+    has_main: bool,
+) -> Gradients:
+    from zbv_worker.training.sharding import ShardedGradients  # imports DTensor, which takes a second
 
     if not isinstance(transport, ConnectedTransport) or transport.replica_group is None:
         raise InvalidRun(
             "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
         )
-    return ShardedGradients(modules, transport.replica_group, device)
+    group = transport.replica_group
+    return ShardedGradients(modules, transport, group, device, timeout, has_main=has_main)
 
 
 def _say(text: str) -> None:

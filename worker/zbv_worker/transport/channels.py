@@ -80,10 +80,13 @@ Receive = Callable[[TensorSpec], Pending]
 
 
 class Reduction(Protocol):
-    """A sum over replicas in progress."""
+    """A sum over replicas, or a gather, in progress."""
 
     def wait(self, timeout: float) -> None:
-        """Wait until the tensor holds the sum; raises TimeoutError or ConnectionError."""
+        """Wait until the tensor holds the result; raises TimeoutError or ConnectionError.
+
+        NCCL makes the current stream wait, not the host.
+        """
 
 
 class Transport(ABC):
@@ -158,6 +161,21 @@ class Transport(ABC):
         """Start to add up a tensor over the replicas of this position, in place.
 
         Collective among them: all start the same sums in the same order. Several may be in progress.
+        """
+
+    @abstractmethod
+    def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
+        """Start to fill ``whole`` with the parts of this position's replicas, in order of replicas.
+
+        Both are contiguous and one-dimensional. Collective like :meth:`sum_over_replicas`, and in one order
+        with it.
+        """
+
+    @abstractmethod
+    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
+        """Start to add up ``whole`` over the replicas, and to fill ``part`` with this replica's part of it.
+
+        The counterpart of :meth:`gather_over_replicas`. ``whole`` must not change before the end.
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zbv_worker.transport.control import ConnectedTransport, GlooControl
+from zbv_worker.transport.control import ConnectedTransport, ControlPlane, GlooControl
 from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.transport.torch_api import HostClock, TorchNccl, torch_cuda
@@ -32,7 +32,32 @@ def connect(
     TimeoutError, ConnectionError
         If the ranks do not meet; names those that did not arrive.
     """
-    control = GlooControl(world, timeout, replicas)
+    return open_transport(GlooControl(world, timeout, replicas), backend, device, timeout)
+
+
+def open_transport(
+    control: ControlPlane,
+    backend: Backend,
+    device: torch.device,
+    timeout: float,
+    *,
+    sums_over_ranks: bool = False,
+) -> ConnectedTransport:
+    """Connect ranks that have met; returns the transport, still without channels. Collective.
+
+    Parameters
+    ----------
+    sums_over_ranks
+        Whether tensors of devices will be summed over all ranks; needs another communicator with NCCL.
+    """
     if backend == "gloo":
         return GlooTransport(control, device, timeout)
-    return NcclTransport(control, device, timeout, api=TorchNccl(), cuda=torch_cuda(), clock=HostClock())
+    return NcclTransport(
+        control,
+        device,
+        timeout,
+        api=TorchNccl(),
+        cuda=torch_cuda(),
+        clock=HostClock(),
+        sums_over_ranks=sums_over_ranks,
+    )

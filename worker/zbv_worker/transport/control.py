@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from typing_extensions import override
 
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive
-from zbv_worker.transport.rendezvous import meet, named, ranks_on_this_host
+from zbv_worker.transport.rendezvous import lives_in_rank_0, meet, named, ranks_on_this_host, second_store
 from zbv_worker.transport.torch_errors import classifying, first_line
 from zbv_worker.transport.world import Layout, World
 
@@ -88,6 +88,32 @@ class ControlPlane(ABC):
         """Destroy all process groups, those of channels included. Only after a barrier of all ranks."""
 
 
+class StoreNotes:
+    """Notes in the ranks' store; both methods raise ConnectionError if it is gone."""
+
+    def __init__(self, store: Store):
+        self._store = PrefixStore("zbv/notes", store)
+
+    def post(self, name: str, value: str) -> None:
+        """Publish a note."""
+        with _naming_the_store():
+            self._store.set(name, value)
+
+    def posted(self, name: str) -> str | None:
+        """Return a note, or None."""
+        with _naming_the_store():
+            return self._store.get(name).decode() if self._store.check([name]) else None
+
+
+@contextlib.contextmanager
+def _naming_the_store() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        host = "rank 0, which serves the ranks' store, ended" if lives_in_rank_0() else "its server ended"
+        raise ConnectionError(f"the ranks' common store is gone ({host}): {first_line(error)}") from error
+
+
 class GlooControl(ControlPlane):
     """The control plane over ``torch.distributed``: its default group is gloo's, on every device.
 
@@ -111,9 +137,10 @@ class GlooControl(ControlPlane):
         self.layout = Layout.of_world(world.world_size, replicas)
         # Counts collectives to name their notes; equal on all ranks.
         self._barriers = self._sums = 0
+        self._world = world
         store = meet(world.rank, world.world_size, timeout)
         # Notes are only polled, so the store's own timeout matters for the rendezvous alone.
-        self._notes = PrefixStore("zbv/notes", store)
+        self._notes = StoreNotes(store)
         self.ranks_on_host = ranks_on_this_host(store)
         with classifying(f"the {world.world_size} ranks did not meet"):
             dist.init_process_group(
@@ -123,6 +150,10 @@ class GlooControl(ControlPlane):
                 world_size=world.world_size,
                 timeout=timedelta(seconds=timeout),
             )
+
+    def other_notes(self, timeout: float) -> StoreNotes:
+        """The same notes for another thread; raises TimeoutError if the store does not answer."""
+        return StoreNotes(second_store(self._world.rank, self._world.world_size, timeout))
 
     @override
     def gather(self, value: Any, timeout: float) -> list[Any]:
@@ -176,13 +207,11 @@ class GlooControl(ControlPlane):
 
     @override
     def post(self, name: str, value: str) -> None:
-        with _naming_the_store():
-            self._notes.set(name, value)
+        self._notes.post(name, value)
 
     @override
     def posted(self, name: str) -> str | None:
-        with _naming_the_store():
-            return self._notes.get(name).decode() if self._notes.check([name]) else None
+        return self._notes.posted(name)
 
     @override
     @contextlib.contextmanager
@@ -288,11 +317,3 @@ class ConnectedTransport(Transport):
 
 ABORT_SECONDS = 10.0
 """How long a failed rank tries to end its operations before its process ends anyway."""
-
-
-@contextlib.contextmanager
-def _naming_the_store() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise ConnectionError(f"the ranks' common store is gone: {first_line(error)}") from error

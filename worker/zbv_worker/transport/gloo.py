@@ -149,8 +149,8 @@ class GlooTransport(ConnectedTransport):
             work = dist.all_reduce(payload, group=self._replicas, async_op=True)
         return self._in_progress(work, payload, tensor)
 
+    @override
     def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
-        """Start to gather every replica's part, by replica index."""
         if self._replicas is None:
             whole.copy_(part)
             return Summed()
@@ -159,8 +159,8 @@ class GlooTransport(ConnectedTransport):
             work = dist.all_gather_single(payload, part.to(_CPU), group=self._replicas, async_op=True)
         return self._in_progress(work, payload, whole)
 
+    @override
     def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
-        """Start to add up a tensor over the replicas; each gets its own block of the sum."""
         if self._replicas is None:
             part.copy_(whole)
             return Summed()

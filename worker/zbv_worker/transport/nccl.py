@@ -14,10 +14,11 @@ launches per device. Only :meth:`NcclTransport.abort` may be called from another
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -28,10 +29,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.transport import nccl_environment
 from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send, TensorSpec
 from zbv_worker.transport.control import ConnectedTransport, ControlPlane
 from zbv_worker.transport.gloo import Summed
+from zbv_worker.transport.rendezvous import say
 from zbv_worker.transport.sends import sendable
 from zbv_worker.transport.torch_api import Clock, CudaApi, GroupOptions, NcclApi, NcclGroup, NcclWork
 from zbv_worker.transport.torch_errors import classified, classifying
@@ -41,6 +44,10 @@ CHANNEL_OPTIONS = GroupOptions(max_ctas=4)
 SUM_OPTIONS = GroupOptions()
 """Sums over replicas wait for ranks in the same position, so not for long; they may use NCCL's full width."""
 
+NCCL_LOOK_AHEAD = 1
+"""Receives posted ahead per channel. The first on a communicator waits on the device and occupies
+multiprocessors; further ones wait in its stream and would only hold buffers, because the host queues actions
+ahead of the device and so posts the next receive early enough."""
 _NEVER = timedelta(days=1)
 """NCCL's watchdog counts from when an operation is issued, and a receive may be issued long before its tensor
 exists. The worker has its own deadlines, so NCCL's must never pass."""
@@ -320,6 +327,8 @@ class NcclTransport(ConnectedTransport):
             self._operations.finish(work, deadline, f"the channel {key} did not connect")
         self._opened.update(new)
         self.communicator_bytes += free - self._free_bytes()
+        if new:
+            say(f"rank {self.rank}: {self.described(os.environ)}")
 
     def _add_channel(self, key: ChannelKey, replica: int) -> None:
         sender, receiver = (self.layout.global_rank(end, replica) for end in (key.sender, key.receiver))
@@ -341,6 +350,22 @@ class NcclTransport(ConnectedTransport):
                 return group.send(greeting, peer), greeting
             group, peer = self._incoming[key]
             return group.receive(greeting, peer), greeting
+
+    def described(self, environment: Mapping[str, str]) -> str:
+        """The NCCL version, the communicators and their options, their memory, and the environment."""
+        channels = ", ".join(map(str, sorted([*self._senders, *self._incoming]))) or "no channels"
+        sums = [
+            name
+            for name, group in (("its replicas", self._replicas), ("all ranks", self._all_ranks))
+            if group is not None
+        ]
+        return (
+            f"NCCL {self._api.version()}: {len(self._groups)} communicators "
+            f"({'; '.join([channels, *sums])}), "
+            f"{self.communicator_bytes / 2**20:.0f} MiB of GPU memory; channels use at most "
+            f"{CHANNEL_OPTIONS.max_ctas} thread blocks on streams of high priority; "
+            f"{nccl_environment.found(environment)}"
+        )
 
     @override
     def sender(self, key: ChannelKey) -> Send:
@@ -396,8 +421,8 @@ class NcclTransport(ConnectedTransport):
             work = self._replicas.all_reduce(payload)
         return StreamSum(work, payload, tensor, self._operations)
 
+    @override
     def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
-        """Start to gather every replica's part, by replica index."""
         if self._replicas is None:
             whole.copy_(part)
             return Summed()
@@ -406,8 +431,8 @@ class NcclTransport(ConnectedTransport):
             work = self._replicas.all_gather(whole, part)
         return StreamSum(work, whole, whole, self._operations)
 
+    @override
     def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
-        """Start to add up a tensor over the replicas; each gets its own block of the sum."""
         if self._replicas is None:
             part.copy_(whole)
             return Summed()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +25,10 @@ _POLL_SECONDS = 0.05
 _REFUSE_SECONDS = 5.0
 """How long a rank that cannot start tries to reach the others."""
 _LINGER_SECONDS = 1.0
+_OPTIONS = "--startup-timeout of `run` or --timeout of other commands"
 _HOST = "meeting/host/{}"
+SAY_SECONDS = 30.0
+"""Time between two messages of a rank that waits for others to start."""
 _NAMED = 16
 """The most ranks that a message names."""
 
@@ -46,8 +50,9 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
     InvalidRun
         If the environment does not contain the store's address.
     """
-    deadline = time.monotonic() + timeout
-    store = _connect(rank, world_size, timeout)
+    started = said = time.monotonic()
+    deadline = started + timeout
+    store = _connect(rank, world_size, timeout, is_host=_hosts(rank))
     try:
         store.add(_HOST.format(host_identity()), 1)
         store.set(_here(rank), "")
@@ -62,16 +67,30 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
                     break
                 reason = (
                     f"{named(absent)} of {world_size} did not start within {timeout:g} s. Start every rank "
-                    f"within that time, or raise --timeout; the logs of missing ranks may say why"
+                    f"within that time, or raise {_OPTIONS}; the logs of missing ranks may say why"
                 )
                 store.set("meeting/refusal", reason)
                 _linger(rank)
                 raise TimeoutError(reason)
+            if time.monotonic() - said >= SAY_SECONDS:
+                said = time.monotonic()
+                absent = [other for other in range(world_size) if not store.check([_here(other)])]
+                say(f"rank {rank}: waits for {named(absent)} to start ({said - started:.0f} s)")
             time.sleep(_POLL_SECONDS)
             count = store.add("meeting/count", 0)
     except RuntimeError as error:
         raise ConnectionError(f"the ranks' store at {_place()} is gone: {first_line(error)}") from error
     return store
+
+
+def second_store(rank: int, world_size: int, timeout: float) -> Store:
+    """Another connection to the store of ranks that have met: a connection serves one thread at a time."""
+    return _connect(rank, world_size, timeout, is_host=False)
+
+
+def lives_in_rank_0() -> bool:
+    """Whether the store ends with rank 0."""
+    return _hosts(0)
 
 
 def ranks_on_this_host(store: Store) -> int:
@@ -91,8 +110,13 @@ def refuse(rank: int, world_size: int, reason: str) -> None:
     if _hosts(rank):
         return  # the store would end with this process, before others could read it
     with suppress(TimeoutError, ConnectionError, InvalidRun, RuntimeError):
-        store = _connect(rank, world_size, _REFUSE_SECONDS)
+        store = _connect(rank, world_size, _REFUSE_SECONDS, is_host=False)
         store.set("meeting/refusal", f"rank {rank} cannot start: {reason.rstrip('.')}")
+
+
+def say(text: str) -> None:
+    """Write a line to the rank's log."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -102,7 +126,7 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
 
 
-def _connect(rank: int, world_size: int, timeout: float) -> Store:
+def _connect(rank: int, world_size: int, timeout: float, *, is_host: bool) -> Store:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise InvalidRun(
@@ -114,7 +138,7 @@ def _connect(rank: int, world_size: int, timeout: float) -> Store:
             host_name=host,
             port=int(port),
             world_size=world_size,
-            is_master=_hosts(rank),
+            is_master=is_host,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,  # `meet` waits, and can name the absent ones
             multi_tenant=True,
@@ -124,7 +148,7 @@ def _connect(rank: int, world_size: int, timeout: float) -> Store:
             raise ConnectionError(f"{_place()} is used by another program") from error
         raise TimeoutError(
             f"rank 0 did not start: no answer at {_place()} within {timeout:g} s. Start every rank "
-            f"within that time, or raise --timeout; its log may say why it did not start"
+            f"within that time, or raise {_OPTIONS}; its log may say why it did not start"
         ) from error
     # Under torchrun, one store may serve several attempts.
     return PrefixStore(f"zbv/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

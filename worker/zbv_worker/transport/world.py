@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.transport import nccl_environment
+from zbv_worker.transport.rendezvous import say
 
 Backend = Literal["gloo", "nccl"]
 
@@ -84,10 +86,8 @@ def select_device(backend: Backend, local_rank: int) -> torch.device:
     """The device of a rank: CPU for gloo, its own GPU for NCCL; raises :class:`InvalidRun`."""
     if backend == "gloo":
         return torch.device("cpu")
-    # Each channel uses a stream, and a middle rank of a V has eight besides its compute stream. Streams that
-    # share a hardware queue (8 by default) can block each other, here possibly forever. CUDA reads this
-    # variable when it starts.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    for line in nccl_environment.apply(os.environ):  # before CUDA starts
+        say(line)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
         raise InvalidRun(

@@ -64,6 +64,10 @@ ACTION_TIMES = ("forward", "backward_input", "backward_weight", "backward")
 """The measured times of a stage, F, I, W and B, as :class:`StageProfile` and problems name them."""
 
 
+LEAST_WEIGHT_SHARE = 0.05
+"""The smallest share of W in the time of I and W for which the planner may split a backward."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """The median and the 90th percentile of a repeatedly measured time, in seconds."""
@@ -112,8 +116,26 @@ class StageProfile:
 
     @property
     def costs(self) -> tuple[dict[str, float], StageMemory]:
-        """The median times by name, in us, and the memory."""
-        return {name: getattr(self, name).microseconds for name in ACTION_TIMES}, self.memory
+        """The times of a problem by name, in us, and the memory.
+
+        They are the medians. But if a split gains nothing, W costs nothing and I as much as B, so that the
+        planner uses B.
+        """
+        times = {name: getattr(self, name).microseconds for name in ACTION_TIMES}
+        if self.is_worth_splitting:
+            return times, self.memory
+        return {**times, "backward_input": times["backward"], "backward_weight": 0.0}, self.memory
+
+    @property
+    def weight_share(self) -> float:
+        """The share of W in the time of I and W."""
+        both = self.backward_input.median + self.backward_weight.median
+        return self.backward_weight.median / both if both > 0 else 0.0
+
+    @property
+    def is_worth_splitting(self) -> bool:
+        """Whether W computes gradients, and takes enough of the backward's time to fill bubbles."""
+        return self.split is not None and self.split.share > 0 and self.weight_share >= LEAST_WEIGHT_SHARE
 
     @property
     def memory(self) -> StageMemory:

@@ -1,0 +1,167 @@
+"""Checkpoints written in the background are those that were saved, and an error does not go unnoticed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+from support.agents import DEADLINE, until
+from support.checkpointed import Alone, Runs, contents, newest_step, saving, write_v
+from zbv_worker.errors import ChannelTimeout, InvalidRun, Superseded
+from zbv_worker.host.local_ranks import LaunchError
+from zbv_worker.training import checkpoint_files
+from zbv_worker.training.checkpoint import newest_checkpoint
+from zbv_worker.training.checkpoint_files import RankFiles
+from zbv_worker.training.checkpoint_writer import BackgroundWriter
+
+
+def test_a_run_killed_while_it_writes_resumes_from_the_checkpoint_before(tmp_path: Path) -> None:
+    """Training goes on while a thread writes, so the killed run had trained further."""
+    runs, plan, saved = Runs(tmp_path), write_v(tmp_path / "plan.json", 2, 4), tmp_path / "saved"
+    undisturbed = runs.losses(plan, steps=6)
+    with runs.start(
+        plan,
+        *saving(saved, every=4),
+        module="support.hindered_rank",
+        environment={"ZBV_TEST_STUCK": "8"},
+        steps=1_000_000,
+    ) as started:
+        until(lambda: "step 11:" in started.log(0) + started.log(1))
+        half = saved / "step-00000008.g1.partial" / "rank-00000.safetensors"
+        assert half.read_bytes() == b"half"
+        for process in started.processes:
+            os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(LaunchError):
+            started.wait(timeout=DEADLINE)
+    assert newest_step(saved) == 4
+    again = runs.losses(plan, *saving(saved, every=4), steps=6)
+    assert again == {step: undisturbed[step] for step in (4, 5)}
+    assert not list(saved.glob("*.partial"))
+
+
+def test_a_rank_that_cannot_write_ends_the_run_with_the_error(tmp_path: Path) -> None:
+    """At the next step, although the next checkpoint is far away."""
+    plan, saved = write_v(tmp_path / "plan.json", 2, 4), tmp_path / "saved"
+    with Runs(tmp_path).start(
+        plan,
+        *saving(saved, every=100),
+        module="support.hindered_rank",
+        environment={"ZBV_TEST_FULL": "100"},
+        steps=1_000_000,
+    ) as started:
+        with pytest.raises(LaunchError):
+            started.wait(timeout=DEADLINE)
+        assert f"--checkpoint-dir {saved}: No space left on device." in started.log(1)
+        assert "step 199:" not in started.log(0) + started.log(1)
+        assert "Traceback" not in started.log(0) + started.log(1)
+    assert newest_checkpoint(saved) is None
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
+    """While this event is not set, nothing is written."""
+    opened, write = Event(), RankFiles.write
+
+    def wait_and_write(self: RankFiles, folder: Path) -> None:
+        if not opened.wait(60.0):
+            raise TimeoutError("the test never opened the gate")
+        write(self, folder)
+
+    monkeypatch.setattr(RankFiles, "write", wait_and_write)
+    yield opened
+    opened.set()
+
+
+def test_training_goes_on_and_the_files_are_those_of_a_synchronous_save(tmp_path: Path, gate: Event) -> None:
+    """Byte for byte, although parameters and optimizer have changed before anything is written."""
+    saved = {}
+    for name, is_synchronous in (("synchronous", True), ("background", False)):
+        alone = Alone.of(tmp_path / name, seed=1, is_synchronous=is_synchronous)
+        alone.train(2)
+        random.seed(3)
+        (gate.set if is_synchronous else gate.clear)()
+        alone.checkpoints.save(2)
+        alone.train(3)
+        assert (newest_checkpoint(tmp_path / name) is not None) == is_synchronous
+        gate.set()
+        alone.checkpoints.finish()
+        saved[name] = contents(tmp_path / name)
+    assert len(saved["background"]) == 2
+    assert saved["background"] == saved["synchronous"]
+
+
+def test_the_next_save_waits_for_the_one_in_progress(tmp_path: Path, gate: Event) -> None:
+    alone = Alone.of(tmp_path, seed=1)
+    alone.checkpoints.save(1)
+    order: list[str] = []
+    wait = BackgroundWriter.wait
+
+    def watched(self: BackgroundWriter) -> None:
+        gate.set()
+        wait(self)
+        order.append(newest_checkpoint(tmp_path).name)  # type: ignore[union-attr]  # it exists by now
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackgroundWriter, "wait", watched)
+        alone.checkpoints.save(2)
+    assert order == ["step-00000001.g1"]
+    alone.checkpoints.finish()
+    assert newest_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize("is_at_the_end", [False, True])
+def test_a_full_disk_is_reported_at_the_next_step_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_at_the_end: bool
+) -> None:
+    alone = Alone.of(tmp_path, seed=1)
+    alone.save(1)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
+    alone.checkpoints.save(2)
+    until(lambda: alone.checkpoints._writer.has_failed)
+    said = f"--checkpoint-dir {tmp_path}: No space left on device."
+    with pytest.raises(InvalidRun) as raised:
+        (alone.checkpoints.finish if is_at_the_end else alone.checkpoints.check)()
+    assert str(raised.value) == said
+    assert newest_step(tmp_path) == 1
+
+
+def test_a_superseded_run_completes_no_checkpoint(tmp_path: Path, gate: Event) -> None:
+    gate.set()
+    first = Alone.of(tmp_path, seed=1)
+    first.save(1)
+    gate.clear()
+    first.checkpoints.save(2)
+    successor = Alone.of(tmp_path, seed=1)
+    assert successor.checkpoints.load_newest() == 1
+    before = contents(tmp_path)
+    gate.set()
+    with pytest.raises(Superseded, match="generation 2 has taken over"):
+        first.checkpoints.finish()
+    assert contents(tmp_path) == before
+
+
+def test_rank_0_completes_nothing_without_the_files_of_all_ranks() -> None:
+    writer = BackgroundWriter(0, timeout=0.3)
+    with pytest.raises(ChannelTimeout, match=r"rank 0, at a checkpoint: rank 1, 3 did not write its files"):
+        writer.until_none(lambda: [1, 3])
+    absent = [[3], [3], list[int]()]
+    writer.until_none(lambda: absent.pop(0))
+    assert not absent
+
+
+def test_a_run_that_fails_waits_for_no_files() -> None:
+    writer = BackgroundWriter(0, timeout=60.0)
+    writer.start(lambda: writer.until_none(lambda: [1]))
+    writer.close()
+    with pytest.raises(ChannelTimeout):
+        writer.wait()

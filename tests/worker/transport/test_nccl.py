@@ -1,0 +1,359 @@
+"""Channels over NCCL on a small fake of its groups; the model in tests/worker/nccl_model runs whole plans."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuda
+from support.manual_clock import ManualClock
+from support.thread_transport import ThreadHub
+from torch import Tensor
+from zbv_worker.transport.channels import ChannelKey, TensorSpec
+from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.nccl import NcclTransport, greeting_order, kernels_at_once
+from zbv_worker.transport.torch_api import GroupOptions
+
+CPU = torch.device("cpu")
+SPEC = TensorSpec((2,), torch.float32)
+V4 = [ChannelKey(a, b) for a in range(4) for b in (a - 1, a + 1) if 0 <= b < 4]
+
+
+class FakeWork:
+    """Refuses what NCCL's work refuses; completes when the test says so, or on abort."""
+
+    def __init__(self, group: FakeGroup, tensor: Tensor):
+        self._group = group
+        self.tensor = weakref.ref(tensor)
+        self.is_done = False
+        self.failure: str | None = None
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return self.is_done or self._group.is_aborted
+
+    def wait(self, *timeout: object) -> bool:
+        if timeout:
+            raise AssertionError("with a timeout, NCCL blocks the host")
+        self.waits += 1
+        if self.failure is not None and not self._group.is_aborted:
+            raise RuntimeError(self.failure)
+        return True
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
+
+
+class FakeGroup:
+    """Completes greetings at once, because their order is what a test looks at."""
+
+    process_group = None
+
+    def __init__(self, api: FakeNccl, ranks: Sequence[int], options: GroupOptions):
+        self.ranks, self.options = ranks, options
+        self._api = api
+        self.works: list[FakeWork] = []
+        self.timeout: timedelta | None = None
+        self.is_aborted = False
+        self.abort_takes = 0.0
+        self.abort_fails = False
+
+    def _issue(self, tensor: Tensor, what: str, peer: int | None) -> FakeWork:
+        self._api.issued.append((what, *self.ranks))
+        work = FakeWork(self, tensor)
+        work.is_done = not self.works and self._api.connects
+        self.works.append(work)
+        if peer is not None and not 0 <= peer < len(self.ranks):
+            raise RuntimeError("invalid peer")
+        return work
+
+    def send(self, tensor: Tensor, peer: int) -> FakeWork:
+        return self._issue(tensor, "send", peer)
+
+    def receive(self, tensor: Tensor, peer: int) -> FakeWork:
+        return self._issue(tensor, "receive", peer)
+
+    def all_reduce(self, tensor: Tensor) -> FakeWork:
+        return self._issue(tensor, "sum", None)
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> FakeWork:
+        return self._issue(part, "gather", None)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> FakeWork:
+        return self._issue(whole, "scatter", None)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def abort(self) -> None:
+        assert self.timeout is not None, "an abort waits for the group's timeout, which is a day"
+        if self.abort_fails:
+            raise RuntimeError("abort failed")
+        time.sleep(self.abort_takes)
+        self.is_aborted = True
+
+
+@dataclass
+class FakeNccl:
+    rank: int
+    connects: bool = True
+    groups: list[FakeGroup] = field(default_factory=list)
+    created: list[tuple[int, ...]] = field(default_factory=list)
+    issued: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def version(self) -> str:
+        return "2.27.5"
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
+    ) -> FakeGroup | None:
+        assert timeout >= timedelta(hours=1), "NCCL's watchdog would fire before the worker's own deadlines"
+        self.created.append(tuple(ranks))
+        if self.rank not in ranks:
+            return None
+        self.groups.append(FakeGroup(self, ranks, options))
+        return self.groups[-1]
+
+
+class FakeControl:
+    """Enough of a control plane for one rank alone."""
+
+    def __init__(self, rank: int, pp_degree: int, replicas: int = 1):
+        transport = ThreadHub(pp_degree, replicas).transport(rank)
+        self.rank, self.layout = transport.rank, transport.layout
+        self.ranks_on_host = 1
+        self.is_closed = False
+
+    def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
+        return values * 10
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class Rank:
+    api: FakeNccl
+    clock: ManualClock
+    transport: NcclTransport
+    control: FakeControl
+
+    def works(self, key: ChannelKey) -> list[FakeWork]:
+        """The operations on a channel after its greeting."""
+        index = [tuple(sorted(k)) for k in greeting_order(V4) if self.api.rank in k]
+        at = [k for k in greeting_order(V4) if self.api.rank in k].index(key)
+        assert len(index) == len(self.api.groups)
+        return self.api.groups[at].works[1:]
+
+
+def rank_of_v(rank: int = 1) -> Rank:
+    api, clock, control = FakeNccl(rank), ManualClock(), FakeControl(rank, 4)
+    transport = NcclTransport(_control(control), CPU, 5.0, api=api, cuda=FakeCuda(), clock=clock)
+    transport.open(V4, 5.0)
+    return Rank(api, clock, transport, control)
+
+
+def _control(control: FakeControl) -> ControlPlane:
+    return control  # type: ignore[return-value]  # only what these tests need
+
+
+def test_disjoint_neighbours_connect_at_the_same_time() -> None:
+    order = greeting_order(V4)
+    assert sorted(order) == sorted(V4)
+    rounds: list[list[ChannelKey]] = [[]]
+    for key in order:
+        if any({*key} & {*other} for other in rounds[-1]):
+            rounds.append([])
+        rounds[-1].append(key)
+    assert len(rounds) == 4, "a middle rank has four channels, so four rounds are the fewest"
+
+
+@pytest.mark.parametrize("p", [2, 5, 16])
+def test_blocking_greetings_in_the_common_order_never_deadlock(p: int) -> None:
+    keys = [ChannelKey(a, b) for a in range(p) for b in ((a - 1) % p, (a + 1) % p) if a != b]
+    left = {rank: [key for key in greeting_order(keys) if rank in key] for rank in range(p)}
+    while any(left.values()):
+        ready = [key for key in set(keys) if all(left[end][:1] == [key] for end in key)]
+        assert ready, f"every rank waits: {left}"
+        for key in ready:
+            for end in key:
+                left[end].pop(0)
+
+
+def test_every_channel_is_created_on_all_ranks_and_greeted_before_the_first_step() -> None:
+    ranks = [rank_of_v(rank) for rank in range(4)]
+    assert len({tuple(rank.api.created) for rank in ranks}) == 1
+    assert len(ranks[0].api.created) == len(V4)
+    middle = [key for key in greeting_order(V4) if 1 in key]
+    said = [("send" if key.sender == 1 else "receive", *sorted(key)) for key in middle]
+    assert ranks[1].api.issued == said
+
+
+def test_channels_have_few_thread_blocks_on_streams_of_high_priority() -> None:
+    rank = rank_of_v()
+    assert {group.options for group in rank.api.groups} == {GroupOptions(4, is_high_priority=True)}
+
+
+def test_a_channel_that_does_not_connect_is_named_within_the_timeout() -> None:
+    api, clock = FakeNccl(1, connects=False), ManualClock()
+    control = _control(FakeControl(1, 4))
+    transport = NcclTransport(control, CPU, 5.0, api=api, cuda=FakeCuda(), clock=clock)
+    with pytest.raises(TimeoutError, match="the channel 0→1 did not connect"):
+        transport.open([ChannelKey(0, 1)], 5.0)
+    assert 5.0 <= clock.now() < 6.0
+
+
+@pytest.mark.parametrize(("rank", "kernels"), [(0, 2), (1, 4), (3, 2)])
+def test_a_device_runs_one_waiting_kernel_per_communicator(rank: int, kernels: int) -> None:
+    assert kernels_at_once(V4, rank) == kernels == len(rank_of_v(rank).api.groups)
+    assert kernels_at_once(V4, rank, 2, sums_over_ranks=True) == kernels + 2
+
+
+def test_a_sent_tensor_is_kept_until_its_send_is_complete() -> None:
+    rank = rank_of_v()
+    key = ChannelKey(1, 2)
+    rank.transport.sender(key)(torch.ones(2), "1F0")
+    (work,) = rank.works(key)
+    rank.transport.check()
+    assert work.tensor() is not None
+    work.is_done = True
+    rank.clock.pause(1)
+    rank.transport.check()
+    assert work.tensor() is None
+    assert work.waits == 1
+
+
+def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
+    rank = rank_of_v()
+    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
+    (work,) = rank.works(ChannelKey(1, 2))
+    work.failure, work.is_done = "NCCL error: remote process exited\nmore", True
+    rank.clock.pause(1)
+    with pytest.raises(ConnectionError, match="sending 1F0 to rank 2: NCCL error: remote process exited$"):
+        rank.transport.check()
+
+
+def test_looks_at_sends_are_rare() -> None:
+    rank = rank_of_v()
+    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
+    (work,) = rank.works(ChannelKey(1, 2))
+    looks: list[None] = []
+    work.is_completed = lambda: bool(looks.append(None))  # type: ignore[func-returns-value,method-assign]
+    for _ in range(100):
+        rank.transport.check()
+    assert len(looks) == 1
+
+
+def test_a_flush_names_the_tensor_that_was_not_taken() -> None:
+    rank = rank_of_v()
+    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F7")
+    with pytest.raises(TimeoutError, match="rank 2 did not take 1F7"):
+        rank.transport.flush(3.0)
+    assert 3.0 <= rank.clock.now() < 4.0
+
+
+def test_a_receive_orders_the_stream_and_only_a_wait_blocks_the_host() -> None:
+    rank = rank_of_v()
+    receive = rank.transport.receiver(ChannelKey(0, 1))
+    pending = receive(SPEC)
+    before = rank.clock.now()
+    pending.on_stream(7.0)
+    (work,) = rank.works(ChannelKey(0, 1))
+    assert (work.waits, rank.clock.now()) == (1, before)
+    with pytest.raises(TimeoutError, match="nothing arrived"):
+        receive(SPEC).wait(7.0)
+    assert 7.0 <= rank.clock.now() - before < 8.0
+
+
+def test_another_thread_may_not_issue_operations() -> None:
+    rank = rank_of_v()
+    said: list[str] = []
+
+    def send() -> None:
+        try:
+            rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=send, name="loader")
+    thread.start()
+    thread.join(20)
+    assert len(said) == 1
+    assert "thread 'loader' issued an NCCL operation" in said[0]
+    assert rank.works(ChannelKey(1, 2)) == []
+
+
+def test_after_an_abort_nothing_counts_as_complete() -> None:
+    rank = rank_of_v()
+    pending = rank.transport.receiver(ChannelKey(0, 1))(SPEC)
+    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
+    rank.transport.abort(5.0)
+    assert all(group.is_aborted for group in rank.api.groups)
+    uses: list[Callable[[], object]] = [
+        lambda: pending.wait(5.0),
+        lambda: pending.on_stream(5.0),
+        rank.transport.check,
+        lambda: rank.transport.flush(5.0),
+        lambda: rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F1"),
+        lambda: rank.transport.receiver(ChannelKey(0, 1))(SPEC),
+    ]
+    for use in uses:
+        with pytest.raises(ConnectionError, match="this rank has aborted its communicators"):
+            use()
+    assert not rank.control.is_closed, "an abort must not destroy process groups"
+
+
+def test_aborts_run_at_the_same_time_and_one_that_hangs_does_not_hold_the_rank() -> None:
+    rank = rank_of_v()
+    rank.api.groups[0].abort_takes, rank.api.groups[1].abort_fails = 3600.0, True
+    rank.transport.abort(0.2)
+    assert [group.is_aborted for group in rank.api.groups] == [False, False, True, True]
+    assert {group.timeout for group in rank.api.groups} == {timedelta(seconds=0.2)}
+
+
+def test_sums_of_device_tensors_do_not_wait_on_the_host() -> None:
+    api, clock, control = FakeNccl(2), ManualClock(), FakeControl(2, 2, 2)
+    transport = NcclTransport(
+        _control(control), CPU, 5.0, api=api, cuda=FakeCuda(), clock=clock, sums_over_ranks=True
+    )
+    assert api.created == [(0, 1), (2, 3), (0, 1, 2, 3)]
+    tensor = torch.ones(2)
+    transport.sum_over_replicas(tensor).wait(5.0)
+    total = transport.sum_over_ranks(tensor, 5.0)
+    transport.gather_over_replicas(torch.ones(1), torch.ones(2)).wait(5.0)
+    transport.sum_parts_over_replicas(torch.ones(2), torch.ones(1)).wait(5.0)
+    replicas, everyone = api.groups
+    assert [work.waits for work in replicas.works + everyone.works] == [1] * 6
+    assert not any(work.is_done for work in replicas.works[1:] + everyone.works[1:])
+    assert total is not tensor
+    assert clock.now() == 0
+
+
+def test_without_its_communicator_a_sum_over_ranks_goes_through_the_host() -> None:
+    rank = rank_of_v()
+    assert rank.transport.sum_over_ranks(torch.ones(1), 5.0).tolist() == [10]
+
+
+def test_the_start_reports_version_options_memory_and_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    cuda = FakeCuda()
+    free = iter([2**30, 2**30 - 300 * 2**20])
+    cuda.mem_get_info = lambda device: (next(free), 2**30)  # type: ignore[method-assign]
+    api = FakeNccl(0)
+    transport = NcclTransport(_control(FakeControl(0, 2)), CPU, 5.0, api=api, cuda=cuda, clock=ManualClock())
+    transport.open([ChannelKey(0, 1), ChannelKey(1, 0)], 5.0)
+    (line,) = capsys.readouterr().err.splitlines()
+    said = (
+        "NCCL 2.27.5: 2 communicators (0→1, 1→0), 300 MiB of GPU memory; channels use at most 4 thread blocks"
+    )
+    assert line.startswith(f"rank 0: {said}")
+    said_of = transport.described(
+        {"NCCL_SOCKET_IFNAME": "eth0", "HOME": "/root", "CUDA_LAUNCH_BLOCKING": "0"}
+    )
+    assert said_of.endswith("; CUDA_LAUNCH_BLOCKING=0, NCCL_SOCKET_IFNAME=eth0")

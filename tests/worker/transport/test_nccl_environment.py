@@ -1,0 +1,62 @@
+"""Environment variables of CUDA, NCCL and torch: what is set, replaced, refused, and documented."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.paths import ROOT
+from zbv_worker.errors import InvalidRun
+from zbv_worker.transport.nccl_environment import TABLE, apply
+
+
+def test_an_empty_environment_gets_what_the_pipeline_needs_and_nothing_is_said() -> None:
+    environment: dict[str, str] = {}
+    assert apply(environment) == []
+    assert environment == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "NCCL_MAX_P2P_NCHANNELS": "4",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
+    assert apply(environment) == [], "a second application changes nothing"
+
+
+def test_the_single_connection_of_a_megatron_user_does_not_stay() -> None:
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    (said,) = apply(environment)
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert said.startswith("CUDA_DEVICE_MAX_CONNECTIONS: found 1; now 32. ")
+
+
+def test_a_users_choice_of_a_default_stays_and_is_reported() -> None:
+    environment = {"CUDA_MODULE_LOADING": "LAZY", "NCCL_MAX_P2P_NCHANNELS": "16"}
+    said = apply(environment)
+    assert (environment["CUDA_MODULE_LOADING"], environment["NCCL_MAX_P2P_NCHANNELS"]) == ("LAZY", "16")
+    assert [line.partition(".")[0] for line in said] == [
+        "CUDA_MODULE_LOADING: found LAZY; recommended EAGER",
+        "NCCL_MAX_P2P_NCHANNELS: found 16; recommended 4",
+    ]
+
+
+@pytest.mark.parametrize("name", [variable.name for variable in TABLE if variable.action == "refuse"])
+def test_a_value_with_which_ranks_would_wait_forever_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRun, match=f"environment variable {name}: found '1'; must be 0, or absent"):
+        apply({name: "1"})
+    assert apply({name: "0"}) == []
+
+
+def test_a_doubtful_value_is_reported_and_stays() -> None:
+    environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    (said,) = apply(environment)
+    assert said.startswith("TORCH_DISTRIBUTED_DEBUG: found DETAIL; recommended OFF.")
+    assert environment["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+
+
+def test_the_documentation_has_the_same_table() -> None:
+    page = (ROOT / "docs" / "nccl.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([A-Z0-9_]+)` \| (.+?) \| (\w+) \| (.+?) \|$", page, re.MULTILINE)
+    expected = [(v.name, " or ".join(v.wanted.split()), v.action, v.reason) for v in TABLE]
+    assert rows == expected

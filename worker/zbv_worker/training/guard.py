@@ -1,0 +1,84 @@
+"""What accompanies a run on one rank: signs of life, the watch over other ranks, and the start-up."""
+
+from __future__ import annotations
+
+from zbv_worker.errors import ChannelTimeout
+from zbv_worker.execution.progress import CurrentProgress
+from zbv_worker.training.ending import Ending
+from zbv_worker.training.startup import Startup
+from zbv_worker.transport.control import ConnectedTransport, GlooControl
+from zbv_worker.transport.failure_watch import SILENT_SECONDS, FailureNotes, FailureWatch
+from zbv_worker.transport.rendezvous import say
+
+
+class Guard:
+    """Watches over one rank of a run, from the moment at which the ranks have met.
+
+    Parameters
+    ----------
+    timeout
+        A rank without a sign of life for somewhat longer is lost: ranks that wait for it notice it first, and
+        know more.
+    startup_timeout
+        The same until the first steps are complete.
+    ending
+        Ends the process if another rank is lost; None to leave that to the waits of this rank.
+    """
+
+    def __init__(
+        self,
+        control: GlooControl,
+        progress: CurrentProgress,
+        timeout: float,
+        startup_timeout: float,
+        ending: Ending | None,
+    ):
+        self._rank = control.rank
+        self._progress = progress
+        self._timeout = timeout
+        self._ending = ending
+        self._watch: FailureWatch | None = None
+        self._is_connected = False
+        if ending is not None:
+            self._watch = self._begin_watch(control, ending, startup_timeout)
+        self._startup = Startup(self._rank, startup_timeout, self._doing, self._be_late)
+
+    def _begin_watch(self, control: GlooControl, ending: Ending, patience: float) -> FailureWatch:
+        notes = FailureNotes(control.other_notes(patience), self._rank)
+        ending.met(control, notes, self._progress)
+        next_rank = (self._rank + 1) % control.layout.world_size
+        following = None if next_rank == self._rank else next_rank
+        watch = FailureWatch(notes, following, patience, self._progress.doing, ending.lose)
+        watch.start()
+        return watch
+
+    def connected(self, transport: ConnectedTransport) -> None:
+        """Abort this transport after a failure."""
+        self._is_connected = True
+        if self._ending is not None:
+            self._ending.transport = transport
+
+    def started(self) -> None:
+        """The first steps are complete."""
+        self._startup.done()
+        if self._watch is not None:
+            self._watch.be_patient(self._timeout + 2 * SILENT_SECONDS)
+
+    def end(self) -> None:
+        """Stop, before the last barrier of the run: after it, the ranks' store may end at any time."""
+        self._startup.done()
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _doing(self) -> str:
+        if not self._is_connected:
+            return "connecting to the other ranks"
+        doing = self._progress.doing()
+        waits = "" if doing.waits_for is None else f", waits for rank {doing.waits_for}"
+        return f"in {doing.at}{waits}"
+
+    def _be_late(self, text: str) -> None:
+        if self._ending is None:
+            say(text)
+        else:
+            self._ending.fail(ChannelTimeout(text))

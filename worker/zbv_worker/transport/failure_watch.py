@@ -1,0 +1,223 @@
+"""Tells the ranks of a run that one of them failed, was killed or hangs, and which one.
+
+Every rank publishes a sign of life and what it waits for, and polls the first failure that any rank
+published. All of that goes through the ranks' store from a thread with a connection that no other thread
+uses, so it works while the rank waits inside CUDA, NCCL or gloo. Each rank watches the signs of the next one,
+so the store gets a constant number of requests per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, Protocol
+
+from zbv_worker.transport.torch_api import Clock, HostClock
+
+BEAT_SECONDS = 0.5
+SILENT_SECONDS = 3 * BEAT_SECONDS
+"""A rank without a sign of life for this long is said to be silent, once it is the cause of a failure."""
+_SILENT = "it gives no sign of life; its process or host ended, or is stopped"
+_FAILURE, _SIGN, _ENDED = "failure", "sign/{}", "ended"
+
+
+class Notes(Protocol):
+    """Notes that every rank can read; both methods raise ConnectionError if the ranks' store is gone."""
+
+    def post(self, name: str, value: str) -> None:
+        """Publish a note."""
+
+    def posted(self, name: str) -> str | None:
+        """Return a note, or None if no rank has published it. Does not wait."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank does: where it is, in words, and the rank that it waits for, if any."""
+
+    at: str
+    waits_for: int | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The rank that made the run fail, and why.
+
+    Attributes
+    ----------
+    is_input_wrong
+        Whether a retry with the same input is pointless.
+    """
+
+    rank: int
+    reason: str
+    is_input_wrong: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} lost: {self.reason}"
+
+
+class _Sign(NamedTuple):
+    beat: int
+    doing: Doing
+
+
+class FailureNotes:
+    """The failure notes of one rank."""
+
+    def __init__(self, notes: Notes, rank: int, clock: Clock | None = None):
+        self._notes = notes
+        self._rank = rank
+        self._clock = clock or HostClock()
+
+    def publish(self, loss: Loss) -> None:
+        """Publish the cause of the run's failure, unless a rank has done so."""
+        if self.first() is None:
+            self._notes.post(_FAILURE, json.dumps(asdict(loss)))
+
+    def first(self) -> Loss | None:
+        """The cause that a rank has published."""
+        found = self._notes.posted(_FAILURE)
+        return None if found is None else Loss(**json.loads(found))
+
+    def sign(self, beat: int, doing: Doing) -> None:
+        """Publish a sign of life."""
+        self._notes.post(_SIGN.format(self._rank), json.dumps({"beat": beat, **asdict(doing)}))
+
+    def sign_last(self) -> None:
+        """Announce that no sign of life will follow, because this rank has ended its run."""
+        self._notes.post(_SIGN.format(self._rank), json.dumps(_ENDED))
+
+    def sign_of(self, rank: int) -> _Sign | None:
+        """The newest sign of life of a rank; None if there is none, or none is expected."""
+        found = json.loads(self._notes.posted(_SIGN.format(rank)) or "null")
+        if not isinstance(found, dict):
+            return None
+        return _Sign(found["beat"], Doing(found["at"], found["waits_for"]))
+
+    def cause(self, peer: int) -> Loss:
+        """Find the rank to blame after this rank waited for ``peer`` without success.
+
+        The peer may itself wait for another rank, and so on: the last rank of that chain is to blame. Takes
+        at most :data:`SILENT_SECONDS`, the time after which a rank counts as silent.
+        """
+        deadline = self._clock.now() + SILENT_SECONDS
+        beats: dict[int, int | None] = {}
+        while True:
+            known = self.first()
+            if known is not None:
+                return known
+            rank, sign = self._end_of_chain(peer)
+            beat = None if sign is None else sign.beat
+            if sign is not None and beats.setdefault(rank, beat) != beat:
+                return Loss(rank, _stuck(sign.doing))
+            if self._clock.now() > deadline:
+                return Loss(rank, _SILENT)
+            self._clock.pause(BEAT_SECONDS / 5)
+
+    def silent_one(self, world_size: int) -> Loss | None:
+        """Find a rank to blame after a wait for all ranks: the published cause, or a silent rank."""
+        before = [self.sign_of(rank) for rank in range(world_size)]
+        self._clock.pause(SILENT_SECONDS)
+        known = self.first()
+        if known is not None:
+            return known
+        for rank, sign in enumerate(before):
+            if sign is not None and rank != self._rank and sign == self.sign_of(rank):
+                return Loss(rank, _SILENT)
+        return None
+
+    def _end_of_chain(self, peer: int) -> tuple[int, _Sign | None]:
+        visited = {self._rank}
+        rank = peer
+        while True:
+            visited.add(rank)
+            sign = self.sign_of(rank)
+            further = None if sign is None else sign.doing.waits_for
+            if further is None or further in visited:
+                return rank, sign
+            rank = further
+
+
+def _stuck(doing: Doing) -> str:
+    waits = "" if doing.waits_for is None else f", which waits for rank {doing.waits_for}"
+    return f"it is alive, but does not get beyond {doing.at}{waits}"
+
+
+class FailureWatch:
+    """Polls for failures from a thread, from :meth:`start` to :meth:`stop`.
+
+    Parameters
+    ----------
+    following
+        The rank whose signs of life this rank watches; None for none.
+    patience
+        Seconds without a sign of life after which that rank is lost. Changes with :meth:`be_patient`.
+    doing
+        What this rank does at the moment.
+    on_loss
+        Called once, from the watching thread, with the loss; also if the store is gone.
+    """
+
+    def __init__(
+        self,
+        notes: FailureNotes,
+        following: int | None,
+        patience: float,
+        doing: Callable[[], Doing],
+        on_loss: Callable[[Loss], None],
+        clock: Clock | None = None,
+    ):
+        self._notes = notes
+        self._following = following
+        self._patience = patience
+        self._doing = doing
+        self._on_loss = on_loss
+        self._clock = clock or HostClock()
+        self._beat = 0
+        self._seen: tuple[_Sign | None, float] = (None, self._clock.now())
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="zbv-watch", daemon=True)
+
+    def start(self) -> None:
+        """Start to watch."""
+        self._thread.start()
+
+    def be_patient(self, seconds: float) -> None:
+        """Change the patience."""
+        self._patience = seconds
+
+    def stop(self) -> None:
+        """Stop, at the regular end of this rank; the others then expect no sign of life from it."""
+        self._stopped.set()
+        self._thread.join(timeout=10 * BEAT_SECONDS)
+        self._notes.sign_last()
+
+    def look(self) -> Loss | None:
+        """Give a sign of life, and return the loss if there is one."""
+        self._beat += 1
+        self._notes.sign(self._beat, self._doing())
+        known = self._notes.first()
+        if known is not None or self._following is None:
+            return known
+        sign, now = self._notes.sign_of(self._following), self._clock.now()
+        if sign is None or self._seen[0] is None or sign.beat != self._seen[0].beat:
+            self._seen = sign, now
+        silent = now - self._seen[1]
+        if silent <= self._patience:
+            return None
+        loss = Loss(self._following, f"it has given no sign of life for {silent:.0f} s")
+        self._notes.publish(loss)
+        return loss
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(BEAT_SECONDS):
+            try:
+                loss = self.look()
+            except ConnectionError as error:
+                loss = Loss(0, str(error))
+            if loss is not None and not self._stopped.is_set():
+                self._on_loss(loss)
+                return

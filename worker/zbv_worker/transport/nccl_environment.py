@@ -1,0 +1,158 @@
+"""The environment variables of CUDA, NCCL and torch's NCCL backend that decide whether a pipeline works.
+
+They are read when CUDA starts or when the first group is created, so :func:`apply` runs before both. The
+table is part of the documentation (docs/nccl.md); a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zbv_worker.errors import InvalidRun
+
+Action = Literal["default", "replace", "refuse", "warn"]
+"""``default``: set if absent, another value is reported. ``replace``: set in any case. ``refuse``: another
+value ends the run. ``warn``: another value is reported."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable, the value that the worker wants, and what it does about another one.
+
+    Attributes
+    ----------
+    wanted
+        The value to set; for ``refuse`` and ``warn`` the values that are fine in addition to absence,
+        separated by spaces.
+    """
+
+    name: str
+    wanted: str
+    action: Action
+    reason: str
+
+
+TABLE = (
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "32",
+        "replace",
+        "Streams that share a hardware queue may block each other forever. Megatron-LM asks for 1.",
+    ),
+    Variable(
+        "CUDA_MODULE_LOADING",
+        "EAGER",
+        "default",
+        "With lazy loading, the first launch of a kernel may wait for the whole device, receives included.",
+    ),
+    Variable(
+        "CUDA_LAUNCH_BLOCKING",
+        "0",
+        "refuse",
+        "Every launch would wait for its kernel, so a receive posted ahead would stop the rank.",
+    ),
+    Variable(
+        "NCCL_MAX_P2P_NCHANNELS",
+        "4",
+        "default",
+        "A waiting receive occupies a multiprocessor per channel. Raise it if transfers limit the speed.",
+    ),
+    Variable(
+        "NCCL_LAUNCH_ORDER_IMPLICIT",
+        "0",
+        "refuse",
+        "NCCL would run all communicators' kernels in the host's order, which neighbours do not share.",
+    ),
+    Variable(
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "0",
+        "refuse",
+        "The host would wait for every tensor, instead of the compute stream.",
+    ),
+    Variable(
+        "NCCL_BLOCKING_WAIT",
+        "0",
+        "refuse",
+        "The older name of TORCH_NCCL_BLOCKING_WAIT.",
+    ),
+    Variable(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "0",
+        "replace",
+        "Otherwise torch's watchdog ends a failed process before it has written the reason.",
+    ),
+    Variable(
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "0",
+        "replace",
+        "Otherwise torch's monitors may end processes minutes after an error of another rank.",
+    ),
+    Variable(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "0",
+        "replace",
+        "Otherwise an error of one rank makes the monitors of all ranks act.",
+    ),
+    Variable(
+        "TORCH_NCCL_PROPAGATE_ERROR",
+        "0",
+        "warn",
+        "The worker tells the other ranks itself, and says which rank failed first.",
+    ),
+    Variable(
+        "TORCH_NCCL_USE_COMM_NONBLOCKING",
+        "0",
+        "warn",
+        "The worker's order of connecting is for calls that block; others are untested.",
+    ),
+    Variable(
+        "TORCH_NCCL_ENABLE_TIMING",
+        "0",
+        "warn",
+        "The watchdog then calls CUDA more often, which may hang. The worker uses its own events.",
+    ),
+    Variable(
+        "TORCH_DISTRIBUTED_DEBUG",
+        "OFF INFO",
+        "warn",
+        "DETAIL makes the host wait for all ranks of every sum.",
+    ),
+)
+
+REPORTED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_")
+"""Names, or their beginnings, of variables that are only reported, such as NCCL_SOCKET_IFNAME."""
+
+
+def apply(environment: MutableMapping[str, str]) -> list[str]:
+    """Set what the worker needs; returns a message per changed or doubtful variable.
+
+    Raises
+    ------
+    InvalidRun
+        If a variable has a value with which a pipeline cannot run.
+    """
+    said = []
+    for variable in TABLE:
+        name, wanted = variable.name, variable.wanted.split()
+        found = environment.get(name)
+        if variable.action == "replace" or (variable.action == "default" and found is None):
+            environment[name] = wanted[0]
+        if found is None or found in wanted:
+            continue
+        if variable.action == "refuse":
+            raise InvalidRun(
+                f"environment variable {name}: found {found!r}; must be {' or '.join(wanted)}, or absent. "
+                f"{variable.reason}"
+            )
+        change = "now" if variable.action == "replace" else "recommended"
+        said.append(f"{name}: found {found}; {change} {wanted[0]}. {variable.reason}")
+    return said
+
+
+def found(environment: Mapping[str, str]) -> str:
+    """All variables that matter, with their values, in one line."""
+    names = {variable.name for variable in TABLE}
+    listed = sorted(name for name in environment if name in names or name.startswith(REPORTED))
+    return ", ".join(f"{name}={environment[name]}" for name in listed)

@@ -330,7 +330,7 @@ class FakeGroup:
         if self._is_aborted:
             raise torch.distributed.DistBackendError(f"NCCL communicator was aborted on rank {device.rank}.")
         for tensor in (source, target):
-            _check_device_tensor(device, tensor)
+            _check_device_tensor(device, tensor, kind)
         communicator = self._communicators.get(self._name, key, ranks)
         stream = self._streams.get(key)
         if stream is None:
@@ -372,7 +372,7 @@ class FakeGroup:
         simulation.watch(operation.issued + self._timeout.total_seconds(), expire)
 
 
-def _check_device_tensor(device: Device, tensor: Tensor | None) -> None:
+def _check_device_tensor(device: Device, tensor: Tensor | None, kind: Kind) -> None:
     """Raise what ``check_gpu_single_tensor`` raises."""
     if tensor is None:
         return
@@ -380,6 +380,8 @@ def _check_device_tensor(device: Device, tensor: Tensor | None) -> None:
     if tensor.is_sparse or block is None or not block.is_on_device:
         raise ValueError("Tensors must be CUDA and dense")
     if not tensor.is_contiguous():
+        if kind in ("send", "receive"):  # torch warns once and moves the bytes as they lie
+            raise ModelError(f"the tensor of a {kind} is not contiguous")
         raise ValueError("Tensors must be contiguous")
 
 

@@ -36,7 +36,7 @@ class ModelRun:
     transport
         Creates the transport; a test passes a wrong one.
     checks_memory
-        Whether nothing but the stages' weights may stay allocated at the end, which takes a while to find out.
+        Whether nothing but the stages' weights may stay allocated at the end. Takes a while.
     plan
         Changes a rank's part of the plan; a test passes a wrong change.
     """

@@ -1,6 +1,6 @@
 """Virtual time: one Python thread per rank, of which exactly one runs at a time.
 
-The scheduler always resumes whoever is earliest, a host or a device, so a run depends on its seed alone. A
+The scheduler always continues with the earliest host or device, so a run depends on its seed alone. A
 host that only polls does not advance time in small steps: it sleeps until something changes, or ever longer.
 """
 
@@ -234,7 +234,7 @@ class Simulation:
         self.resume(host, 0.0)
 
     def hand_over(self, host: Host | None) -> None:
-        """Let whoever is next run: called by a host that yields, which returns at its next turn, or ends.
+        """Let the next host run: called by a host that yields, which returns at its next turn, or ends.
 
         The thread that yields does the work of the devices itself, which saves most changes of thread.
         """

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +94,8 @@ def _run(plan: Plan, kernels: int, seed: int, replicas: int) -> int | None:
 
     how = ModelRun(seed=seed, replicas=replicas, device=DeviceModes(kernel_slots=kernels))
     try:
-        used = run_plan(*plan, how)
+        with redirect_stderr(StringIO()):  # the transport writes a line per rank when it connects
+            used = run_plan(*plan, how)
     except Deadlock:
         return None
     if any(use.receive_buffers > use.account for use in used):

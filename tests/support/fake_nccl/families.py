@@ -74,7 +74,10 @@ FAMILIES: dict[str, Callable[[int, int], Plan]] = {
 """A family makes a plan for p ranks and m microbatches."""
 
 
-def stated_kernels(plan: Plan, replicas: int = 1) -> int:
+def stated_kernels(plan: Plan, replicas: int = 1, *, sums_over_ranks: bool = False) -> int:
     """How many kernels of NCCL the transport needs to run at once on its busiest rank."""
     keys = {key_of(channel) for channel in channels(*plan)}
-    return max(kernels_at_once(keys, rank, replicas) for rank in range(plan[0].pp_degree))
+    return max(
+        kernels_at_once(keys, rank, replicas, sums_over_ranks=sums_over_ranks)
+        for rank in range(plan[0].pp_degree)
+    )

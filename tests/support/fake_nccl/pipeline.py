@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+import torch
 from torch import Tensor
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, Launched
 from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
 from zbv_worker.execution.timeline import CudaTimeline
-from zbv_worker.transport.channels import key_of
+from zbv_worker.transport.channels import Reduction, key_of
 from zbv_worker.transport.nccl import NcclTransport
 
 from support.fake_nccl.cluster import Cluster, FakeRank
@@ -36,13 +36,14 @@ class ModelRun:
     transport
         Creates the transport; a test passes a wrong one.
     checks_memory
-        Whether nothing but the stages' weights may stay allocated at the end. Takes a while.
+        Whether no device memory may stay allocated at the end. Takes a while.
     plan
         Changes a rank's part of the plan; a test passes a wrong change.
     """
 
     steps: int = 2
     replicas: int = 1
+    sums_over_ranks: bool = False
     seed: int = 0
     look_ahead: int = DEFAULT_LOOK_AHEAD
     device: DeviceModes = field(default_factory=DeviceModes)
@@ -60,8 +61,6 @@ class RankUse:
     ----------
     kernels
         The most kernels of NCCL that ran at once.
-    communicators
-        Those that the rank is a member of.
     receive_buffers
         Receive buffers of the transport's pool, without those of headers.
     account
@@ -71,7 +70,6 @@ class RankUse:
     """
 
     kernels: int
-    communicators: int
     receive_buffers: int
     account: int
     unsent: int
@@ -92,66 +90,112 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
         device=how.device,
         nccl=how.nccl,
     )
-    keys = sorted({key_of(channel) for channel in channels(problem, orders)})
     wanted = [
         [expected(problem.n_stages, problem.microbatches, step, replica) for replica in range(how.replicas)]
         for step in range(how.steps)
     ]
 
     def main(here: FakeRank) -> RankUse:
-        transport = how.transport(
-            here.control, here.torch_device, TIMEOUT, api=here.nccl, cuda=here.cuda, clock=here.clock
+        run = _RankRun(here, problem, orders, how)
+        for step in range(how.steps):
+            run.launch(step)
+        for step in range(how.steps):
+            run.check(step, wanted[step])
+        use = run.close()
+        if how.checks_memory:
+            del run
+            gc.collect()
+            kept = here.device.memory.users()
+            _require(not kept, f"device memory that nothing frees, last written by {kept}")
+        return use
+
+    return cluster.run(main)
+
+
+class _RankRun:
+    """One rank with the real transport and executor."""
+
+    def __init__(self, here: FakeRank, problem: Problem, orders: Orders, how: ModelRun):
+        self._here = here
+        self._how = how
+        self._transport = transport = how.transport(
+            here.control,
+            here.torch_device,
+            TIMEOUT,
+            api=here.nccl,
+            cuda=here.cuda,
+            clock=here.clock,
+            sums_over_ranks=how.sums_over_ranks,
         )
-        plan = how.plan(RankPlan.of("plan", problem, orders, transport.pp_rank))
-        transport.open(keys, TIMEOUT)
-        stages = {index: FakeStage(index, problem.n_stages, here.device, SECONDS) for index in plan.stages}
-        sums: list[Any] = []
-        executor = Executor(
-            plan,
-            stages,
+        self._plan = how.plan(RankPlan.of("plan", problem, orders, transport.pp_rank))
+        transport.open(sorted({key_of(channel) for channel in channels(problem, orders)}), TIMEOUT)
+        self._stages = {s: FakeStage(s, problem.n_stages, here.device, SECONDS) for s in self._plan.stages}
+        self._sums: list[Reduction] = []
+        self._launched: list[Launched] = []
+        self._weights: list[dict[int, Tensor]] = []
+        self._totals: list[Tensor] = []
+        self._executor = Executor(
+            self._plan,
+            self._stages,
             FakeBatches(transport.replica),
             transport,
             device=here.torch_device,
             timeout=TIMEOUT,
             options=ExecutorOptions(
                 look_ahead=how.look_ahead,
-                on_stage_done=lambda stage: sums.append(transport.sum_over_replicas(stages[stage].weight)),
+                on_stage_done=self._sum_over_replicas,
                 timeline=CudaTimeline(here.torch_device, clock=here.clock, cuda=here.cuda),
             ),
         )
-        launched, weights = [], list[dict[int, Tensor]]()
-        for step in range(how.steps):
-            launched.append(executor.launch(step))
-            for reduction in sums:
-                reduction.wait(TIMEOUT)
-            sums.clear()
-            # As an optimizer does: queued behind the sums, without a wait of the host.
-            weights.append({index: stage.weight.clone() for index, stage in stages.items()})
-            for stage in stages.values():
-                stage.weight.zero_()
-        for step in range(how.steps):
-            results = {stage: weight.tolist() for stage, weight in weights[step].items()}
-            _check(wanted[step], transport.replica, launched[step].result().losses, results)
-        transport.flush(TIMEOUT)
-        transport.barrier(TIMEOUT)
-        pools = transport._buffers._pools
+
+    def _sum_over_replicas(self, stage: int) -> None:
+        self._sums.append(self._transport.sum_over_replicas(self._stages[stage].weight))
+
+    def launch(self, step: int) -> None:
+        """Queue a step and what an optimizer would do after it, without a wait of the host."""
+        self._launched.append(self._executor.launch(step))
+        for reduction in self._sums:
+            reduction.wait(TIMEOUT)
+        self._sums.clear()
+        self._weights.append({index: stage.weight.clone() for index, stage in self._stages.items()})
+        if self._how.sums_over_ranks:  # as for the norm of all gradients
+            own = torch.stack(list(self._weights[-1].values())).sum()
+            self._totals.append(self._transport.sum_over_ranks(own, TIMEOUT))
+        for stage in self._stages.values():
+            stage.weight.zero_()
+
+    def check(self, step: int, wanted: list[Expected]) -> None:
+        """Compare a step's losses and weight gradients, summed over the replicas, with the expected ones."""
+        has_last = max(self._stages) == max(wanted[0].weights)
+        losses = self._launched[step].result().losses
+        _require(losses == (wanted[self._transport.replica].losses if has_last else {}), f"losses {losses}")
+        for stage, weight in self._weights[step].items():
+            numbers = weight.tolist()
+            _require(numbers == _added(wanted, stage), f"weight gradients {numbers} of stage {stage}")
+        if self._how.sums_over_ranks:
+            total = sum(sum(_added(wanted, stage)) for stage in wanted[0].weights)
+            found = float(self._totals[step])
+            _require(found == total * self._how.replicas, f"the sum {found} over all ranks")
+
+    def close(self) -> RankUse:
+        """End in order; returns what the rank used."""
+        self._transport.flush(TIMEOUT)
+        self._transport.barrier(TIMEOUT)
+        pools = self._transport._buffers._pools
         use = RankUse(
-            kernels=here.device.most_running,
-            communicators=sum(here.rank in c.ranks for c in cluster.communicators.by_key.values()),
+            kernels=self._here.device.most_running,
             receive_buffers=sum(len(pool) for spec, pool in pools.items() if spec.dtype.is_floating_point),
-            account=receive_account(plan, how.look_ahead),
-            unsent=here.device.most_unsent,
+            account=receive_account(self._plan, self._how.look_ahead),
+            unsent=self._here.device.most_unsent,
         )
-        transport.close()
-        if how.checks_memory:
-            del executor, launched
-            weights.clear()
-            gc.collect()
-            kept = [use for use in here.device.memory.users() if use != "zero_"]
-            _require(not kept, f"device memory that nothing frees, last written by {kept}")
+        self._executor.close()
+        self._transport.close()
         return use
 
-    return cluster.run(main)
+
+def _added(wanted: list[Expected], stage: int) -> list[float]:
+    """A stage's weight gradients, added up over the replicas."""
+    return [sum(parts) for parts in zip(*(found.weights[stage] for found in wanted), strict=True)]
 
 
 def receive_account(plan: RankPlan, look_ahead: int) -> int:
@@ -178,17 +222,6 @@ def receive_account(plan: RankPlan, look_ahead: int) -> int:
         if letter in "BW":
             held -= held_of.pop((stage, microbatch), 0)
     return most
-
-
-def _check(
-    wanted: list[Expected], replica: int, losses: dict[int, float], weights: dict[int, list[float]]
-) -> None:
-    """Compare the losses and the summed weight gradients of a step."""
-    has_last = bool(weights) and max(weights) == max(wanted[0].weights)
-    _require(losses == (wanted[replica].losses if has_last else {}), f"losses {losses}")
-    for stage, weight in weights.items():
-        total = [sum(parts) for parts in zip(*(found.weights[stage] for found in wanted), strict=True)]
-        _require(weight == total, f"the weight gradient {weight} of stage {stage}")
 
 
 def _require(condition: bool, wrong: str) -> None:

@@ -54,6 +54,7 @@ class _OneGroupPerPair:
     def __init__(self, api: FakeNccl):
         self._api = api
         self._made: dict[tuple[int, ...], FakeGroup | None] = {}
+        self.version = api.version
 
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str

@@ -16,7 +16,7 @@ V = "V, searched"
 
 
 @cache
-def plan_of(family: str, p: int = 4, m: int = 6) -> Plan:
+def plan_of(family: str, p: int = 4, m: int = 5) -> Plan:
     return FAMILIES[family](p, m)
 
 
@@ -51,6 +51,19 @@ def test_a_plan_runs_on_16_ranks(family: str) -> None:
 @pytest.mark.parametrize("family", ["1F1B", V, "loop of 2 chunks, searched"])
 def test_replicas_add_their_gradients_up(family: str) -> None:
     run(plan_of(family), replicas=2)
+
+
+def test_all_ranks_add_a_number_up_after_every_step() -> None:
+    plan = plan_of(V)
+    slots = stated_kernels(plan, 2, sums_over_ranks=True)
+    run(plan, slots, replicas=2, sums_over_ranks=True, steps=3)
+
+
+@pytest.mark.parametrize("family", ["1F1B", V, "interleaved 1F1B, 3 chunks"])
+def test_two_ranks_need_two_kernels_at_once(family: str) -> None:
+    plan = plan_of(family, 2, 4)
+    assert stated_kernels(plan) == 2
+    run(plan)
 
 
 @pytest.mark.parametrize(

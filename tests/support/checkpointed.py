@@ -136,7 +136,7 @@ class Alone:
         for _ in range(steps):
             self.module.zero_grad()
             self.module(torch.randn(5, 4)).square().sum().backward()
-            self.update.apply(1.0)
+            self.update.settle([float(number) for number in self.update.launch(1.0)])
 
 
 class StepwiseAdam:

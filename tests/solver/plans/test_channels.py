@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.orders import random_orders
+from zbv_solver.construct.baselines import BASELINES, baseline
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plans.channels import Channel, Transfer, channels, channels_of
+from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.verify.verifier import verify_orders
 
 
 def problem_of(p: int, m: int, placement: PlacementKind = "v", chunks: int | None = None) -> Problem:
@@ -134,6 +139,130 @@ def test_every_crossing_is_transferred_once_in_production_order(
             ):
                 produced.append((kind, min(action.stage, target), action.microbatch))
         assert list(channel.transfers) == produced
+
+
+def execute(problem: Problem, orders: Orders, carried: Iterable[Channel], random: Random) -> None:
+    """Run the lists with channels that know nothing but an order, as a worker's do.
+
+    A rank posts the receives of a channel in order, up to the tensor that it needs. The k-th send meets the
+    k-th receive. A gradient's receive needs a shape, which the rank knows once it made the activation. Any
+    rank that can go on may be next.
+    """
+    rank_of, last = problem.placement.rank_of, problem.n_stages - 1
+    lists = [orders.actions(rank) for rank in range(problem.pp_degree)]
+    carries = {(channel.sender, channel.receiver): channel.transfers for channel in carried}
+    sent: dict[tuple[int, int], list[Transfer]] = {ends: [] for ends in carries}
+    done = [0] * problem.pp_degree
+    made: set[tuple[int, int]] = set()
+
+    def can_run(rank: int) -> bool:
+        if done[rank] == len(lists[rank]):
+            return False
+        stage, letter, j = lists[rank][done[rank]]
+        source = stage - 1 if letter == "F" else stage + 1
+        if letter == "W" or not 0 <= source <= last or rank_of[source] == rank:
+            return True
+        needed = Transfer("activation" if letter == "F" else "gradient", min(stage, source), j)
+        order, arrived = carries[rank_of[source], rank], sent[rank_of[source], rank]
+        index = order.index(needed)
+        for before in order[: index + 1]:
+            assert before.kind == "activation" or (before.boundary, before.microbatch) in made
+        assert arrived == list(order[: len(arrived)])
+        return index < len(arrived)
+
+    while ready := [rank for rank in range(problem.pp_degree) if can_run(rank)]:
+        rank = random.choice(ready)
+        stage, letter, j = lists[rank][done[rank]]
+        done[rank] += 1
+        if letter == "F":
+            made.add((stage, j))
+        sink = stage + 1 if letter == "F" else stage - 1
+        if letter != "W" and 0 <= sink <= last and rank_of[sink] != rank:
+            kind: TransferKind = "activation" if letter == "F" else "gradient"
+            sent[rank, rank_of[sink]].append(Transfer(kind, min(stage, sink), j))
+    assert done == [len(actions) for actions in lists]
+    assert all(sent[ends] == list(order) for ends, order in carries.items())
+
+
+PLACEMENTS: list[tuple[PlacementKind, int | None]] = [
+    ("v", None),
+    ("loop", 2),
+    ("loop", 3),
+    ("single", None),
+]
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.sampled_from(PLACEMENTS),
+    st.randoms(use_true_random=True),
+)
+def test_no_executable_order_deadlocks_on_its_channels(
+    p: int, m: int, placement: tuple[PlacementKind, int | None], random: Random
+) -> None:
+    problem = problem_of(p, m, *placement)
+    orders = random_orders(problem, random)
+    verify_orders(problem, orders)
+    execute(problem, orders, channels(problem, orders), random)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", BASELINES)
+def test_no_baseline_deadlocks_on_its_channels(name: str, p: int) -> None:
+    problem, orders = baseline(name, problem_of(p, 2 * p))
+    execute(problem, orders, channels(problem, orders), Random(0))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_no_searched_plan_deadlocks_on_its_channels(
+    placement: tuple[PlacementKind, int | None], p: int
+) -> None:
+    plan = search(problem_of(p, 2 * p, *placement), SearchOptions(effort="quick"))
+    execute(plan.problem, plan.orders, channels(plan.problem, plan.orders), Random(0))
+
+
+@given(st.integers(2, 5), st.integers(1, 6), st.sampled_from(PLACEMENTS), st.randoms(use_true_random=True))
+def test_forwards_alone_do_not_deadlock_on_the_activations_of_the_channels(
+    p: int, m: int, placement: tuple[PlacementKind, int | None], random: Random
+) -> None:
+    """An evaluation leaves out all other actions, and both ends of a channel leave out its gradients."""
+    problem = problem_of(p, m, *placement)
+    orders = random_orders(problem, random)
+    forwards = Orders.from_actions(
+        [[action for action in orders.actions(rank) if action.letter == "F"] for rank in range(p)]
+    )
+    activations = (
+        (c.sender, c.receiver, tuple(t for t in c.transfers if t.kind == "activation"))
+        for c in channels(problem, orders)
+    )
+    carried = [Channel(*fields) for fields in activations if fields[-1]]
+    assert carried == list(channels(problem, forwards))
+    execute(problem, forwards, carried, random)
+
+
+@given(
+    st.integers(2, 5),
+    st.integers(1, 5),
+    st.sampled_from(PLACEMENTS),
+    st.randoms(use_true_random=True),
+)
+def test_a_channel_depends_on_the_list_of_its_sender_alone(
+    p: int, m: int, placement: tuple[PlacementKind, int | None], random: Random
+) -> None:
+    """So both ends have one order, whatever the receiver's list is."""
+    problem = problem_of(p, m, *placement)
+    orders = random_orders(problem, random)
+    sender = random.randrange(p)
+    lists = [orders.actions(rank) for rank in range(p)]
+    others = [actions if rank == sender else actions[::-1] for rank, actions in enumerate(lists)]
+    found, again = (
+        [channel for channel in channels(problem, each) if channel.sender == sender]
+        for each in (orders, Orders.from_actions(others))
+    )
+    assert found == again
+    assert len({channel.receiver for channel in found}) == len(found)
 
 
 @pytest.mark.parametrize(

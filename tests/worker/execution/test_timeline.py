@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuda
+from support.fake_cuda import FakeCuda, HostOfDevice
 from support.plans import unit_problem
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
@@ -16,7 +16,15 @@ from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.execution.rank_plan import Instruction, RankPlan
-from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record
+from zbv_worker.execution.timeline import (
+    CudaTimeline,
+    HostTimeline,
+    Overdue,
+    Patience,
+    Queued,
+    QueuedWork,
+    Record,
+)
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
 from zbv_worker.transport.channels import ChannelKey, Receive, key_of
 
@@ -28,7 +36,6 @@ ORDERS = Orders.from_text(
     ]
 )
 MILLISECONDS = {"F": 3.0, "I": 4.0, "W": 2.0}
-HOST_NOW = 10**12
 
 
 class Kernels:
@@ -40,7 +47,7 @@ class Kernels:
 
     def _queue(self, letter: str) -> Tensor:
         # Three marks an action: the events of ends that were not passed yet.
-        ends = self._cuda.events[2::3]
+        ends = self._cuda.events[2:36:3]
         self._unfinished.append(sum(not end.is_passed for end in ends))
         self._cuda.compute.compute(MILLISECONDS[letter])
         return torch.zeros(1)
@@ -103,6 +110,7 @@ def executor_of(
     run_ahead: int = 3,
     unfinished: list[int] | None = None,
     last_stage: type[Kernels] = Kernels,
+    startup_timeout: float | None = None,
 ) -> Executor:
     problem = unit_problem(2, 2)
     plan = RankPlan.of("plan", problem, ORDERS, 0)
@@ -118,7 +126,8 @@ def executor_of(
         timeout=timeout,
         options=ExecutorOptions(
             progress=CurrentProgress(),
-            timeline=CudaTimeline(CPU, clock=lambda: HOST_NOW, run_ahead=run_ahead, cuda=cuda),
+            timeline=CudaTimeline(CPU, HostOfDevice(cuda), run_ahead, cuda, pin=False),
+            startup_timeout=startup_timeout,
         ),
     )
 
@@ -126,7 +135,8 @@ def executor_of(
 def test_records_are_gpu_times_on_the_hosts_clock() -> None:
     cuda = FakeCuda()
     executor = executor_of(cuda, arrival=5.0)
-    for step in range(2):  # the second step reuses the events of the first
+    for step in range(4):  # later steps reuse the events of earlier ones
+        before = cuda.milliseconds
         records = executor.step(step).records
         assert [str(record.action) for record in records] == ORDERS.text(0)
         for record in records:
@@ -135,8 +145,35 @@ def test_records_are_gpu_times_on_the_hosts_clock() -> None:
             assert record.end - record.start == MILLISECONDS[record.action.letter] * 1_000_000
             assert record.received == (4 if remote else 0)
         assert all(before.end == after.wait for before, after in pairwise(records))
-        assert records[-1].end == HOST_NOW
-    assert len(cuda.events) == 3 * 12 + 1
+        # The host polls at most one piece of work, of up to 5 ms, before the device has passed an event.
+        offset = records[0].wait / 1e6 - 1e6 - before
+        assert -5.0 <= offset <= 0.0
+    assert len(cuda.events) == 2 * (3 * 12 + 1)
+
+
+def test_a_steps_records_are_right_although_the_next_step_is_launched_before_they_are_read() -> None:
+    cuda = FakeCuda()
+    executor = executor_of(cuda, arrival=5.0)
+    earlier = executor.launch(0)
+    for step in range(1, 4):
+        later = executor.launch(step)
+        records, following = earlier.result().records, later
+        assert [str(record.action) for record in records] == ORDERS.text(0)
+        assert records[-1].end - records[0].wait == 56_000_000
+        earlier = following
+    assert earlier.result().records[0].wait >= records[-1].end
+
+
+def test_the_host_does_not_wait_for_the_end_of_a_step() -> None:
+    cuda = FakeCuda()
+    executor = executor_of(cuda, arrival=5.0, run_ahead=4)
+    launched = executor.launch(0)
+    launched.end([torch.tensor(2.5)])
+    unfinished = sum(not event.is_passed for event in cuda.events[2::3])
+    assert unfinished == 4  # the run-ahead limit allows as many
+    executor.launch(1)
+    assert cuda.events[35].is_passed
+    assert launched.result().numbers == (2.5,)
 
 
 @pytest.mark.parametrize("run_ahead", [1, 2, 5])
@@ -172,6 +209,35 @@ def test_a_hanging_kernel_is_not_blamed_on_a_peer() -> None:
     assert progress_of_error(e.value) == Progress(0, "3F0", 1)
 
 
+def test_the_update_is_waited_for_like_an_action_and_is_named() -> None:
+    cuda = FakeCuda()
+    executor = executor_of(cuda, arrival=1.0, timeout=0.1)
+    launched = executor.launch(3)
+    cuda.compute.hang()
+    launched.end()
+    with pytest.raises(WorkerError, match=r"did not complete the update after step 3 within 0\.1 s") as e:
+        executor.launch(4)
+    assert e.value.__notes__[0] == "rank 0, step 3, action None"
+
+
+def test_only_the_first_step_has_the_longer_timeout() -> None:
+    clocks = []
+    for first in (True, False):
+        cuda = FakeCuda()
+        executor = executor_of(cuda, arrival=1.0, timeout=0.1, startup_timeout=50.0)
+        if not first:
+            executor.step(0)
+        cuda.compute.hang()
+        before = HostOfDevice(cuda).now()
+        with pytest.raises(WorkerError) as e:
+            executor.step(1)
+        clock = executor._timeline.clock
+        clocks.append(clock.now() - before)
+        assert ("within 50 s" if first else "within 0.1 s") in str(e.value)
+        assert ("--startup-timeout" if first else "--timeout") in str(e.value)
+    assert clocks[0] > 50 > 1 > clocks[1]
+
+
 def instruction(text: str) -> Instruction:
     return Instruction(Action.parse(text), None, None, split=True, completes_stage=False, peer=None)
 
@@ -197,13 +263,13 @@ def queued_actions(every: int, timeout: float, checks: list[int]) -> tuple[Queue
     """Three actions on a GPU that needs ``every`` seconds for each."""
     cuda = FakeCuda()
     ticking = Ticking(every)
-    queued = Queued(2, timeout, lambda: checks.append(1), ticking.now, ticking.pause)
+    queued = Queued(2, lambda: checks.append(1), ticking)
     for text in ("0F0", "0F1", "0F2"):
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         start.record(cuda.compute)
         ticking.gates.append(cuda.compute.hang())
         end.record(cuda.compute)
-        queued.add(instruction(text), start, end)
+        queued.add(QueuedWork(0, 0, instruction(text), start, end, Patience(timeout)))
     return queued, ticking
 
 
@@ -212,17 +278,21 @@ def test_every_action_has_its_own_timeout() -> None:
     queued, ticking = queued_actions(every=6, timeout=9.0, checks=checks)
     queued.make_room()
     assert len(queued) == 1
-    queued.finish()
+    bounds = queued.finish(0)
     assert len(queued) == 0
     assert ticking.seconds >= 18 > 9
     assert len(checks) == ticking.seconds  # other failures are checked at every pause
+    assert len(bounds) == 3
+    assert bounds == [6.0, 12.0, 18.0]  # the last vain polls
 
 
 def test_an_action_that_takes_longer_is_overdue() -> None:
     queued, ticking = queued_actions(every=20, timeout=9.0, checks=[])
     with pytest.raises(Overdue) as found:
-        queued.finish()
-    assert str(found.value.instruction.action) == "0F0"
+        queued.finish(0)
+    instruction = found.value.work.instruction
+    assert instruction is not None
+    assert str(instruction.action) == "0F0"
     assert found.value.started
     assert ticking.seconds == 10
 
@@ -231,7 +301,7 @@ def test_a_failure_elsewhere_ends_the_wait() -> None:
     queued, _ = queued_actions(every=20, timeout=9.0, checks=[])
     queued._check = fail
     with pytest.raises(ConnectionError, match="an earlier send"):
-        queued.finish()
+        queued.finish(0)
 
 
 def fail() -> None:
@@ -242,4 +312,4 @@ def test_times_on_the_cpu_are_the_clocks() -> None:
     timeline = HostTimeline(iter(range(10, 100)).__next__)
     assert timeline.run_ahead is None
     records = [Record(Action.parse("0F0"), timeline.mark(), timeline.mark(), timeline.mark())]
-    assert timeline.resolved(records) == (Record(Action.parse("0F0"), 10, 11, 12),)
+    assert timeline.resolved(records, []) == (Record(Action.parse("0F0"), 10, 11, 12),)

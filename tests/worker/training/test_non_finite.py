@@ -150,7 +150,8 @@ def test_every_rank_fails_alike_where_they_share_the_norm() -> None:
         gradients.begin()
         module(torch.ones(1, 2)).sum().backward()
         update = Update(Remembering(), gradients, hub.transport(rank), LossScale(), 1.0)
-        answers[rank] = update.apply(10.0, math.nan if rank == 1 else None)
+        numbers = update.launch(10.0, torch.tensor(math.nan) if rank == 1 else None)
+        answers[rank] = update.settle([float(number) for number in numbers])
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:

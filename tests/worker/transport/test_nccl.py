@@ -16,6 +16,7 @@ from support.fake_cuda import FakeCuda
 from support.manual_clock import ManualClock
 from support.thread_transport import ThreadHub
 from torch import Tensor
+from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.channels import ChannelKey, TensorSpec
 from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.nccl import NcclTransport, greeting_order, kernels_at_once
@@ -216,6 +217,16 @@ def test_a_device_runs_one_waiting_kernel_per_communicator(rank: int, kernels: i
     assert kernels_at_once(V4, rank, 2, sums_over_ranks=True) == kernels + 2
 
 
+def test_more_communicators_than_streams_are_refused_before_any_is_created() -> None:
+    api, control = FakeNccl(0), _control(FakeControl(0, 16))
+    transport = NcclTransport(control, CPU, 5.0, api=api, cuda=FakeCuda(), clock=ManualClock())
+    keys = [ChannelKey(*ends) for peer in range(1, 16) for ends in ((0, peer), (peer, 0))]
+    with pytest.raises(InvalidRun, match="rank 0 needs 30 NCCL communicators; must be at most 28"):
+        transport.open(keys, 5.0)
+    assert api.created == []
+    transport.open(keys[:28], 5.0)
+
+
 def test_a_sent_tensor_is_kept_until_its_send_is_complete() -> None:
     rank = rank_of_v()
     key = ChannelKey(1, 2)
@@ -236,7 +247,7 @@ def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
     (work,) = rank.works(ChannelKey(1, 2))
     work.failure, work.is_done = "NCCL error: remote process exited\nmore", True
     rank.clock.pause(1)
-    with pytest.raises(ConnectionError, match="sending 1F0 to rank 2: NCCL error: remote process exited$"):
+    with pytest.raises(ConnectionError, match=r"sending 1F0 to rank 2: NCCL error: remote process exited$"):
         rank.transport.check()
 
 

@@ -18,7 +18,9 @@ from torch import Tensor
 from zbv_solver.plans.channels import Transfer
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import Instruction, Local, Remote
+from zbv_worker.execution.timeline import Patience
 from zbv_worker.execution.wait_errors import not_received, send_failed
 from zbv_worker.transport.channels import ChannelKey, TensorSpec
 from zbv_worker.transport.endpoints import Inbox, Outbox
@@ -71,13 +73,10 @@ class WalkState:
 
     step: int
     microbatch: Callable[[int, int], tuple[Tensor, Tensor]]
+    patience: Patience
     losses: dict[int, Tensor] = field(default_factory=dict)
     handed_over: dict[Transfer, Tensor] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
-
-    def values(self) -> dict[int, float]:
-        """The losses by microbatch; waits for the device."""
-        return {microbatch: float(loss) for microbatch, loss in self.losses.items()}
 
 
 Take = Callable[[WalkState], Tensor]
@@ -114,7 +113,7 @@ class Binding:
     outboxes: Mapping[ChannelKey, Outbox]
     specs: dict[int, TensorSpec]
     device: torch.device
-    timeout: float
+    progress: CurrentProgress
 
     def of_step(self, program: Iterable[Instruction]) -> tuple[Bound, ...]:
         """Bind instructions for a training step."""
@@ -137,14 +136,17 @@ class Binding:
         return self._load(instruction.action.microbatch) if instruction.action.letter == "F" else None
 
     def _receive(self, instruction: Instruction, source: Remote) -> Take:
-        inbox, rank, timeout = self.inboxes[source.channel], self.rank, self.timeout
-        index = inbox.index(source.transfer)
+        inbox, rank, progress = self.inboxes[source.channel], self.rank, self.progress
+        index, peer = inbox.index(source.transfer), instruction.peer
 
         def receive(state: WalkState) -> Tensor:
+            progress.waiting_for = peer
             try:
-                return inbox.take(index, timeout)
+                tensor = inbox.take(index, state.patience.seconds)
             except (TimeoutError, ConnectionError) as error:
-                raise not_received(error, rank, instruction, timeout) from error
+                raise not_received(error, rank, instruction, state.patience) from error
+            progress.waiting_for = None
+            return tensor
 
         return receive
 
@@ -231,7 +233,15 @@ class Binding:
         def through_pinned_memory(tensor: Tensor) -> Tensor:
             if tensor.device.type != "cpu":
                 return tensor.to(device)
-            # A copy from pageable memory would block the host until the device reaches it.
-            return tensor.pin_memory().to(device, non_blocking=True)
+            # A copy from pageable memory would block the host until the device reaches it. torch reuses
+            # pinned memory only after the copies queued from it.
+            return self.pinned(tensor).to(device, non_blocking=True)
 
         return through_pinned_memory if device.type == "cuda" else lambda tensor: tensor.to(device)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """A tensor for a copy to the device that does not block the host; callable on any thread."""
+        if self.device.type != "cuda" or tensor.device.type != "cpu":
+            return tensor
+        with torch.cuda.device(self.device):  # other threads begin with device 0
+            return tensor.pin_memory()

@@ -1,24 +1,37 @@
 """Walks one rank's action list: waits for an action's input, runs it on its stage, passes its output on.
 
 The executor never decides what comes next; the plan does. It never waits for a send, so a rank waits only
-where the plan needs a tensor of another rank. On a GPU the host only queues work and stays a few actions
-ahead of the device (:mod:`zbv_worker.execution.timeline`).
+where the plan needs a tensor of another rank. On a GPU the host only queues work: it stays a few actions
+ahead of the device, across the ends of steps too, and learns a step's times and losses while it launches the
+next step (:mod:`zbv_worker.execution.timeline`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from zbv_solver.plans.channels import Channel
 
 from zbv_worker.execution.binding import Batches, Binding, Bound, Computation, WalkState, evaluation_of
+from zbv_worker.execution.fetch_ahead import FetchAhead, order_of_need
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, activations, forwards, lower
-from zbv_worker.execution.timeline import CudaTimeline, HostTimeline, Overdue, Queued, Record, Timeline
+from zbv_worker.execution.timeline import (
+    CudaTimeline,
+    HostTimeline,
+    Overdue,
+    Patience,
+    Queued,
+    QueuedWork,
+    Record,
+    Timeline,
+)
 from zbv_worker.execution.wait_errors import overdue, send_failed
 from zbv_worker.model.protocol import Evaluated
 from zbv_worker.transport.channels import ChannelKey, TensorSpec, Transport, key_of
@@ -37,11 +50,17 @@ class StepResult:
         Losses by microbatch; empty on ranks without the last stage.
     records
         One per action, in execution order.
+    update_seconds
+        Time from the end of the last action to the end of what :meth:`Launched.end` concluded.
+    numbers
+        The numbers that were passed to :meth:`Launched.end`.
     """
 
     step: int
     losses: dict[int, float]
     records: tuple[Record, ...]
+    update_seconds: float = 0.0
+    numbers: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -52,6 +71,77 @@ class StepResult:
     def loss(self) -> float | None:
         """The mean loss over the microbatches; None on ranks without the last stage."""
         return sum(self.losses.values()) / len(self.losses) if self.losses else None
+
+
+@dataclass(frozen=True)
+class DeviceWaits:
+    """How the end of a step on a GPU is queued, and waited for; see :class:`Queued`."""
+
+    add_end: Callable[[Any, Any], None]
+    finish: Callable[[], list[float]]
+
+
+class Launched:
+    """A step whose actions are launched; on a GPU they may not be complete.
+
+    Parameters
+    ----------
+    losses
+        Losses by microbatch, on the rank's device; empty on ranks without the last stage.
+    records
+        One per action, with marks of the timeline.
+    waits
+        None if everything launched is complete.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        losses: Mapping[int, Tensor],
+        records: Sequence[Record],
+        timeline: Timeline,
+        waits: DeviceWaits | None = None,
+    ):
+        self.step = step
+        self.losses = losses
+        self._records = records
+        self._timeline = timeline
+        self._waits = waits
+        self._read_losses = timeline.reading([*losses.values()])
+        self._read_numbers: Callable[[], list[float]] = list
+        self._end: list[Record] = []
+        self._result: StepResult | None = None
+
+    def end(self, numbers: Sequence[Tensor] = ()) -> None:
+        """Call once the step's update is launched; does not wait. A second call has no effect.
+
+        Parameters
+        ----------
+        numbers
+            Tensors of one number each, for :attr:`StepResult.numbers`.
+        """
+        if self._end:
+            return
+        self._read_numbers = self._timeline.reading(numbers)
+        last = self._records[-1]
+        end = Record(last.action, last.end, last.end, self._timeline.mark())
+        self._end = [end]
+        if self._waits is not None:
+            self._waits.add_end(end.start, end.end)
+
+    def result(self) -> StepResult:
+        """Wait until the step, and its update if it has one, is complete; raises like :meth:`Executor.step`.
+
+        On a GPU it must be called, or the next step launched, before the step after that is launched.
+        """
+        if self._result is None:
+            self.end()
+            bounds = [] if self._waits is None else self._waits.finish()
+            *records, end = self._timeline.resolved([*self._records, *self._end], bounds)
+            losses = dict(zip(self.losses, self._read_losses(), strict=True))
+            seconds = (end.end - end.start) / 1e9
+            self._result = StepResult(self.step, losses, tuple(records), seconds, tuple(self._read_numbers()))
+        return self._result
 
 
 @dataclass(frozen=True)
@@ -68,12 +158,22 @@ class ExecutorOptions:
         Called with a stage's index in each step, right after the last action that adds to its gradients.
     timeline
         Records when actions happen; by default the timeline of the device.
+    startup_timeout
+        Seconds to wait for any one tensor in the first step, which may compile and connect; the ordinary
+        timeout if that is longer, or if None.
+    fetch_ahead
+        Microbatches fetched ahead on a thread (:mod:`zbv_worker.execution.fetch_ahead`); 0 for none.
+    last_step
+        The last step that may be fetched ahead; None for the current one.
     """
 
     look_ahead: int = DEFAULT_LOOK_AHEAD
     progress: CurrentProgress | None = None
     on_stage_done: Callable[[int], None] | None = None
     timeline: Timeline | None = None
+    startup_timeout: float | None = None
+    fetch_ahead: int = 0
+    last_step: int | None = None
 
 
 class Executor:
@@ -111,11 +211,19 @@ class Executor:
         self._stages = stages
         self._batches = batches
         self._check = transport.check
-        self._timeout = timeout
+        self._later_patience = self._patience = Patience(timeout)
+        if options.startup_timeout is not None and options.startup_timeout > timeout:
+            self._patience = Patience(options.startup_timeout, "--startup-timeout")
+        self._walks = 0
+        self._before: Launched | None = None
         self._progress = options.progress or CurrentProgress()
         self._on_stage_done = options.on_stage_done
         self._timeline = options.timeline or (
             CudaTimeline(device) if device.type == "cuda" else HostTimeline()
+        )
+        limit = self._timeline.run_ahead
+        self._queued = (
+            None if limit is None else Queued(limit, self._check_queued, self._timeline.clock, self._progress)
         )
         specs = dict[int, TensorSpec]()
 
@@ -131,11 +239,24 @@ class Executor:
             outboxes={key_of(c): Outbox(transport, c) for c in plan.channels if c.sender == plan.rank},
             specs=specs,
             device=device,
-            timeout=timeout,
+            progress=self._progress,
         )
         self._program = self._binding.of_step(program)
         self._evaluation = replace(self._binding, inboxes=inboxes(map(activations, incoming)))
         self._forwards = forwards(program)
+        self._data = FetchAhead(
+            batches.microbatch,
+            order_of_need(program, plan.placement.n_stages - 1),
+            options.fetch_ahead,
+            self._binding.pinned,
+            timeout,
+            options.last_step,
+        )
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a step's results are known only while the next step is launched."""
+        return self._queued is not None
 
     def step(self, step: int) -> StepResult:
         """Run every action of the plan once; gradients accumulate into the stages' parameters.
@@ -145,11 +266,27 @@ class Executor:
         ChannelTimeout, PeerLost
             If a peer does not deliver. The transport is unusable afterwards.
         """
-        state = WalkState(step, self._batches.microbatch)
+        return self.launch(step).result()
+
+    def launch(self, step: int) -> Launched:
+        """Like :meth:`step`, but on a GPU do not wait for the end of the step, only of the step before."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.end()
+        state = WalkState(step, self._data.begin(step), self._patience)
         for inbox in self._binding.inboxes.values():
             inbox.begin()
-        records = self._walk(self._program, state)
-        return StepResult(step, state.values(), records)
+        launched = self._walk(self._program, state)
+        self._patience = self._later_patience
+        if before is not None:
+            before.result()
+        if self.is_late:
+            self._before = launched
+        return launched
+
+    def close(self) -> None:
+        """Stop the thread that fetches data."""
+        self._data.abandon()
 
     def evaluate(self, step: int) -> dict[int, float]:
         """Run only the plan's forwards; returns losses by microbatch on the rank of the last stage.
@@ -173,23 +310,24 @@ class Executor:
         """
         batches = self._batches
         fetch = batches.evaluation_microbatch if isinstance(batches, Evaluated) else batches.microbatch
-        state = WalkState(step, fetch)
+        self._data.close()  # so that the model's methods never run at the same time
+        if self._before is not None:
+            self._before.result()
+        state = WalkState(step, fetch, self._patience)
         program = self._evaluation.of_evaluation(self._forwards)
         with ExitStack() as stack:
             for index, stage in self._stages.items():
                 stack.enter_context(evaluation_of(index, stage).evaluating())
             for inbox in self._evaluation.inboxes.values():
                 inbox.begin()
-            self._walk(program, state)
-            return state.values()
+            return self._walk(program, state).result().losses
 
-    def _walk(self, program: Iterable[Bound], state: WalkState) -> tuple[Record, ...]:
-        """Run instructions in order; returns when each action ran."""
-        timeline, progress, step = self._timeline, self._progress, state.step
+    def _walk(self, program: Iterable[Bound], state: WalkState) -> Launched:
+        """Launch instructions in order."""
+        timeline, progress, step, patience = self._timeline, self._progress, state.step, state.patience
         timeline.begin()
-        mark, done, check = timeline.mark, self._on_stage_done, self._checked
-        limit = timeline.run_ahead
-        queued = Queued(limit, self._timeout, self._check) if limit is not None else None
+        mark, done, check, queued = timeline.mark, self._on_stage_done, self._checked, self._queued
+        walk, self._walks = self._walks, self._walks + 1
         records = []
         instruction: Instruction | None = None
         value: Tensor | None = None
@@ -206,7 +344,7 @@ class Executor:
                 output = run(value, state)
                 end = mark()
                 if queued is not None:
-                    queued.add(instruction, start, end)
+                    queued.add(QueuedWork(walk, step, instruction, start, end, patience))
                 if pass_on is not None and output is not None:
                     pass_on(output, state)
                 if done is not None and instruction.completes_stage:
@@ -214,16 +352,36 @@ class Executor:
                 received = 0 if instruction.peer is None or value is None else value.nbytes
                 records.append(Record(instruction.action, wait, start, end, received))
                 value = output = None  # release the memory before the next action takes its input
-            if queued is not None:
-                queued.finish()
-            return timeline.resolved(records)
         except Overdue as late:
-            error = overdue(late, self._rank, self._timeout)
-            self._mark(error, step, late.instruction)
-            raise error from late
+            raise self._overdue(late) from late
         except Exception as error:
             self._mark(error, step, instruction)
             raise
+        waits = None
+        if queued is not None:
+            add = queued.add
+            waits = DeviceWaits(
+                lambda start, end: add(QueuedWork(walk, step, None, start, end, patience)),
+                partial(self._finish, queued, walk),
+            )
+        return Launched(step, state.losses, records, timeline, waits)
+
+    def _finish(self, queued: Queued, walk: int) -> list[float]:
+        try:
+            return queued.finish(walk)
+        except Overdue as late:
+            raise self._overdue(late) from late
+
+    def _overdue(self, late: Overdue) -> Exception:
+        error = overdue(late, self._rank)
+        self._mark(error, late.work.step, late.work.instruction)
+        return error
+
+    def _check_queued(self) -> None:
+        """Check for failures while the host waits for the device, at its newest action."""
+        now = self._progress.now
+        if now is not None:
+            self._checked(now[1])
 
     def _checked(self, instruction: Instruction) -> None:
         try:

@@ -39,7 +39,7 @@ class CurrentProgress:
     now
         Step and instruction in one tuple, so that a reader always gets a matching pair.
     waiting_for
-        The global rank whose tensor the instruction waits for at the moment; None if it has its input.
+        The global rank whose tensor the host, or its GPU, waits for at the moment; None if it waits for none.
     """
 
     __slots__ = ("now", "waiting_for")

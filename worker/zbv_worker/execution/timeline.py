@@ -1,8 +1,8 @@
 """When actions happen: on the host, which runs them itself, or on a GPU, where the host only queues them.
 
 On the CPU an action is complete when its call returns, and its times are the clock's. On a GPU the host runs
-ahead of the device: times are events on the compute stream, converted to the host's clock at the end of the
-step.
+ahead of the device: times are events on the compute stream. They are converted to the host's clock once the
+device has passed them, which the host learns while it launches the next step; it never waits only for times.
 
 =========  ==========================================  ====================================================
 a record   on the CPU                                  on a GPU
@@ -11,28 +11,34 @@ a record   on the CPU                                  on a GPU
 ``start``  the action's input was available            the stream passed the wait for the input
 ``end``    the action was complete                     the stream passed the action
 =========  ==========================================  ====================================================
+
+CUDA measures times between events, but not on the host's clock. For each event the host knows a time before
+which the device had not passed it: when the host queued it, or when it last polled it in vain. The device
+passes an event soon after it is queued if the device is idle, and soon after a vain poll if the host is
+ahead. So the latest of these bounds, over all events of a step, gives the offset between the clocks.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from zbv_solver.plans.orders import Action
 
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import Instruction
-from zbv_worker.transport.torch_api import CudaApi, CudaEvent, torch_cuda
-
-Clock = Callable[[], int]
+from zbv_worker.transport.torch_api import Clock, CudaApi, CudaEvent, HostClock, torch_cuda
 
 DEFAULT_RUN_AHEAD = 4
 """How many actions the host may be ahead of a GPU: enough to hide the time for queueing them."""
 
 _POLL_SECONDS = 0.00005
 _NANOSECONDS_PER_MILLISECOND = 1e6
+_NANOSECONDS = 1e9
 
 
 class Record(NamedTuple):
@@ -62,43 +68,62 @@ class HostTimeline:
 
     run_ahead: int | None = None
 
-    def __init__(self, clock: Clock = time.perf_counter_ns):
-        self.mark: Callable[[], Any] = clock
+    def __init__(self, now: Callable[[], int] = time.perf_counter_ns):
+        self.mark: Callable[[], Any] = now
+        self.clock: Clock = HostClock()
 
     def begin(self) -> None:
-        """Start a step; marks of earlier steps become invalid."""
+        """Start a step; marks of the step before the last become invalid."""
 
-    def resolved(self, records: Iterable[Record]) -> tuple[Record, ...]:
-        """Replace the marks of records by nanoseconds; all marks must have been passed."""
+    def resolved(self, records: Sequence[Record], bounds: Sequence[float]) -> tuple[Record, ...]:
+        """Replace the marks of a step's records by nanoseconds; all must have been passed.
+
+        Parameters
+        ----------
+        bounds
+            For each record, a time in seconds of :attr:`clock` before which its end was not passed.
+        """
         return tuple(records)
+
+    def reading(self, tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
+        """Start to read tensors of one number each; the result is valid once a later mark is passed."""
+        return lambda: [float(tensor) for tensor in tensors]
 
 
 class CudaTimeline:
     """Like :class:`HostTimeline`, but a mark is an event on the compute stream.
 
-    Events are reused in every step. At the end of a step the host waits for one more event and pairs it with
-    its clock; CUDA measures the other events against it, to about a microsecond. The pairing is as precise as
-    the host is quick to notice the event: some ten microseconds.
+    Two sets of events alternate, because a step's marks are converted while the next step is launched.
+
+    Parameters
+    ----------
+    pin
+        Read numbers through pinned memory; a copy to pageable memory blocks the host.
     """
 
     def __init__(
         self,
         device: torch.device,
-        clock: Clock = time.perf_counter_ns,
+        clock: Clock | None = None,
         run_ahead: int = DEFAULT_RUN_AHEAD,
         cuda: CudaApi | None = None,
+        *,
+        pin: bool = True,
     ):
         self.run_ahead: int | None = run_ahead
+        self.clock: Clock = HostClock() if clock is None else clock
         self._device = device
-        self._clock = clock
+        self._pin = pin
         self._cuda = cuda if cuda is not None else torch_cuda()
         self._events: list[CudaEvent] = []
+        self._others: list[CudaEvent] = []
         self._used = 0
         self._stream = self._cuda.current_stream(device)
 
     def begin(self) -> None:
-        """Use this thread's stream, and reuse all events."""
+        """Use this thread's stream, and reuse the events of the step before the last."""
         self._stream = self._cuda.current_stream(self._device)
+        self._events, self._others = self._others, self._events
         self._used = 0
 
     def mark(self) -> Any:
@@ -110,96 +135,133 @@ class CudaTimeline:
         event.record(self._stream)
         return event
 
-    def resolved(self, records: Iterable[Record]) -> tuple[Record, ...]:
-        """The records on the host's clock."""
-        reference = self.mark()
-        reference.synchronize()
-        now = self._clock()
+    def resolved(self, records: Sequence[Record], bounds: Sequence[float]) -> tuple[Record, ...]:
+        """See :meth:`HostTimeline.resolved`."""
+        base: Any = records[0].end
 
-        def on_host(mark: Any) -> int:
-            before: float = mark.elapsed_time(reference)
-            return now - round(before * _NANOSECONDS_PER_MILLISECOND)
+        def after(mark: Any) -> int:
+            milliseconds: float = base.elapsed_time(mark)
+            return round(milliseconds * _NANOSECONDS_PER_MILLISECOND)
 
-        return tuple(
-            Record(r.action, on_host(r.wait), on_host(r.start), on_host(r.end), r.received) for r in records
+        offset = max(
+            round(bound * _NANOSECONDS) - after(record.end)
+            for record, bound in zip(records, bounds, strict=True)
         )
+        return tuple(
+            Record(
+                r.action, offset + after(r.wait), offset + after(r.start), offset + after(r.end), r.received
+            )
+            for r in records
+        )
+
+    def reading(self, tensors: Sequence[Tensor]) -> Callable[[], list[float]]:
+        """See :meth:`HostTimeline.reading`."""
+        if not tensors:
+            return list
+        numbers = torch.cat([tensor.detach().reshape(1).double() for tensor in tensors])
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=self._pin)
+        host.copy_(numbers, non_blocking=True)
+        return host.tolist
 
 
 Timeline = HostTimeline | CudaTimeline
 
 
+class Patience(NamedTuple):
+    """How long to wait for one tensor or action, and the option that sets it."""
+
+    seconds: float
+    option: str = "--timeout"
+
+
+class QueuedWork(NamedTuple):
+    """Work that a GPU may not have completed: an action, or what follows a step's last action (None).
+
+    ``walk`` numbers the walks through action lists; unlike ``step`` it is never the same twice.
+    """
+
+    walk: int
+    step: int
+    instruction: Instruction | None
+    start: CudaEvent
+    end: CudaEvent
+    patience: Patience
+
+
 class Overdue(Exception):
-    """The device did not complete an action within the timeout.
+    """The device did not complete some work within its timeout.
 
     Attributes
     ----------
     started
-        Whether the action had its input; if so, no peer is to blame.
+        Whether the work had its input; if so, no peer is to blame.
     """
 
-    def __init__(self, instruction: Instruction, *, started: bool):
-        super().__init__(str(instruction.action))
-        self.instruction = instruction
+    def __init__(self, work: QueuedWork, *, started: bool):
+        super().__init__(str(work))
+        self.work = work
         self.started = started
 
 
 class Queued:
-    """Queued actions of a step that a GPU may not have completed, oldest first; limits the host's lead.
+    """Queued work that a GPU may not have completed, oldest first; limits the host's lead, also across steps.
 
     Parameters
     ----------
     limit
-        The most actions in the queue; :meth:`make_room` waits for the device until one more fits.
-    timeout
-        Seconds for each action, counted from the later of: its predecessor was complete, the host began to
-        wait for it.
+        The most entries in the queue; :meth:`make_room` waits for the device until one more fits.
     check
         Raises an error if something else has failed; called while the host waits.
+    progress
+        Updated with the rank that the device waits for.
     """
 
     def __init__(
-        self,
-        limit: int,
-        timeout: float,
-        check: Callable[[], None],
-        now: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
+        self, limit: int, check: Callable[[], None], clock: Clock, progress: CurrentProgress | None = None
     ):
         self._limit = limit
-        self._timeout = timeout
+        self._progress = progress or CurrentProgress()
         self._check = check
-        self._now = now
-        self._pause = pause
-        self._waiting: deque[tuple[Instruction, CudaEvent, CudaEvent]] = deque()
+        self._clock = clock
+        self._waiting: deque[tuple[QueuedWork, float]] = deque()
+        self._bounds: dict[int, list[float]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, instruction: Instruction, start: CudaEvent, end: CudaEvent) -> None:
-        """Add an action that was queued between two marks."""
-        self._waiting.append((instruction, start, end))
+    def add(self, work: QueuedWork) -> None:
+        """Add work that was just queued.
+
+        Its timeout counts from the later of: its predecessor was complete, the host began to wait for it.
+        """
+        self._waiting.append((work, self._clock.now()))
 
     def make_room(self) -> None:
-        """Wait until one more action fits; raises :class:`Overdue`."""
-        self._drain(self._limit - 1)
+        """Wait until one more entry fits; raises :class:`Overdue`."""
+        while len(self._waiting) >= self._limit:
+            self._wait_for_oldest()
 
-    def finish(self) -> None:
-        """Wait until all actions are complete; raises :class:`Overdue`."""
-        self._drain(0)
+    def finish(self, walk: int) -> list[float]:
+        """Wait until a walk's work is complete; raises :class:`Overdue`.
 
-    def _drain(self, most: int) -> None:
-        waiting = self._waiting
-        since: float | None = None
-        while len(waiting) > most:
-            instruction, start, end = waiting[0]
-            if end.query():
-                waiting.popleft()
-                since = None
-                continue
+        Returns, for each entry of the walk, a time in seconds before which it was not complete.
+        """
+        while self._waiting and self._waiting[0][0].walk <= walk:
+            self._wait_for_oldest()
+        return self._bounds.pop(walk)
+
+    def _wait_for_oldest(self) -> None:
+        work, bound = self._waiting[0]
+        now = since = self._clock.now()
+        while not work.end.query():
+            bound = now
+            peer = None if work.instruction is None else work.instruction.peer
+            self._progress.waiting_for = None if peer is None or work.start.query() else peer
             self._check()
-            now = self._now()
-            if since is None:
-                since = now
-            elif now - since > self._timeout:
-                raise Overdue(instruction, started=start.query())
-            self._pause(_POLL_SECONDS)
+            if now - since > work.patience.seconds:
+                raise Overdue(work, started=work.start.query())
+            self._clock.pause(_POLL_SECONDS)
+            now = self._clock.now()
+        self._progress.waiting_for = None
+        self._waiting.popleft()
+        self._bounds.setdefault(work.walk, []).append(bound)

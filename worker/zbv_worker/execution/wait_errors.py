@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.rank_plan import Instruction, Remote
-from zbv_worker.execution.timeline import Overdue
+from zbv_worker.execution.timeline import Overdue, Patience
 
 
 def send_failed(error: Exception, rank: int, instruction: Instruction) -> ChannelTimeout | PeerLost:
@@ -14,14 +14,14 @@ def send_failed(error: Exception, rank: int, instruction: Instruction) -> Channe
 
 
 def not_received(
-    error: Exception, rank: int, instruction: Instruction, timeout: float
+    error: Exception, rank: int, instruction: Instruction, patience: Patience
 ) -> ChannelTimeout | PeerLost:
     """Convert a transport's error of receiving an action's input."""
     what, peer = _what(instruction), instruction.peer
     if isinstance(error, TimeoutError):
         return ChannelTimeout(
-            f"rank {rank} waited {timeout:g} s at {instruction.action} for {what}, which did not "
-            f"arrive. Check rank {peer}; if it is only slow, raise --timeout."
+            f"rank {rank} waited {patience.seconds:g} s at {instruction.action} for {what}, which did not "
+            f"arrive. Check rank {peer}; if it is only slow, raise {patience.option}."
         )
     return PeerLost(
         f"rank {rank} waited at {instruction.action} for {what}, and the connection broke ({error}). Check "
@@ -29,14 +29,21 @@ def not_received(
     )
 
 
-def overdue(found: Overdue, rank: int, timeout: float) -> WorkerError:
+def overdue(found: Overdue, rank: int) -> WorkerError:
     """The error of a GPU that makes no progress: it lacks a tensor, or hangs in the rank's own work."""
-    instruction = found.instruction
+    _, step, instruction, _, _, patience = found.work
+    if instruction is None:
+        return WorkerError(
+            f"rank {rank}: its GPU did not complete the update after step {step} within "
+            f"{patience.seconds:g} s. A sum over ranks may wait for a rank that does not take part; check "
+            f"the other ranks. If it takes that long, raise {patience.option}."
+        )
     if instruction.peer is not None and not found.started:
-        return not_received(TimeoutError(), rank, instruction, timeout)
+        return not_received(TimeoutError(), rank, instruction, patience)
     return WorkerError(
-        f"rank {rank}: its GPU did not complete {instruction.action} within {timeout:g} s. If it takes that "
-        f"long, raise --timeout; otherwise a kernel or a collective inside the stage hangs."
+        f"rank {rank}: its GPU did not complete {instruction.action} within {patience.seconds:g} s. If it "
+        f"takes that long, raise {patience.option}; otherwise a kernel or a collective inside the stage "
+        f"hangs."
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from zbv_solver.problem.problem import Costs, Memory, Problem
 
 from zbv_worker.errors import WorkerError, print_error
 from zbv_worker.host.cores import keep_freed_memory, pin_to_core
+from zbv_worker.host.leaving import leave
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.control import ConnectedTransport
@@ -71,7 +73,10 @@ def answer(measure: Callable[[Any, World], Any]) -> None:
     try:
         found = measure(json.loads(path.read_text()), world)
     except WorkerError as error:  # a clear message, no traceback
-        sys.exit(print_error(error))
+        leave(print_error(error))
+    except Exception:
+        traceback.print_exc()
+        leave(1)
     (path.parent / f"{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -24,7 +24,7 @@ class PipelineModel(Protocol):
       to its input.
 
     Optional additions: :class:`Layered`, :class:`Tied`, :class:`Weighted`, :class:`Evaluated`,
-    :class:`Scheduled`, :class:`StatefulData`.
+    :class:`Scheduled`, :class:`StatefulData`, :class:`FetchedAhead`.
     """
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
@@ -33,7 +33,9 @@ class PipelineModel(Protocol):
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Input of the first stage and target of the last, on the CPU; the same on every rank.
 
-        Called only on ranks that host the first or the last stage.
+        Called only on ranks that host the first or the last stage. On GPUs it is called on another thread,
+        ahead of use, but never at the same time as the model's other methods for data; see
+        :class:`FetchedAhead`.
         """
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -120,3 +122,19 @@ class StatefulData(Protocol):
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
+
+
+@runtime_checkable
+class FetchedAhead(Protocol):
+    """A model that says how far ahead its microbatches are fetched, on a separate thread.
+
+    The default is 4 on GPUs and 0 on CPUs. Microbatches that draw from a global random number generator are
+    never fetched ahead. With :class:`StatefulData` no microbatch is fetched before its step begins.
+
+    Attributes
+    ----------
+    fetch_ahead
+        The most microbatches fetched and not yet used; 0 to call ``microbatch`` on the training thread.
+    """
+
+    fetch_ahead: int

@@ -241,9 +241,9 @@ class Stage:
         self._weigh()
         return output
 
-    def take_weight(self) -> float:
-        """The sum of the weights of all microbatches since the last call; waits for a GPU."""
-        weight, self._weight = float(self._weight), 0.0
+    def take_weight(self) -> Tensor | float:
+        """The sum of the weights of all microbatches since the last call; does not wait for a GPU."""
+        weight, self._weight = self._weight, 0.0
         return weight
 
     def _weigh(self) -> None:

@@ -36,8 +36,8 @@ from zbv_solver.problem.problem import LETTERS
 from zbv_solver.verify.communication import verify_comms
 
 from zbv_worker.errors import ChannelTimeout, InvalidRun, ModelError, PeerLost, WorkerError
-from zbv_worker.execution.executor import StepResult
-from zbv_worker.execution.timeline import Record
+from zbv_worker.execution.executor import Launched, StepResult
+from zbv_worker.execution.timeline import HostTimeline, Record
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.protocol import PipelineModel
 
@@ -139,6 +139,12 @@ class TorchExecutor:
         whole = [float(loss.detach()) * self._microbatches for loss in losses]
         found = {self._original[at]: loss for at, loss in enumerate(whole)}
         return StepResult(step, dict(sorted(found.items())), tuple(self._watch.records))
+
+    def launch(self, step: int) -> Launched:
+        """Like :meth:`step`, in the form of the worker's executor; waits for a GPU."""
+        result = self.step(step)
+        losses = {at: torch.tensor(loss, dtype=torch.float64) for at, loss in result.losses.items()}
+        return Launched(step, losses, result.records, HostTimeline())
 
     def _share_of_loss(self, output: Tensor, target: Tensor) -> Tensor:
         return self._model.loss(output, target) / self._microbatches

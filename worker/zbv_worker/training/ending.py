@@ -8,9 +8,6 @@ top level of a process may use this: nothing else in the process survives.
 from __future__ import annotations
 
 import faulthandler
-import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +17,7 @@ from typing import NoReturn
 
 from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, WorkerError
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress, progress_of_error
+from zbv_worker.host.leaving import leave
 from zbv_worker.transport.control import ABORT_SECONDS, ConnectedTransport, ControlPlane
 from zbv_worker.transport.failure_watch import BEAT_SECONDS, FailureNotes, Loss
 from zbv_worker.transport.rendezvous import lives_in_rank_0
@@ -86,11 +84,7 @@ class Ending:
             if self._others is not None and self._others.rank == 0 and lives_in_rank_0():
                 time.sleep(2 * BEAT_SECONDS)  # the others read the reason from this process
         finally:
-            logging.shutdown()
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(status)
+            leave(status)
 
     def _tell(self, error: Exception) -> int:
         """Publish, record and report an error; returns the exit status."""

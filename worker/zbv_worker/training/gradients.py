@@ -17,6 +17,7 @@ from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.stage.main_gradients import (
     gradient_of,
     has_main_gradient,
+    is_half,
     round_main_gradients,
     set_gradient,
     use_main_gradients,
@@ -73,15 +74,16 @@ class Gradients:
         Raises TimeoutError or ConnectionError.
         """
 
-    def square_sum(self) -> Tensor:
-        """This rank's share of the squared norm of all gradients, float64 on the CPU; the shares add up."""
+    def square_sum(self) -> Tensor | None:
+        """This rank's share of the squared norm of all gradients; the shares add up.
+
+        A float64 scalar on the gradients' device; None without gradients.
+        """
         return squares(self._present())
 
-    def scale(self, factor: float) -> None:
-        """Multiply every gradient by a factor."""
-        found = self._present()
-        if found and factor != 1.0:
-            torch._foreach_mul_(found, factor)
+    def scale(self, factor: Tensor | float) -> None:
+        """Multiply every gradient by a factor, which may be a float64 scalar on their device."""
+        multiply(self._present(), factor)
 
     def hand_over(self) -> None:
         """Call before the optimizer's step: round gradients that were summed in float32 to ``.grad``."""
@@ -147,9 +149,10 @@ class SummedGradients(Gradients):
         """See :meth:`Gradients.hand_over`; keeps the buffers."""
         round_main_gradients(self.stages_of, keep=True)
 
-    def square_sum(self) -> Tensor:
+    def square_sum(self) -> Tensor | None:
         """All replicas have the same gradients, so each contributes an equal part."""
-        return squares(bucket.buffer for bucket in self._buckets) / self._transport.layout.replicas
+        found = squares(bucket.buffer for bucket in self._buckets)
+        return None if found is None else found / self._transport.layout.replicas
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,8 +219,25 @@ def require_dense(module: nn.Module) -> None:
             )
 
 
-def squares(gradients: Iterable[Tensor]) -> Tensor:
-    """The sum of squares of some tensors, float64 on the CPU; half precision is summed in float32."""
+def multiply(gradients: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors in place by a number, or by a float64 scalar on their device."""
+    if not isinstance(factor, Tensor):
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        return
+    # One kernel for many tensors needs a factor of their dtype. In half precision that would round it.
+    halves = [each for each in gradients if is_half(each)]
+    for dtype in {each.dtype for each in gradients if not is_half(each)}:
+        torch._foreach_mul_([each for each in gradients if each.dtype == dtype], factor.to(dtype))
+    if halves:
+        torch._foreach_mul_(halves, factor)
+
+
+def squares(gradients: Iterable[Tensor]) -> Tensor | None:
+    """The sum of squares of some tensors, a float64 scalar on their device; None without tensors.
+
+    Half precision is summed in float32.
+    """
     norms: list[Tensor] = []
     halves: list[Tensor] = []
     others: list[Tensor] = []
@@ -228,5 +248,5 @@ def squares(gradients: Iterable[Tensor]) -> Tensor:
     if others:
         norms += torch._foreach_norm(others)
     if not norms:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack([norm.double() for norm in norms]).square().sum().cpu()
+        return None
+    return torch.stack([norm.double() for norm in norms]).square().sum()

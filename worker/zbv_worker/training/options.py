@@ -67,7 +67,7 @@ class TrainingOptions:
     @property
     def needs_sums_over_ranks(self) -> bool:
         """Whether the updates need sums over all ranks."""
-        return self.clip_norm is not None or self.non_finite == "skip"
+        return self.clip_norm is not None or self.non_finite == "skip" or self.precision == "float16"
 
     @property
     def program(self) -> Program:
@@ -129,6 +129,11 @@ class RunOptions:
     trace: Path | None = None
     runtime: Runtime = "zbv"
     training: TrainingOptions = field(default_factory=TrainingOptions)
+
+    @property
+    def startup_patience(self) -> float:
+        """Seconds to wait for other ranks while they start."""
+        return max(self.timeout, self.startup_timeout)
 
     @property
     def receives_ahead(self) -> int:

@@ -5,6 +5,9 @@ note "from step n + 1 on, use that plan". Every other rank looks for such a note
 cannot miss one: its step n needs data that rank 0 computed in step n, after the note, so it starts step n + 1
 later. With replicas, the sums of step n order each replica after rank 0's in the same way. So no step waits
 for a message, and the service is not needed.
+
+On GPUs, a rank's host may begin step n + 1 before its device has the data of step n, but not step n + 2. So
+there the note says "from step n + 2 on".
 """
 
 from __future__ import annotations
@@ -126,10 +129,13 @@ class Swaps:
     ----------
     path
         Where a next plan may appear; only rank 0 looks there. Set on all ranks, or on none.
+    is_late
+        Whether hosts begin steps before their devices have completed the step before. Equal on all ranks.
     """
 
-    def __init__(self, transport: Transport, path: Path, current: RankPlan):
+    def __init__(self, transport: Transport, path: Path, current: RankPlan, *, is_late: bool = False):
         self._transport = transport
+        self._steps_ahead = 2 if is_late else 1
         self._file = PlanFile(path, current) if transport.rank == 0 else None
 
     def before(self, step: int) -> RankPlan | None:
@@ -146,7 +152,7 @@ class Swaps:
             for part in found.parts:
                 document = _RANK_PLAN.dump_json(part).decode()
                 self._transport.post(f"plan/{found.plan_id}/{part.rank}", document)
-            self._transport.post(f"swap/{step + 1}", found.plan_id)
+            self._transport.post(f"swap/{step + self._steps_ahead}", found.plan_id)
         if plan_id is None:
             return None
         text = self._transport.posted(f"plan/{plan_id}/{self._transport.pp_rank}")

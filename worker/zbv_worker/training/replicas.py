@@ -30,14 +30,19 @@ class DataOfReplica:
         return self.microbatch(step, index)
 
 
-def mean_over_replicas(transport: Transport, value: float | None, timeout: float) -> float | None:
-    """The mean of a number over the replicas of a position; None if they have none.
+def mean_over_replicas(
+    transport: Transport, value: Tensor | None, timeout: float, device: torch.device
+) -> Tensor | None:
+    """The mean of a scalar over the replicas of a position; None if they have none.
 
     Collective even without a number, so that no replica ends a step before all have begun it (see
     :mod:`zbv_worker.training.plan_change`).
     """
-    if transport.layout.replicas == 1:
+    replicas = transport.layout.replicas
+    if replicas == 1:
         return value
-    total = torch.tensor([0.0 if value is None else value / transport.layout.replicas], dtype=torch.float64)
+    total = (
+        torch.zeros(1, dtype=torch.float64, device=device) if value is None else value.reshape(1) / replicas
+    )
     transport.sum_over_replicas(total).wait(timeout)
-    return None if value is None else float(total)
+    return None if value is None else total[0]

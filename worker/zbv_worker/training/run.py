@@ -21,6 +21,7 @@ from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.stage.program import Program, differences
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
 from zbv_worker.training.ending import Ending
+from zbv_worker.training.garbage import GarbageCollection
 from zbv_worker.training.guard import Guard
 from zbv_worker.training.options import RunOptions, Setting
 from zbv_worker.training.report import RankReport
@@ -62,7 +63,7 @@ def run(
         refuse(world.rank, world.world_size, str(error))
         raise
     progress = progress or CurrentProgress()
-    patience, training = max(options.timeout, options.startup_timeout), options.training
+    patience, training = options.startup_patience, options.training
     with naming_errors(world.rank, "meeting the other ranks"):
         control = GlooControl(world, patience, training.replicas)
     guard = Guard(control, progress, options.timeout, patience, ending)
@@ -176,18 +177,18 @@ def train(
 
 
 def _steps(trainings: Sequence[Training], setting: Setting, on_started: Callable[[], None] | None) -> None:
-    first = max(training.first_step for training in trainings)
-    for step in range(first, setting.run.steps):
-        for training in trainings:
-            if len(trainings) > 1:
-                with naming_errors(setting.transport.rank, "taking turns"):
-                    # Otherwise a rank that finishes early would seem to wait in the next plan's step.
-                    setting.transport.barrier(
-                        setting.run.startup_timeout if step == first else setting.run.timeout
-                    )
-            training.step(step)
-        if step == first and on_started is not None:
-            on_started()
+    run, first = setting.run, max(training.first_step for training in trainings)
+    with GarbageCollection() as garbage:
+        for step in range(first, run.steps):
+            for training in trainings:
+                if len(trainings) > 1:
+                    with naming_errors(setting.transport.rank, "taking turns"):
+                        # Otherwise a rank that finishes early would seem to wait in the next plan's step.
+                        setting.transport.barrier(run.startup_patience if step == first else run.timeout)
+                training.step(step)
+            if step == first and on_started is not None:
+                on_started()
+            garbage.step_done()
     for training in trainings:
         training.end()
 

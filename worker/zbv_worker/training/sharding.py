@@ -173,7 +173,7 @@ class ShardedGradients(Gradients):
             self._free(unit)
         self._next = 0
 
-    def square_sum(self) -> Tensor:
+    def square_sum(self) -> Tensor | None:
         """Each replica contributes the parts that it holds."""
         return squares(self._present())
 

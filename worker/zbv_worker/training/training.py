@@ -6,21 +6,21 @@ import hashlib
 import math
 import random
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.build_stages import build_modules, build_stages
-from zbv_worker.execution.executor import Executor, ExecutorOptions
+from zbv_worker.execution.executor import Executor, ExecutorOptions, Launched
+from zbv_worker.execution.fetch_ahead import DEFAULT_FETCH_AHEAD
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
-from zbv_worker.model.protocol import PipelineModel, Weighted
+from zbv_worker.model.protocol import FetchedAhead, PipelineModel, StatefulData, Weighted
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.checkpoint import Checkpoints
@@ -78,6 +78,7 @@ class Training:
         self._model = model
         self._label = label
         self._stages: dict[int, Stage] = {}
+        self._launched: Launched | None = None
         self._executor: Executor | TorchExecutor
         self._loss_scale = LossScale.of(options.precision)
         self._agree()
@@ -88,8 +89,16 @@ class Training:
         else:
             self._walk_on_torch(whole, modules)
         transport = setting.transport
+        is_late = isinstance(self._executor, Executor) and self._executor.is_late
         self._update = Update(
-            model, self._gradients, transport, self._loss_scale, options.clip_norm, options.non_finite
+            model,
+            self._gradients,
+            transport,
+            self._loss_scale,
+            options.clip_norm,
+            options.non_finite,
+            setting.device,
+            is_late=is_late,
         )
         _seed(setting.run.model.seed, transport.rank)
         self._checkpoints = self._make_checkpoints(modules)
@@ -99,24 +108,40 @@ class Training:
         expected = {index: stage.expected_share for index, stage in self._stages.items()}
         self._report_unsplit(self.first_step, expected)
         self._trace = TraceFile(options.trace_dir, transport, self._timeout) if options.trace_dir else None
-        self._swaps = Swaps(transport, options.next_plan, plan) if options.next_plan else None
+        self._swaps = (
+            Swaps(transport, options.next_plan, plan, is_late=is_late) if options.next_plan else None
+        )
 
     def step(self, step: int) -> None:
-        """Run one step of the plan and the optimizer, after any evaluation, checkpoint or plan change due."""
+        """Run one step of the plan and the optimizer, after any evaluation, checkpoint or plan change due.
+
+        On a GPU the step's numbers are reported, and raise errors, while the next step is launched.
+        """
         self._evaluate_and_save(step)
         self._change_plan(step)
         for stage in self._stages.values():
             stage.loss_scale = self._loss_scale.value
         self._gradients.begin()
-        result = self._executor.step(step)
-        before = time.perf_counter()
+        launched = self._executor.launch(step)
+        self._settle()  # of the step before: the executor has seen its end
         with naming_errors(self._rank, f"after step {step}"):
             self._gradients.finish(self._timeout)
-            loss = mean_over_replicas(self._transport, result.loss, self._timeout)
-            loss, factor = self._weighted(loss)
-            updated = self._update.apply(self._timeout, loss, factor)
-        seconds = time.perf_counter() - before
-        self.report.add(StepLine(step, self._plan.plan_id, loss, result.seconds, seconds, updated), result)
+            loss, factor = self._weighted(self._mean(launched.losses.values()))
+            launched.end(self._update.launch(self._timeout, loss, factor))
+        self._launched = launched
+        if self._update.must_wait:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Report the newest step, once it is complete on the device; does nothing if that has been done."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        step, result = launched.step, launched.result()
+        updated = self._update.settle(result.numbers)
+        loss = result.numbers[0] if launched.losses else None
+        line = StepLine(step, self._plan.plan_id, loss, result.seconds, result.update_seconds, updated)
+        self.report.add(line, result)
         skipped = ", not finite: skipped" if updated.is_skipped else ""
         self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{skipped}")
         self._report_non_finite(step, updated)
@@ -126,7 +151,8 @@ class Training:
             self._trace.update(self.report)
 
     def end(self) -> None:
-        """After the last step, run the evaluation and write the checkpoint and trace that are due."""
+        """After the last step, report it, run the evaluation, and write the checkpoint and trace due."""
+        self._settle()
         self._evaluate_and_save(self._setting.run.steps)
         if self._checkpoints is not None:
             self._checkpoints.finish()
@@ -135,12 +161,21 @@ class Training:
 
     def close(self) -> None:
         """Stop background threads."""
+        if isinstance(self._executor, Executor):
+            self._executor.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
         if self._swaps is not None:
             self._swaps.close()
 
-    def _weighted(self, loss: float | None) -> tuple[float | None, float]:
+    def _mean(self, losses: Collection[Tensor]) -> Tensor | None:
+        """The mean over microbatches and replicas, a float64 scalar; None without losses. Collective."""
+        mean = None
+        if losses:
+            mean = torch.cat([loss.detach().reshape(1) for loss in losses]).double().sum() / len(losses)
+        return mean_over_replicas(self._transport, mean, self._timeout, self._setting.device)
+
+    def _weighted(self, loss: Tensor | None) -> tuple[Tensor | None, Tensor | float]:
         """Convert a mean over microbatches to a mean over weights; returns loss and factor of the gradients.
 
         Collective if the model weights its microbatches.
@@ -148,12 +183,12 @@ class Training:
         if not isinstance(self._model, Weighted):
             return loss, 1.0
         mine = sum(stage.take_weight() for stage in self._stages.values())
-        weights = torch.tensor([mine], dtype=torch.float64)
-        whole = float(self._transport.sum_over_ranks(weights, self._timeout))
+        weights = torch.zeros((), dtype=torch.float64, device=self._setting.device) + mine
+        whole = self._transport.sum_over_ranks(weights.reshape(1), self._timeout)[0]
         microbatches = self._plan.microbatches * self._transport.layout.replicas
         # If all weights are 0, there is nothing to learn from, and the mean is undefined.
-        factor = microbatches / whole if whole > 0 else 0.0
-        return (None if loss is None else loss * factor if whole > 0 else math.nan), factor
+        factor = torch.where(whole > 0, microbatches / whole, 0.0)
+        return (None if loss is None else torch.where(whole > 0, loss * factor, math.nan)), factor
 
     def _report_non_finite(self, step: int, updated: Updated) -> None:
         """Report values that are not finite; raises :class:`NotFinite` if the run must fail."""
@@ -195,10 +230,12 @@ class Training:
         """Run the evaluation and the checkpoint due before a step, or after the last one."""
         every = self._options.evaluate_every
         if every is not None and step % every == 0:
+            self._settle()
             self._evaluate(step)
         if self._checkpoints is not None:
             self._checkpoints.check()
             if self._checkpoints.is_due(step, self._setting.run.steps):
+                self._settle()  # it may fail because of values that are not finite, which must not be saved
                 self._checkpoints.save(step)
 
     def _evaluate(self, step: int) -> None:
@@ -206,10 +243,11 @@ class Training:
             raise InvalidRun("--runtime torch cannot evaluate; use --runtime zbv.")
         losses = self._executor.evaluate(step)
         self._gradients.free_parameters()
-        mean = sum(losses.values()) / len(losses) if losses else None
+        device = self._setting.device
         with naming_errors(self._rank, f"evaluating before step {step}"):
-            loss = mean_over_replicas(self._transport, mean, self._timeout)
-            loss, _ = self._weighted(loss)
+            found = torch.tensor(list(losses.values()), dtype=torch.float64, device=device)
+            mean, _ = self._weighted(self._mean(found.unbind()))
+        loss = None if mean is None else float(mean)
         if loss is not None:
             self.report.evaluations[step] = loss
         self._say_loss(f"before step {step}: evaluation", loss)
@@ -222,11 +260,14 @@ class Training:
             plan = self._swaps.before(step)
             if plan is None:
                 return
+            self._settle()
             self._transport.flush(self._timeout)
         before, self._plan = self._plan, plan
         self._agree()
         for index, stage in self._stages.items():
             stage.is_recomputed = plan.cut.recomputes(index)
+        if isinstance(self._executor, Executor):
+            self._executor.close()
         self._walk()
         if self._rank == 0:
             _say(f"step {step}: changing from plan {before.plan_id[:12]} to {plan.plan_id[:12]}")
@@ -248,10 +289,10 @@ class Training:
             replicas=transport.layout.replicas,
             options=self._options.common,
         )
-        keys = agree(transport, statement, self._timeout)
+        keys = agree(transport, statement, run.startup_patience)
         if self._whole is None:
             with naming_errors(self._rank, "opening the channels"):
-                transport.open(keys, self._timeout)
+                transport.open(keys, run.startup_patience)
 
     def _build(self) -> dict[int, nn.Module]:
         """Build this rank's stages; returns their modules."""
@@ -287,6 +328,9 @@ class Training:
                 look_ahead=self._setting.run.receives_ahead,
                 progress=self._setting.progress,
                 on_stage_done=self._gradients.stage_done,
+                startup_timeout=self._setting.run.startup_timeout,
+                fetch_ahead=_fetch_ahead(self._model, self._setting.device),
+                last_step=None if isinstance(self._model, StatefulData) else self._setting.run.steps - 1,
             ),
         )
 
@@ -318,6 +362,13 @@ class Training:
     def _say_loss(self, begin: str, loss: float | None, end: str = "") -> None:
         if loss is not None and self._transport.replica == 0:
             _say(f"{begin} {self._label}loss {loss:.4f}{end}")
+
+
+def _fetch_ahead(model: PipelineModel, device: torch.device) -> int:
+    """How many microbatches to fetch ahead on a thread."""
+    if isinstance(model, FetchedAhead):
+        return model.fetch_ahead
+    return DEFAULT_FETCH_AHEAD if device.type == "cuda" else 0
 
 
 def _seed(seed: int, rank: int) -> None:

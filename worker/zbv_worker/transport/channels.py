@@ -180,7 +180,7 @@ class Transport(ABC):
 
     @abstractmethod
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
-        """Sum a small CPU tensor over all ranks. Collective."""
+        """Sum a small tensor over all ranks; the result is on its device. Collective."""
 
     @abstractmethod
     def post(self, name: str, value: str) -> None:

@@ -304,7 +304,7 @@ class ConnectedTransport(Transport):
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
-        return self.control.sum_over_ranks(values, timeout)
+        return self.control.sum_over_ranks(values.cpu(), timeout).to(values.device)
 
     @override
     def post(self, name: str, value: str) -> None:

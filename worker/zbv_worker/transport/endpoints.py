@@ -116,9 +116,10 @@ class Inbox:
         while self._posted <= index:
             if not self._post_next():
                 self._receive_header(timeout)
-        # While this rank waits, posting costs no time.
+        tensor = self._pending.pop(index).on_stream(timeout)
+        # Not before the wait: gloo's thread spins if a receive is posted while the peer's tensor arrives.
         self._post_ahead(index + 1 + self._look_ahead)
-        return self._pending.pop(index).on_stream(timeout)
+        return tensor
 
     def _post_ahead(self, end: int) -> None:
         """Post the receives before an index of the channel, as far as their shapes are known."""

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from zbv_worker.transport.torch_api import Clock, HostClock
 
 BEAT_SECONDS = 0.5
-SILENT_SECONDS = 3 * BEAT_SECONDS
+SILENT_SECONDS = 5 * BEAT_SECONDS
 """A rank without a sign of life for this long is said to be silent, once it is the cause of a failure."""
 _SILENT = "it gives no sign of life; its process or host ended, or is stopped"
 _FAILURE, _SIGN, _ENDED = "failure", "sign/{}", "ended"

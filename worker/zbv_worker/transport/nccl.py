@@ -44,6 +44,8 @@ CHANNEL_OPTIONS = GroupOptions(max_ctas=4)
 SUM_OPTIONS = GroupOptions()
 """Sums over replicas wait for ranks in the same position, so not for long; they may use NCCL's full width."""
 
+MAX_COMMUNICATORS = 28
+"""torch has 32 streams per GPU and priority, and gives them out in turn (``CUDAStream.h``); this leaves 4."""
 NCCL_LOOK_AHEAD = 1
 """Receives posted ahead per channel. The first on a communicator waits on the device and occupies
 multiprocessors; further ones wait in its stream and would only hold buffers, because the host queues actions
@@ -314,11 +316,21 @@ class NcclTransport(ConnectedTransport):
 
     @override
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
+        """Create these channels where they do not exist. Collective: every rank passes the same keys.
+
+        Raises
+        ------
+        InvalidRun
+            If this rank would have more than :data:`MAX_COMMUNICATORS`.
+        TimeoutError, ConnectionError
+            If a channel does not connect.
+        """
         self._operations.may_issue()
         deadline = self._operations.clock.now() + timeout
         free = self._free_bytes()
         # new_group is collective over all ranks: all must call it in the same order, members or not.
         new = greeting_order(set(keys) - self._opened)
+        self._require_streams(new)
         for key in new:
             for replica in range(self.layout.replicas):
                 self._add_channel(key, replica)
@@ -329,6 +341,15 @@ class NcclTransport(ConnectedTransport):
         self.communicator_bytes += free - self._free_bytes()
         if new:
             say(f"rank {self.rank}: {self.described(os.environ)}")
+
+    def _require_streams(self, new: Iterable[ChannelKey]) -> None:
+        needed = len(self._groups) + sum(self.pp_rank in key for key in new)
+        if needed > MAX_COMMUNICATORS:
+            raise InvalidRun(
+                f"rank {self.rank} needs {needed} NCCL communicators; must be at most {MAX_COMMUNICATORS}: "
+                f"torch has 32 streams per GPU, and communicators that share one may wait for each other "
+                f"forever. Use a placement in which a rank exchanges tensors with fewer ranks."
+            )
 
     def _add_channel(self, key: ChannelKey, replica: int) -> None:
         sender, receiver = (self.layout.global_rank(end, replica) for end in (key.sender, key.receiver))

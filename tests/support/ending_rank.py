@@ -1,0 +1,69 @@
+"""A process that ends because of an error; it says what it does, in order."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import cast
+
+from zbv_worker.errors import InvalidRun, PeerLost
+from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
+from zbv_worker.training import ending
+from zbv_worker.transport.control import ConnectedTransport, ControlPlane
+from zbv_worker.transport.failure_watch import Doing, FailureNotes
+from zbv_worker.transport.world import Layout
+
+
+class Said:
+    """Notes, transport and control plane of rank 1 of 3, which say how they are used."""
+
+    rank, layout = 1, Layout(3)
+
+    def __init__(self, *, hangs: bool = False):
+        self._hangs = hangs
+        self._notes: dict[str, str] = {}
+
+    def post(self, name: str, value: str) -> None:
+        self._notes[name] = value
+        if name == "failure":
+            say(f"published {value}")
+
+    def posted(self, name: str) -> str | None:
+        return self._notes.get(name)
+
+    def abort(self, timeout: float) -> None:
+        say("aborted")
+        if self._hangs:
+            time.sleep(3600)
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def report(error: Exception) -> int:
+    say(f"reported {error}")
+    return 2 if isinstance(error, InvalidRun) else 1
+
+
+def main(what: str) -> None:
+    said = Said(hangs=what == "hangs")
+    rank = ending.Ending(lambda error: say(f"recorded {error}"), report)
+    notes = FailureNotes(said, 1)
+    rank.met(cast(ControlPlane, said), notes, CurrentProgress())
+    rank.transport = cast(ConnectedTransport, said)
+    if what == "hangs":
+        ending.LEAVE_SECONDS = 1.0
+        threading.Thread(target=time.sleep, args=(3600,)).start()  # Python would wait for it at an exit
+    if what == "peer":
+        FailureNotes(said, 0).sign(1, Doing("step 4, 0F1"))
+        error: Exception = PeerLost("rank 1 waited at 1F1.")
+        attach_progress(error, Progress(4, "1F1", 0))
+        rank.fail(error)
+    rank.fail(InvalidRun("wrong"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,79 @@
+"""How the process of a failed rank ends: reason first, then the abort, in a bounded time."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from support.manual_clock import ManualClock
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.training import startup
+from zbv_worker.training.startup import Startup
+
+
+def end(what: str, folder: Path) -> tuple[int | None, list[str]]:
+    """Let a process end; returns its status and what it said."""
+    with LocalRanks([python_command("support.ending_rank", what)], folder) as ranks:
+        deadline = time.monotonic() + 60
+        while ranks.processes[0].poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return ranks.processes[0].returncode, ranks.log(0).splitlines()
+
+
+def test_the_reason_is_published_and_recorded_before_anything_is_aborted(tmp_path: Path) -> None:
+    status, said = end("own", tmp_path)
+    published, *others = said
+    expected = {"rank": 1, "reason": "wrong", "is_input_wrong": True}
+    assert json.loads(published.removeprefix("published ")) == expected
+    assert others == ["recorded wrong", "reported wrong", "aborted"]
+    assert status == 2
+
+
+def test_a_failure_that_a_peer_caused_is_recorded_at_once_and_again_with_the_cause(tmp_path: Path) -> None:
+    status, said = end("peer", tmp_path)
+    reason = "it gives no sign of life; its process or host ended, or is stopped"
+    assert said[0] == "recorded rank 1 waited at 1F1."
+    assert json.loads(said[1].removeprefix("published "))["rank"] == 0
+    assert said[2:] == [
+        f"recorded rank 0 lost: {reason}. rank 1 waited at 1F1.",
+        f"reported rank 0 lost: {reason}. rank 1 waited at 1F1.",
+        "aborted",
+    ]
+    assert status == 1
+
+
+def test_a_process_whose_abort_hangs_ends_all_the_same(tmp_path: Path) -> None:
+    status, said = end("hangs", tmp_path)
+    assert "aborted" in said
+    assert "Timeout (0:00:01)!" in "\n".join(said)
+    assert status == 1
+
+
+def test_a_starting_rank_says_what_it_waits_for_and_is_late_after_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(startup, "SAY_SECONDS", 0.001)
+    clock, late = ManualClock(), list[str]()
+
+    def doing() -> str:
+        clock.pause(20.0)
+        return "connecting to the other ranks"
+
+    start = Startup(3, 50.0, doing, late.append, clock)
+    start._thread.join(20)
+    (said,) = late
+    assert said.startswith("rank 3 did not start within 50 s: connecting to the other ranks. ")
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "rank 3: connecting to the other ranks (0 s since its start)",
+        "rank 3: connecting to the other ranks (20 s since its start)",
+    ]
+
+
+def test_a_rank_that_has_started_says_nothing_more(capsys: pytest.CaptureFixture[str]) -> None:
+    start = Startup(3, 50.0, lambda: "connecting", lambda text: None, ManualClock())
+    start.done()
+    start._thread.join(20)
+    assert not start._thread.is_alive()
+    assert capsys.readouterr().err == ""

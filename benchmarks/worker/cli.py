@@ -16,7 +16,7 @@ from benchmarks.measuring import Measure, add_output, measure_all
 if TYPE_CHECKING:
     from benchmarks.findings import Finding
 
-NAMES = ("overhead", "gpt", "split", "memory", "rehearse")
+NAMES = ("overhead", "gpt", "split", "memory", "rehearse", "nccl-model")
 DESCRIPTION = """\
 Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;
 on a busy machine, their intervals are wider.
@@ -26,6 +26,7 @@ on a busy machine, their intervals are wider.
   split     I + W, compared with the fused backward
   memory    peaks of real steps, compared with the plan
   rehearse  time of a rehearsal, compared with the plan
+  nccl-model  which plans hang on a model of NCCL, by the number of kernels that run at once
 """
 EXAMPLES = """\
 examples:
@@ -77,8 +78,8 @@ def _worker(parsed: argparse.Namespace) -> int:
 def _job(name: str, parsed: argparse.Namespace) -> Measure:
     from benchmarks.worker.workload import read_workload
 
-    comparison = import_module(f"benchmarks.worker.{name}")
-    kind: Any = getattr(comparison, f"{name.capitalize()}Workload")
+    comparison = import_module(f"benchmarks.worker.{name.replace('-', '_')}")
+    kind: Any = getattr(comparison, f"{name.title().replace('-', '')}Workload")
     workload = read_workload(kind, parsed.workload)
     if parsed.rounds is not None and any(field.name == "rounds" for field in fields(kind)):
         workload = replace(workload, rounds=parsed.rounds)

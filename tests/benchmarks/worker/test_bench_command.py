@@ -43,6 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "p2p": 0.1,
         "steps": 2,
     },
+    "nccl-model": {"families": ["1F1B", "V, greedy"], "kernels": [1, 4], "sizes": [[4, 4]], "seeds": 1},
 }
 
 
@@ -73,6 +74,17 @@ def test_the_memory_of_real_steps_agrees_with_the_plan(tmp_path: Path) -> None:
     status, findings = bench("memory", tmp_path)
     assert [finding["missed_by"] for finding in findings] == [0, 0]
     assert status == 0
+
+
+def test_the_table_of_the_model_of_nccl_has_a_row_per_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, findings = bench("nccl-model", tmp_path)
+    assert [finding["missed_by"] for finding in findings] == [0, 0]
+    assert status == 0
+    said = capsys.readouterr().out
+    assert "| 1F1B | 4 | all hang | all end |" in said
+    assert "| V, greedy | 4 | all hang | all end |" in said
 
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)

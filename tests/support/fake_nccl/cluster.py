@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from zbv_worker.transport.torch_api import GroupOptions
@@ -34,9 +36,9 @@ class FakeNccl:
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
     ) -> FakeGroup | None:
-        """Create a group; blocks the host until every rank of the world has called it."""
+        """Create a group. Every rank of the world must call it, in the same order; none waits for another."""
         turn, self._created = self._created, self._created + 1
-        self._cluster.meet(turn, tuple(ranks), self._device)
+        self._cluster.check_order(turn, tuple(ranks), self._device)
         if self._device.rank not in ranks:
             return None
         group = FakeGroup(
@@ -93,7 +95,7 @@ class Cluster:
         self.devices = {rank: Device(self.simulation, rank, device or DeviceModes()) for rank in range(ranks)}
         self.communicators = Communicators(self.simulation, nccl or NcclModes(), self.devices)
         self._control = ControlState(self.simulation, self.layout)
-        self._met: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._created: dict[int, tuple[int, ...]] = {}
         self.simulation.describe = lambda: [
             line for device in self.devices.values() for line in device.picture()
         ]
@@ -119,7 +121,9 @@ class Cluster:
 
             return body
 
-        found = self.simulation.run({rank: on(rank) for rank in self.devices})
+        # A rank's thread has one device, so to choose it does nothing.
+        with patch.object(torch.cuda, "device", lambda device: nullcontext()):
+            found = self.simulation.run({rank: on(rank) for rank in self.devices})
         return [found[rank] for rank in self.devices]
 
     def at(self, time: float, action: Callable[[], None]) -> None:
@@ -130,13 +134,11 @@ class Cluster:
         """End a rank's process."""
         self.communicators.kill(rank, why)
 
-    def meet(self, turn: int, ranks: tuple[int, ...], device: Device) -> None:
-        """Block a host until all ranks have called ``new_group`` for the same group."""
-        met = self._met.setdefault(turn, {})
-        if any(other != ranks for other in met.values()):
-            raise ModelError(f"call {turn} of new_group is for ranks {ranks} here, and {met} on other ranks")
-        host = device.host()
-        host.spend(1e-4)
-        met[device.rank] = ranks
-        self.simulation.changed_everywhere()
-        host.block(lambda: len(met) == len(self.devices), f"creates group {turn}, which not all ranks do")
+    def check_order(self, turn: int, ranks: tuple[int, ...], device: Device) -> None:
+        """Check that all ranks create the same groups in the same order."""
+        device.host().spend(1e-4)
+        first = self._created.setdefault(turn, ranks)
+        if first != ranks:
+            raise ModelError(
+                f"call {turn} of new_group is for ranks {ranks}, and on another rank for {first}"
+            )

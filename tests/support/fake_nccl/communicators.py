@@ -79,6 +79,7 @@ class Operation(Item):
     def finish(self) -> None:
         """Leave the stream and free the slot."""
         self.communicator.running.pop(self.rank, None)
+        self.stream.device.unsent -= self.kind == "send"
         for block in self.blocks:
             self.stream.device.memory.release(block)
         super().finish()
@@ -329,7 +330,7 @@ class FakeGroup:
         if self._is_aborted:
             raise torch.distributed.DistBackendError(f"NCCL communicator was aborted on rank {device.rank}.")
         for tensor in (source, target):
-            _check_device_tensor(device, tensor)
+            _check_device_tensor(device, tensor, kind)
         communicator = self._communicators.get(self._name, key, ranks)
         stream = self._streams.get(key)
         if stream is None:
@@ -353,6 +354,8 @@ class FakeGroup:
             target=None if target is None else memory.raw(target),
             blocks=tuple(blocks.values()),
         )
+        device.unsent += kind == "send"
+        device.most_unsent = max(device.most_unsent, device.unsent)
         device.issued_communication(operation)
         stream.add(operation)
         self._watch(operation)
@@ -369,7 +372,7 @@ class FakeGroup:
         simulation.watch(operation.issued + self._timeout.total_seconds(), expire)
 
 
-def _check_device_tensor(device: Device, tensor: Tensor | None) -> None:
+def _check_device_tensor(device: Device, tensor: Tensor | None, kind: Kind) -> None:
     """Raise what ``check_gpu_single_tensor`` raises."""
     if tensor is None:
         return
@@ -377,6 +380,8 @@ def _check_device_tensor(device: Device, tensor: Tensor | None) -> None:
     if tensor.is_sparse or block is None or not block.is_on_device:
         raise ValueError("Tensors must be CUDA and dense")
     if not tensor.is_contiguous():
+        if kind in ("send", "receive"):  # torch warns once and moves the bytes as they lie
+            raise ModelError(f"the tensor of a {kind} is not contiguous")
         raise ValueError("Tensors must be contiguous")
 
 

@@ -106,6 +106,8 @@ _KERNELS = {
     "square",
     "isfinite",
     "all",
+    "double",
+    "float",
 }
 
 
@@ -124,8 +126,8 @@ class OnDevice(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _FACTORIES:
             return self._made(func, name, args, kwargs)
-        if name == "pin_memory" and self._block(args[0]) is None:
-            return self._pinned(args[0])
+        if name == "pin_memory" and not self._on_device(args[0]):
+            return args[0] if self._block(args[0]) else self._pinned(args[0])
         tensors = [
             a for a in _flat((args, tuple(kwargs.values()))) if isinstance(a, Tensor) and self._block(a)
         ]
@@ -160,6 +162,8 @@ class OnDevice(TorchFunctionMode):
             raise ModelError(f"{name} uses pinned host memory; only copies of it are modelled")
         if name in _IN_PLACE:
             return self._launched(func, args, kwargs, args[0])
+        if name in ("double", "float") and func(args[0][:0]).dtype is args[0].dtype:
+            return args[0]
         if name in _KERNELS:
             meta = func(*_mapped(args, lambda t: t.to("meta")), **kwargs)
             return self._launched(func, args, kwargs, self._empty(meta.shape, meta.dtype))

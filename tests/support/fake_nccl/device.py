@@ -100,6 +100,7 @@ class Recording:
     stream: FakeStream
     clock: Clock
     passed: float | None = None
+    is_awaited: bool = False
     waiting: list[FakeStream] = field(default_factory=list)
 
 
@@ -110,6 +111,8 @@ class _Record(Item):
     def start(self) -> bool:
         assert self.recording is not None
         self.recording.passed = self.stream.device.simulation.now
+        if self.recording.is_awaited:
+            self.stream.device.simulation.changed(self.stream.device.rank)
         self.finish()
         for stream in self.recording.waiting:
             stream.advance()
@@ -225,7 +228,6 @@ class FakeStream:
         """The head of the queue is done."""
         assert self.queue[0] is item
         self.queue.popleft()
-        self.device.simulation.changed(self.device.rank)
         self.device.ended(item)
         self.advance()
 
@@ -285,6 +287,7 @@ class Device:
         self.computing = 0
         self.running: list[Item] = []
         self.most_running = 0
+        self.unsent = self.most_unsent = 0
         self._waiting: list[Item] = []
         self._communication: list[Item] = []
         self._unstarted: dict[int, deque[Item]] = {}
@@ -360,7 +363,9 @@ class Device:
             self.retry()
 
     def ended(self, item: Item) -> None:
-        """Free the slot of a kernel of NCCL."""
+        """Free the slot of a kernel of NCCL, and wake a host that waits for empty streams."""
+        if not item.stream.queue:
+            self.simulation.emptied(self.rank)
         if item in self.running:
             self.running.remove(item)
             if item in self._communication:
@@ -397,12 +402,14 @@ class Device:
         if recording.passed is None or recording.passed > host.time:
             host.catch_up()
         if recording.passed is None or recording.passed > host.time:
+            recording.is_awaited = True
             return False
         merge(host.observed, recording.clock)
         return True
 
     def block_until_passed(self, recording: Recording) -> None:
         """Block the host until a recording was passed."""
+        recording.is_awaited = True
         self.host().block(lambda: recording.passed is not None, f"synchronizes with {recording.stream}")
         merge(self.host().observed, recording.clock)
 

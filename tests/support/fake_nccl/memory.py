@@ -149,6 +149,11 @@ class DeviceMemory:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return tensor
 
+    def users(self) -> list[str]:
+        """The last writers of all allocated device memory."""
+        blocks = [block for block in self._blocks.values() if block.is_on_device]
+        return [block.last_write.label if block.last_write else "nothing" for block in blocks]
+
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that holds a tensor; None for ordinary host memory."""
         with torch._C.DisableTorchFunction():

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+import torch
 from torch import Tensor
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, Launched
+from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
 from zbv_worker.execution.timeline import CudaTimeline
-from zbv_worker.transport.channels import key_of
+from zbv_worker.transport.channels import Reduction, key_of
 from zbv_worker.transport.nccl import NcclTransport
 
 from support.fake_nccl.cluster import Cluster, FakeRank
 from support.fake_nccl.communicators import NcclModes
 from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.simulation import ModelError
-from support.fake_nccl.stages import FakeBatches, FakeStage, expected
+from support.fake_nccl.stages import Expected, FakeBatches, FakeStage, expected
 
 SECONDS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3}
 TIMEOUT = 60.0
@@ -34,15 +35,22 @@ class ModelRun:
     ----------
     transport
         Creates the transport; a test passes a wrong one.
+    checks_memory
+        Whether no device memory may stay allocated at the end. Takes a while.
+    plan
+        Changes a rank's part of the plan; a test passes a wrong change.
     """
 
     steps: int = 2
     replicas: int = 1
+    sums_over_ranks: bool = False
     seed: int = 0
     look_ahead: int = DEFAULT_LOOK_AHEAD
     device: DeviceModes = field(default_factory=DeviceModes)
     nccl: NcclModes = field(default_factory=NcclModes)
     transport: Callable[..., NcclTransport] = NcclTransport
+    checks_memory: bool = False
+    plan: Callable[[RankPlan], RankPlan] = lambda plan: plan
 
 
 @dataclass(frozen=True)
@@ -53,18 +61,18 @@ class RankUse:
     ----------
     kernels
         The most kernels of NCCL that ran at once.
-    communicators
-        Those that the rank is a member of.
     receive_buffers
         Receive buffers of the transport's pool, without those of headers.
-    peak_bytes
-        The peak of allocated device memory.
+    account
+        The most receive buffers that the plan and the look-ahead need.
+    unsent
+        The most sends that were queued or running at once.
     """
 
     kernels: int
-    communicators: int
     receive_buffers: int
-    peak_bytes: int
+    account: int
+    unsent: int
 
 
 def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
@@ -82,67 +90,138 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
         device=how.device,
         nccl=how.nccl,
     )
-    keys = sorted({key_of(channel) for channel in channels(problem, orders)})
     wanted = [
         [expected(problem.n_stages, problem.microbatches, step, replica) for replica in range(how.replicas)]
         for step in range(how.steps)
     ]
 
     def main(here: FakeRank) -> RankUse:
-        transport = how.transport(
-            here.control, here.torch_device, TIMEOUT, api=here.nccl, cuda=here.cuda, clock=here.clock
+        run = _RankRun(here, problem, orders, how)
+        for step in range(how.steps):
+            run.launch(step)
+        for step in range(how.steps):
+            run.check(step, wanted[step])
+        use = run.close()
+        if how.checks_memory:
+            del run
+            gc.collect()
+            kept = here.device.memory.users()
+            _require(not kept, f"device memory that nothing frees, last written by {kept}")
+        return use
+
+    return cluster.run(main)
+
+
+class _RankRun:
+    """One rank with the real transport and executor."""
+
+    def __init__(self, here: FakeRank, problem: Problem, orders: Orders, how: ModelRun):
+        self._here = here
+        self._how = how
+        self._transport = transport = how.transport(
+            here.control,
+            here.torch_device,
+            TIMEOUT,
+            api=here.nccl,
+            cuda=here.cuda,
+            clock=here.clock,
+            sums_over_ranks=how.sums_over_ranks,
         )
-        plan = RankPlan.of("plan", problem, orders, transport.pp_rank)
-        transport.open(keys, TIMEOUT)
-        stages = {index: FakeStage(index, problem.n_stages, here.device, SECONDS) for index in plan.stages}
-        sums: list[Any] = []
-        executor = Executor(
-            plan,
-            stages,
+        self._plan = how.plan(RankPlan.of("plan", problem, orders, transport.pp_rank))
+        transport.open(sorted({key_of(channel) for channel in channels(problem, orders)}), TIMEOUT)
+        self._stages = {s: FakeStage(s, problem.n_stages, here.device, SECONDS) for s in self._plan.stages}
+        self._sums: list[Reduction] = []
+        self._launched: list[Launched] = []
+        self._weights: list[dict[int, Tensor]] = []
+        self._totals: list[Tensor] = []
+        self._executor = Executor(
+            self._plan,
+            self._stages,
             FakeBatches(transport.replica),
             transport,
             device=here.torch_device,
             timeout=TIMEOUT,
             options=ExecutorOptions(
                 look_ahead=how.look_ahead,
-                on_stage_done=lambda stage: sums.append(transport.sum_over_replicas(stages[stage].weight)),
+                on_stage_done=self._sum_over_replicas,
                 timeline=CudaTimeline(here.torch_device, clock=here.clock, cuda=here.cuda),
-                fetch_ahead=0,
             ),
         )
-        launched, weights = [], list[dict[int, Tensor]]()
-        for step in range(how.steps):
-            launched.append(executor.launch(step))
-            for reduction in sums:
-                reduction.wait(TIMEOUT)
-            sums.clear()
-            # As an optimizer does: queued behind the sums, without a wait of the host.
-            weights.append({index: stage.weight.clone() for index, stage in stages.items()})
-            for stage in stages.values():
-                stage.weight.zero_()
-        for step in range(how.steps):
-            losses = launched[step].result().losses
-            mine = wanted[step][transport.replica]
-            _require(losses == (mine.losses if problem.n_stages - 1 in stages else {}), f"losses {losses}")
-            for index, weight in weights[step].items():
-                total = [
-                    sum(parts)
-                    for parts in zip(*(found.weights[index] for found in wanted[step]), strict=True)
-                ]
-                _require(weight.tolist() == total, f"the weight gradient {weight.tolist()} of stage {index}")
-        transport.flush(TIMEOUT)
-        transport.barrier(TIMEOUT)
-        pools = transport._buffers._pools
+
+    def _sum_over_replicas(self, stage: int) -> None:
+        self._sums.append(self._transport.sum_over_replicas(self._stages[stage].weight))
+
+    def launch(self, step: int) -> None:
+        """Queue a step and what an optimizer would do after it, without a wait of the host."""
+        self._launched.append(self._executor.launch(step))
+        for reduction in self._sums:
+            reduction.wait(TIMEOUT)
+        self._sums.clear()
+        self._weights.append({index: stage.weight.clone() for index, stage in self._stages.items()})
+        if self._how.sums_over_ranks:  # as for the norm of all gradients
+            own = torch.stack(list(self._weights[-1].values())).sum()
+            self._totals.append(self._transport.sum_over_ranks(own, TIMEOUT))
+        for stage in self._stages.values():
+            stage.weight.zero_()
+
+    def check(self, step: int, wanted: list[Expected]) -> None:
+        """Compare a step's losses and weight gradients, summed over the replicas, with the expected ones."""
+        has_last = max(self._stages) == max(wanted[0].weights)
+        losses = self._launched[step].result().losses
+        _require(losses == (wanted[self._transport.replica].losses if has_last else {}), f"losses {losses}")
+        for stage, weight in self._weights[step].items():
+            numbers = weight.tolist()
+            _require(numbers == _added(wanted, stage), f"weight gradients {numbers} of stage {stage}")
+        if self._how.sums_over_ranks:
+            total = sum(sum(_added(wanted, stage)) for stage in wanted[0].weights)
+            found = float(self._totals[step])
+            _require(found == total * self._how.replicas, f"the sum {found} over all ranks")
+
+    def close(self) -> RankUse:
+        """End in order; returns what the rank used."""
+        self._transport.flush(TIMEOUT)
+        self._transport.barrier(TIMEOUT)
+        pools = self._transport._buffers._pools
         use = RankUse(
-            kernels=here.device.most_running,
-            communicators=sum(here.rank in c.ranks for c in cluster.communicators.by_key.values()),
+            kernels=self._here.device.most_running,
             receive_buffers=sum(len(pool) for spec, pool in pools.items() if spec.dtype.is_floating_point),
-            peak_bytes=here.device.memory.peak_bytes,
+            account=receive_account(self._plan, self._how.look_ahead),
+            unsent=self._here.device.most_unsent,
         )
-        transport.close()
+        self._executor.close()
+        self._transport.close()
         return use
 
-    return cluster.run(main)
+
+def _added(wanted: list[Expected], stage: int) -> list[float]:
+    """A stage's weight gradients, added up over the replicas."""
+    return [sum(parts) for parts in zip(*(found.weights[stage] for found in wanted), strict=True)]
+
+
+def receive_account(plan: RankPlan, look_ahead: int) -> int:
+    """The most receive buffers in use at once: what actions hold, and what is posted and not yet used.
+
+    An activation is held from its F, and a gradient from its I or B, until the end of the W or B. A channel
+    has posted the look-ahead beyond the furthest tensor that was used so far
+    (:class:`zbv_worker.transport.endpoints.Inbox`).
+    """
+    channels = {key_of(c): c.transfers for c in plan.channels if c.receiver == plan.rank}
+    posted = {key: min(look_ahead, len(transfers)) for key, transfers in channels.items()}
+    used = held = 0
+    most = sum(posted.values())
+    held_of: dict[tuple[int, int], int] = {}
+    for instruction in lower(plan):
+        stage, letter, microbatch = instruction.action
+        if isinstance(instruction.source, Remote):
+            key, transfer = instruction.source.channel, instruction.source.transfer
+            end = channels[key].index(transfer) + 1 + look_ahead
+            posted[key] = max(posted[key], min(end, len(channels[key])))
+            used, held = used + 1, held + 1
+            held_of[stage, microbatch] = held_of.get((stage, microbatch), 0) + 1
+        most = max(most, held + sum(posted.values()) - used)
+        if letter in "BW":
+            held -= held_of.pop((stage, microbatch), 0)
+    return most
 
 
 def _require(condition: bool, wrong: str) -> None:

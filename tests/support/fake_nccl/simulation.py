@@ -1,6 +1,6 @@
 """Virtual time: one Python thread per rank, of which exactly one runs at a time.
 
-The scheduler always resumes whoever is earliest, a host or a device, so a run depends on its seed alone. A
+The scheduler always continues with the earliest host or device, so a run depends on its seed alone. A
 host that only polls does not advance time in small steps: it sleeps until something changes, or ever longer.
 """
 
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+
+import torch
 
 _POLLS_UNTIL_IDLE = 4
 _LONGEST_SLEEP = 30.0
@@ -56,14 +58,13 @@ class Host:
     time: float = 0.0
     waits_for: str | None = None
     observed: dict[int, int] = field(default_factory=dict)
-    error: BaseException | None = None
     is_done: bool = False
     idle_polls: int = 0
     turn: int = 0
     is_paused: bool = False
     condition: Callable[[], bool] | None = None
     ending: BaseException | None = None
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go: threading.Lock = field(default_factory=threading.Lock)
     thread: threading.Thread | None = None
 
     def spend(self, seconds: float) -> None:
@@ -106,8 +107,7 @@ class Host:
             self._yield()
 
     def _yield(self) -> None:
-        self.simulation.returned.release()
-        self.go.acquire()
+        self.simulation.hand_over(self)
         if self.ending is not None:
             raise self.ending
         self.time = max(self.time, self.simulation.now)
@@ -126,13 +126,15 @@ class Simulation:
         self.random = Random(seed)
         self.now = 0.0
         self.hosts: dict[int, Host] = {}
-        self.returned = threading.Semaphore(0)
         self.describe: Callable[[], list[str]] = list
         self._deadlines_pass = deadlines_pass
         self._heap: list[tuple[float, int, Callable[[], None] | None, Host | None, int]] = []
         self._count = itertools.count()
         self._scheduled = 0
         self._failure: ModelError | None = None
+        self._over = threading.Event()
+        self._is_over = False
+        self._error: BaseException | None = None
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         """Do something at a time."""
@@ -168,6 +170,12 @@ class Simulation:
             host.idle_polls = 0
             self.resume(host, max(self.now, host.time))
 
+    def emptied(self, rank: int) -> None:
+        """A stream of a rank is empty, which only a blocked host can wait for."""
+        host = self.hosts.get(rank)
+        if host is not None and host.condition is not None:
+            self.changed(rank)
+
     def changed_everywhere(self) -> None:
         """Like :meth:`changed` for every rank."""
         for rank in self.hosts:
@@ -195,9 +203,12 @@ class Simulation:
         for rank, main in mains.items():
             self._start(self.hosts[rank], main, results)
         try:
-            self._schedule()
+            self.hand_over(None)
+            self._wait()
         finally:
             self._stop()
+        if self._error is not None:
+            raise self._error
         return results
 
     def _start(self, host: Host, main: Callable[[], Any], results: dict[int, Any]) -> None:
@@ -212,31 +223,60 @@ class Simulation:
             except _Stopped:
                 pass
             except BaseException as error:
-                host.error = error
+                self._end(error)
             finally:
                 host.is_done = True
-                self.returned.release()
+                self.hand_over(None)
 
+        host.go.acquire()
         host.thread = threading.Thread(target=body, name=f"rank {host.rank}", daemon=True)
         host.thread.start()
         self.resume(host, 0.0)
 
-    def _schedule(self) -> None:
-        while not all(host.is_done for host in self.hosts.values()):
+    def hand_over(self, host: Host | None) -> None:
+        """Let the next host run: called by a host that yields, which returns at its next turn, or ends.
+
+        The thread that yields does the work of the devices itself, which saves most changes of thread.
+        """
+        if not self._is_over:
+            try:
+                with torch._C.DisableTorchFunction():
+                    following = self._next_host()
+            except ModelError as error:
+                self._end(error)
+            else:
+                if following is None:
+                    self._end(None)
+                elif following is host:
+                    return
+                else:
+                    following.go.release()
+        if host is not None:
+            host.go.acquire()
+
+    def _end(self, error: BaseException | None) -> None:
+        self._is_over = True
+        self._error = self._error or error
+        self._over.set()
+
+    def _next_host(self) -> Host | None:
+        """Run the devices until a host is next; None once all hosts are done."""
+        while True:
             if self._failure is not None:
                 raise self._failure
+            if all(host.is_done for host in self.hosts.values()):
+                return None
             if not self._heap or self._only_polls():
                 raise Deadlock(self.picture())
             time, _, action, host, turn = heapq.heappop(self._heap)
-            if host is not None and (host.is_done or turn != host.turn):
-                continue
-            self.now = max(self.now, time)
             if action is not None:
+                self.now = max(self.now, time)
                 action()
-            elif host is not None:
-                self._resume(host)
-        if self._failure is not None:
-            raise self._failure
+            elif host is not None and not host.is_done and turn == host.turn:
+                self.now = max(self.now, time)
+                host.turn += 1
+                host.condition = None
+                return host
 
     def _only_polls(self) -> bool:
         if self._scheduled or self._deadlines_pass:
@@ -246,16 +286,15 @@ class Simulation:
             for host in self.hosts.values()
         )
 
-    def _resume(self, host: Host) -> None:
-        host.turn += 1
-        host.condition = None
-        host.go.release()
-        if not self.returned.acquire(timeout=_REAL_SECONDS):
-            raise ModelError(f"rank {host.rank} computes or blocks outside the model for {_REAL_SECONDS:g} s")
-        if host.error is not None:
-            raise host.error
+    def _wait(self) -> None:
+        """Wait for the end of the run, while ranks change turns."""
+        turns = -1
+        while not self._over.wait(_REAL_SECONDS):
+            if turns == (turns := sum(host.turn for host in self.hosts.values())):
+                raise ModelError(f"a rank computes or blocks outside the model for {_REAL_SECONDS:g} s")
 
     def _stop(self) -> None:
+        self._is_over = True
         for host in self.hosts.values():
             if not host.is_done:
                 host.ending = _Stopped()

@@ -223,20 +223,40 @@ def test_ranks_that_create_different_groups_are_refused() -> None:
         Cluster(2).run(main)
 
 
+def test_creating_a_group_waits_for_no_one() -> None:
+    def main(here: FakeRank) -> float:
+        if here.rank == 1:
+            here.clock.pause(1.0)
+        group_of(here)
+        return here.clock.now()
+
+    assert Cluster(2).run(main)[0] < 0.5
+
+
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
         (lambda: torch.zeros(4), "CUDA and dense"),
         (lambda: torch.zeros(4, pin_memory=True), "CUDA and dense"),
         (lambda: torch.zeros(4).to_sparse(), "CUDA and dense"),
-        (lambda: torch.zeros(4, 4, device="cuda").t(), "contiguous"),
     ],
-    ids=["host", "pinned", "sparse", "strided"],
+    ids=["host", "pinned", "sparse"],
 )
 def test_tensors_that_nccl_cannot_send_are_refused(tensor: Callable[[], torch.Tensor], message: str) -> None:
     def first(here: FakeRank, group: FakeGroup) -> None:
         with pytest.raises(ValueError, match=message):
             group.send(tensor(), 1)
+
+    on_two(first, nothing)
+
+
+def test_strided_tensors_are_refused() -> None:
+    def first(here: FakeRank, group: FakeGroup) -> None:
+        strided = torch.zeros(4, 4, device="cuda").t()
+        with pytest.raises(ModelError, match="of a send is not contiguous"):
+            group.send(strided, 1)
+        with pytest.raises(ValueError, match="must be contiguous"):
+            group.all_reduce(strided)
 
     on_two(first, nothing)
 

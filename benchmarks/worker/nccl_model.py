@@ -1,0 +1,103 @@
+"""Plans of every family on the model of NCCL: which end with K kernels of NCCL at once on each device.
+
+The real transport and executor run in virtual time; docs/nccl-model.md explains the model. Prints the rows of
+the table there. Targets hold for the K that the transport states: every run ends, with right numbers and no
+more receive buffers than accounted for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ConfigDict
+
+from benchmarks.findings import Finding, Target
+
+if TYPE_CHECKING:
+    from support.fake_nccl.families import Plan
+
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
+
+
+@dataclass(frozen=True)
+class NcclModelWorkload:
+    """What runs.
+
+    Attributes
+    ----------
+    families
+        Names of families; all if empty.
+    kernels
+        The numbers K of kernels at once that are tried on every family.
+    sizes
+        Microbatches by number of ranks.
+    seeds
+        Runs of each plan, with other durations.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    families: tuple[str, ...] = ()
+    kernels: tuple[int, ...] = (1, 2, 3, 4)
+    sizes: tuple[tuple[int, int], ...] = ((4, 8), (8, 12), (16, 16))
+    seeds: int = 3
+    replicas: int = 1
+
+
+def measure(workload: NcclModelWorkload) -> list[Finding]:
+    """Run every family; prints a row of Markdown for each."""
+    sys.path.insert(0, str(_TESTS))
+    from support.fake_nccl.families import FAMILIES
+
+    print("| plans | K stated | " + " | ".join(f"K = {k}" for k in workload.kernels) + " | most unsent |")
+    print("| --- " * (len(workload.kernels) + 3) + "|")
+    return [_family(name, workload) for name in workload.families or FAMILIES]
+
+
+def _family(name: str, workload: NcclModelWorkload) -> Finding:
+    from support.fake_nccl.families import FAMILIES, stated_kernels
+
+    plans = [FAMILIES[name](p, m) for p, m in workload.sizes]
+    stated = max(stated_kernels(plan, workload.replicas) for plan in plans)
+    ended = dict.fromkeys(sorted({*workload.kernels, stated}), 0)
+    unsent = runs = 0
+    for plan in plans:
+        for seed in range(workload.seeds):
+            runs += 1
+            for k in ended:
+                used = _run(plan, k, seed, workload.replicas)
+                ended[k] += used is not None
+                unsent = max(unsent, used or 0)
+    print(f"| {name} | {stated} | {_cells(ended, workload, runs)} | {unsent} |", flush=True)
+    what = f"{name}: runs that end with {stated} kernels at once"
+    return Finding(what, 100 * ended[stated] / runs, "%", target=Target(100, "at least"))
+
+
+def _cells(ended: Mapping[int, int], workload: NcclModelWorkload, runs: int) -> str:
+    def cell(count: int) -> str:
+        return "all end" if count == runs else "all hang" if not count else f"{runs - count} of {runs} hang"
+
+    return " | ".join(cell(ended[k]) for k in workload.kernels)
+
+
+def _run(plan: Plan, kernels: int, seed: int, replicas: int) -> int | None:
+    """The most unsent tensors of a rank; None if the run hangs."""
+    from support.fake_nccl.device import DeviceModes
+    from support.fake_nccl.pipeline import ModelRun, run_plan
+    from support.fake_nccl.simulation import Deadlock, ModelError
+
+    how = ModelRun(seed=seed, replicas=replicas, device=DeviceModes(kernel_slots=kernels))
+    try:
+        with redirect_stderr(StringIO()):  # the transport writes a line per rank when it connects
+            used = run_plan(*plan, how)
+    except Deadlock:
+        return None
+    if any(use.receive_buffers > use.account for use in used):
+        raise ModelError("a rank has more receive buffers than its plan and look-ahead need")
+    return max(use.unsent for use in used)

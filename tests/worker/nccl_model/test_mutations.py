@@ -1,0 +1,210 @@
+"""The model notices a transport or a plan that would fail on a GPU, and accepts ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from support.fake_nccl.cluster import Cluster, FakeNccl, FakeRank
+from support.fake_nccl.communicators import FakeGroup
+from support.fake_nccl.pipeline import TIMEOUT, ModelRun, run_plan
+from support.fake_nccl.simulation import Deadlock, ModelError
+from support.plans import unit_problem
+from torch import Tensor
+from zbv_solver.construct.baselines import baseline
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.transport import nccl
+from zbv_worker.transport.buffers import ReceiveBuffers
+from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send, TensorSpec
+from zbv_worker.transport.nccl import NcclTransport
+from zbv_worker.transport.torch_api import GroupOptions
+
+INTERLEAVED = baseline("interleaved-1f1b", unit_problem(4, 8))
+
+
+def run(**changes: Any) -> None:
+    run_plan(*INTERLEAVED, ModelRun(**changes))
+
+
+def test_the_transport_itself_is_accepted() -> None:
+    run()
+
+
+def test_receives_in_another_order_than_the_sends() -> None:
+    def swapped(plan: RankPlan) -> RankPlan:
+        def swap(transfers: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (transfers[1], transfers[0], *transfers[2:])
+
+        changed = [
+            replace(c, transfers=swap(c.transfers)) if c.receiver == plan.rank else c for c in plan.channels
+        ]
+        return replace(plan, channels=tuple(changed))
+
+    with pytest.raises(ModelError, match=r"which is wrong|nothing can happen"):
+        run(plan=swapped)
+
+
+class _OneGroupPerPair:
+    """One communicator too few: both directions between two ranks share one."""
+
+    def __init__(self, api: FakeNccl):
+        self._api = api
+        self._made: dict[tuple[int, ...], FakeGroup | None] = {}
+        self.version = api.version
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
+    ) -> FakeGroup | None:
+        if tuple(ranks) not in self._made:
+            self._made[tuple(ranks)] = self._api.new_group(ranks, timeout, options, name)
+        return self._made[tuple(ranks)]
+
+
+def test_both_directions_on_one_communicator() -> None:
+    def made(*args: Any, api: FakeNccl, **options: Any) -> NcclTransport:
+        api_of_pairs: Any = _OneGroupPerPair(api)
+        return NcclTransport(*args, api=api_of_pairs, **options)
+
+    with pytest.raises(Deadlock, match=r"(receive|send) on .* runs"):
+        run(transport=made)
+
+
+def test_a_receive_buffer_that_is_reused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    take, taken = ReceiveBuffers.take, dict[int, list[Tensor]]()
+
+    def take_any(self: ReceiveBuffers, spec: TensorSpec) -> Tensor:
+        mine = taken.setdefault(id(self), [])
+        if spec.dtype.is_floating_point and len(mine) == 2:
+            mine.reverse()
+            return mine[0].detach()
+        made = take(self, spec)
+        if spec.dtype.is_floating_point:
+            mine.append(made)
+        return made
+
+    monkeypatch.setattr(ReceiveBuffers, "take", take_any)
+    with pytest.raises(ModelError, match=r"may not have written yet|which is wrong"):
+        run()
+
+
+class _Changed(NcclTransport):
+    """Sends and receives that a test changes."""
+
+    def sender(self, key: ChannelKey) -> Send:
+        return self.change_send(super().sender(key))
+
+    def receiver(self, key: ChannelKey) -> Receive:
+        return self.change_receive(super().receiver(key))
+
+    def change_send(self, send: Send) -> Send:
+        return send
+
+    def change_receive(self, receive: Receive) -> Receive:
+        return receive
+
+
+class _SendsFromOneBuffer(_Changed):
+    def change_send(self, send: Send) -> Send:
+        buffers = dict[TensorSpec, Tensor]()
+
+        def through_buffer(tensor: Tensor, label: object) -> None:
+            spec = TensorSpec.of(tensor)
+            if spec not in buffers:
+                buffers[spec] = torch.empty(spec.shape, dtype=spec.dtype, device="cuda")
+            send(buffers[spec].copy_(tensor), label)
+
+        return through_buffer
+
+
+def test_a_send_tensor_that_is_overwritten_early() -> None:
+    with pytest.raises(ModelError, match=r"copy_? overwrites memory that send on .* may not have read yet"):
+        run(transport=_SendsFromOneBuffer)
+
+
+class _ReceivesWithoutWait(_Changed):
+    def change_receive(self, receive: Receive) -> Receive:
+        class Unordered:
+            def __init__(self, pending: Any):
+                self.wait = pending.wait
+                self._buffer = pending.buffer
+
+            def on_stream(self, timeout: float) -> Tensor:
+                found: Tensor = self._buffer
+                return found
+
+        def post(spec: TensorSpec) -> Pending:
+            return Unordered(receive(spec))
+
+        return post
+
+
+def test_a_tensor_that_is_handed_over_without_a_wait() -> None:
+    with pytest.raises(ModelError, match=r"reads memory that receive on .* may not have written yet"):
+        run(transport=_ReceivesWithoutWait)
+
+
+class _HeadersStayOnTheHost(_Changed):
+    def change_send(self, send: Send) -> Send:
+        group: Any = send.__self__.group  # type: ignore[attr-defined]  # a bound method
+        peer = send.__self__.peer  # type: ignore[attr-defined]
+        return lambda tensor, label: group.send(tensor, peer)
+
+
+def test_a_header_in_host_memory() -> None:
+    with pytest.raises(Exception, match="Tensors must be CUDA and dense"):
+        run(transport=_HeadersStayOnTheHost)
+
+
+def test_channels_that_ranks_connect_in_different_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    greet = NcclTransport._greet
+
+    def other_first(self: NcclTransport, key: ChannelKey) -> Any:
+        return greet(self, key if self.rank == 0 else ChannelKey(key.receiver, key.sender))
+
+    monkeypatch.setattr(NcclTransport, "_greet", other_first)
+    with pytest.raises(Deadlock, match=r"connects channel .* have not entered"):
+        run_plan(*baseline("1f1b", unit_problem(2, 2)), ModelRun())
+
+
+def _abort_while_waiting(here: FakeRank) -> list[float]:
+    """Abort in the middle of a wait, as the thread that watches peers' notes does."""
+    transport = NcclTransport(
+        here.control, here.torch_device, TIMEOUT, api=here.nccl, cuda=here.cuda, clock=here.clock
+    )
+    key = ChannelKey(0, 1)
+    transport.open([key], TIMEOUT)
+    if here.rank == 0:
+        return []
+    pending = transport.receiver(key)(TensorSpec((2,), torch.float32))
+    transport.abort(1.0)
+    found: list[float] = pending.wait(TIMEOUT).tolist()
+    return found
+
+
+def test_a_receive_that_was_aborted_raises_an_error() -> None:
+    with pytest.raises(ConnectionError):
+        Cluster(2).run(_abort_while_waiting)
+
+
+def test_a_completed_receive_that_is_trusted_after_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl.Operations, "check", lambda self: None)
+    with pytest.raises(ModelError, match=r"reads garbage: receive on .* was aborted"):
+        Cluster(2).run(_abort_while_waiting)
+
+
+def test_a_send_that_is_asked_for_its_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = nccl.StreamSender.look
+
+    def asks(self: nccl.StreamSender) -> None:
+        for sent in self._sent:
+            work: Any = sent.work
+            work.is_success()
+        look(self)
+
+    monkeypatch.setattr(nccl.StreamSender, "look", asks)
+    with pytest.raises(NotImplementedError, match="is deprecated"):
+        run()

@@ -1,0 +1,103 @@
+"""The real transport and executor run plans of every family on the model of NCCL."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from support.fake_nccl.communicators import NcclModes
+from support.fake_nccl.device import DeviceModes
+from support.fake_nccl.families import FAMILIES, Plan, stated_kernels
+from support.fake_nccl.pipeline import ModelRun, run_plan
+from support.fake_nccl.simulation import Deadlock
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+V = "V, searched"
+
+
+@cache
+def plan_of(family: str, p: int = 4, m: int = 5) -> Plan:
+    return FAMILIES[family](p, m)
+
+
+def run(plan: Plan, slots: int | None = None, replicas: int = 1, **changes: object) -> None:
+    """Run a plan with as many kernels at once as the transport states, and check the receive buffers."""
+    if slots is None:
+        slots = stated_kernels(plan, replicas)
+    device = DeviceModes(kernel_slots=slots, **changes.pop("device", {}))  # type: ignore[arg-type]
+    how = ModelRun(device=device, replicas=replicas, **changes)  # type: ignore[arg-type]
+    for use in run_plan(*plan, how):
+        assert use.receive_buffers <= use.account
+        assert use.kernels <= slots
+
+
+@every_family
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_plan_runs_with_as_many_kernels_as_the_transport_states(family: str, seed: int) -> None:
+    run(plan_of(family), seed=seed, look_ahead=1 + 2 * seed)
+
+
+@every_family
+def test_a_plan_hangs_with_one_kernel_at_once(family: str) -> None:
+    with pytest.raises(Deadlock, match=r"(send|receive) on channel .* waits"):
+        run(plan_of(family), slots=1)
+
+
+@pytest.mark.parametrize("family", [V, "interleaved 1F1B, 4 chunks"])
+def test_a_plan_runs_on_16_ranks(family: str) -> None:
+    run(plan_of(family, 16, 16), steps=1)
+
+
+@pytest.mark.parametrize("family", ["1F1B", V, "loop of 2 chunks, searched"])
+def test_replicas_add_their_gradients_up(family: str) -> None:
+    run(plan_of(family), replicas=2)
+
+
+def test_all_ranks_add_a_number_up_after_every_step() -> None:
+    plan = plan_of(V)
+    slots = stated_kernels(plan, 2, sums_over_ranks=True)
+    run(plan, slots, replicas=2, sums_over_ranks=True, steps=3)
+
+
+@pytest.mark.parametrize("family", ["1F1B", V, "interleaved 1F1B, 3 chunks"])
+def test_two_ranks_need_two_kernels_at_once(family: str) -> None:
+    plan = plan_of(family, 2, 4)
+    assert stated_kernels(plan) == 2
+    run(plan)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        {"slots_at_random": True},
+        {"sms_full": True},
+        {"connections": 32},
+    ],
+    ids=["random slots", "full SMs", "32 connections"],
+)
+def test_a_plan_runs_with(device: dict[str, object]) -> None:
+    run(plan_of(V), device=device)
+
+
+def test_a_plan_runs_when_small_sends_are_buffered() -> None:
+    run(plan_of(V), nccl=NcclModes(buffered_sends=8))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        {"launch_order": "serial"},
+        {"launch_order": "start"},
+        {"lazy_loading": True},
+        {"connections": 2},
+        {"pool_streams": 2},
+    ],
+    ids=["serial launches", "launches in order", "lazy loading", "2 connections", "2 streams"],
+)
+def test_a_plan_hangs_with(device: dict[str, object]) -> None:
+    with pytest.raises(Deadlock):
+        run(plan_of(V), device=device)
+
+
+def test_nothing_stays_allocated_after_a_run() -> None:
+    run(plan_of(V), checks_memory=True, steps=3)

@@ -87,7 +87,7 @@ class CompiledLayer:
         return output
 
     def _quiet(self, calls: tuple[Call, ...]) -> AbstractContextManager[object]:
-        """A context for the first compiled run of some calls, in which torch warns of its own tracing."""
+        """A context for the first compiled run of some calls, in which torch warns about what it traces."""
         if self._traced is calls:
             return nullcontext()
         self._traced = calls

@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.stage.compiled import CompiledLayer
 from zbv_worker.stage.recomputation import Recomputed, Segment
+from zbv_worker.stage.self_deferring import SelfDeferring, delayed_parameters
 from zbv_worker.stage.split_backward import defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.weight_grads import WeightGrads, has_hooks
@@ -101,6 +102,12 @@ class Stage:
         if (index == n_stages - 1) != (loss is not None):
             raise ModelError(f"stage {index} of {n_stages}: the last stage, and no other, takes the loss.")
         self._recorder = defer_weight_gradients(module)
+        self._self_deferring = SelfDeferring(module)
+        if is_compiled and not self._self_deferring.is_empty:
+            raise ModelError(
+                f"stage {index}: found modules that defer their weight gradients by themselves, which "
+                f"compiled code cannot. Run without --compile."
+            )
         self.index = index
         self.module = module
         self.is_recomputed = is_recomputed
@@ -155,6 +162,8 @@ class Stage:
             The gradient of the output; None for the last stage, whose output is the loss.
         """
         held = self._forwards.pop(microbatch)
+        if not self._self_deferring.is_empty:
+            return self._backward_at_once(held, grad_output)
         grad_input = self._backpropagate(held, grad_output)
         if held.weight_grads is not None:
             held.weight_grads.run()
@@ -166,7 +175,11 @@ class Stage:
         # Not `or`: the queue is still empty, hence falsy, but the forward refers to it.
         queue = held.weight_grads if held.weight_grads is not None else WeightGrads()
         self._weight_grads[microbatch] = queue
-        grad_input = self._backpropagate(held, grad_output)
+        if self._self_deferring.is_empty:  # the check is cheaper than a context that does nothing
+            grad_input = self._backpropagate(held, grad_output)
+        else:
+            with self._self_deferring.deferring(queue):
+                grad_input = self._backpropagate(held, grad_output)
         if not self._has_split:  # now, because a sharded stage has other parameters between steps
             self._has_split, self._split_share = True, SplitShare.of(self.module, queue.parameters())
         return grad_input
@@ -175,10 +188,18 @@ class Stage:
         """Run W: compute the queued weight gradients and accumulate them into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
 
+    def _backward_at_once(self, held: _Forward, grad_output: Tensor | None) -> Tensor | None:
+        """Run B in a stage with modules that always defer their weight gradients."""
+        queue = WeightGrads() if held.weight_grads is None else held.weight_grads
+        with self._self_deferring.deferring(queue):
+            grad_input = self._backpropagate(held, grad_output)
+        queue.run()
+        return grad_input
+
     @property
     def expected_share(self) -> SplitShare | None:
         """The share of gradients in W, as far as known before the first F; None without parameters."""
-        return SplitShare.of(self.module, deferred_parameters(self.module))
+        return SplitShare.of(self.module, deferred_parameters(self.module) | delayed_parameters(self.module))
 
     @property
     def split_share(self) -> SplitShare | None:

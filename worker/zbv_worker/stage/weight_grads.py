@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +16,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.stage.main_gradients import OwnHook, add_gradient, add_product, add_rows
 
+if TYPE_CHECKING:
+    from zbv_worker.stage.self_deferring import ModuleGrad, StoredGrad
 
-class WeightGrads(deque["LinearGrad | EmbeddingGrad"]):
+
+class WeightGrads(deque["LinearGrad | EmbeddingGrad | ModuleGrad | StoredGrad"]):
     """The queued weight gradients of one stage and microbatch.
 
     F registers the queue, I fills it, W runs it. It holds tensors only between I and W.

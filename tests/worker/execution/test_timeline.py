@@ -273,6 +273,31 @@ def queued_actions(every: int, timeout: float, checks: list[int]) -> tuple[Queue
     return queued, ticking
 
 
+def test_while_the_device_waits_for_a_rank_the_progress_names_it() -> None:
+    cuda, progress = FakeCuda(), CurrentProgress()
+    seen: list[int | None] = []
+    clock = HostOfDevice(cuda)
+    queued = Queued(9, lambda: seen.append(progress.waiting_for), clock, progress)
+    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    arrive = cuda.compute.hang()
+    start.record(cuda.compute)
+    compute = cuda.compute.hang()
+    end.record(cuda.compute)
+    remote = Instruction(Action.parse("3F0"), None, None, split=True, completes_stage=False, peer=7)
+    queued.add(QueuedWork(0, 0, remote, start, end, Patience(0.05)))
+    with pytest.raises(Overdue):
+        queued.finish(0)
+    assert set(seen) == {7}
+    arrive()
+    cuda.settle()
+    with pytest.raises(Overdue):
+        queued.finish(0)
+    assert seen[-1] is None  # it has the tensor, and computes
+    compute()
+    queued.finish(0)
+    assert progress.waiting_for is None
+
+
 def test_every_action_has_its_own_timeout() -> None:
     checks: list[int] = []
     queued, ticking = queued_actions(every=6, timeout=9.0, checks=checks)

@@ -11,7 +11,7 @@ import zbv_worker.training.gradients
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun
-from zbv_worker.training.gradients import Gradients, SummedGradients, squares
+from zbv_worker.training.gradients import Gradients, SummedGradients, multiply, squares
 from zbv_worker.transport.channels import Reduction
 from zbv_worker.transport.world import Layout
 
@@ -137,6 +137,16 @@ def test_squares_add_up_in_any_type() -> None:
     assert found is not None
     assert float(found) == pytest.approx(12 + 180_000 + 4)  # 300² overflows float16
     assert squares([]) is None
+
+
+@pytest.mark.parametrize("factor", [0.1, torch.tensor(0.1, dtype=torch.float64)])
+def test_a_factor_on_the_device_scales_like_a_number(factor: Tensor | float) -> None:
+    found = [torch.full((3,), 3.0, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    expected = [each * 0.1 for each in found]
+    multiply(found, factor)
+    for mine, right in zip(found, expected, strict=True):
+        assert torch.equal(mine, right)
+        assert mine.dtype == right.dtype
 
 
 def test_the_replicas_of_a_position_are_neighbours() -> None:

@@ -13,6 +13,7 @@ from random import Random
 import pytest
 import zbv_worker.training.plan_change
 from support.selfcheck import random_orders
+from support.thread_transport import ThreadHub
 from support.trained import Remembering, Trained, train_alone, train_in_threads
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
@@ -22,7 +23,7 @@ from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.gpu_report.rank import relative_error
 from zbv_worker.training.options import TrainingOptions
-from zbv_worker.training.plan_change import NextPlan, PlanFile
+from zbv_worker.training.plan_change import NextPlan, PlanFile, Swaps
 
 STEPS = 40
 
@@ -105,6 +106,27 @@ def test_a_file_without_a_plan_is_reported_and_ignored(
     watched.close()
     assert watched.take() is None
     assert f"{path}: the plan is unchanged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_where_hosts_run_ahead_of_their_gpus_a_plan_is_announced_one_step_earlier(
+    is_late: bool, tmp_path: Path
+) -> None:
+    problem = problem_of()
+    hub = ThreadHub(2)
+    path = tmp_path / "next.json"
+    write_plan(path, problem, random_orders(problem, Random(1)))
+    current = RankPlan.of("0" * 64, problem, random_orders(problem, Random(0)), 0)
+    first, second = (Swaps(hub.transport(rank), path, current, is_late=is_late) for rank in range(2))
+    assert first._file is not None
+    first._file.look()
+    changes = 6 if is_late else 5
+    found = [(first.before(step), second.before(step)) for step in range(4, 8)]
+    for swaps in (first, second):
+        swaps.close()
+    assert [[plan is not None for plan in plans] for plans in found] == [
+        [step == changes] * 2 for step in range(4, 8)
+    ]
 
 
 def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_without_a_gpu_the_error_says_what_is_needed(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--ranks", "1"], "must be at least 2"), (["--only", "evnts"], "must be names of checks")],
+    [(["--ranks", "1"], "must be at least 2"), (["--only", "eventz"], "must be names of checks")],
 )
 def test_wrong_input_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -136,8 +136,8 @@ class DualPipeLinear(nn.Module):
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "te": lambda: TELinear(6, bias_in_backward=False),
-    "te-early-bias": lambda: TELinear(6, bias_in_backward=True),
+    "engine": lambda: TELinear(6, bias_in_backward=False),
+    "engine-early-bias": lambda: TELinear(6, bias_in_backward=True),
     "dualpipe": lambda: DualPipeLinear(6),
 }
 
@@ -184,7 +184,7 @@ def test_gradients_are_those_of_autograd_and_weights_wait_for_w(kind: str, half:
         difference = (found.float() - expected.grad).norm() / expected.grad.norm()
         assert difference < (3e-2 if half else 1e-5), name
     assert stage.split_share is not None
-    assert not any("0 (" in name for name in stage.split_share.unsplit if kind != "te-early-bias")
+    assert not any("0 (" in name for name in stage.split_share.unsplit if kind != "engine-early-bias")
 
 
 def test_the_share_of_w_is_known_before_the_first_step() -> None:

@@ -44,7 +44,7 @@ TABLE = (
     Variable(
         "CUDA_MODULE_LOADING",
         "EAGER",
-        "default",
+        "replace",
         "With lazy loading, the first launch of a kernel may wait for the whole device, receives included.",
     ),
     Variable(

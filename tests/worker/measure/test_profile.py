@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from support.thread_transport import ThreadHub
 from zbv_solver.problem.reading import parse_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.measure.profile.profile import (
@@ -17,6 +19,7 @@ from zbv_worker.measure.profile.profile import (
     read_rank,
     to_problem,
 )
+from zbv_worker.measure.profile.rank import RankProfiler
 from zbv_worker.measure.stage_memory import StaticBytes
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.split_share import SplitShare
@@ -36,7 +39,12 @@ def ranks_of(p: int) -> list[RankProfile]:
         RankProfile(
             rank,
             (stage(rank), stage(2 * p - 1 - rank)),
-            StaticBytes(parameters=600 * (rank + 1), receives=393 * (rank + 1), workspace=7 * (rank + 1)),
+            StaticBytes(
+                600 * (rank + 1),
+                receives=300 * (rank + 1),
+                workspace=70 * (rank + 1),
+                communicators=30 * (rank + 1),
+            ),
             {rank: Spread(5e-5, 9e-5)} if rank < p - 1 else {},
         )
         for rank in range(p)
@@ -45,6 +53,15 @@ def ranks_of(p: int) -> list[RankProfile]:
 
 def options_of(p: int, fraction: float | None = None) -> ProfileOptions:
     return ProfileOptions(ModelSpec("a:b"), p, microbatches=8, memory_limit_fraction=fraction)
+
+
+def test_the_memory_of_communicators_is_static() -> None:
+    transport = ThreadHub(1).transport(0)
+    transport.communicator_bytes = 123_456_789
+    options = ProfileOptions(ModelSpec("zbv_worker.models.tiny:tiny"), 1, microbatches=1, repeats=1)
+    static = RankProfiler(options, transport, torch.device("cpu")).measure().static
+    assert static.communicators == 123_456_789
+    assert static.total > static.communicators
 
 
 def test_measurements_become_a_problem_in_microseconds_and_bytes() -> None:

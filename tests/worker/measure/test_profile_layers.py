@@ -191,9 +191,12 @@ def ranks() -> list[RankProfile]:
     """In another order than the ranks."""
     samples = tuple(LinkSample(size, Spread(1e-5 + size * 1e-9, 1e-3)) for size in (1000, 100_000))
     links = (LinkProfile(0, 1, samples, 0.0, None), LinkProfile(1, 0, samples, 0.0, None))
+    connected = StaticBytes(communicators=7)
     return [
         RankProfile(1, (), StaticBytes(), {}, (), (layer(2, "block.1", 3e-3), layer(3, "head", 5e-3))),
-        RankProfile(0, (), StaticBytes(), {}, links, (layer(0, "in", 1e-3), layer(1, "block.0", 1e-3))),
+        RankProfile(
+            0, (), StaticBytes(communicators=7), {}, links, (layer(0, "in", 1e-3), layer(1, "block.0", 1e-3))
+        ),
     ]
 
 
@@ -225,7 +228,7 @@ def test_layers_of_one_kind_cost_the_mean_and_are_written_once() -> None:
     assert block["recompute"]["forward"] == 4000.0
     assert block["recompute"]["memory"]["forward"] == 20
     assert (head["forward"], head["parameters_bytes"], head["output_bytes"]) == (5000.0, 50, 40)
-    assert document["memory"] == {"static": 3 * 2 * 40, "limit": None}
+    assert document["memory"] == {"static": 3 * 2 * 40 + 7, "limit": None}
 
 
 def test_layers_with_other_memory_are_of_another_kind() -> None:

@@ -142,6 +142,8 @@ class StaticBytes:
         Buffers of receives that are posted ahead.
     workspace
         The largest temporary memory of any action; a rank runs one at a time.
+    communicators
+        Buffers of NCCL's communicators, measured while they were connected; 0 over gloo.
     """
 
     parameters: int = 0
@@ -150,6 +152,7 @@ class StaticBytes:
     buffers: int = 0
     receives: int = 0
     workspace: int = 0
+    communicators: int = 0
 
     @property
     def total(self) -> int:

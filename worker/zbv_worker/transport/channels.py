@@ -99,6 +99,8 @@ class Transport(ABC):
 
     rank: int
     layout: Layout
+    communicator_bytes: int = 0
+    """Memory of the device that the connections took, as measured when they were made."""
 
     @property
     def world_size(self) -> int:

@@ -244,11 +244,6 @@ class NcclTransport(ConnectedTransport):
     sums_over_ranks
         Connect all ranks for sums of device tensors (:meth:`sum_over_ranks`). Equal on all ranks.
 
-    Attributes
-    ----------
-    communicator_bytes
-        Memory of the device that connecting took.
-
     Raises
     ------
     TimeoutError, ConnectionError
@@ -278,7 +273,6 @@ class NcclTransport(ConnectedTransport):
         self._incoming: dict[ChannelKey, _Incoming] = {}
         self._buffers = ReceiveBuffers(device)
         self._next_look = 0.0
-        self.communicator_bytes = 0
         self._replicas = self._all_ranks = None
         if self.layout.replicas > 1:
             positions = [self.layout.copies_of(pp_rank) for pp_rank in range(self.layout.pp_degree)]

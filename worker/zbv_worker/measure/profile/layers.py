@@ -43,6 +43,7 @@ def to_layered_document(
         transfers=_transfers(ranks),
         time_unit="us",
     )
+    document["memory"]["static"] += max(rank.static.communicators for rank in ranks)
     document["memory"]["limit"] = _limit(options, layers, document["memory"]["static"])
     program = program_of(ranks)
     return {**document, "measured": program} if program else document
@@ -104,11 +105,11 @@ def _transfers(ranks: Sequence[RankProfile]) -> dict[str, Any]:
     return {"link": {"latency": latency_us, "bandwidth": round(1 / (per_byte * 1e6), 3)}}
 
 
-def _limit(options: ProfileOptions, layers: Sequence[LayerProfile], receives: float) -> float | None:
+def _limit(options: ProfileOptions, layers: Sequence[LayerProfile], static: float) -> float | None:
     """Each rank's limit for equal shares of layers; see :attr:`ProfileOptions.memory_limit_fraction`."""
     fraction, p = options.memory_limit_fraction, options.pp_degree
     if fraction is None:
         return None
-    static = sum(layer.static.total for layer in layers) / p + max(layer.kept.workspace for layer in layers)
+    static += sum(layer.static.total for layer in layers) / p + max(layer.kept.workspace for layer in layers)
     held = sum(layer.kept.held_after_forward for layer in layers) / p
-    return receives + static + fraction * min(p, options.microbatches) * held
+    return static + fraction * min(p, options.microbatches) * held

@@ -113,7 +113,10 @@ class RankProfiler:
         else:
             profiles = tuple(self._profiles([captured])[0].values())
             workspace = max(profile.workspace for profile in profiles)
-        static = static_bytes(self._model, stages, receives, workspace)
+        static = replace(
+            static_bytes(self._model, stages, receives, workspace),
+            communicators=transport.communicator_bytes,
+        )
         p2p, links = self._p2p(captured), self._links(captured)
         described = program.described(self._device)
         return RankProfile(transport.rank, profiles, static, p2p, links, layers, described)

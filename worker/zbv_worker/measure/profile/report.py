@@ -67,7 +67,7 @@ def _held(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
 
 
 def _static(ranks: Sequence[RankProfile]) -> Table:
-    columns = ("rank", "param.", "grad.", "optim.", "buffers", "receives", "worksp.", "total")
+    columns = ("rank", "param.", "grad.", "optim.", "buffers", "receives", "worksp.", "comm.", "total")
     shown = table_of_numbers("Static memory: MB", *columns)
     for rank in ranks:
         shown.add_row(str(rank.rank), *map(_mb, astuple(rank.static)), _mb(rank.static.total))

@@ -194,9 +194,7 @@ def ranks() -> list[RankProfile]:
     connected = StaticBytes(communicators=7)
     return [
         RankProfile(1, (), StaticBytes(), {}, (), (layer(2, "block.1", 3e-3), layer(3, "head", 5e-3))),
-        RankProfile(
-            0, (), StaticBytes(communicators=7), {}, links, (layer(0, "in", 1e-3), layer(1, "block.0", 1e-3))
-        ),
+        RankProfile(0, (), connected, {}, links, (layer(0, "in", 1e-3), layer(1, "block.0", 1e-3))),
     ]
 
 

@@ -65,6 +65,7 @@ def test_overhead_is_cpu_time_per_action_beyond_a_plain_loop() -> None:
     assert found[f"{own}, executor's thread"] == found[f"{own}, whole process"] == pytest.approx(15)
     assert found["p=2: zbv / torch with our split, whole process"] == pytest.approx(0.2)
     assert found["p=2: zbv / torch as shipped, whole process"] == pytest.approx(0.25)
+    assert found["p=2: bare transfers / torch with our split, whole process"] == pytest.approx(0.125)
 
 
 def test_a_rehearsal_is_compared_with_the_plan_in_total_and_by_part() -> None:

@@ -53,8 +53,7 @@ def test_a_file_of_layers_leads_to_the_plan_that_cuts_them(shared: Look) -> None
     said = page.locator("#layers-said").inner_text()
     assert "Transfers have a latency of 1 µs and a bandwidth of 100 B per µs." in said
     assert "embedding, block.0 stay together" in said
-    shared.soon(page.locator("#bars .own"))
-    assert "Histogram cut" in page.locator("#bars").inner_text()
+    shared.soon(page.locator("#bars", has_text="Histogram cut"))
 
     # Amounts have the unit of the form; those in files from `zbv estimate` are bytes.
     table = page.locator("#table-layers")

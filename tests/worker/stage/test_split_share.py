@@ -123,7 +123,7 @@ def test_a_profile_reports_stages_with_a_small_share_of_w() -> None:
     out = StringIO()
     print_report([profile], Console(file=out, width=200))
     *_, fused = [line for line in out.getvalue().splitlines() if "does not split" in line]
-    assert fused.endswith("does not split (share of W in the time of I and W): 2 (50%).")
+    assert fused.endswith("does not split (share of W in the backward): 2 (100%).")
     (line,) = [line for line in out.getvalue().splitlines() if "W computes" in line]
     assert line == (
         "Stages, 0: W computes 25% of the weight gradients; I computes those of 0 (TELinear), 1 (TELinear), "
@@ -136,7 +136,7 @@ def test_a_profile_reports_stages_with_a_small_share_of_w() -> None:
     [
         (SplitShare(1.0, ()), 1.0, (2.0, 1.0)),
         (SplitShare(0.3, ("norm (LayerNorm)",)), 1.0, (2.0, 1.0)),
-        (SplitShare(1.0, ()), 0.1, (2.5, 0.0)),  # less than 5 % of I and W
+        (SplitShare(1.0, ()), 0.09, (2.5, 0.0)),  # less than 5 % of the backward
         (SplitShare(0.0, ("0 (TELinear)",)), 1.0, (2.5, 0.0)),
         (None, 1.0, (2.5, 0.0)),  # no trainable parameters
     ],
@@ -148,3 +148,9 @@ def test_a_stage_with_little_w_has_only_b_in_the_problem(
     costs, _ = StageProfile(0, forward, inputs, weights, fused, 4, 2, split=split).costs
     assert (costs["backward_input"], costs["backward_weight"]) == expected
     assert (costs["forward"], costs["backward"]) == (1.0, 2.5)
+
+
+def test_a_disturbed_measurement_of_the_backward_does_not_hide_its_w() -> None:
+    forward, inputs, weights, fused = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, 30.0, 0.5, 30.0))
+    costs, _ = StageProfile(0, forward, inputs, weights, fused, 4, 2, split=SplitShare(1.0, ())).costs
+    assert costs["backward_weight"] == 0.5

@@ -65,7 +65,7 @@ ACTION_TIMES = ("forward", "backward_input", "backward_weight", "backward")
 
 
 LEAST_WEIGHT_SHARE = 0.05
-"""The smallest share of W in the time of I and W for which the planner may split a backward."""
+"""The smallest share of W in the backward's time for which the planner may split it."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,14 @@ class StageProfile:
 
     @property
     def weight_share(self) -> float:
-        """The share of W in the time of I and W."""
+        """The share of W in the backward's time.
+
+        A backward takes as long as I and W, about as long as B, and about twice as long as F. The shortest of
+        these counts, because a disturbance that made one of them longer must not hide W.
+        """
         both = self.backward_input.median + self.backward_weight.median
-        return self.backward_weight.median / both if both > 0 else 0.0
+        known = [time for time in (both, self.backward.median, 2 * self.forward.median) if time > 0]
+        return min(1.0, self.backward_weight.median / min(known)) if known else 0.0
 
     @property
     def is_worth_splitting(self) -> bool:

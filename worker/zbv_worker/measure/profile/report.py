@@ -30,7 +30,7 @@ def print_report(ranks: Sequence[RankProfile], out: Console) -> None:
             f"{name} ({found.weight_share:.0%})" for name, found in named if not found.is_worth_splitting
         ]
         if fused:
-            said = f"{title} that the problem does not split (share of W in the time of I and W): "
+            said = f"{title} that the problem does not split (share of W in the backward): "
             out.print(said + ", ".join(fused) + ".", highlight=False, markup=False)
     out.print(_static(ranks))
     links = [link for rank in ranks for link in rank.links]

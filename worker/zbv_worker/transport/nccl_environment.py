@@ -96,6 +96,12 @@ TABLE = (
         "Otherwise an error of one rank makes the monitors of all ranks act.",
     ),
     Variable(
+        "TORCH_NCCL_DESYNC_DEBUG",
+        "0",
+        "replace",
+        "It turns the handling of errors by torch's watchdog on again, and needs timing events.",
+    ),
+    Variable(
         "TORCH_NCCL_PROPAGATE_ERROR",
         "0",
         "warn",
@@ -117,7 +123,7 @@ TABLE = (
         "TORCH_DISTRIBUTED_DEBUG",
         "OFF INFO",
         "warn",
-        "DETAIL makes the host wait for all ranks of every sum.",
+        "DETAIL makes the host wait for all ranks of every sum, and lets the watchdog end a failed process.",
     ),
 )
 

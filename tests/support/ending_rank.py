@@ -6,9 +6,12 @@ import sys
 import threading
 import time
 from typing import cast
+from unittest.mock import Mock
 
 from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
+from zbv_worker.execution.timeline import Overdue, Patience, QueuedWork
+from zbv_worker.execution.wait_errors import overdue
 from zbv_worker.training import ending
 from zbv_worker.transport.control import ConnectedTransport, ControlPlane
 from zbv_worker.transport.failure_watch import Doing, FailureNotes
@@ -61,6 +64,12 @@ def main(what: str) -> None:
         FailureNotes(said, 0).sign(1, Doing("step 4, 0F1"))
         error: Exception = PeerLost("rank 1 waited at 1F1.")
         attach_progress(error, Progress(4, "1F1", 0))
+        rank.fail(error)
+    if what == "update":
+        FailureNotes(said, 2).sign(1, Doing("step 4, 0F1"))
+        work = QueuedWork(0, 4, None, Mock(), Mock(), Patience(60.0))
+        error = overdue(Overdue(work, started=True), 1)
+        attach_progress(error, Progress(4))
         rank.fail(error)
     rank.fail(InvalidRun("wrong"))
 

@@ -105,13 +105,14 @@ class Cluster:
 
         def on(rank: int) -> Callable[[], Any]:
             device = self.devices[rank]
+            nccl = FakeNccl(self, device)
             here = FakeRank(
                 rank,
                 device,
                 torch.device("cuda", rank),
-                FakeNccl(self, device),
+                nccl,
                 FakeCuda(device),
-                FakeControl(self._control, rank),
+                FakeControl(self._control, rank, nccl.destroy),
                 FakeClock(),
             )
 

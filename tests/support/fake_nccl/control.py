@@ -32,10 +32,17 @@ class ControlState:
 
 
 class FakeControl(ControlPlane):
-    """One rank's control plane."""
+    """One rank's control plane.
 
-    def __init__(self, state: ControlState, rank: int):
+    Parameters
+    ----------
+    destroy
+        Destroys the rank's groups, as ``destroy_process_group`` does when the real control plane closes.
+    """
+
+    def __init__(self, state: ControlState, rank: int, destroy: Callable[[], None]):
         self.rank = rank
+        self._destroy = destroy
         self.layout = state.layout
         self.ranks_on_host = state.layout.world_size
         self._state = state
@@ -91,6 +98,7 @@ class FakeControl(ControlPlane):
     @override
     def close(self) -> None:
         this_host().spend(_MESSAGE_SECONDS)
+        self._destroy()
 
     def _change(self, change: Callable[[], object]) -> None:
         host = this_host()

@@ -147,6 +147,18 @@ def test_a_tensor_that_is_handed_over_without_a_wait() -> None:
         run(transport=_ReceivesWithoutWait)
 
 
+class _OneReceiveTooMany(NcclTransport):
+    def flush(self, timeout: float) -> None:
+        for incoming in self._incoming.values():
+            incoming.group.receive(torch.empty(4, device="cuda"), incoming.peer)
+        super().flush(timeout)
+
+
+def test_a_receive_that_is_still_posted_when_the_transport_closes() -> None:
+    with pytest.raises(Deadlock, match=r"shuts channel .* down, which has unfinished operations"):
+        run(transport=_OneReceiveTooMany)
+
+
 class _HeadersStayOnTheHost(_Changed):
     def change_send(self, send: Send) -> Send:
         group: Any = send.__self__.group  # type: ignore[attr-defined]  # a bound method

@@ -44,6 +44,14 @@ def test_a_failure_that_a_peer_caused_is_recorded_at_once_and_again_with_the_cau
     assert status == 1
 
 
+def test_a_rank_whose_update_waits_for_a_sum_blames_the_silent_rank_and_not_itself(tmp_path: Path) -> None:
+    status, said = end("update", tmp_path)
+    assert said[0].startswith("recorded rank 1: its GPU did not complete the update after step 4 within 60 s")
+    assert json.loads(said[1].removeprefix("published "))["rank"] == 2
+    assert said[2].startswith("recorded rank 2 lost: it gives no sign of life")
+    assert status == 1
+
+
 def test_a_process_whose_abort_hangs_ends_all_the_same(tmp_path: Path) -> None:
     status, said = end("hangs", tmp_path)
     assert "aborted" in said

@@ -11,8 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from unittest.mock import Mock
 
 import pytest
+import torch
 from support.selfcheck import random_orders
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
@@ -25,7 +27,11 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.host.cores import usable_cores
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
-from zbv_worker.training.report import read_reports, summarise
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.training import run
+from zbv_worker.training.options import RunOptions
+from zbv_worker.training.report import RankReport, read_reports, summarise
+from zbv_worker.transport.world import World
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 
@@ -90,6 +96,24 @@ def test_plans_that_take_turns_train_as_if_alone(plan_file: Path, tmp_path: Path
 def identity_in(path: Path) -> str:
     plan_id: str = json.loads(path.read_text())["plan_id"]
     return plan_id
+
+
+def test_results_are_written_before_the_groups_are_destroyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang() -> None:
+        raise KeyboardInterrupt
+
+    report, transport = RankReport("plan", 0), Mock()
+    transport.close.side_effect = hang
+    monkeypatch.setattr(run, "_prepare", lambda *_: (torch.device("cpu"), [], [], object()))
+    monkeypatch.setattr(run, "train", lambda *_: [report])
+    monkeypatch.setattr(run, "open_transport", lambda *_, **__: transport)
+    for name in ("GlooControl", "Guard"):
+        monkeypatch.setattr(run, name, Mock())
+    with pytest.raises(KeyboardInterrupt):
+        run.run(RunOptions((), ModelSpec("a:b"), 1, threads=1, result_dir=tmp_path), World(0, 1, 0))
+    assert [found["rank"] for found in read_reports(tmp_path, 1)] == [0]
 
 
 def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Path) -> None:

@@ -52,6 +52,13 @@ class FakeWork:
         raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
 
 
+class FailedDevice(FakeWork):
+    """On a device on which a kernel has failed, whatever the operation was."""
+
+    def wait(self, *timeout: object) -> bool:
+        raise torch.AcceleratorError("CUDA error: the launch timed out and was terminated")
+
+
 class FakeGroup:
     """Completes greetings at once, because their order is what a test looks at."""
 
@@ -249,6 +256,19 @@ def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
     rank.clock.pause(1)
     with pytest.raises(ConnectionError, match=r"sending 1F0 to rank 2: NCCL error: remote process exited$"):
         rank.transport.check()
+
+
+def test_a_failed_kernel_of_this_rank_is_not_blamed_on_the_peer() -> None:
+    rank = rank_of_v()
+    pending = rank.transport.receiver(ChannelKey(0, 1))(SPEC)
+    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
+    for key in (ChannelKey(0, 1), ChannelKey(1, 2)):
+        (work,) = rank.works(key)
+        work.__class__, work.is_done = FailedDevice, True
+    rank.clock.pause(1)
+    for use in (rank.transport.check, lambda: pending.on_stream(1.0), lambda: pending.wait(1.0)):
+        with pytest.raises(torch.AcceleratorError, match="the launch timed out"):
+            use()
 
 
 def test_looks_at_sends_are_rare() -> None:

@@ -20,6 +20,9 @@ def test_an_empty_environment_gets_what_the_pipeline_needs_and_nothing_is_said()
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
+        "TORCH_NCCL_DESYNC_DEBUG": "0",
     }
     assert apply(environment) == [], "a second application changes nothing"
 

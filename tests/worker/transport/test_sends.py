@@ -131,6 +131,18 @@ def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
     sender.close()
 
 
+def test_a_failed_kernel_of_this_rank_is_found_by_the_next_check_and_not_blamed_on_the_peer() -> None:
+    wire, failures = FakeWire(), SendFailures()
+    sender = ThreadSender(3, wire, failures)
+    sender.send(torch.ones(1), "5F1")
+    wire.works[0].failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    wire.works[0].taken.set()
+    assert eventually(lambda: failures.first is not None)
+    with pytest.raises(torch.AcceleratorError):
+        failures.check()
+    sender.close()
+
+
 def test_a_send_that_cannot_start_raises_an_error() -> None:
     wire = FakeWire()
     wire.broken = True

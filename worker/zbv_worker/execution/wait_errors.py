@@ -30,10 +30,13 @@ def not_received(
 
 
 def overdue(found: Overdue, rank: int) -> WorkerError:
-    """The error of a GPU that makes no progress: it lacks a tensor, or hangs in the rank's own work."""
+    """The error of a GPU that makes no progress: it lacks a tensor, or hangs in the rank's own work.
+
+    An update may wait for any rank, in a sum. So it is a peer's failure until none is found silent.
+    """
     _, step, instruction, _, _, patience = found.work
     if instruction is None:
-        return WorkerError(
+        return ChannelTimeout(
             f"rank {rank}: its GPU did not complete the update after step {step} within "
             f"{patience.seconds:g} s. A sum over ranks may wait for a rank that does not take part; check "
             f"the other ranks. If it takes that long, raise {patience.option}."

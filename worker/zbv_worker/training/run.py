@@ -79,15 +79,19 @@ def run(
             transport.flush(options.timeout)
             guard.end()
             transport.barrier(options.timeout)  # no rank closes while a peer still receives
+        _write(reports, options)  # first, because NCCL may hang while its groups are destroyed
     except BaseException:
         if ending is None:  # an ending publishes the reason first
             transport.abort(ABORT_SECONDS)
         raise
     transport.close()
+    return reports
+
+
+def _write(reports: Sequence[RankReport], options: RunOptions) -> None:
     if options.result_dir is not None:
         for report in reports:
             report.write(options.result_dir / report.plan_id if len(reports) > 1 else options.result_dir)
-    return reports
 
 
 def _prepare(

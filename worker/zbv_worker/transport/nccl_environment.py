@@ -96,6 +96,24 @@ TABLE = (
         "Otherwise an error of one rank makes the monitors of all ranks act.",
     ),
     Variable(
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "0",
+        "replace",
+        "Otherwise torch's watchdog ends the process after a CUDA error, before it has written the reason.",
+    ),
+    Variable(
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+        "250",
+        "replace",
+        "After a network error, the watchdog sleeps four times as long, and sends wait for it meanwhile.",
+    ),
+    Variable(
+        "TORCH_NCCL_DESYNC_DEBUG",
+        "0",
+        "replace",
+        "It turns the handling of errors by torch's watchdog on again, and needs timing events.",
+    ),
+    Variable(
         "TORCH_NCCL_PROPAGATE_ERROR",
         "0",
         "warn",
@@ -117,7 +135,7 @@ TABLE = (
         "TORCH_DISTRIBUTED_DEBUG",
         "OFF INFO",
         "warn",
-        "DETAIL makes the host wait for all ranks of every sum.",
+        "DETAIL makes the host wait for all ranks of every sum, and lets the watchdog end a failed process.",
     ),
 )
 

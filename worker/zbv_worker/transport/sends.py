@@ -203,7 +203,7 @@ class ThreadSender:
             self._finish(sent)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             if not self._closed:
-                known = isinstance(error, TimeoutError | ConnectionError)
+                known = isinstance(error, TimeoutError | ConnectionError | torch.AcceleratorError)
                 self._failures.add(error if known else classified(error, self._what(sent.label)))
         self._finished += 1
 

@@ -196,8 +196,9 @@ class TorchNccl:
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
     ) -> NcclGroup | None:
         """See :class:`NcclApi`."""
+        made = _options(options, timeout)
         group = dist.new_group(
-            sorted(ranks), timeout=timeout, backend="nccl", pg_options=_options(options), group_desc=name
+            sorted(ranks), timeout=timeout, backend="nccl", pg_options=made, group_desc=name
         )
         return TorchNcclGroup(group) if isinstance(group, dist.ProcessGroup) else None
 
@@ -243,9 +244,10 @@ class TorchNcclGroup:
         self.process_group.set_timeout(timeout)
 
 
-def _options(wanted: GroupOptions) -> Any:
+def _options(wanted: GroupOptions, timeout: timedelta) -> Any:
     """``ProcessGroupNCCL.Options``, which exist only in builds of torch with CUDA."""
     made: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=wanted.is_high_priority)
+    made._timeout = timeout  # new_group sets it too, but warns if it had another value
     if wanted.max_ctas is not None:
         made.config.min_ctas = 1
         made.config.max_ctas = wanted.max_ctas

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 
 def classified(error: Exception, what: str) -> TimeoutError | ConnectionError:
-    """Convert a RuntimeError of torch to a TimeoutError or ConnectionError."""
+    """Convert a RuntimeError of torch to a TimeoutError or ConnectionError.
+
+    Raises an error of CUDA itself as it is: kernels fail later than their launch, so it may be any kernel of
+    this rank, and no peer is to blame.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        raise error
     text = first_line(error)
     if isinstance(error, dist.DistStoreError) or "timed out" in text.lower() or "timeout" in text.lower():
         return TimeoutError(f"{what}: {text}")

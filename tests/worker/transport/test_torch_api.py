@@ -1,0 +1,55 @@
+"""What the worker passes to torch's NCCL, whose classes exist only in builds with CUDA."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from zbv_worker.transport.torch_api import GroupOptions, TorchNccl
+
+
+class Config:
+    """The fields of ``ProcessGroupNCCL.NCCLConfig``, as in torch's stubs."""
+
+    __slots__ = ("blocking", "cga_cluster_size", "max_ctas", "min_ctas")
+
+
+class Options:
+    """The fields of ``ProcessGroupNCCL.Options`` that torch's stubs have, with torch's default timeout."""
+
+    __slots__ = ("_timeout", "config", "is_high_priority_stream", "split_color", "split_from")
+
+    def __init__(self, is_high_priority_stream: bool = False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+        self.config = Config()
+
+
+@pytest.fixture
+def created(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of every call of ``new_group``."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **more: found.append({"ranks": ranks, **more}))
+    return found
+
+
+def test_a_group_has_few_thread_blocks_and_a_stream_of_high_priority(created: list[dict[str, Any]]) -> None:
+    assert TorchNccl().new_group([3, 1], timedelta(days=1), GroupOptions(max_ctas=4), "a channel") is None
+    (call,) = created
+    assert (call["ranks"], call["backend"], call["group_desc"]) == ([1, 3], "nccl", "a channel")
+    options = call["pg_options"]
+    assert options.is_high_priority_stream
+    assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
+
+
+def test_the_options_have_the_groups_timeout_because_torch_warns_otherwise(
+    created: list[dict[str, Any]],
+) -> None:
+    TorchNccl().new_group([0, 1], timedelta(days=1), GroupOptions(), "all ranks")
+    (call,) = created
+    assert call["pg_options"]._timeout == call["timeout"] == timedelta(days=1)
+    assert not hasattr(call["pg_options"].config, "max_ctas"), "NCCL chooses"

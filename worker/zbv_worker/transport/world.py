@@ -96,4 +96,17 @@ def select_device(backend: Backend, local_rank: int) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    create_early(device)
     return device
+
+
+def create_early(device: torch.device) -> None:
+    """Make CUDA create now what it otherwise creates at first use: its libraries' handles, and pinned memory.
+
+    Creating them may wait for the whole device. Within a step, that includes receives that wait for other
+    ranks. The libraries have handles for each thread; the backward runs on a thread of autograd.
+    """
+    matrix = torch.ones(8, 8, device=device, requires_grad=True)
+    (matrix @ matrix).sum().backward()  # type: ignore[no-untyped-call]  # torch's own
+    torch.empty(1, pin_memory=device.type == "cuda")
+    torch.cuda.synchronize(device)

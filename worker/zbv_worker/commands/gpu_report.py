@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zbv_solver.commands.interrupt import terminated_like_interrupted
+
 from zbv_worker.commands.arguments import add_factory_arguments, json_output, positive, text_output
 
 if TYPE_CHECKING:  # it imports torch
@@ -86,6 +88,7 @@ def add_gpu_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     report.set_defaults(execute=execute)
 
 
+@terminated_like_interrupted()  # otherwise the ranks would go on
 def execute(parsed: argparse.Namespace) -> int:
     """Measure, print, write; returns the exit status."""
     from zbv_worker.measure.gpu_report.facts import NoGpu

@@ -144,8 +144,14 @@ def _options(parsed: argparse.Namespace) -> ReportOptions:
 
 
 def _page_path(parsed: argparse.Namespace) -> Path | None:
-    if parsed.page is not None:
-        return Path(parsed.page)
-    if parsed.output is None or str(parsed.output) == "-":
+    from zbv_worker.errors import InvalidRun
+
+    output, given = parsed.output, parsed.page
+    if given is None and (output is None or str(output) == "-"):
         return None
-    return Path(parsed.output).with_suffix(".html")
+    path = Path(output).with_suffix(".html") if given is None else Path(given)
+    if path == output:
+        raise InvalidRun(
+            f"--output {output}: this is also the file of the page. Name it {output.stem}.json, for example."
+        )
+    return path

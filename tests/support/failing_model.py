@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from zbv_worker.models.tiny import Tiny
 
-What = Literal["raise", "hang", "pause"]
+What = Literal["raise", "interrupt", "hang", "pause"]
 
 
 class FailingStage(nn.Module):
@@ -29,6 +29,8 @@ class FailingStage(nn.Module):
         elif self._left == 0:
             if self._what == "raise":
                 raise ValueError("this stage cannot go on")
+            if self._what == "interrupt":
+                raise KeyboardInterrupt
             time.sleep(3600)
         output: Tensor = self.inner(value)
         return output

@@ -9,6 +9,7 @@
     ├── ChannelTimeout      a peer did not deliver within the timeout
     ├── PeerLost            the connection to a peer broke
     ├── NotFinite           a loss or a gradient is infinite or NaN
+    ├── Interrupted         the user ended the run (exit status 130)
     └── ModelError          a model violated the protocol of zbv_worker.model
 
 A message names the rank, the action that could not continue, and the peer that the rank waited for.
@@ -23,6 +24,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+EXIT_INTERRUPTED = 130
+"""The exit status after Ctrl-C, as of shells and ``zbv``."""
 _NOT_USER_CODE = re.compile(r"[/\\](torch|zbv_worker)[/\\](?!models[/\\])")
 """Files that appear in tracebacks of errors in a model's code, but are not the model's."""
 
@@ -55,13 +58,20 @@ class NotFinite(WorkerError):
     """A loss or a gradient is infinite or NaN, and the run must fail then."""
 
 
+class Interrupted(WorkerError):
+    """The user ended the run, with Ctrl-C."""
+
+
 class ModelError(WorkerError):
     """A model violated the protocol of :mod:`zbv_worker.model`."""
 
 
 def print_error(error: WorkerError) -> int:
-    """Print an error; returns the exit status: 2 if a retry with the same input is pointless, else 1."""
+    """Print an error; returns the exit status: 2 if a retry with the same input is pointless, 130 after
+    Ctrl-C, else 1."""
     print(f"zbv-worker: {error}", file=sys.stderr, flush=True)  # noqa: T201 - output of a command
+    if isinstance(error, Interrupted):
+        return EXIT_INTERRUPTED
     return 2 if isinstance(error, InvalidRun | Disagreement) else 1
 
 

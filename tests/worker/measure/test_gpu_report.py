@@ -489,3 +489,11 @@ def test_an_expensive_split_fails_on_a_gpu_and_is_only_shown_on_a_cpu() -> None:
         for device in ("cuda", "cpu")
     }
     assert found == {"cuda": "fail", "cpu": "pass"}
+
+
+def test_the_page_and_the_json_need_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    assert main(["gpu-report", "--device", "cpu", "--only", "facts", "-o", str(path)]) == 2
+    assert "this is also the file of the page" in capsys.readouterr().err
+    assert path.read_text() == "old"

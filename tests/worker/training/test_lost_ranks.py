@@ -98,6 +98,18 @@ def test_a_rank_that_raises_an_error_says_so_and_the_others_repeat_it(
     log.info("rank %d raised an error: all ranks ended within %.1f s of their start", LOST, seconds)
 
 
+def test_an_interrupted_rank_says_so_without_a_traceback_and_the_others_end(
+    plan_file: Path, tmp_path: Path
+) -> None:
+    with started(plan_file, tmp_path / "logs", stage=LOST, what="interrupt", after=20) as ranks:
+        ended(ranks, set(range(P)), time.monotonic())
+        assert f"zbv-worker: rank {LOST} was interrupted." in ranks.log(LOST)
+        assert "Traceback" not in ranks.log(LOST)
+        assert ranks.processes[LOST].returncode == 130
+        for rank in {0, 1, 3}:
+            assert f"rank {LOST} lost: rank {LOST} was interrupted" in ranks.log(rank), ranks.log(rank)
+
+
 def test_a_rank_that_hangs_in_an_action_is_named_and_ends_as_well(plan_file: Path, tmp_path: Path) -> None:
     with started(plan_file, tmp_path / "logs", stage=LOST, what="hang", after=20) as ranks:
         seconds = ended(ranks, set(range(P)), time.monotonic())

@@ -22,12 +22,12 @@ _EXIT_FAILED, _EXIT_WRONG_INPUT = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0 success, 1 failure, 2 wrong input."""
+    """Run the command; returns its exit status: 0 success, 1 failure, 2 wrong input, 130 interrupted."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parsed = _parser().parse_args(given)
     parsed.arguments = given  # for commands that start ranks with the same arguments
     apply_credentials(parsed)
-    from zbv_worker.errors import WorkerError, print_error
+    from zbv_worker.errors import EXIT_INTERRUPTED, WorkerError, print_error
     from zbv_worker.host.local_ranks import LaunchError
 
     if parsed.command != "agent":
@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CredentialsUnusable as error:
         print(f"zbv-worker: {error}", file=sys.stderr)
         return _EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        print("zbv-worker: interrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

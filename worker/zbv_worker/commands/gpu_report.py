@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zbv_solver.commands.interrupt import terminated_like_interrupted
+
 from zbv_worker.commands.arguments import add_factory_arguments, json_output, positive, text_output
 
 if TYPE_CHECKING:  # it imports torch
@@ -86,6 +88,7 @@ def add_gpu_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     report.set_defaults(execute=execute)
 
 
+@terminated_like_interrupted()  # otherwise the ranks would go on
 def execute(parsed: argparse.Namespace) -> int:
     """Measure, print, write; returns the exit status."""
     from zbv_worker.measure.gpu_report.facts import NoGpu
@@ -141,8 +144,14 @@ def _options(parsed: argparse.Namespace) -> ReportOptions:
 
 
 def _page_path(parsed: argparse.Namespace) -> Path | None:
-    if parsed.page is not None:
-        return Path(parsed.page)
-    if parsed.output is None or str(parsed.output) == "-":
+    from zbv_worker.errors import InvalidRun
+
+    output, given = parsed.output, parsed.page
+    if given is None and (output is None or str(output) == "-"):
         return None
-    return Path(parsed.output).with_suffix(".html")
+    path = Path(output).with_suffix(".html") if given is None else Path(given)
+    if path == output:
+        raise InvalidRun(
+            f"--output {output}: this is also the file of the page. Name it {output.stem}.json, for example."
+        )
+    return path

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zbv_solver.commands.interrupt import terminated_like_interrupted
+
 from zbv_worker.commands.arguments import (
     WriteJson,
     add_compile,
@@ -77,6 +79,7 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     profile.set_defaults(execute=execute)
 
 
+@terminated_like_interrupted()  # otherwise the ranks would go on
 def execute(parsed: argparse.Namespace) -> int:
     """Measure and write; returns the exit status."""
     if parsed.recompute and parsed.by_stage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from zbv_worker.commands.arguments import (
     positive,
     positive_number,
 )
-from zbv_worker.errors import WorkerError, print_error
+from zbv_worker.errors import Interrupted, WorkerError, print_error
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.training.options import RunOptions
@@ -43,6 +44,11 @@ def execute(parsed: argparse.Namespace) -> int:
     ending = Ending(lambda error: None, _report)
     try:
         run(options, world, ending=ending)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun and the terminal may both send it
+        if ending.is_needed:
+            ending.fail(Interrupted(f"rank {world.rank} was interrupted."))
+        raise
     except Exception as error:
         if ending.is_needed:
             ending.fail(error)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.manual_clock import ManualClock
@@ -77,6 +79,23 @@ def test_a_starting_rank_says_what_it_waits_for_and_is_late_after_the_timeout(
         "rank 3: connecting to the other ranks (0 s since its start)",
         "rank 3: connecting to the other ranks (20 s since its start)",
     ]
+
+
+def test_a_start_is_late_as_soon_as_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, late, waits = ManualClock(), list[float](), list[float]()
+
+    class Waiting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            clock.pause(waits[-1])
+            return False
+
+    monkeypatch.setattr(startup, "threading", SimpleNamespace(Event=Waiting, Thread=threading.Thread))
+    start = Startup(3, 50.0, lambda: "connecting", lambda text: late.append(clock.now()), clock)
+    begun = start._begun
+    start._thread.join(20)
+    assert [at - begun for at in late] == [50.0 + startup._GRACE_SECONDS]
+    assert waits == [startup.SAY_SECONDS] * 2 + [50.0 + startup._GRACE_SECONDS - 2 * startup.SAY_SECONDS]
 
 
 def test_a_rank_that_has_started_says_nothing_more(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,9 +94,11 @@ def test_an_incompatible_plan_is_refused_and_the_run_continues(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["{", json.dumps({"problem": {}, "ranks": []})])
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "found no JSON ("), (json.dumps({"problem": {}, "ranks": []}), "/problem")]
+)
 def test_a_file_without_a_plan_is_reported_and_ignored(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problem = problem_of()
     path = tmp_path / "next.json"
@@ -105,7 +107,7 @@ def test_a_file_without_a_plan_is_reported_and_ignored(
     watched.look()
     watched.close()
     assert watched.take() is None
-    assert f"{path}: the plan is unchanged" in capsys.readouterr().err
+    assert f"{path}: the plan is unchanged: {reason}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -39,6 +39,12 @@ def test_a_value_with_which_a_pipeline_hangs_does_not_stay(name: str, theirs: st
     assert said.startswith(f"{name}: found {theirs}; now {ours}. ")
 
 
+def test_nothing_is_said_about_a_value_that_torchrun_sets() -> None:
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    assert apply(environment) == []
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
 def test_a_users_choice_of_a_default_stays_and_is_reported() -> None:
     environment = {"NCCL_MAX_P2P_NCHANNELS": "16"}
     (said,) = apply(environment)

@@ -102,7 +102,13 @@ class PlanFile:
         self._seen = version
 
     def _read(self) -> NextPlan:
-        problem, orders = parse_orders(parse_plan_document(json.loads(self._path.read_text())))
+        try:
+            document = json.loads(self._path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"found no JSON ({error}); the file must be a plan, written as a whole."
+            ) from error
+        problem, orders = parse_orders(parse_plan_document(document))
         verify_orders(problem, orders)
         ours = (self._current.placement, self._current.microbatches)
         if (problem.placement, problem.microbatches) != ours:

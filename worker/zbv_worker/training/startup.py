@@ -50,9 +50,11 @@ class Startup:
         self._done.set()
 
     def _run(self) -> None:
-        while not self._done.wait(min(SAY_SECONDS, self._timeout + _GRACE_SECONDS)):
+        longest = self._timeout + _GRACE_SECONDS
+        since = 0.0
+        while not self._done.wait(min(SAY_SECONDS, max(longest - since, 0.0))):
             since = self._clock.now() - self._begun
-            if since >= self._timeout + _GRACE_SECONDS:
+            if since >= longest:
                 self._on_late(
                     f"rank {self._rank} did not start within {self._timeout:g} s: {self._doing()}. If the "
                     f"start takes that long, raise --startup-timeout"

@@ -139,6 +139,9 @@ TABLE = (
     ),
 )
 
+SET_BY_TORCHRUN = {("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
+"""Values that torchrun always sets, so the user did not choose them: they are replaced without a message."""
+
 REPORTED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_")
 """Names, or their beginnings, of variables that are only reported, such as NCCL_SOCKET_IFNAME."""
 
@@ -157,7 +160,7 @@ def apply(environment: MutableMapping[str, str]) -> list[str]:
         found = environment.get(name)
         if variable.action == "replace" or (variable.action == "default" and found is None):
             environment[name] = wanted[0]
-        if found is None or found in wanted:
+        if found is None or found in wanted or (name, found) in SET_BY_TORCHRUN:
             continue
         if variable.action == "refuse":
             raise InvalidRun(

@@ -13,6 +13,7 @@ from support.manual_clock import ManualClock
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.training import startup
 from zbv_worker.training.startup import Startup
+from zbv_worker.transport.rendezvous import SAY_SECONDS
 
 
 def end(what: str, folder: Path) -> tuple[int | None, list[str]]:
@@ -95,7 +96,7 @@ def test_a_start_is_late_as_soon_as_its_time_is_over(monkeypatch: pytest.MonkeyP
     begun = start._begun
     start._thread.join(20)
     assert [at - begun for at in late] == [50.0 + startup._GRACE_SECONDS]
-    assert waits == [startup.SAY_SECONDS] * 2 + [50.0 + startup._GRACE_SECONDS - 2 * startup.SAY_SECONDS]
+    assert waits == [SAY_SECONDS] * 2 + [50.0 + startup._GRACE_SECONDS - 2 * SAY_SECONDS]
 
 
 def test_a_rank_that_has_started_says_nothing_more(capsys: pytest.CaptureFixture[str]) -> None:

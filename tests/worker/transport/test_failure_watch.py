@@ -75,6 +75,21 @@ def test_a_killed_rank_is_blamed_whatever_it_waited_for_when_it_was_killed(store
     assert str(notes_of(store, 0).cause(1)).startswith("rank 2 lost: it gives no sign of life")
 
 
+def test_a_last_sign_that_arrives_late_does_not_hide_a_lost_rank(store: Store) -> None:
+    class Late(ManualClock):
+        def pause(self, seconds: float) -> None:
+            if self.now() == begun:
+                notes_of(store, 1).sign(8, Doing("step 2, 1F0"))
+            super().pause(seconds)
+
+    clock = Late()
+    begun = clock.now()
+    notes_of(store, 1).sign(7, Doing("step 2, 1F0"))
+    loss = notes_of(store, 0, clock).silent_one(2)
+    assert loss is not None
+    assert loss.rank == 1
+
+
 def test_after_a_wait_for_all_ranks_the_silent_one_is_to_blame(store: Store) -> None:
     notes_of(store, 2).sign(7, Doing("step 2, 2F0"))
     store.alive = {1: Doing("step 2, 1F0")}

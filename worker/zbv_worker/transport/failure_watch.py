@@ -135,15 +135,25 @@ class FailureNotes:
             rank = further
 
     def silent_one(self, world_size: int) -> Loss | None:
-        """Find a rank to blame after a wait for all ranks: the published cause, or a silent rank."""
-        before = [self.sign_of(rank) for rank in range(world_size)]
-        self._clock.pause(SILENT_SECONDS)
-        known = self.first()
-        if known is not None:
-            return known
-        for rank, sign in enumerate(before):
-            if sign is not None and rank != self._rank and sign == self.sign_of(rank):
-                return Loss(rank, _SILENT)
+        """Find a rank to blame after a failure of any rank: the published cause, or a silent rank.
+
+        A sign that a lost rank gave last may arrive late, so a rank has twice :data:`SILENT_SECONDS` to show
+        that it is alive.
+        """
+        begun = self._clock.now()
+        others = [rank for rank in range(world_size) if rank != self._rank]
+        seen = {rank: (self.sign_of(rank), begun) for rank in others}
+        while self._clock.now() - begun <= 2 * SILENT_SECONDS:
+            self._clock.pause(BEAT_SECONDS / 5)
+            known = self.first()
+            if known is not None:
+                return known
+            for rank, (before, since) in seen.items():
+                sign, now = self.sign_of(rank), self._clock.now()
+                if sign != before:
+                    seen[rank] = sign, now
+                elif sign is not None and now - since > SILENT_SECONDS:
+                    return Loss(rank, _SILENT)
         return None
 
 

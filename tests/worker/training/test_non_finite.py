@@ -109,9 +109,12 @@ def test_by_default_the_run_fails_and_says_where(options: dict[str, Any], gradie
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_continue_applies_the_step_and_reports_it(clip_norm: float | None) -> None:
+def test_continue_applies_the_step_and_reports_it(
+    clip_norm: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = train(2, math.nan, non_finite="continue", clip_norm=clip_norm)
     assert (1, "loss", "nan") in events(found)
+    assert "step 1: the loss is nan\n" in capsys.readouterr().err
     for rank, report in enumerate(found.reports):
         document = json.dumps(report.document(), allow_nan=False)
         assert ('"loss": "nan"' in document) == (rank == 0)

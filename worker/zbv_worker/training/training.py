@@ -195,6 +195,7 @@ class Training:
         for what, value in updated.non_finite:
             if what != "loss" or self._transport.replica == 0:  # all replicas have the same loss
                 self._note("non_finite", step, what=what, value=str(value))
+                _say(f"step {step}: {self._label}the {what} is {value}")
         if updated.is_failed:
             said = " and ".join(f"the {what} is {value}" for what, value in updated.non_finite)
             raise NotFinite(
@@ -212,15 +213,14 @@ class Training:
                 share, modules = round(found.share, 3), list(found.unsplit[:20])
                 self._note("little_to_split", step, stage=index, share=share, modules=modules)
                 _say(
-                    f"stage {index}: {found}. The plan relies on W: measure the costs with zbv-worker "
-                    f"profile, or use plain nn.Linear and nn.Embedding there."
+                    f"{self._label}stage {index}: {found}. The plan relies on W: measure the costs with "
+                    f"zbv-worker profile, or use plain nn.Linear and nn.Embedding there."
                 )
 
     def _note(self, kind: str, step: int, **more: object) -> None:
-        """Record an event in log and report, and in a file if the service knows its kind."""
+        """Record an event in the report, and in a file if the service knows its kind."""
         event = {"kind": kind, "step": step, **more}
         self.report.events.append(event)
-        _say(f"step {step}: {self._label}{kind}: " + ", ".join(f"{k} {v}" for k, v in more.items()))
         if self._options.trace_dir is not None and kind == "non_finite":
             known = [event for event in self.report.events if event["kind"] == kind]
             document = {"rank": self._rank, "events": known}

@@ -7,9 +7,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 ARGS   ?=
 MINUTES ?= 10
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test programs suite lint style scripts types format docs prose bench soak explore browser postgres picture \
+.PHONY: help run test tested programs suite lint style scripts types format docs prose bench soak explore browser postgres picture \
   pictures openapi client freeze clean install
 
 help: ## List the targets
@@ -17,12 +18,13 @@ help: ## List the targets
 
 install: $(VENV)/.compiled ## Create .venv with the pinned versions
 
+# Python compiles a module at its first import. Compiling all modules here would take half a minute longer.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "zbv needs Python 3.11 or newer; $(PYTHON) is older. Run: make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet hatchling editables
-	$(PIP) install --quiet --no-build-isolation --editable '.[dev]'
+	$(PIP) install --quiet --no-compile hatchling editables
+	$(PIP) install --quiet --no-compile --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 # Without the compiled kernels, the first plan takes about half a minute longer.
@@ -35,8 +37,15 @@ run: install ## Plan, train and compare on this machine; ARGS=--exit exits after
 
 # Downloads, compilation and tests often wait, so what does not depend on each other runs at the same time.
 test: ## Install everything, and run all checks and tests; ARGS go to pytest
-	@$(MAKE) --no-print-directory --jobs 3 install programs style
-	@$(MAKE) --no-print-directory --jobs 2 types suite
+	@$(MAKE) --no-print-directory --jobs 4 style types tested
+
+tested: install programs $(VENV)/.collected
+	@$(MAKE) --no-print-directory suite
+
+# Otherwise each process of the first suite compiles all tests and all modules that they import.
+$(VENV)/.collected: $(VENV)/.installed
+	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null || true # the suite reports the error
+	@touch $@
 
 programs: # Two recipes, because apt-get runs once at a time.
 	@$(MAKE) --no-print-directory browser

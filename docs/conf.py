@@ -20,7 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 from zbv_solver import __version__
 
 ROOT = Path(__file__).parent.parent
-PUBLIC = ("zbv_solver", "zbv_service.client", "zbv_worker.model")
+PUBLIC = ("zbv_solver", "zbv_service.client", "zbv_worker", "zbv_worker.model")
 
 project = "zbv"
 release = __version__
@@ -119,8 +119,14 @@ def _load_public_names(_app: Sphinx) -> None:
         vars(module).update({name: getattr(module, name) for name in module.__all__})
 
 
+def _skip_field(_app: Sphinx, _what: str, _name: str, member: object, skip: bool, _options: object) -> bool:
+    """Skip the fields of named tuples: the section "Attributes" of a docstring describes them."""
+    return skip or (getattr(member, "__doc__", None) or "").startswith("Alias for field number")
+
+
 def setup(app: Sphinx) -> None:
     """Register the directives."""
     app.connect("builder-inited", _load_public_names)
+    app.connect("autodoc-skip-member", _skip_field)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("http-operations", HttpOperations)

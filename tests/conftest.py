@@ -9,9 +9,11 @@ import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 # `make explore` runs the property tests with the second profile and a random seed.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
@@ -42,6 +44,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 TESTS = Path(__file__).parent
 DURATIONS = TESTS / "durations.json"
 _LONG_SECONDS = 4
+_SHARES = {
+    # They share a service, which has already loaded its planner.
+    "browser": ("web/",),
+    # They wait for agents, ranks and timeouts. If all processes wait at the same time, the cores are idle.
+    "waiting": (
+        "service/compute/test_processes.py",
+        "worker/agent/",
+        "worker/training/test_lost_ranks.py",
+        "worker/training/test_run.py",
+    ),
+}
+"""Files and folders that one process runs. Every other file is one share."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,13 +73,34 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_StoredDurations())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start long files first.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares | None:
+    """Distribute shares of the tests instead of files."""
+    return Shares(config, log) if config.getoption("dist") == "loadfile" else None
 
-    One process runs all tests of a file, so a long file that starts last leaves the other processes idle.
+
+class Shares(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """Gives one process all tests of a share."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return share_of(nodeid.partition("::")[0].removeprefix("tests/"))
+
+
+def share_of(name: str) -> str:
+    """The share of a file: the name of a share, or of the file."""
+    return next((share for share, names in _SHARES.items() if name.startswith(names)), name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start long shares first.
+
+    A long share that starts last leaves the other processes idle.
     """
-    seconds = json.loads(DURATIONS.read_text())
-    items.sort(key=lambda item: -seconds.get(item.path.relative_to(TESTS).as_posix(), 0))
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for name, taken in json.loads(DURATIONS.read_text()).items():
+        seconds[share_of(name)] += taken
+    shares = {path: share_of(path.relative_to(TESTS).as_posix()) for path in {item.path for item in items}}
+    items.sort(key=lambda item: -seconds[shares[item.path]])
 
 
 def pytest_collection_finish() -> None:

@@ -26,8 +26,8 @@ LINES = {
         "search frontiers estimate measure export __init__ commands"
     ),
     "worker/zbv_worker": (
-        "errors host model models transport stage execution tracing measure torch_runtime training agent "
-        "commands demo __init__ __main__"
+        "errors host values model models transport stage adapters execution tracing measure torch_runtime "
+        "training pipeline gpu_report agent commands demo __init__ __main__"
     ),
     "service/zbv_service": (
         "__init__ client observability errors records documents compute database settings security plans "

@@ -16,12 +16,13 @@ from benchmarks.measuring import Measure, add_output, measure_all
 if TYPE_CHECKING:
     from benchmarks.findings import Finding
 
-NAMES = ("overhead", "gpt", "split", "memory", "rehearse", "nccl-model")
+NAMES = ("overhead", "pipeline-step", "gpt", "split", "memory", "rehearse", "nccl-model")
 DESCRIPTION = """\
 Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;
 on a busy machine, their intervals are wider.
 
   overhead  CPU time per action, compared with PyTorch's runtime
+  pipeline-step  Pipeline.step, compared with the bare executor
   gpt       a GPT with our plan and with PyTorch's schedules
   split     I + W, compared with the fused backward
   memory    peaks of real steps, compared with the plan
@@ -53,7 +54,10 @@ def add_worker(commands: Any) -> None:
         help="replace fields of the workload; benchmarks/worker has examples",
     )
     command.add_argument(
-        "--rounds", type=positive, metavar="N", help="gpt, overhead, split: number of measured rounds"
+        "--rounds",
+        type=positive,
+        metavar="N",
+        help="gpt, overhead, pipeline-step, split: number of measured rounds",
     )
     command.add_argument(
         "--rehearse-pp",

@@ -39,15 +39,21 @@ class NcclModelWorkload:
         Microbatches by number of ranks.
     seeds
         Runs of each plan, with other durations.
+    sharded
+        Whether the replicas divide the parameters.
+    look_ahead
+        Receives posted ahead per channel; runs over NCCL use 1.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     families: tuple[str, ...] = ()
     kernels: tuple[int, ...] = (1, 2, 3, 4)
-    sizes: tuple[tuple[int, int], ...] = ((4, 8), (8, 12), (16, 16))
-    seeds: int = 3
+    sizes: tuple[tuple[int, int], ...] = ((4, 8), (8, 12))
+    seeds: int = 2
     replicas: int = 1
+    sharded: bool = False
+    look_ahead: int = 1
 
 
 def measure(workload: NcclModelWorkload) -> list[Finding]:
@@ -71,7 +77,7 @@ def _family(name: str, workload: NcclModelWorkload) -> Finding:
         for seed in range(workload.seeds):
             runs += 1
             for k in ended:
-                used = _run(plan, k, seed, workload.replicas)
+                used = _run(plan, k, seed, workload)
                 ended[k] += used is not None
                 unsent = max(unsent, used or 0)
     print(f"| {name} | {stated} | {_cells(ended, workload, runs)} | {unsent} |", flush=True)
@@ -86,13 +92,19 @@ def _cells(ended: Mapping[int, int], workload: NcclModelWorkload, runs: int) -> 
     return " | ".join(cell(ended[k]) for k in workload.kernels)
 
 
-def _run(plan: Plan, kernels: int, seed: int, replicas: int) -> int | None:
+def _run(plan: Plan, kernels: int, seed: int, workload: NcclModelWorkload) -> int | None:
     """The most unsent tensors of a rank; None if the run hangs."""
     from support.fake_nccl.device import DeviceModes
     from support.fake_nccl.pipeline import ModelRun, run_plan
     from support.fake_nccl.simulation import Deadlock, ModelError
 
-    how = ModelRun(seed=seed, replicas=replicas, device=DeviceModes(kernel_slots=kernels))
+    how = ModelRun(
+        seed=seed,
+        replicas=workload.replicas,
+        is_sharded=workload.sharded,
+        look_ahead=workload.look_ahead,
+        device=DeviceModes(kernel_slots=kernels),
+    )
     try:
         with redirect_stderr(StringIO()):  # the transport writes a line per rank when it connects
             used = run_plan(*plan, how)

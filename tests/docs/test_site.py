@@ -42,9 +42,11 @@ def test_the_reference_contains_every_command_operation_and_public_name(site: Pa
         assert f"usage: {name} " in shown("commands.html")
     assert "PUT /v1/agents/{agent_id}/runs" in shown("http.html")
     python = shown("python.html")
-    for package in ("zbv_solver", "zbv_service.client", "zbv_worker.model"):
+    packages = ("zbv_solver", "zbv_service.client", "zbv_worker", "zbv_worker.model")
+    for package in packages:
         names = [name for name in import_module(package).__all__ if not name.startswith("_")]
-        assert [name for name in names if f"{package}.{name}" not in python] == []
+        # What two packages offer is described once.
+        assert [n for n in names if not any(f"{each}.{n}" in python for each in packages)] == []
 
 
 def test_no_page_replaces_one_that_sphinx_makes(site: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from zbv_worker.transport.connect import connect
-from zbv_worker.transport.world import World
+from zbv_worker.transport.world import Layout, World
 
 
 def main(what: str, late: int, folder: Path) -> None:
     world = World.from_environment()
     replicas = world.world_size if what == "replicas" else 1
-    transport = connect(world, "gloo", torch.device("cpu"), 60.0, replicas)
+    transport = connect(world, "gloo", torch.device("cpu"), 60.0, Layout.of_world(world.world_size, replicas))
     files = {rank: folder / f"said-{rank}" for rank in range(world.world_size)}
     if world.rank == late:
         _wait_for(path for rank, path in files.items() if rank != late)

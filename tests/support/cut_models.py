@@ -15,13 +15,17 @@ def parts(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
 
 
 def cut_problem(
-    names: Sequence[str], sizes: Sequence[int], recompute: Sequence[bool] = (), microbatches: int = 4
+    names: Sequence[str],
+    sizes: Sequence[int],
+    recompute: Sequence[bool] = (),
+    microbatches: int = 4,
+    placement: str = "v",
 ) -> Problem:
-    """A V of ``len(sizes) / 2`` ranks; ``sizes`` are the layers per stage, which all cost the same."""
+    """``sizes`` are the layers per stage, which all cost the same; a rank of a V has two stages."""
     document = {
-        "pp_degree": len(sizes) // 2,
+        "pp_degree": len(sizes) // (1 if placement == "single" else 2),
         "microbatches": microbatches,
-        "placement": "v",
+        "placement": placement,
         "layers": [{"name": name, **_LAYER} for name in names],
         "partition": parts(names, sizes),
         "recompute": list(recompute) or [False] * len(sizes),

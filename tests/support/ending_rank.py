@@ -8,8 +8,10 @@ import time
 from typing import cast
 from unittest.mock import Mock
 
+from zbv_solver.plans.orders import Action
 from zbv_worker.errors import InvalidRun, PeerLost
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
+from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.execution.timeline import Overdue, Patience, QueuedWork
 from zbv_worker.execution.wait_errors import overdue
 from zbv_worker.training import ending
@@ -35,6 +37,9 @@ class Said:
     def posted(self, name: str) -> str | None:
         return self._notes.get(name)
 
+    def close(self) -> None:
+        time.sleep(3600)
+
     def abort(self, timeout: float) -> None:
         say("aborted")
         if self._hangs:
@@ -53,7 +58,13 @@ def report(error: Exception) -> int:
 
 def main(what: str) -> None:
     said = Said(hangs=what == "hangs")
-    rank = ending.Ending(lambda error: say(f"recorded {error}"), report)
+
+    def record(error: Exception) -> None:
+        if what == "unrecorded":
+            raise OSError("no space left")
+        say(f"recorded {error}")
+
+    rank = ending.Ending(record, report)
     notes = FailureNotes(said, 1)
     rank.met(cast(ControlPlane, said), notes, CurrentProgress())
     rank.transport = cast(ConnectedTransport, said)
@@ -71,6 +82,17 @@ def main(what: str) -> None:
         error = overdue(Overdue(work, started=True), 1)
         attach_progress(error, Progress(4))
         rank.fail(error)
+    if what == "gather":
+        FailureNotes(said, 2).sign(1, Doing("step 4, 0F1"))
+        action = Instruction(Action(0, "F", 1), None, None, split=True, completes_stage=False, peer=None)
+        work = QueuedWork(0, 4, action, Mock(), Mock(), Patience(60.0))
+        error = overdue(Overdue(work, started=True), 1, [2])
+        attach_progress(error, Progress(4, "0F1"))
+        rank.fail(error)
+    if what == "closes":
+        ending.LEAVE_SECONDS = 1.0
+        threading.Thread(target=time.sleep, args=(3600,)).start()
+        rank.close(cast(ConnectedTransport, said))
     rank.fail(InvalidRun("wrong"))
 
 

@@ -27,11 +27,14 @@ from zbv_solver.verify.verifier import verify_orders
 from support.problems import uniform
 
 PRELOADED = (
+    "torch.distributed.fsdp",
     "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
     "torch._dynamo",  # torch imports it when it makes the first optimizer
     "zbv_worker.commands.cli",
     "zbv_worker.models.gpt",
     "zbv_worker.measure.rehearse.rehearse",
+    "zbv_worker.pipeline.pipeline",
     "zbv_worker.training.run",
 )
 _POLL_SECONDS = 0.02

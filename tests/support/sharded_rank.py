@@ -29,7 +29,7 @@ from zbv_worker.training.shards import ShardBucket, Unit
 from zbv_worker.transport.channels import Reduction
 from zbv_worker.transport.control import GlooControl
 from zbv_worker.transport.gloo import GlooTransport
-from zbv_worker.transport.world import World
+from zbv_worker.transport.world import Layout, World
 
 from support.cut_models import cut_problem
 from support.selfcheck import HardModel, random_orders
@@ -183,7 +183,7 @@ def trained(case: Case, transport: Watched, *, is_sharded: bool, steps: int = 2)
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = World.from_environment()
-    transport = Watched(GlooControl(world, TIMEOUT, 2), CPU, TIMEOUT)
+    transport = Watched(GlooControl(world, TIMEOUT, Layout.of_world(4, 2)), CPU, TIMEOUT)
     found = {
         name: {is_sharded: trained(case, transport, is_sharded=is_sharded) for is_sharded in (False, True)}
         for name, case in CASES.items()

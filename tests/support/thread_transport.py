@@ -17,16 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from typing_extensions import override
-from zbv_worker.transport.channels import (
-    ChannelKey,
-    Pending,
-    Receive,
-    Reduction,
-    Send,
-    TensorSpec,
-    Transport,
-)
+from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send, Transport
 from zbv_worker.transport.world import Layout
+from zbv_worker.values.structure import TensorSpec
 
 
 @dataclass(eq=False)
@@ -45,7 +38,7 @@ class ThreadHub:
         self.layout = Layout(pp_degree, replicas)
         self.changed = threading.Condition()
         self.queues: dict[tuple[int, ChannelKey], _Queue] = {}
-        self.sums: dict[tuple[int, int], dict[int, Tensor]] = defaultdict(dict)
+        self.sums: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = defaultdict(dict)
         self.notes: dict[str, str] = {}
         self.gathered: dict[tuple[int, int], str] = {}
         self.told: dict[tuple[int, int], deque[int]] = defaultdict(deque)
@@ -65,16 +58,17 @@ class ThreadTransport(Transport):
         self._hub = hub
         self._gathers = 0
         self._sums = 0
+        self._turns: dict[tuple[int, ...], int] = {}
 
     @override
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
         with self._hub.changed:
             for key in keys:
-                self._hub.queues.setdefault((self.replica, key), _Queue())
+                self._hub.queues.setdefault((self.column, key), _Queue())
 
     @override
     def sender(self, key: ChannelKey) -> Send:
-        queue = self._hub.queues[self.replica, key]
+        queue = self._hub.queues[self.column, key]
 
         def send(tensor: Tensor, label: object) -> None:
             with self._hub.changed:
@@ -86,7 +80,7 @@ class ThreadTransport(Transport):
 
     @override
     def receiver(self, key: ChannelKey) -> Receive:
-        queue, sender = self._hub.queues[self.replica, key], self._at(key.sender)
+        queue, sender = self._hub.queues[self.column, key], self._at(key.sender)
 
         def receive(spec: TensorSpec) -> Pending:
             with self._hub.changed:
@@ -102,8 +96,8 @@ class ThreadTransport(Transport):
     @override
     def flush(self, timeout: float) -> None:
         with self._hub.changed:
-            own = (self.replica, self.pp_rank)
-            mine = [q for (replica, key), q in self._hub.queues.items() if (replica, key.sender) == own]
+            own = (self.column, self.pp_rank)
+            mine = [q for (column, key), q in self._hub.queues.items() if (column, key.sender) == own]
             if not self._hub.changed.wait_for(lambda: not any(q.waiting for q in mine), timeout):
                 raise TimeoutError("the peer did not receive a sent tensor")
 
@@ -156,10 +150,24 @@ class ThreadTransport(Transport):
     def _together(self, input: Tensor, target: Tensor, combined: Callable[[list[Tensor]], Tensor]) -> _Sum:
         turn, self._sums = self._sums, self._sums + 1
         with self._hub.changed:
-            parts = self._hub.sums[self.pp_rank, turn]
+            parts = self._hub.sums[self.layout.copies_of(self.rank), turn]
             parts[self.replica] = input.clone()
             self._hub.changed.notify_all()
-        return _Sum(self._hub, parts, target, combined)
+        return _Sum(self._hub, parts, target, combined, self.layout.replicas)
+
+    @override
+    def link(self, sets: Iterable[tuple[int, ...]], timeout: float) -> None:
+        return None
+
+    @override
+    def sum_over_positions(self, positions: tuple[int, ...], tensor: Tensor) -> Reduction:
+        ranks = tuple(map(self._at, positions))
+        turn = self._turns[ranks] = self._turns.get(ranks, 0) + 1
+        with self._hub.changed:
+            parts = self._hub.sums[ranks, -turn]
+            parts[positions.index(self.pp_rank)] = tensor.clone()
+            self._hub.changed.notify_all()
+        return _Sum(self._hub, parts, tensor, lambda parts: torch.stack(parts).sum(0), len(ranks))
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
@@ -183,7 +191,7 @@ class ThreadTransport(Transport):
             self._hub.changed.notify_all()
 
     def _at(self, pp_rank: int) -> int:
-        return self.layout.global_rank(pp_rank, self.replica)
+        return self.layout.global_rank(pp_rank, self.column)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,10 +200,11 @@ class _Sum:
     parts: dict[int, Tensor]
     target: Tensor
     combined: Callable[[list[Tensor]], Tensor]
+    count: int
 
     def wait(self, timeout: float) -> None:
         with self.hub.changed:
-            replicas = range(self.hub.layout.replicas)
+            replicas = range(self.count)
             if not self.hub.changed.wait_for(lambda: len(self.parts) == len(replicas), timeout):
                 absent = [replica for replica in replicas if replica not in self.parts]
                 raise TimeoutError(f"replicas {absent} did not take part in a sum")

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
+TRANSFORMERS = "transformers"
+"""The part before the colon of a model that is a folder or a configuration on the node."""
+
 
 def is_run_allowed(
     factory: str,
@@ -45,10 +48,23 @@ def is_model_allowed(factory: str, patterns: Sequence[str]) -> bool:
 
     ``*`` matches any characters, dots included. A pattern with a colon is compared with the whole name, and
     one without a colon with the module alone. ``package.*`` also matches ``package`` itself.
+    ``transformers:PATH`` names files on the node, so only patterns that begin with ``transformers:`` match,
+    and a path with ``..`` is never allowed.
     """
-    module = factory.partition(":")[0]
+    module, _, name = factory.partition(":")
+    if module == TRANSFORMERS:
+        patterns = [pattern for pattern in patterns if pattern.startswith(f"{TRANSFORMERS}:")]
+        if ".." in PurePosixPath(name).parts:
+            return False
     return any(
         fnmatchcase(factory if ":" in pattern else module, pattern)
         or (pattern.endswith(".*") and fnmatchcase(module, pattern[:-2]))
         for pattern in patterns
     )
+
+
+def how_to_allow(factory: str) -> str:
+    """The remedy for a model that an agent does not allow."""
+    if factory.startswith(f"{TRANSFORMERS}:"):
+        return f"Start it with --allow-model '{factory}' if runs may read these files on this node."
+    return f"Start it with --allow-model '{factory.partition(':')[0]}' if its code may run on this node."

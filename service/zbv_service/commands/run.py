@@ -43,15 +43,24 @@ _COUNT = {"type": int, "metavar": "N"}
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "backend": ("gloo for CPUs, nccl for GPUs (default: gloo)", {"choices": ("gloo", "nccl")}),
     "timeout": ("how long a rank waits for a tensor (default: 120)", {"type": finite, "metavar": "SECONDS"}),
+    "startup_timeout": (
+        "how long a rank waits for others to start, and for a tensor of the first step (default: 1800)",
+        {"type": finite, "metavar": "SECONDS"},
+    ),
     "threads": ("compute threads per rank on CPUs", _COUNT),
     "data_parallel": ("replicas of the pipeline (default: 1)", _COUNT),
     "shard": (
-        "shard parameters and optimizer state over the replicas",
+        "divide parameters, gradients and optimizer state among the replicas",
         {"action": "store_const", "const": True},
     ),
     "precision": (
         "precision of the computation (default: float32)",
         {"choices": ("float32", "bfloat16", "float16")},
+    ),
+    "compile": ("compile every layer with torch.compile", {"action": "store_const", "const": True}),
+    "main_gradients": (
+        "sum gradients of parameters in half precision in float32 (default), or in their own dtype",
+        {"action": argparse.BooleanOptionalAction},
     ),
     "clip_norm": ("clip the norm of the whole gradient to this", {"type": finite, "metavar": "NORM"}),
     "non_finite": (
@@ -81,6 +90,7 @@ _SOURCES = {
     **{f"/options/{name}": flag_of(name) for name in _OPTIONS},
     "/options/checkpoint/directory": "--checkpoint-dir",
     "/options/checkpoint/every": "--checkpoint-every",
+    "/options/checkpoint/sync": "--checkpoint-sync",
     **{f"/search_options/{name}": flag_of(name) for name in _SEARCH},
 }
 """The flags from which the parts of the request come."""
@@ -123,6 +133,11 @@ def add_run(commands: Any) -> None:
     )
     options.add_argument(
         "--checkpoint-every", type=int, metavar="N", help="steps between two checkpoints (default: 100)"
+    )
+    options.add_argument(
+        "--checkpoint-sync",
+        action="store_true",
+        help="wait until each checkpoint is written (default: write it in the background)",
     )
     search = run.add_argument_group("options of the search, for a problem and for replanning")
     add_effort(search, default=None)
@@ -172,6 +187,8 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
     options = _given(parsed, _OPTIONS)
     if parsed.checkpoint_dir is None and parsed.checkpoint_every is not None:
         raise WrongInput("found --checkpoint-every without --checkpoint-dir; give both.")
+    if parsed.checkpoint_dir is None and parsed.checkpoint_sync:
+        raise WrongInput("found --checkpoint-sync without --checkpoint-dir; give both.")
     if parsed.checkpoint_dir is not None:
         if not parsed.checkpoint_dir.startswith("/"):
             raise WrongInput(
@@ -180,6 +197,8 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
             )
         every = 100 if parsed.checkpoint_every is None else parsed.checkpoint_every
         options["checkpoint"] = {"directory": parsed.checkpoint_dir, "every": every}
+        if parsed.checkpoint_sync:
+            options["checkpoint"]["sync"] = True
     return {
         "model": {"factory": parsed.model, "arguments": parsed.model_args, "seed": parsed.model_seed},
         "nodes": parsed.nodes,

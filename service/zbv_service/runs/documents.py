@@ -16,6 +16,7 @@ from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
 MAX_NODES = 4096
 
 PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_FACTORY = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*|transformers:/[^\s:]+)$"
 
 
 class RecordDocument(BaseModel):
@@ -27,8 +28,8 @@ class RecordDocument(BaseModel):
 class ModelDocument(RequestDocument):
     """The model to train; all nodes must have it and allow it."""
 
-    factory: Annotated[str, Field(max_length=300, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] = Field(
-        description="package.module:factory"
+    factory: Annotated[str, Field(max_length=300, pattern=_FACTORY)] = Field(
+        description="package.module:factory, or transformers:PATH of a folder on the nodes"
     )
     arguments: dict[str, Any] = Field({}, description="Keyword arguments of the factory.")
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] = 0

@@ -46,6 +46,11 @@ class CheckpointDocument(BaseModel):
     timeout: Annotated[Number, Field(gt=0, le=86_400)] = Field(
         600.0, description="Longest wait for the slowest rank's file, in seconds."
     )
+    sync: Annotated[bool, Field(strict=True)] = Field(
+        False,
+        description="Wait until each checkpoint is written; false writes it in the background, from a copy "
+        "of the state in host memory.",
+    )
 
 
 class RunOptionsDocument(BaseModel):
@@ -57,6 +62,11 @@ class RunOptionsDocument(BaseModel):
     timeout: Annotated[Number, Field(gt=0, le=86_400)] = Field(
         120.0, description="Longest wait for a tensor, in seconds."
     )
+    startup_timeout: Annotated[Number, Field(gt=0, le=86_400)] = Field(
+        1800.0,
+        description="Longest wait, in seconds, for the other ranks to start and connect, and for a tensor in "
+        "a plan's first step, when ranks may compile.",
+    )
     threads: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = Field(
         None, description="Compute threads per rank on CPU; null divides a host's cores among its ranks."
     )
@@ -64,10 +74,20 @@ class RunOptionsDocument(BaseModel):
         1, description="Replicas of the pipeline, each with its own part of the data."
     )
     shard: Annotated[bool, Field(strict=True)] = Field(
-        False, description="Shard parameters and optimizer over the replicas (FSDP2)."
+        False,
+        description="Divide parameters, gradients and optimizer state among the replicas, by rows; a stage's "
+        "parameters are whole from its first action of a step to its last.",
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Of the computation; parameters stay float32."
+    )
+    compile: Annotated[bool, Field(strict=True)] = Field(
+        False, description="Compile every layer with torch.compile; not together with shard."
+    )
+    main_gradients: Annotated[bool, Field(strict=True)] = Field(
+        True,
+        description="Sum the gradients of parameters in half precision in float32, instead of in their own "
+        "dtype.",
     )
     clip_norm: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Largest norm of the whole gradient; null does not clip."

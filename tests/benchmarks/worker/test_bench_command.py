@@ -16,6 +16,7 @@ from support.paths import ROOT
 from benchmarks.cli import main
 from benchmarks.worker.gpt import GptWorkload
 from benchmarks.worker.memory import MemoryWorkload
+from benchmarks.worker.nccl_model import NcclModelWorkload
 from benchmarks.worker.rehearse import RehearseWorkload
 from benchmarks.worker.split import SplitWorkload
 from benchmarks.worker.workload import read_workload
@@ -43,6 +44,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "p2p": 0.1,
         "steps": 2,
     },
+    "pipeline-step": {
+        "pp_degrees": [2],
+        "microbatches": 4,
+        "rows": 4,
+        "width": 8,
+        "rounds": 3,
+        "warm_up": 1,
+    },
     "nccl-model": {"families": ["1F1B", "V, greedy"], "kernels": [1, 4], "sizes": [[4, 4]], "seeds": 1},
 }
 
@@ -55,7 +64,7 @@ def bench(name: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return status, findings
 
 
-@pytest.mark.parametrize("name", ["overhead", "gpt", "split", "rehearse"])
+@pytest.mark.parametrize("name", ["overhead", "pipeline-step", "gpt", "split", "rehearse"])
 def test_a_comparison_prints_verdicts_and_writes_findings(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +101,7 @@ def test_the_workloads_of_the_repository_are_valid(path: Path) -> None:
     kinds: dict[str, type[Any]] = {
         "gpt": GptWorkload,
         "memory": MemoryWorkload,
+        "nccl": NcclModelWorkload,
         "rehearse": RehearseWorkload,
         "split": SplitWorkload,
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from zbv_solver.search.search import baseline_plan
+from support.plans import unit_problem
+from zbv_solver.problem.problem import Units
+from zbv_solver.search.search import SearchOptions, baseline_plan, search
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.errors import WorkerError
 
@@ -20,25 +22,36 @@ def turn(start: int, end: int, loss: float | None) -> dict[str, float | None]:
     return {"start": start * MS, "end": end * MS, "loss": loss}
 
 
-def turns(zbv_loss: float = 2.0) -> gpt.Turns:
+def costs(stages: tuple[int, int], seconds: float) -> list[tuple[int, str, float]]:
+    return [(stage, letter, seconds * (1 + (letter == "B"))) for stage in stages for letter in "FIWB"]
+
+
+def turns(zbv_loss: float = 2.0, seconds: float = 0.001) -> gpt.Turns:
     others = ("ScheduleZBVZeroBubble", "ScheduleInterleaved1F1B", "Schedule1F1B")
-    rank_0 = {gpt.OURS: [turn(0, 6, zbv_loss)], **{name: [turn(10, 19, None)] for name in others}}
-    rank_1 = {gpt.OURS: [turn(2, 8, None)], **{name: [turn(11, 20, 2.0)] for name in others}}
+    rank_0: dict[str, list[object]] = {name: [turn(10, 19, None)] for name in others}
+    rank_1: dict[str, list[object]] = {name: [turn(11, 20, 2.0)] for name in others}
+    rank_0 |= {gpt.OURS: [turn(0, 6, zbv_loss)], gpt.COSTS: [costs((0, 3), seconds)]}
+    rank_1 |= {gpt.OURS: [turn(2, 8, None)], gpt.COSTS: [costs((1, 2), seconds)]}
     return gpt.Turns.of_ranks([rank_0, rank_1])
 
 
 def test_a_turn_lasts_from_the_first_start_to_the_last_end_of_all_ranks() -> None:
-    found = gpt.findings(turns(), 2, 4, planned=0.01)
-    ratios = {finding.what.rpartition("/ ")[2]: finding.value for finding in found}
+    problem = unit_problem(2, 4)
+    problem = replace(problem, costs=replace(problem.costs, p2p=(0.0,) * 3), units=Units("us", "bytes"))
+    plan = search(problem, SearchOptions(effort="quick"))
+    planned = plan.metrics.makespan  # F, I and W take 1 us, but 1 ms was measured
+    found = gpt.findings(turns(), 2, plan)
+    ratios = {finding.what.rpartition("zbv / ")[2]: finding.value for finding in found}
     assert ratios == pytest.approx(
         {
             "ScheduleZBVZeroBubble": 0.8,
             "ScheduleInterleaved1F1B": 0.8,
             "Schedule1F1B": 0.8,
-            "its plan": 0.8,
+            "its plan, costs measured in turns": 8 / planned,
+            "its plan, costs measured before": 8000 / planned,
         }
     )
-    assert [finding.target is None for finding in found] == [False, False, False, True]
+    assert [finding.target is None for finding in found] == [False, False, False, False, True]
 
 
 def test_schedules_with_different_losses_are_an_error() -> None:

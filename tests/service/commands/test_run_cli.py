@@ -136,6 +136,7 @@ def test_every_flag_sets_the_option_of_the_same_name(service: Service) -> None:
     flags = ["--data-parallel", "2", "--shard", "--precision", "bfloat16", "--clip-norm", "1.5"]
     flags += ["--evaluate-every", "7", "--retries", "0", "--replan", "ask", "--replan-threshold", "0.1"]
     flags += ["--checkpoint-dir", "/shared", "--checkpoint-every", "9", "--threads", "3", "--timeout", "4"]
+    flags += ["--startup-timeout", "5", "--compile", "--no-main-gradients", "--checkpoint-sync"]
     flags += ["--backend", "nccl", "--model-args", '{"layers": 2}', "--model-seed", "6"]
     assert main(["run", "--plan", "e" * 64, *NEEDED, *flags]) == 0
     body = service.requests[0][1]
@@ -149,7 +150,10 @@ def test_every_flag_sets_the_option_of_the_same_name(service: Service) -> None:
         "retries": 0,
         "replan": "ask",
         "replan_threshold": 0.1,
-        "checkpoint": {"directory": "/shared", "every": 9},
+        "checkpoint": {"directory": "/shared", "every": 9, "sync": True},
+        "startup_timeout": 5.0,
+        "compile": True,
+        "main_gradients": False,
         "threads": 3,
         "timeout": 4.0,
         "backend": "nccl",
@@ -169,6 +173,7 @@ def test_a_run_that_does_not_succeed_exits_with_1(service: Service, last: str) -
         (["--plan", "e", "x.json"], "found both of a file and --plan"),
         (["absent.json"], "cannot read absent.json"),
         (["--plan", "e", "--checkpoint-every", "9"], "--checkpoint-every without --checkpoint-dir"),
+        (["--plan", "e", "--checkpoint-sync"], "--checkpoint-sync without --checkpoint-dir"),
         (["--plan", "e", "--checkpoint-dir", "ck"], "found 'ck'; must be an absolute path that all nodes"),
         (["--plan", "e", "--model-args", "{"], "--model-args: found '{', which is not JSON"),
         (["--plan", "e", "--model-args", "[]"], "--model-args: found '[]'; must be a JSON object"),

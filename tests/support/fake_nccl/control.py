@@ -76,6 +76,14 @@ class FakeControl(ControlPlane):
         return told.popleft()
 
     @override
+    def send(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        raise NotImplementedError
+
+    @override
+    def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        raise NotImplementedError
+
+    @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
         return torch.tensor(self.gather(values.tolist(), timeout), dtype=values.dtype).sum(0)
 
@@ -96,7 +104,11 @@ class FakeControl(ControlPlane):
         yield
 
     @override
-    def close(self) -> None:
+    def abort(self) -> None:
+        raise NotImplementedError
+
+    @override
+    def close(self, groups: Sequence[object] = ()) -> None:
         this_host().spend(_MESSAGE_SECONDS)
         self._destroy()
 

@@ -16,7 +16,7 @@ from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 from zbv_worker.transport.channels import key_of
-from zbv_worker.transport.nccl import kernels_at_once
+from zbv_worker.transport.communicators import kernels_at_once
 
 from support.selfcheck import random_orders
 
@@ -74,10 +74,16 @@ FAMILIES: dict[str, Callable[[int, int], Plan]] = {
 """A family makes a plan for p ranks and m microbatches."""
 
 
-def stated_kernels(plan: Plan, replicas: int = 1, *, sums_over_ranks: bool = False) -> int:
+def stated_kernels(
+    plan: Plan,
+    replicas: int = 1,
+    *,
+    sums_over_ranks: bool = False,
+    ties: tuple[tuple[int, ...], ...] = (),
+) -> int:
     """How many kernels of NCCL the transport needs to run at once on its busiest rank."""
     keys = {key_of(channel) for channel in channels(*plan)}
     return max(
-        kernels_at_once(keys, rank, replicas, sums_over_ranks=sums_over_ranks)
+        kernels_at_once(keys, rank, replicas, sums_over_ranks=sums_over_ranks, ties=ties)
         for rank in range(plan[0].pp_degree)
     )

@@ -11,15 +11,17 @@ from torch import Tensor
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, Launched
+from zbv_worker.execution.executor import Executor, ExecutorOptions, Launched
 from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
 from zbv_worker.execution.timeline import CudaTimeline
 from zbv_worker.transport.channels import Reduction, key_of
+from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.nccl import NcclTransport
 
 from support.fake_nccl.cluster import Cluster, FakeRank
 from support.fake_nccl.communicators import NcclModes
 from support.fake_nccl.device import DeviceModes
+from support.fake_nccl.shards import FakeShards
 from support.fake_nccl.simulation import ModelError
 from support.fake_nccl.stages import Expected, FakeBatches, FakeStage, expected
 
@@ -33,23 +35,32 @@ class ModelRun:
 
     Attributes
     ----------
+    ties
+        Sets of positions that add up a number after every step, as for the gradient of a tied parameter.
+    is_sharded
+        Whether the replicas divide parameters and sums of gradients, as ``--shard`` does.
     transport
         Creates the transport; a test passes a wrong one.
     checks_memory
         Whether no device memory may stay allocated at the end. Takes a while.
+    stage
+        The class of the stages.
     plan
         Changes a rank's part of the plan; a test passes a wrong change.
     """
 
     steps: int = 2
     replicas: int = 1
+    is_sharded: bool = False
     sums_over_ranks: bool = False
+    ties: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
-    look_ahead: int = DEFAULT_LOOK_AHEAD
+    look_ahead: int = NCCL_LOOK_AHEAD
     device: DeviceModes = field(default_factory=DeviceModes)
     nccl: NcclModes = field(default_factory=NcclModes)
     transport: Callable[..., NcclTransport] = NcclTransport
     checks_memory: bool = False
+    stage: type[FakeStage] = FakeStage
     plan: Callable[[RankPlan], RankPlan] = lambda plan: plan
 
 
@@ -129,11 +140,15 @@ class _RankRun:
         )
         self._plan = how.plan(RankPlan.of("plan", problem, orders, transport.pp_rank))
         transport.open(sorted({key_of(channel) for channel in channels(problem, orders)}), TIMEOUT)
-        self._stages = {s: FakeStage(s, problem.n_stages, here.device, SECONDS) for s in self._plan.stages}
+        transport.link(how.ties, TIMEOUT)
+        self._stages = {s: how.stage(s, problem.n_stages, here.device, SECONDS) for s in self._plan.stages}
+        order = list(dict.fromkeys(action.stage for action in self._plan.actions))
+        self._shards = FakeShards(transport, self._stages, order) if how.is_sharded else None
         self._sums: list[Reduction] = []
         self._launched: list[Launched] = []
         self._weights: list[dict[int, Tensor]] = []
         self._totals: list[Tensor] = []
+        self._tied: list[list[Tensor]] = []
         self._executor = Executor(
             self._plan,
             self._stages,
@@ -149,20 +164,36 @@ class _RankRun:
         )
 
     def _sum_over_replicas(self, stage: int) -> None:
+        if self._shards is not None:
+            self._shards.done(stage)
+            return
         self._sums.append(self._transport.sum_over_replicas(self._stages[stage].weight))
 
     def launch(self, step: int) -> None:
         """Queue a step and what an optimizer would do after it, without a wait of the host."""
+        if self._shards is not None:
+            self._shards.begin()
         self._launched.append(self._executor.launch(step))
         for reduction in self._sums:
             reduction.wait(TIMEOUT)
         self._sums.clear()
-        self._weights.append({index: stage.weight.clone() for index, stage in self._stages.items()})
+        if self._shards is not None:
+            self._weights.append(self._shards.finish())
+        else:
+            self._weights.append({index: stage.weight.clone() for index, stage in self._stages.items()})
+        tied = [positions for positions in self._how.ties if self._transport.pp_rank in positions]
+        self._tied.append([self._launch_tie(positions) for positions in tied])
         if self._how.sums_over_ranks:  # as for the norm of all gradients
             own = torch.stack(list(self._weights[-1].values())).sum()
             self._totals.append(self._transport.sum_over_ranks(own, TIMEOUT))
         for stage in self._stages.values():
             stage.weight.zero_()
+
+    def _launch_tie(self, positions: tuple[int, ...]) -> Tensor:
+        """The sum of the positions' gradients, all stages and elements together."""
+        total = torch.stack(list(self._weights[-1].values())).sum().reshape(1)
+        self._transport.sum_over_positions(positions, total).wait(TIMEOUT)
+        return total
 
     def check(self, step: int, wanted: list[Expected]) -> None:
         """Compare a step's losses and weight gradients, summed over the replicas, with the expected ones."""
@@ -171,7 +202,13 @@ class _RankRun:
         _require(losses == (wanted[self._transport.replica].losses if has_last else {}), f"losses {losses}")
         for stage, weight in self._weights[step].items():
             numbers = weight.tolist()
-            _require(numbers == _added(wanted, stage), f"weight gradients {numbers} of stage {stage}")
+            own = slice(None) if self._shards is None else self._shards.rows
+            _require(numbers == _added(wanted, stage)[own], f"weight gradients {numbers} of stage {stage}")
+        tied = [positions for positions in self._how.ties if self._transport.pp_rank in positions]
+        for positions, sum_of_tie in zip(tied, self._tied[step], strict=True):
+            rank_of = self._plan.placement.rank_of
+            total = sum(sum(_added(wanted, s)) for s in wanted[0].weights if rank_of[s] in positions)
+            _require(float(sum_of_tie) == total, f"the sum {float(sum_of_tie)} over {positions}")
         if self._how.sums_over_ranks:
             total = sum(sum(_added(wanted, stage)) for stage in wanted[0].weights)
             found = float(self._totals[step])

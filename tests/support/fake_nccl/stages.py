@@ -6,8 +6,9 @@ read their inputs when they end, as late as a kernel can.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ class FakeBatches:
         return torch.arange(WIDTH, dtype=DTYPE) * 13 + seed, torch.full((WIDTH,), 3.0 + seed, dtype=DTYPE)
 
 
+def parameters_of(stage: int) -> Tensor:
+    """A stage's parameters, if its replicas divide them: every use checks that it has these numbers."""
+    return torch.arange(WIDTH, dtype=DTYPE) + 100 * (stage + 1)
+
+
 def _forward(stage: int, microbatch: int, input: Tensor) -> Tensor:
     return (input * 3 + 17 * (stage + 1) + 5 * microbatch) % _PRIME
 
@@ -50,6 +56,11 @@ class FakeStage:
     ----------
     seconds
         The mean duration by letter.
+
+    Attributes
+    ----------
+    parameters
+        Returns the stage's whole parameters for F and I; None if it has none.
     """
 
     def __init__(self, stage: int, n_stages: int, device: Device, seconds: Mapping[str, float]):
@@ -60,6 +71,7 @@ class FakeStage:
         self._saved: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self.weight = torch.zeros(WIDTH, dtype=DTYPE, device="cuda")
+        self.parameters: Callable[[], Tensor] | None = None
 
     def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
         """Queue F; returns the output, or the last stage's loss."""
@@ -125,17 +137,48 @@ class FakeStage:
         output = memory.allocate(shape, DTYPE, self._device.current.number)
         raw, sources = memory.raw(output), [memory.raw(tensor) for tensor in inputs]
         assert callable(compute)
+        parameters = () if self.parameters is None else (self.parameters(),)
+        wholes = [memory.raw(whole) for whole in parameters]
+
+        def run() -> None:
+            compute(raw, *sources)
+            for whole in wholes:
+                raw.add_((whole - parameters_of(self.stage)).abs().sum())
+
         self._device.current.launch(
             f"{letter} of stage {self.stage}",
             self._random(letter),
-            lambda: compute(raw, *sources),
-            inputs,
+            run,
+            (*inputs, *parameters),
             (output,),
         )
         return output
 
     def _random(self, letter: str) -> float:
         return self._seconds[letter] * self._device.simulation.random.uniform(0.1, 3)
+
+
+class NestedFakeStage(FakeStage):
+    """The same numbers, in nested values with integers that the next stage needs."""
+
+    def forward(self, microbatch: int, input: Any, target: Tensor | None = None, *, split: bool) -> Any:
+        """Queue F; the input of all stages but the first is nested."""
+        if self._is_first:
+            number = torch.full((3,), microbatch, device="cuda")
+        else:
+            number, given = input["numbers"][0], (input["x"].detach(), input["numbers"][0])
+            input = self._queued("F", given, lambda out, x, n: out.copy_(x + (n[0] - microbatch)), (WIDTH,))
+        output = super().forward(microbatch, input, target, split=split)
+        if self._is_last:
+            return output
+        return {"x": output.requires_grad_(), "numbers": (number, None), "y": output.clone().requires_grad_()}
+
+    def backward_input(self, microbatch: int, grad_output: Any, *, letter: str = "I") -> Any:
+        """Queue I; the second gradient is zero."""
+        if not self._is_last:
+            grad_output = self._queued(letter, grad_output, lambda out, a, b: out.copy_(a + b), (WIDTH,))
+        made = super().backward_input(microbatch, grad_output, letter=letter)
+        return None if made is None else (made, made * 0)
 
 
 @dataclass(frozen=True)

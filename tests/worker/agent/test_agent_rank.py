@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from zbv_solver.plans.orders import Action
-from zbv_worker.agent.rank import _failure
+from zbv_worker.agent.rank import _failure, _options
 from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded, WorkerError
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
+from zbv_worker.stage.program import Program
+from zbv_worker.training.checkpoint import CheckpointOptions
+from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
 
 
 class At(CurrentProgress):
@@ -45,3 +51,37 @@ def test_an_error_between_actions_has_only_a_step() -> None:
 )
 def test_repeatable_errors_are_distinguished_from_those_of_a_peer(error: Exception, kind: str) -> None:
     assert failure(error, CurrentProgress())[0] == kind
+
+
+def work(**options: object) -> dict[str, Any]:
+    """The order of a service, with the options that every service sends."""
+    sent = {"backend": "gloo", "timeout": 9.0, "threads": 1, "data_parallel": 2, "shard": False}
+    more = {"precision": "bfloat16", "clip_norm": None, "evaluate_every": None, "checkpoint": None}
+    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
+    order = {"plan_id": "0" * 64, "model": model, "steps": 3, "run_id": "r", "generation": 2}
+    return {
+        "server": "http://planner",
+        "allowed_models": ["a.*"],
+        "work": {**order, "options": {**sent, **more, **options}},
+    }
+
+
+def test_the_options_of_a_run_reach_its_training(tmp_path: Path) -> None:
+    checkpoint = {"directory": "/shared", "every": 5, "timeout": 60.0, "sync": True}
+    found = _options(
+        work(startup_timeout=77.0, compile=True, main_gradients=False, checkpoint=checkpoint), tmp_path
+    )
+    assert (found.timeout, found.startup_timeout) == (9.0, 77.0)
+    assert found.training.program == Program("bfloat16", is_compiled=True, has_main_gradients=False)
+    assert found.training.checkpoint == CheckpointOptions(
+        Path("/shared"), 5, timeout=60.0, is_synchronous=True, run="r", attempt=2
+    )
+
+
+def test_an_older_service_sends_fewer_options(tmp_path: Path) -> None:
+    checkpoint = {"directory": "/shared", "every": 5, "timeout": 60.0}
+    found = _options(work(checkpoint=checkpoint), tmp_path)
+    assert found.startup_timeout == DEFAULT_STARTUP_TIMEOUT
+    assert found.training.program == Program("bfloat16")
+    assert found.training.checkpoint is not None
+    assert not found.training.checkpoint.is_synchronous

@@ -110,9 +110,7 @@ def test_after_an_interruption_fetching_starts_at_the_step_that_is_asked_for() -
 
 def test_without_a_number_ahead_every_call_is_on_the_launching_thread() -> None:
     source = Source()
-    data = fetching(source, ahead=0)
-    assert data.begin(0) == source.microbatch
-    take(data, 0)
+    take(fetching(source, ahead=0), 0)
     assert set(source.threads) == {threading.current_thread().name}
 
 
@@ -231,6 +229,6 @@ def test_a_call_that_does_not_return_is_an_error_and_not_a_hang() -> None:
 
 def test_the_order_of_need_has_every_microbatch_once() -> None:
     plan = RankPlan.of("plan", unit_problem(1, 2), ORDERS, 0)
-    assert order_of_need(lower(plan), 1) == (1, 0)
+    assert order_of_need(lower(plan), (0, 1)) == (1, 0)
     middle = Orders.from_text([["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]])
-    assert order_of_need(lower(RankPlan.of("plan", unit_problem(2, 1), middle, 1)), 3) == ()
+    assert order_of_need(lower(RankPlan.of("plan", unit_problem(2, 1), middle, 1)), (0, 3)) == ()

@@ -21,8 +21,8 @@ from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify_orders
+from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.measure.gpu_report.rank import relative_error
 
 TOLERANCE = 1e-5
 MICROBATCHES = 6

@@ -94,8 +94,8 @@ class OnStream:
 class Streaming(ThreadTransport):
     """One rank; tensors of its peer arrive after some time, or never."""
 
-    def __init__(self, cuda: FakeCuda, milliseconds: float | None):
-        super().__init__(ThreadHub(2), 0)
+    def __init__(self, cuda: FakeCuda, milliseconds: float | None, replicas: int):
+        super().__init__(ThreadHub(2, replicas), 0)
         self._cuda = cuda
         self._milliseconds = milliseconds
 
@@ -111,10 +111,12 @@ def executor_of(
     unfinished: list[int] | None = None,
     last_stage: type[Kernels] = Kernels,
     startup_timeout: float | None = None,
+    startup_steps: int = 1,
+    replicas: int = 1,
 ) -> Executor:
     problem = unit_problem(2, 2)
     plan = RankPlan.of("plan", problem, ORDERS, 0)
-    transport = Streaming(cuda, arrival)
+    transport = Streaming(cuda, arrival, replicas)
     transport.open([key_of(channel) for channel in plan.channels], 1.0)
     counts = unfinished if unfinished is not None else []
     return Executor(
@@ -128,6 +130,7 @@ def executor_of(
             progress=CurrentProgress(),
             timeline=CudaTimeline(CPU, HostOfDevice(cuda), run_ahead, cuda, pin=False),
             startup_timeout=startup_timeout,
+            startup_steps=startup_steps,
         ),
     )
 
@@ -209,6 +212,16 @@ def test_a_hanging_kernel_is_not_blamed_on_a_peer() -> None:
     assert progress_of_error(e.value) == Progress(0, "3F0", 1)
 
 
+def test_an_action_that_has_its_input_may_wait_for_the_parameters_of_another_replica() -> None:
+    cuda = FakeCuda()
+    executor = executor_of(cuda, arrival=1.0, timeout=0.1, last_stage=Hanging, replicas=2)
+    with pytest.raises(
+        ChannelTimeout, match=r"not complete 3F0 .*for the parameters of rank 1, which holds"
+    ) as e:
+        executor.step(0)
+    assert progress_of_error(e.value) == Progress(0, "3F0", None), "any rank may be the cause"
+
+
 def test_the_update_is_waited_for_like_an_action_and_is_named() -> None:
     cuda = FakeCuda()
     executor = executor_of(cuda, arrival=1.0, timeout=0.1)
@@ -221,17 +234,18 @@ def test_the_update_is_waited_for_like_an_action_and_is_named() -> None:
     assert progress_of_error(e.value) == Progress(3, None, None), "any rank may be the cause"
 
 
-def test_only_the_first_step_has_the_longer_timeout() -> None:
+@pytest.mark.parametrize("starting", [1, 2])
+def test_only_the_first_steps_have_the_longer_timeout(starting: int) -> None:
     clocks = []
     for first in (True, False):
         cuda = FakeCuda()
-        executor = executor_of(cuda, arrival=1.0, timeout=0.1, startup_timeout=50.0)
-        if not first:
-            executor.step(0)
+        executor = executor_of(cuda, arrival=1.0, timeout=0.1, startup_timeout=50.0, startup_steps=starting)
+        for step in range(starting - first):
+            executor.step(step)
         cuda.compute.hang()
         before = HostOfDevice(cuda).now()
         with pytest.raises(WorkerError) as e:
-            executor.step(1)
+            executor.step(2)
         clock = executor._timeline.clock
         clocks.append(clock.now() - before)
         assert ("within 50 s" if first else "within 0.1 s") in str(e.value)

@@ -23,7 +23,7 @@ def test_a_command_searches_the_working_directory(
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", os.getcwd())])
     assert main(["estimate", "mymodel:layers", "--pp-degree", "2"]) == 2
     assert sys.modules.pop("mymodel").__file__ == str(tmp_path / "mymodel.py")
-    assert "mymodel has no callable 'layers'" in capsys.readouterr().err
+    assert "has no function 'layers'" in capsys.readouterr().err
 
 
 def test_a_missing_module_is_reported_with_the_search_path(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,26 @@ def test_a_terminated_profile_ends_its_ranks_and_removes_its_files(tmp_path: Pat
     assert [*folder.glob("zbv-*")] == []
     assert len(children) == 2
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_actions_are_measured_while_their_outputs_are_sent_as_in_a_pipeline() -> None:
+    hub = ThreadHub(2)
+    options = ProfileOptions(ModelSpec("zbv_worker.models.tiny:tiny"), 2, microbatches=2, timeout=20.0)
+    profilers = [RankProfiler(options, hub.transport(rank), torch.device("cpu")) for rank in range(2)]
+
+    def sent_in_a_round(profiler: RankProfiler) -> list[str]:
+        captured = profiler.capture()
+        transport = profiler._transport
+        transport.barrier(20.0)
+        before = {key: queue.sent for (_, key), queue in hub.queues.items()}
+        transport.barrier(20.0)
+        profiler.round(captured)
+        transport.barrier(20.0)
+        return [f"{key}: {queue.sent - before[key]}" for (_, key), queue in sorted(hub.queues.items())]
+
+    with ThreadPoolExecutor(2) as threads:
+        sent = list(threads.map(sent_in_a_round, profilers))
+    # 0F and 3F's successor cross to rank 1, 2F and 1I back to rank 0; each letter runs for two microbatches,
+    # F with a split and a fused backward.
+    assert sent == [["0→1: 8", "1→0: 8"]] * 2
+    assert all(not queue.waiting and queue.posted == queue.sent for queue in hub.queues.values())

@@ -84,7 +84,7 @@ def test_imported_names_are_refused(name: str, why: str, pattern: str) -> None:
 
 @pytest.mark.parametrize("name", ["os.system", "subprocess", "os"])
 def test_attributes_of_modules_are_not_reachable(name: str) -> None:
-    with pytest.raises(InvalidRun, match="has no callable"):
+    with pytest.raises(InvalidRun, match=r"has no function|is a module; must be a function"):
         load(name)
 
 

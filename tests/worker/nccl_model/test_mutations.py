@@ -17,11 +17,12 @@ from support.plans import unit_problem
 from torch import Tensor
 from zbv_solver.construct.baselines import baseline
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.transport import nccl
+from zbv_worker.transport import nccl_operations
 from zbv_worker.transport.buffers import ReceiveBuffers
-from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send, TensorSpec
+from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send
 from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.transport.torch_api import GroupOptions
+from zbv_worker.values.structure import TensorSpec
 
 INTERLEAVED = baseline("interleaved-1f1b", unit_problem(4, 8))
 
@@ -203,20 +204,26 @@ def test_a_receive_that_was_aborted_raises_an_error() -> None:
 
 
 def test_a_completed_receive_that_is_trusted_after_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl.Operations, "check", lambda self: None)
+    monkeypatch.setattr(nccl_operations.Operations, "check", lambda self: None)
     with pytest.raises(ModelError, match=r"reads garbage: receive on .* was aborted"):
         Cluster(2).run(_abort_while_waiting)
 
 
 def test_a_send_that_is_asked_for_its_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    look = nccl.StreamSender.look
+    look = nccl_operations.StreamSender.look
 
-    def asks(self: nccl.StreamSender) -> None:
+    def asks(self: nccl_operations.StreamSender) -> None:
         for sent in self._sent:
             work: Any = sent.work
             work.is_success()
         look(self)
 
-    monkeypatch.setattr(nccl.StreamSender, "look", asks)
+    monkeypatch.setattr(nccl_operations.StreamSender, "look", asks)
     with pytest.raises(NotImplementedError, match="is deprecated"):
         run()
+
+
+def test_gathered_parameters_that_are_used_without_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_operations.StreamSum, "wait", lambda self, timeout: None)
+    with pytest.raises(ModelError, match=r"^F of stage . reads .*all_gather .* may not have written yet"):
+        run(replicas=2, is_sharded=True)

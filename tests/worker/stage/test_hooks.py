@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from zbv_solver.plans.orders import first_in_first_out
 from zbv_solver.problem.placement import PlacementKind
 from zbv_worker.errors import ModelError
-from zbv_worker.measure.gpu_report.rank import relative_error
+from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.stage import Stage

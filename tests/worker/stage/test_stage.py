@@ -157,12 +157,12 @@ class Ignoring(nn.Module):
 
 
 def test_stages_that_break_the_protocol_are_refused() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, object]:
+            return x, object()
 
-    with pytest.raises(ModelError, match="stage 1 returned a tuple"):
-        middle(Pair()).forward(0, data(), split=True)
+    with pytest.raises(ModelError, match=r"stage 1: found a object at \[1\] between stages; must be tensors"):
+        middle(Odd()).forward(0, data(), split=True)
     with pytest.raises(ModelError, match="takes the loss"):
         Stage(1, 2, nn.Identity(), microbatches=1)
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import InvalidRun, ModelError, NotFinite
-from zbv_worker.measure.gpu_report.rank import relative_error
-from zbv_worker.stage.stage import Stage, WeightedLoss
+from zbv_worker.gpu_report.rank import relative_error
+from zbv_worker.stage.loss import WeightedLoss
+from zbv_worker.stage.stage import Stage
 from zbv_worker.training import loss_scale
 from zbv_worker.training.options import TrainingOptions, require_plain
 
@@ -136,7 +137,7 @@ def test_pytorchs_runtime_refuses_weighted_losses() -> None:
 @pytest.mark.parametrize(
     ("loss", "is_weighted", "message"),
     [
-        (lambda x, y: (x.sum(), y.sum()), False, "the loss returned a tuple; .*define loss_sum"),
+        (lambda x, y: (x.sum(), 1, 2), False, "the loss returned a tuple; .*define loss_sum"),
         (lambda x, y: x, False, r"the loss returned a torch.float32 tensor of 12 numbers"),
         (lambda x, y: x.sum(), True, r"must return \(sum, weight\)"),
         (lambda x, y: (x.sum(), y), True, r"must return \(sum, weight\)"),

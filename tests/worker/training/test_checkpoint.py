@@ -218,7 +218,7 @@ def test_a_crafted_checkpoint_runs_no_code(tmp_path: Path) -> None:
 
 def test_data_whose_state_is_an_object_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     alone = Alone.of(tmp_path, seed=1)
-    alone.checkpoints._data = BadData()
+    alone.checkpoints._state._data = BadData()
     with pytest.raises(InvalidRun, match=r"data\.0\.iterator is a list_iterator, which a checkpoint cannot"):
         alone.checkpoints.save(1)
     assert newest_checkpoint(tmp_path) is None

@@ -25,12 +25,13 @@ def end(what: str, folder: Path) -> tuple[int | None, list[str]]:
         return ranks.processes[0].returncode, ranks.log(0).splitlines()
 
 
-def test_the_reason_is_published_and_recorded_before_anything_is_aborted(tmp_path: Path) -> None:
+def test_the_reason_is_recorded_then_published_before_anything_is_aborted(tmp_path: Path) -> None:
     status, said = end("own", tmp_path)
-    published, *others = said
+    recorded, published, *others = said
+    assert recorded == "recorded wrong"
     expected = {"rank": 1, "reason": "wrong", "is_input_wrong": True}
     assert json.loads(published.removeprefix("published ")) == expected
-    assert others == ["recorded wrong", "reported wrong", "aborted"]
+    assert others == ["reported wrong", "aborted"]
     assert status == 2
 
 
@@ -53,6 +54,34 @@ def test_a_rank_whose_update_waits_for_a_sum_blames_the_silent_rank_and_not_itse
     assert json.loads(said[1].removeprefix("published "))["rank"] == 2
     assert said[2].startswith("recorded rank 2 lost: it gives no sign of life")
     assert status == 1
+
+
+def test_a_rank_whose_action_waits_for_a_gather_blames_the_silent_sibling(tmp_path: Path) -> None:
+    status, said = end("gather", tmp_path)
+    assert said[0].startswith(
+        "recorded rank 1: its GPU did not complete 0F1 within 60 s. With --shard, it may"
+    )
+    assert "the parameters of rank 2, which holds the same stages" in said[0]
+    assert json.loads(said[1].removeprefix("published "))["rank"] == 2
+    assert said[2].startswith("recorded rank 2 lost: it gives no sign of life")
+    assert status == 1
+
+
+def test_a_complete_run_succeeds_even_if_its_connections_do_not_close(tmp_path: Path) -> None:
+    status, said = end("closes", tmp_path)
+    assert said == [
+        "rank 1: the run is complete, but its connections did not close within 1 s. The process "
+        "ends without them."
+    ]
+    assert status == 0
+
+
+def test_a_failure_that_cannot_be_recorded_is_published_all_the_same(tmp_path: Path) -> None:
+    status, said = end("unrecorded", tmp_path)
+    assert said[0] == "the reason of the failure could not be written: no space left"
+    assert json.loads(said[1].removeprefix("published "))["reason"] == "wrong"
+    assert said[2:] == ["reported wrong", "aborted"]
+    assert status == 2
 
 
 def test_a_process_whose_abort_hangs_ends_all_the_same(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import zbv_worker.training.gradients
+import zbv_worker.training.buckets
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun
 from zbv_worker.training.gradients import Gradients, SummedGradients, multiply, squares
 from zbv_worker.transport.channels import Reduction
-from zbv_worker.transport.world import Layout
 
 
 class Watched(ThreadTransport):
@@ -108,7 +107,7 @@ def test_a_parameter_of_two_stages_is_summed_after_both() -> None:
 
 
 def test_large_stages_are_summed_in_pieces_the_last_layers_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zbv_worker.training.gradients, "_BUCKET_BYTES", 48)
+    monkeypatch.setattr(zbv_worker.training.buckets, "_BUCKET_BYTES", 48)
     hub = ThreadHub(1, 1)
     transport = Watched(hub, 0)
     layers = nn.Sequential(*(nn.Linear(size, 2, bias=False) for size in (1, 4, 3, 20)))
@@ -147,17 +146,3 @@ def test_a_factor_on_the_device_scales_like_a_number(factor: Tensor | float) -> 
     for mine, right in zip(found, expected, strict=True):
         assert torch.equal(mine, right)
         assert mine.dtype == right.dtype
-
-
-def test_the_replicas_of_a_position_are_neighbours() -> None:
-    layout = Layout.of_world(6, 2)
-    assert (layout.pp_degree, layout.world_size) == (3, 6)
-    assert [layout.copies_of(pp_rank) for pp_rank in range(3)] == [(0, 1), (2, 3), (4, 5)]
-    for rank in range(6):
-        assert layout.global_rank(layout.pp_rank(rank), layout.replica(rank)) == rank
-
-
-@pytest.mark.parametrize(("world", "replicas"), [(5, 2), (4, 3), (2, 0)])
-def test_a_world_that_does_not_divide_is_refused(world: int, replicas: int) -> None:
-    with pytest.raises(InvalidRun, match=f"found {world} ranks and {replicas} replicas"):
-        Layout.of_world(world, replicas)

@@ -17,7 +17,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import NotFinite, WorkerError
-from zbv_worker.measure.gpu_report.rank import relative_error
+from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.update import NonFinite
@@ -106,6 +106,16 @@ def test_by_default_the_run_fails_and_says_where(options: dict[str, Any], gradie
     if isinstance(raised.value, NotFinite):
         assert "step 1: the " in str(raised.value)
         assert "--non-finite skip" in str(raised.value)
+
+
+def test_the_line_of_a_step_says_skipped_only_if_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerError):
+        train(2, math.nan)
+    (failing,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step 1: loss")]
+    assert failing.endswith(" s, not finite")
+    train(2, math.nan, non_finite="skip")
+    (skipped,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step 1: loss")]
+    assert skipped.endswith(" s, not finite: skipped")
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])

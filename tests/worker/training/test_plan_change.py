@@ -7,21 +7,24 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 import zbv_worker.training.plan_change
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from support.trained import Remembering, Trained, train_alone, train_in_threads
+from torch import nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.measure.gpu_report.rank import relative_error
+from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.plan_change import NextPlan, PlanFile, Swaps
 
@@ -56,11 +59,26 @@ class Arriving(Remembering):
         return super().microbatch(step, index)
 
 
-def train_with(path: Path, text: str, replicas: int = 1) -> Trained:
+class Unsplit(nn.Linear):
+    """A Linear that W does not compute."""
+
+
+class ArrivingUnsplit(Arriving):
+    """Without split modules in its last layers."""
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        module = super().build_stage(stage, n_stages, device)
+        for child in module.modules() if stage == n_stages - 1 else ():
+            if type(child) is nn.Linear:
+                child.__class__ = Unsplit
+        return module
+
+
+def train_with(path: Path, text: str, replicas: int = 1, model: type[Arriving] = Arriving) -> Trained:
     problem = problem_of()
     Arriving.next_plan, Arriving.text = path, text
     options = TrainingOptions(replicas=replicas, next_plan=path)
-    return train_in_threads(problem, random_orders(problem, Random(0)), options, STEPS, model=Arriving)
+    return train_in_threads(problem, random_orders(problem, Random(0)), options, STEPS, model=model)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -81,6 +99,22 @@ def test_all_ranks_change_plan_at_the_same_step_without_changing_the_training(
     newest = found.reports[0].newest()
     assert len(newest) == STEPS - changed
     assert {str(r.action) for r in newest[0].records} == {str(r.action) for r in newest[-1].records}
+
+
+def test_the_warnings_about_a_plan_are_repeated_for_the_next_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = replace(problem_of(), measured=(("precision", "bfloat16"),))
+    plan_id = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(1), 0.0))
+    found = train_with(tmp_path / "next.json", (tmp_path / "other.json").read_text(), model=ArrivingUnsplit)
+    said = capsys.readouterr().err
+    measured = f"plan {plan_id[:12]}: its costs were measured with"
+    assert said.count(measured) == 1
+    assert "precision bfloat16 (here: float32)" in said
+    changed = [line.plan_id for line in found.reports[0].lines].index(plan_id)
+    steps = [event["step"] for report in found.reports for event in report.events if event["stage"] == 3]
+    assert steps[-1] == changed
+    assert said.count("stage 3: W computes") == len(steps)
 
 
 def test_an_incompatible_plan_is_refused_and_the_run_continues(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Literal
 
@@ -16,7 +17,8 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun
-from zbv_worker.measure.gpu_report.rank import relative_error
+from zbv_worker.gpu_report.rank import relative_error
+from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.options import TrainingOptions
 
 MICROBATCHES = 3
@@ -124,10 +126,49 @@ def test_the_tied_parameters_of_the_first_and_the_last_stage_stay_equal(replicas
         assert relative_error(same, expected) < 1e-5
 
 
-def test_tied_parameters_on_two_ranks_are_refused() -> None:
-    problem, orders = baseline("1f1b", v_problem())
-    with pytest.raises(InvalidRun, match=r"layer[07].*weight is on another rank"):
-        train_in_threads(problem, orders, TrainingOptions(), 1, model=TiedModel)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_tied_parameters_on_two_ranks_are_copies_that_stay_equal(replicas: int) -> None:
+    plan = baseline("1f1b", v_problem())
+    found = train_in_threads(*plan, TrainingOptions(replicas=replicas), STEPS, model=TiedModel)
+    expected, losses, _ = train_alone(MICROBATCHES * replicas, STEPS, model=TiedModel)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    for parameters in found.parameters:
+        both = parameters["layer0.weight"], parameters["layer7.1.weight"]
+        assert both[0] is not both[1]
+        assert torch.equal(*both)
+        assert relative_error({name: parameters[name] for name in expected}, expected) < 1e-5
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_checkpoint_of_tied_parameters_fits_every_placement(order: tuple[int, int], tmp_path: Path) -> None:
+    """On two ranks the parameter has two copies, in a V none; a checkpoint has it once."""
+    plans = [random_plan(), baseline("1f1b", v_problem())]
+    options = TrainingOptions(checkpoint=CheckpointOptions(tmp_path, every=100))
+    for steps, at in zip((2, STEPS), order, strict=True):
+        found = train_in_threads(*plans[at], options, steps, model=TiedModel)
+    expected, losses, _ = train_alone(MICROBATCHES, STEPS, model=TiedModel)
+    assert found.losses == pytest.approx(losses[2:], rel=1e-5)
+    (parameters,) = found.parameters
+    assert relative_error({name: parameters[name] for name in expected}, expected) < 1e-5
+
+
+def test_tied_parameters_that_no_rank_has_are_refused() -> None:
+    class Misnamed(TiedModel):
+        def tied_parameters(self) -> Sequence[tuple[str, str]]:
+            return [("layer0.weight", "layer9.weight")]
+
+    with pytest.raises(InvalidRun, match=r"tied_parameters names 'layer9\.weight', which no rank has"):
+        train_in_threads(*random_plan(), TrainingOptions(), 1, model=Misnamed)
+
+
+def test_tied_parameters_that_differ_are_refused() -> None:
+    class Unlike(TiedModel):
+        def tied_parameters(self) -> Sequence[tuple[str, str]]:
+            return [("layer0.weight", "layer7.0.weight")]
+
+    plan = baseline("1f1b", v_problem())
+    with pytest.raises(InvalidRun, match=r"must be alike, but layer0\.weight is \[.*\] of float32; layer7"):
+        train_in_threads(*plan, TrainingOptions(), 1, model=Unlike)
 
 
 class Measured(Remembering):

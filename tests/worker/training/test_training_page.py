@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,6 +13,8 @@ import torch
 from support.paths import ROOT
 from support.selfcheck import random_orders
 from support.trained import CPU, train_in_threads
+from zbv_solver import load_plan
+from zbv_solver.commands.cli import main as plan
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.commands.cli import main
@@ -39,6 +44,21 @@ def test_the_model_of_the_page_trains_the_same_for_any_partition() -> None:
     x, y = model.microbatch(0, 0)
     torch.testing.assert_close(x.roll(1, dims=1), y)
     assert found.losses[1] < found.losses[0]
+
+
+def test_the_commands_of_the_page_plan_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    (tmp_path / "mymodel.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    commands = re.search(r"^zbv-worker (estimate mymodel.*)\nzbv (plan .*)$", PAGE, flags=re.MULTILINE)
+    assert commands is not None
+    assert main(shlex.split(commands[1])) == 0
+    assert plan([*shlex.split(commands[2]), "--effort", "quick"]) == 0
+    del sys.modules["mymodel"]
+    cut = load_plan("plan.json").problem.model
+    assert cut is not None
+    assert [name for names in cut.partition for name in names] == list("01234567")
 
 
 def test_every_option_of_the_page_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

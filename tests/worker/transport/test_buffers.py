@@ -16,7 +16,7 @@ from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.buffers import ReceiveBuffers
-from zbv_worker.transport.channels import TensorSpec
+from zbv_worker.values.structure import TensorSpec
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((3, 4), torch.float32)

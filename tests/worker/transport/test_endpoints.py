@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor
 from zbv_solver.plans.channels import Channel, Transfer
 from zbv_worker.errors import ModelError
-from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send, TensorSpec
+from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send
 from zbv_worker.transport.endpoints import Inbox, Outbox, decode_header, encode_header
+from zbv_worker.values.packing import Crossing
+from zbv_worker.values.structure import Structure, TensorSpec, tensors_of
 
 
 class Arrived:
@@ -47,8 +51,14 @@ def channel(*transfers: str) -> Channel:
     return Channel(0, 1, tuple(map(Transfer.parse, transfers)))
 
 
+def crossing(*shape: int) -> Crossing:
+    return Crossing(Structure.of_tensor(TensorSpec(shape, torch.float32)))
+
+
 def take(inbox: Inbox, text: str) -> Tensor:
-    return inbox.take(inbox.index(Transfer.parse(text)), 1.0)
+    found = inbox.take(inbox.index(Transfer.parse(text)), 1.0)
+    assert isinstance(found, Tensor)
+    return found
 
 
 def send_all(wire: Wire, carried: Channel, shapes: dict[int, tuple[int, ...]]) -> dict[Transfer, Tensor]:
@@ -65,12 +75,16 @@ def test_tensors_are_taken_in_any_order_with_boundaries_of_different_shapes(look
     carried = channel("A0:1", "A0:0", "A2:1", "G4:1", "A0:2", "A2:0", "A2:2", "G4:0")
     wire = Wire()
     sent = send_all(wire, carried, {0: (2, 3), 2: (4,), 4: (5,)})
-    specs = {4: TensorSpec((5,), torch.float32)}
-    inbox = Inbox(wire, carried, specs, look_ahead)
+    crossings = {4: crossing(5)}
+    inbox = Inbox(wire, carried, crossings, look_ahead)
     inbox.begin()
     for text in ("A0:0", "A0:1", "A2:0", "G4:1", "A2:1", "A2:2", "G4:0", "A0:2"):
         assert take(inbox, text) is sent[Transfer.parse(text)]
-    assert {s: spec.shape for s, spec in specs.items()} == {0: (2, 3), 2: (4,), 4: (5,)}
+    assert {s: each.spec("activation").shape for s, each in crossings.items()} == {
+        0: (2, 3),
+        2: (4,),
+        4: (5,),
+    }
     # One header per boundary of activations, once; none for gradients.
     assert len(wire.sent) == len(wire.posted_specs) == 8 + 2
 
@@ -95,13 +109,13 @@ def test_receives_are_posted_ahead_of_the_furthest_needed_tensor() -> None:
 
 def test_receives_are_posted_ahead_up_to_the_first_unknown_shape() -> None:
     carried = channel("A0:0", "G2:0", "A0:1")
-    wire, specs = Wire(), dict[int, TensorSpec]()
+    wire, crossings = Wire(), dict[int, Crossing]()
     sent = send_all(wire, carried, {0: (1,), 2: (3,)})
-    inbox = Inbox(wire, carried, specs, look_ahead=2)
+    inbox = Inbox(wire, carried, crossings, look_ahead=2)
     inbox.begin()
     take(inbox, "A0:0")
     assert len(wire.posted_specs) == 1 + 1
-    specs[2] = TensorSpec((3,), torch.float32)  # as the forward of stage 2 does
+    crossings[2] = crossing(3)  # as sending the activation of stage 2 does
     assert take(inbox, "A0:1") is sent[Transfer.parse("A0:1")]
     assert take(inbox, "G2:0") is sent[Transfer.parse("G2:0")]
 
@@ -141,10 +155,55 @@ def test_a_stage_whose_output_changes_its_shape_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4, 5)])
 def test_headers_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    spec = TensorSpec(shape, dtype)
-    assert decode_header(encode_header(spec)) == spec
+    structure = Structure.of_tensor(TensorSpec(shape, dtype))
+    (header,) = encode_header(structure)
+    assert decode_header(header) == structure
 
 
-def test_dtypes_that_cannot_be_sent_are_refused() -> None:
-    with pytest.raises(ModelError, match="int64 tensor of 1 dimensions"):
-        encode_header(TensorSpec((3,), torch.int64))
+def nested(mask: bool = True) -> dict[str, Any]:
+    return {
+        "h": torch.rand(2, 3, requires_grad=True),
+        "rest": (torch.tensor([mask]), None, torch.rand(4, requires_grad=True)),
+    }
+
+
+def test_nested_values_travel_as_one_tensor_with_one_header() -> None:
+    carried = channel("A0:0", "A0:1", "G2:0")
+    wire, crossings = Wire(), {2: Crossing(Structure.of(nested()))}
+    outbox, inbox = Outbox(wire, carried, {2: crossings[2]}), Inbox(wire, carried, crossings, look_ahead=1)
+    sent = [nested(), nested()]
+    gradients = torch.rand(2, 3), torch.rand(4)
+    for transfer, value in zip(carried.transfers, [*sent, gradients], strict=True):
+        outbox.sender(transfer)(value, str(transfer))
+    assert len(wire.sent) == 2 + 3  # the header has two parts
+    inbox.begin()
+    for at, value in enumerate(sent):
+        found = inbox.take(at, 1.0)
+        assert Structure.of(found) == Structure.of(value)
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(found), tensors_of(value), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(inbox.take(2, 1.0), gradients, strict=True))
+
+
+def test_a_value_that_changes_its_structure_is_refused() -> None:
+    outbox = Outbox(Wire(), channel("A0:0", "A0:1"))
+    outbox.sender(Transfer.parse("A0:0"))(nested(), "0F0")
+    changed = {**nested(), "n": 3}
+    with pytest.raises(ModelError, match=r"0F1: the output is \{h: .*, n: 3\}, but it was \{h: "):
+        outbox.sender(Transfer.parse("A0:1"))(changed, "0F1")
+
+
+def test_a_tensor_on_another_device_is_refused() -> None:
+    outbox = Outbox(Wire(), channel("A0:0"))
+    with pytest.raises(ModelError, match="0F0: the output has a tensor on meta; must be on cpu"):
+        outbox.sender(Transfer.parse("A0:0"))((torch.zeros(2), torch.zeros(1, device="meta")), "0F0")
+
+
+def test_a_value_that_is_too_large_to_describe_is_refused() -> None:
+    with pytest.raises(ModelError, match="too many to describe in 1048576 bytes"):
+        encode_header(Structure.of([torch.zeros(1)] * 30_000))
+
+
+@pytest.mark.parametrize("numbers", [[7, 1], [0, 9], [0, 2, 3, -1], [-1, 0], [-1, 1 << 30], [-2, 1]])
+def test_an_invalid_header_is_refused(numbers: list[int]) -> None:
+    with pytest.raises(ModelError, match="header of an activation is invalid"):
+        decode_header(torch.tensor([*numbers, *[0] * (10 - len(numbers))]))

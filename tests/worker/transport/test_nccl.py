@@ -17,10 +17,12 @@ from support.manual_clock import ManualClock
 from support.thread_transport import ThreadHub
 from torch import Tensor
 from zbv_worker.errors import InvalidRun
-from zbv_worker.transport.channels import ChannelKey, TensorSpec
+from zbv_worker.transport.channels import ChannelKey
+from zbv_worker.transport.communicators import greeting_order, kernels_at_once
 from zbv_worker.transport.control import ControlPlane
-from zbv_worker.transport.nccl import NcclTransport, greeting_order, kernels_at_once
+from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.transport.torch_api import GroupOptions
+from zbv_worker.values.structure import TensorSpec
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((2,), torch.float32)

@@ -52,11 +52,19 @@ def test_a_users_choice_of_a_default_stays_and_is_reported() -> None:
     assert said.startswith("NCCL_MAX_P2P_NCHANNELS: found 16; recommended 4.")
 
 
-@pytest.mark.parametrize("name", [variable.name for variable in TABLE if variable.action == "refuse"])
+@pytest.mark.parametrize(
+    "name", [variable.name for variable in TABLE if variable.action == "refuse" and variable.wanted]
+)
 def test_a_value_with_which_ranks_would_wait_forever_is_refused(name: str) -> None:
     with pytest.raises(InvalidRun, match=f"environment variable {name}: found '1'; must be 0, or absent"):
         apply({name: "1"})
     assert apply({name: "0"}) == []
+
+
+@pytest.mark.parametrize("value", ["", "0", "1"])
+def test_an_allocator_without_a_cache_is_refused_whatever_the_value(value: str) -> None:
+    with pytest.raises(InvalidRun, match=f"PYTORCH_NO_CUDA_MEMORY_CACHING: found '{value}'; must be absent"):
+        apply({"PYTORCH_NO_CUDA_MEMORY_CACHING": value})
 
 
 def test_a_doubtful_value_is_reported_and_stays() -> None:
@@ -69,5 +77,5 @@ def test_a_doubtful_value_is_reported_and_stays() -> None:
 def test_the_documentation_has_the_same_table() -> None:
     page = (ROOT / "docs" / "nccl.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([A-Z0-9_]+)` \| (.+?) \| (\w+) \| (.+?) \|$", page, re.MULTILINE)
-    expected = [(v.name, " or ".join(v.wanted.split()), v.action, v.reason) for v in TABLE]
+    expected = [(v.name, " or ".join(v.wanted.split()) or "none", v.action, v.reason) for v in TABLE]
     assert rows == expected

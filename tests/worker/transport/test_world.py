@@ -1,10 +1,15 @@
-"""What a rank does with its device before it meets the others."""
+"""The places of ranks in pipelines and replicas, and what a rank does before it meets the others."""
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
-from zbv_worker.transport.world import create_early
+from hypothesis import given
+from hypothesis import strategies as st
+from zbv_worker.errors import InvalidRun
+from zbv_worker.transport.world import Layout, World, create_early
 
 
 def test_a_product_runs_forward_and_backward_before_the_device_is_awaited(
@@ -19,3 +24,93 @@ def test_a_product_runs_forward_and_backward_before_the_device_is_awaited(
     names = [event.name for event in profile.events()]
     assert sum(name == "aten::mm" for name in names) == 3, "one product forward, two backward"
     assert ran == ["synchronize"]
+
+
+def test_the_replicas_of_a_position_are_neighbours() -> None:
+    layout = Layout.of_world(6, 2)
+    assert (layout.pp_degree, layout.world_size) == (3, 6)
+    assert layout.sets_of_copies() == [(0, 1), (2, 3), (4, 5)]
+    for rank in range(6):
+        assert layout.global_rank(layout.pp_rank(rank), layout.replica(rank)) == rank
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(5, 2), (4, 3), (2, 0)])
+def test_a_world_that_does_not_divide_is_refused(world: int, replicas: int) -> None:
+    with pytest.raises(InvalidRun, match=f"found {world} ranks and {replicas} replicas"):
+        Layout.of_world(world, replicas)
+
+
+NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[tuple[str, ...], torch.Tensor]:
+    """Every order of dimensions, with ranks in any order."""
+    names = draw(
+        st.sampled_from([some for n in range(1, 6) for some in permutations(NAMES, n) if "pp" in some])
+    )
+    shape = draw(st.lists(st.integers(1, 3), min_size=len(names), max_size=len(names)))
+    count = int(torch.tensor(shape).prod())
+    return names, torch.tensor(draw(st.permutations(range(count)))).view(shape)
+
+
+def coordinates(names: tuple[str, ...], ranks: torch.Tensor, rank: int) -> dict[str, int]:
+    where = (ranks == rank).nonzero()[0].tolist()
+    return dict(zip(names, where, strict=True))
+
+
+@given(meshes())
+def test_a_column_varies_the_position_and_copies_vary_only_the_data(
+    mesh: tuple[tuple[str, ...], torch.Tensor],
+) -> None:
+    names, ranks = mesh
+    layout = Layout.of_mesh(names, ranks, ranks.numel())
+    assert layout.world_size == ranks.numel()
+    for rank in range(ranks.numel()):
+        mine = coordinates(names, ranks, rank)
+        assert layout.pp_rank(rank) == mine["pp"]
+        assert layout.global_rank(layout.pp_rank(rank), layout.column(rank)) == rank
+        column = {layout.global_rank(at, layout.column(rank)) for at in range(layout.pp_degree)}
+        data = {name for name in names if name.startswith("dp")}
+        expected: dict[str, set[int]] = {"column": set(), "copies": set()}
+        for other in range(ranks.numel()):
+            theirs = coordinates(names, ranks, other)
+            differing = {name for name in names if theirs[name] != mine[name]}
+            if differing <= {"pp"}:
+                expected["column"].add(other)
+            if differing <= data:
+                expected["copies"].add(other)
+        assert column == expected["column"]
+        assert set(layout.copies_of(rank)) == expected["copies"]
+        assert layout.copies_of(rank)[layout.replica(rank)] == rank
+    assert sorted(sum(layout.sets_of_copies(), ())) == list(range(ranks.numel()))
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_a_mesh_of_pipelines_and_replicas_is_the_default_layout(degree: int, replicas: int) -> None:
+    ranks = torch.arange(degree * replicas).view(degree, replicas)
+    found, default = Layout.of_mesh(("pp", "dp"), ranks, ranks.numel()), Layout(degree, replicas)
+    for rank in range(ranks.numel()):
+        assert found.column(rank) == default.column(rank) == default.replica(rank)
+        assert found.pp_rank(rank) == default.pp_rank(rank)
+        assert found.copies_of(rank) == default.copies_of(rank)
+
+
+@pytest.mark.parametrize("names", [None, (), ("dp", "tp")])
+def test_a_mesh_without_a_pipeline_is_refused(names: tuple[str, ...] | None) -> None:
+    with pytest.raises(InvalidRun, match=r"one must be named 'pp'"):
+        Layout.of_mesh(names, torch.arange(4).view(2, 2), 4)
+
+
+def test_a_part_of_a_mesh_is_refused() -> None:
+    with pytest.raises(
+        InvalidRun, match=r"found a mesh of the ranks \[0, 2\]; it must contain every one of the 4"
+    ):
+        Layout.of_mesh(("pp",), torch.tensor([0, 2]), 4)
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InvalidRun, match="environment variable RANK: found None"):
+        World.current()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zbv_service.client import NodeWork
-from zbv_service.client.admission import is_model_allowed
+from zbv_service.client.admission import how_to_allow, is_model_allowed
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,9 @@ class AgentOptions:
         Directories are compared with symbolic links and ``..`` resolved.
         """
         if not is_model_allowed(work.factory, self.allowed_models):
-            module = work.factory.partition(":")[0]
             return (
                 f"agent {self.name} does not load model {work.factory}: it allows "
-                f"{', '.join(self.allowed_models) or 'none'}. Start it with --allow-model '{module}' if its "
-                f"code may run on this node."
+                f"{', '.join(self.allowed_models) or 'none'}. {how_to_allow(work.factory)}"
             )
         checkpoint = (work.document.get("options") or {}).get("checkpoint")
         if checkpoint is None:

@@ -75,7 +75,7 @@ def _options(spec: Any, folder: Path) -> RunOptions:
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
     from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.options import RunOptions, TrainingOptions
+    from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT, RunOptions, TrainingOptions
 
     work = spec["work"]
     model, options = work["model"], work["options"]
@@ -88,14 +88,18 @@ def _options(spec: Any, folder: Path) -> RunOptions:
         steps=work["steps"],
         backend=options["backend"],
         timeout=options["timeout"],
+        # Older services do not send every option.
+        startup_timeout=options.get("startup_timeout", DEFAULT_STARTUP_TIMEOUT),
         threads=options["threads"],
         result_dir=folder / "results",
         training=TrainingOptions(
             replicas=options["data_parallel"],
             is_sharded=options["shard"],
             precision=options["precision"],
+            is_compiled=options.get("compile", False),
+            has_main_gradients=options.get("main_gradients", True),
             clip_norm=options["clip_norm"],
-            non_finite=options.get("non_finite", "fail"),  # older services do not send it
+            non_finite=options.get("non_finite", "fail"),
             evaluate_every=options["evaluate_every"],
             checkpoint=None
             if checkpoint is None
@@ -103,6 +107,7 @@ def _options(spec: Any, folder: Path) -> RunOptions:
                 Path(checkpoint["directory"]),
                 checkpoint["every"],
                 timeout=checkpoint["timeout"],
+                is_synchronous=checkpoint.get("sync", False),
                 run=work["run_id"],
                 attempt=work["generation"],
             ),

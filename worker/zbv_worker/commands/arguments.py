@@ -36,7 +36,10 @@ def positive_number(text: str) -> float:
     return value
 
 
-MODEL_HELP = "the model, for example mypackage.model:build; docs/training.md says what it must offer"
+MODEL_HELP = (
+    "the model: a function of a module in the working directory, PYTHONPATH or an installed package, or "
+    "transformers:PATH for the folder or configuration of a transformers model; see docs/training.md"
+)
 
 
 def add_factory_arguments(command: argparse.ArgumentParser) -> None:
@@ -49,13 +52,12 @@ def add_factory_arguments(command: argparse.ArgumentParser) -> None:
 
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add the options that name a model and the hardware to run it on."""
-    command.add_argument("--model", required=True, metavar="MODULE:FACTORY", help=MODEL_HELP)
+    command.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help=MODEL_HELP)
     add_factory_arguments(command)
     command.add_argument(
         "--backend",
         choices=("gloo", "nccl"),
-        default="gloo",
-        help="gloo computes on CPUs, nccl on GPUs (default gloo)",
+        help="gloo computes on CPUs, nccl on GPUs (default: nccl if every rank of this host has a GPU)",
     )
     add_timeout(command)
 

@@ -38,7 +38,7 @@ def add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    estimate.add_argument("model", metavar="MODULE:FACTORY", help=MODEL_HELP)
+    estimate.add_argument("model", metavar="MODULE:FUNCTION", help=MODEL_HELP)
     add_factory_arguments(estimate)
     count = estimate.add_mutually_exclusive_group()
     count.add_argument(

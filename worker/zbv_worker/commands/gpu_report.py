@@ -14,7 +14,7 @@ from zbv_solver.commands.interrupt import terminated_like_interrupted
 from zbv_worker.commands.arguments import add_factory_arguments, json_output, positive, text_output
 
 if TYPE_CHECKING:  # it imports torch
-    from zbv_worker.measure.gpu_report.check import ReportOptions
+    from zbv_worker.gpu_report.check import ReportOptions
 
 _EXIT_FAILED, _EXIT_NO_GPU = 1, 3
 
@@ -91,9 +91,9 @@ def add_gpu_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 @terminated_like_interrupted()  # otherwise the ranks would go on
 def execute(parsed: argparse.Namespace) -> int:
     """Measure, print, write; returns the exit status."""
-    from zbv_worker.measure.gpu_report.facts import NoGpu
-    from zbv_worker.measure.gpu_report.gpu_report import Report, chosen_checks, gpu_report
-    from zbv_worker.measure.gpu_report.page import checked_text, listing, page, summary
+    from zbv_worker.gpu_report.facts import NoGpu
+    from zbv_worker.gpu_report.gpu_report import Report, chosen_checks, gpu_report
+    from zbv_worker.gpu_report.page import checked_text, listing, page, summary
 
     options, checks = _options(parsed), chosen_checks(parsed.only)
     if parsed.list:
@@ -125,7 +125,7 @@ def execute(parsed: argparse.Namespace) -> int:
 
 def _options(parsed: argparse.Namespace) -> ReportOptions:
     from zbv_worker.errors import InvalidRun
-    from zbv_worker.measure.gpu_report.check import ReportOptions
+    from zbv_worker.gpu_report.check import ReportOptions
     from zbv_worker.model.spec import ModelSpec
 
     if parsed.ranks < 2:

@@ -109,6 +109,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
     from zbv_worker.model.protocol import Layered
     from zbv_worker.model.spec import ModelSpec
     from zbv_worker.stage.program import Program
+    from zbv_worker.transport.world import default_backend
 
     spec = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed)
     model = spec.build()
@@ -122,7 +123,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
         repeats=parsed.repeats,
         by_layer=by_layer,
         recompute=parsed.recompute,
-        backend=parsed.backend,
+        backend=parsed.backend or default_backend(parsed.pp),
         memory_limit_fraction=parsed.memory_limit_fraction,
         program=Program(parsed.precision, parsed.compile, parsed.main_gradients),
         timeout=parsed.timeout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import traceback
 from pathlib import Path
@@ -20,6 +21,7 @@ from zbv_worker.errors import Interrupted, WorkerError, print_error
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.training.options import RunOptions
+    from zbv_worker.transport.world import Backend
 
 _RUN_EXAMPLES = """\
 examples:
@@ -35,10 +37,11 @@ def execute(parsed: argparse.Namespace) -> int:
     from zbv_worker.host.cores import pin_to_core
     from zbv_worker.training.ending import Ending
     from zbv_worker.training.run import run
-    from zbv_worker.transport.world import World
+    from zbv_worker.transport.world import World, default_backend
 
-    options = _options(parsed)
     world = World.from_environment()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.local_rank + 1))
+    options = _options(parsed, parsed.backend or default_backend(local_ranks))
     if parsed.pin:
         pin_to_core(world.local_rank)
     ending = Ending(lambda error: None, _report)
@@ -64,7 +67,7 @@ def _report(error: Exception) -> int:
     return 1
 
 
-def _options(parsed: argparse.Namespace) -> RunOptions:
+def _options(parsed: argparse.Namespace, backend: Backend) -> RunOptions:
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
     from zbv_worker.training.checkpoint import CheckpointOptions
@@ -83,7 +86,7 @@ def _options(parsed: argparse.Namespace) -> RunOptions:
         sources=sources or (PlanSource(parsed.server),),
         model=ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed),
         steps=parsed.steps,
-        backend=parsed.backend,
+        backend=backend,
         timeout=parsed.timeout,
         startup_timeout=parsed.startup_timeout,
         look_ahead=parsed.look_ahead,
@@ -161,7 +164,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shard",
         action="store_true",
-        help="divide parameters, gradients and optimizer state among the replicas, as FSDP2 does",
+        help="divide parameters, gradients and optimizer state among the replicas, by rows",
     )
     add_program(group)
     add_compile(group)

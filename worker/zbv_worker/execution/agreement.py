@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from zbv_solver.plans.channels import Channel
 
 from zbv_worker.errors import ChannelTimeout, Disagreement
+from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.rendezvous import named
 from zbv_worker.transport.world import Layout
@@ -50,6 +51,7 @@ class Statement:
     options: tuple[tuple[str, str], ...] = ()
 
 
+_KEYWORDS = TypeAdapter(list[Keywords])
 _STATEMENTS = TypeAdapter(list[Statement])
 
 _PER_RANK = ("pp_rank", "channels", "options")
@@ -75,9 +77,21 @@ def agree(transport: Transport, mine: Statement, timeout: float) -> tuple[Channe
         ) from error
     statements = _STATEMENTS.validate_python(said)
     _check_common(statements)
-    _check_ranks(statements)
-    _check_channels(statements)
+    _check_ranks(statements, transport.layout)
+    _check_channels(statements, transport.layout)
     return tuple(sorted({key_of(channel) for statement in statements for channel in statement.channels}))
+
+
+def agree_on_keywords(transport: Transport, mine: Keywords, timeout: float) -> Keywords:
+    """The keyword arguments that layers of the whole model take. Collective over all ranks.
+
+    Raises
+    ------
+    TimeoutError
+        If a rank does not take part.
+    """
+    said = transport.gather(_KEYWORDS.dump_python([mine], mode="json")[0], timeout)
+    return Keywords.union(_KEYWORDS.validate_python(said))
 
 
 def _check_common(statements: Sequence[Statement]) -> None:
@@ -98,15 +112,14 @@ def _check_common(statements: Sequence[Statement]) -> None:
             )
 
 
-def _check_ranks(statements: Sequence[Statement]) -> None:
-    world, degree, replicas = statements[0].world_size, statements[0].pp_degree, statements[0].replicas
-    if world != degree * replicas:
-        times = f" and there are {replicas} replicas" if replicas > 1 else ""
+def _check_ranks(statements: Sequence[Statement], layout: Layout) -> None:
+    world, degree, columns = layout.world_size, statements[0].pp_degree, layout.columns
+    if world != degree * columns:
+        times = f" and there are {columns} pipelines" if columns > 1 else ""
         raise Disagreement(
-            f"found {world} ranks; the plan is for {degree}{times}. Start {degree * replicas} ranks, or plan "
-            f"for {world // replicas}."
+            f"found {world} ranks; the plan is for {degree}{times}. Start {degree * columns} ranks, or plan "
+            f"for {layout.pp_degree}."
         )
-    layout = Layout(degree, replicas)
     for rank, statement in enumerate(statements):
         if statement.pp_rank != layout.pp_rank(rank):
             raise Disagreement(
@@ -115,13 +128,12 @@ def _check_ranks(statements: Sequence[Statement]) -> None:
             )
 
 
-def _check_channels(statements: Sequence[Statement]) -> None:
+def _check_channels(statements: Sequence[Statement], layout: Layout) -> None:
     """Both ends of a channel must expect the same tensors in the same order."""
-    layout = Layout(statements[0].pp_degree, statements[0].replicas)
     for rank, statement in enumerate(statements):
         for channel in statement.channels:
             peer = channel.receiver if channel.sender == statement.pp_rank else channel.sender
-            if channel not in statements[layout.global_rank(peer, layout.replica(rank))].channels:
+            if channel not in statements[layout.global_rank(peer, layout.column(rank))].channels:
                 raise Disagreement(
                     f"ranks {channel.sender} and {channel.receiver} expect different tensors on channel "
                     f"{key_of(channel)}. Fetch the plan again from the service that made it."

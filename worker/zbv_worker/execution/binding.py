@@ -11,42 +11,56 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from zbv_solver.plans.channels import Transfer
 
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.fetch_ahead import Fetch
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import Instruction, Local, Remote
 from zbv_worker.execution.timeline import Patience
 from zbv_worker.execution.wait_errors import not_received, send_failed
-from zbv_worker.transport.channels import ChannelKey, TensorSpec
+from zbv_worker.model.protocol import Microbatch
+from zbv_worker.stage.layers import Keywords
+from zbv_worker.transport.channels import ChannelKey
 from zbv_worker.transport.endpoints import Inbox, Outbox
+from zbv_worker.values.structure import map_tensors
 
 
 class Batches(Protocol):
-    """The source of the first stage's inputs and the last stage's targets."""
+    """The source of the first stage's inputs, the last stage's targets, and all layers' keywords."""
 
-    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """Input and target, on the CPU."""
+    def microbatch(self, step: int, index: int) -> Microbatch | tuple[Any, ...]:
+        """The data of a microbatch, on the CPU."""
 
 
 class Computation(Protocol):
     """The actions of a stage in a step; see :class:`zbv_worker.stage.stage.Stage`."""
 
-    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
-        """Run F; returns the output, or the last stage's loss."""
+    def forward(self, microbatch: int, input: Any, target: Any = None, *, split: bool) -> Any:
+        """Run F; returns the output, or the last stage's loss. See also :class:`TakesKeywords`."""
 
-    def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+    def backward(self, microbatch: int, grad_output: Any) -> Any:
         """Run B; returns the input's gradient, None for the first stage."""
 
-    def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+    def backward_input(self, microbatch: int, grad_output: Any) -> Any:
         """Run I; returns the input's gradient, None for the first stage."""
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W."""
+
+
+@runtime_checkable
+class TakesKeywords(Protocol):
+    """A stage whose F and evaluation may take the microbatch's ``keywords``."""
+
+    @property
+    def keywords(self) -> Keywords:
+        """The keyword arguments that its layers take."""
 
 
 @runtime_checkable
@@ -56,8 +70,8 @@ class Evaluation(Protocol):
     def evaluating(self) -> AbstractContextManager[None]:
         """A context in which the stage's modules are in evaluation mode."""
 
-    def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
-        """Run F without keeping anything for a backward."""
+    def evaluate(self, input: Any, target: Any = None) -> Any:
+        """Run F without keeping anything for a backward. See also :class:`TakesKeywords`."""
 
 
 def evaluation_of(index: int, stage: Computation) -> Evaluation:
@@ -67,22 +81,33 @@ def evaluation_of(index: int, stage: Computation) -> Evaluation:
     return stage
 
 
+def keywords_of(stages: Iterable[Computation]) -> Keywords:
+    """The keyword arguments that the layers of some stages take."""
+    return Keywords.union(stage.keywords for stage in stages if isinstance(stage, TakesKeywords))
+
+
 @dataclass
 class WalkState:
-    """State of one walk through the action list."""
+    """State of one walk through the action list.
+
+    Attributes
+    ----------
+    data
+        Microbatches that later stages of the rank need again.
+    """
 
     step: int
-    microbatch: Callable[[int, int], tuple[Tensor, Tensor]]
+    microbatch: Fetch
     patience: Patience
     losses: dict[int, Tensor] = field(default_factory=dict)
-    handed_over: dict[Transfer, Tensor] = field(default_factory=dict)
-    targets: dict[int, Tensor] = field(default_factory=dict)
+    handed_over: dict[Transfer, Any] = field(default_factory=dict)
+    data: dict[int, Microbatch] = field(default_factory=dict)
 
 
-Take = Callable[[WalkState], Tensor]
-Run = Callable[[Any, WalkState], Tensor | None]
+Take = Callable[[WalkState], Any]
+Run = Callable[[Any, WalkState], Any]
 """Takes the input, or None if the action has none."""
-PassOn = Callable[[Tensor, WalkState], None]
+PassOn = Callable[[Any, WalkState], None]
 
 
 class Bound(NamedTuple):
@@ -102,8 +127,8 @@ class Binding:
     ----------
     rank
         The global rank, for errors.
-    specs
-        Shape and dtype of the tensors at each boundary; forwards record those of their outputs.
+    keywords
+        Those that layers of the whole model take; None if unknown.
     """
 
     rank: int
@@ -111,9 +136,9 @@ class Binding:
     stages: Mapping[int, Computation]
     inboxes: Mapping[ChannelKey, Inbox]
     outboxes: Mapping[ChannelKey, Outbox]
-    specs: dict[int, TensorSpec]
     device: torch.device
     progress: CurrentProgress
+    keywords: Keywords | None = None
 
     def of_step(self, program: Iterable[Instruction]) -> tuple[Bound, ...]:
         """Bind instructions for a training step."""
@@ -133,13 +158,16 @@ class Binding:
         if isinstance(source, Local):
             transfer = source.transfer
             return lambda state: state.handed_over.pop(transfer)
-        return self._load(instruction.action.microbatch) if instruction.action.letter == "F" else None
+        if instruction.action.letter != "F":
+            return None
+        data_of, on_device = self._data(0, "input", instruction.action.microbatch), self._on_device()
+        return lambda state: on_device(data_of(state).input)
 
     def _receive(self, instruction: Instruction, source: Remote) -> Take:
         inbox, rank, progress = self.inboxes[source.channel], self.rank, self.progress
         index, peer = inbox.index(source.transfer), instruction.peer
 
-        def receive(state: WalkState) -> Tensor:
+        def receive(state: WalkState) -> Any:
             progress.waiting_for = peer
             try:
                 tensor = inbox.take(index, state.patience.seconds)
@@ -150,23 +178,58 @@ class Binding:
 
         return receive
 
-    def _load(self, microbatch: int) -> Take:
-        on_device, has_last = self._on_device(), self.last_stage in self.stages
+    @cached_property
+    def data_stages(self) -> tuple[int, ...]:
+        """The stages of this rank that need the data of microbatches, in order."""
+        return tuple(dict.fromkeys(stage for stage, _ in self._data_users))
 
-        def load(state: WalkState) -> Tensor:
-            input, target = state.microbatch(state.step, microbatch)
-            if has_last:
-                state.targets[microbatch] = target
-            return on_device(input)
+    @cached_property
+    def _data_users(self) -> list[tuple[int, str]]:
+        """The uses of a microbatch's data on this rank, in order: stages, and which part they use."""
+        users = []
+        for stage in sorted(self.stages):
+            if stage == 0:
+                users.append((stage, "input"))
+            if stage == self.last_stage or self._takes_keywords(stage):
+                users.append((stage, "target and keywords"))
+        return users
 
-        return load
+    def _takes_keywords(self, stage: int) -> bool:
+        return bool(keywords_of([self.stages[stage]]))
+
+    def _data(self, stage: int, part: str, microbatch: int) -> Callable[[WalkState], Microbatch]:
+        """How to get the data of a microbatch, which is fetched once for all its uses on the rank."""
+        users = self._data_users
+        is_first, is_last = (stage, part) == users[0], (stage, part) == users[-1]
+
+        def data(state: WalkState) -> Microbatch:
+            if not is_first:
+                return state.data.pop(microbatch) if is_last else state.data[microbatch]
+            found = state.microbatch(state.step, microbatch)
+            self._require_taken(found)
+            if not is_last:
+                state.data[microbatch] = found
+            return found
+
+        return data
+
+    def _require_taken(self, microbatch: Microbatch) -> None:
+        """Refuse keywords that no layer of the model takes."""
+        known = self.keywords
+        wrong = [] if known is None or not microbatch.keywords else known.untaken(microbatch.keywords)
+        if wrong:
+            raise ModelError(
+                f"rank {self.rank}: the microbatch has the keyword {wrong[0]!r}, and no layer of the model "
+                f"takes it. Name it in the forward of a layer, or leave it out."
+            )
 
     def _run(self, instruction: Instruction) -> Run:
         stage, letter, microbatch = instruction.action
         computation = self.stages[stage]
         if letter == "F":
-            forward, split = computation.forward, instruction.split
-            return self._forward(instruction, lambda x, y: forward(microbatch, x, y, split=split))
+            return self._forward(
+                instruction, partial(computation.forward, microbatch, split=instruction.split)
+            )
         if letter == "W":
             backward_weight = computation.backward_weight
             return lambda value, state: backward_weight(microbatch)
@@ -177,33 +240,23 @@ class Binding:
         stage = instruction.action.stage
         return self._forward(instruction, evaluation_of(stage, self.stages[stage]).evaluate)
 
-    def _forward(self, instruction: Instruction, forward: Callable[[Tensor, Tensor | None], Tensor]) -> Run:
+    def _forward(self, instruction: Instruction, forward: Callable[..., Any]) -> Run:
         """Bind an F: its output is passed on, or kept if it is a loss."""
         stage, _, microbatch = instruction.action
-        specs, target_of = self.specs, self._target(microbatch)
+        is_last, takes_keywords = stage == self.last_stage, self._takes_keywords(stage)
+        if not is_last and not takes_keywords:
+            return lambda value, state: forward(value, None)
+        data_of, on_device = self._data(stage, "target and keywords", microbatch), self._on_device()
 
-        def run(value: Tensor, state: WalkState) -> Tensor:
-            output = forward(value, None)
-            known = specs.get(stage)
-            if known is None or not known.fits(output):
-                specs[stage] = TensorSpec.of(output)
-            return output
+        def run(value: Any, state: WalkState) -> Any:
+            data = data_of(state)
+            more = {"keywords": on_device(data.keywords)} if takes_keywords and data.keywords else {}
+            if not is_last:
+                return forward(value, None, **more)
+            state.losses[microbatch] = forward(value, on_device(data.target), **more)
+            return None
 
-        def run_last(value: Tensor, state: WalkState) -> None:
-            state.losses[microbatch] = forward(value, target_of(state))
-
-        return run_last if stage == self.last_stage else run
-
-    def _target(self, microbatch: int) -> Take:
-        on_device = self._on_device()
-
-        def target_of(state: WalkState) -> Tensor:
-            target = state.targets.pop(microbatch, None)
-            if target is None:
-                _, target = state.microbatch(state.step, microbatch)
-            return on_device(target)
-
-        return target_of
+        return run
 
     def _pass_on(self, instruction: Instruction) -> PassOn | None:
         sink = instruction.sink
@@ -212,14 +265,14 @@ class Binding:
         if isinstance(sink, Local):
             handed = sink.transfer
 
-            def hand_over(output: Tensor, state: WalkState) -> None:
+            def hand_over(output: Any, state: WalkState) -> None:
                 state.handed_over[handed] = output
 
             return hand_over
         send = self.outboxes[sink.channel].sender(sink.transfer)
         rank, action = self.rank, instruction.action
 
-        def pass_on(output: Tensor, state: WalkState) -> None:
+        def pass_on(output: Any, state: WalkState) -> None:
             try:
                 send(output, action)
             except (TimeoutError, ConnectionError) as error:
@@ -227,7 +280,8 @@ class Binding:
 
         return pass_on
 
-    def _on_device(self) -> Callable[[Tensor], Tensor]:
+    def _on_device(self) -> Callable[[Any], Any]:
+        """Moves the tensors of a value to the device."""
         device = self.device
 
         def through_pinned_memory(tensor: Tensor) -> Tensor:
@@ -237,7 +291,10 @@ class Binding:
             # pinned memory only after the copies queued from it.
             return self.pinned(tensor).to(device, non_blocking=True)
 
-        return through_pinned_memory if device.type == "cuda" else lambda tensor: tensor.to(device)
+        def plainly(tensor: Tensor) -> Tensor:
+            return tensor.to(device)
+
+        return partial(map_tensors, through_pinned_memory if device.type == "cuda" else plainly)
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """A tensor for a copy to the device that does not block the host; callable on any thread."""

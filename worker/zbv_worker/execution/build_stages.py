@@ -12,24 +12,29 @@ from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.checks import build_layers, build_stage
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
+from zbv_worker.stage.dtensors import fully_sharded_modules
+from zbv_worker.stage.loss import WeightedLoss
 from zbv_worker.stage.precision import AUTOCAST
 from zbv_worker.stage.program import PLAIN, Program
-from zbv_worker.stage.stage import Stage, WeightedLoss
+from zbv_worker.stage.stage import Stage
 
 
 def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, nn.Module]:
     """Build the modules of a rank's stages, cut as the plan requires, with tied parameters shared.
 
+    Tied parameters on different ranks stay copies, as do those with ``fully_shard``:
+    :mod:`zbv_worker.training.ties` keeps them equal.
+
     Raises
     ------
     InvalidRun
-        If tied parameters lie on different ranks, or the plan's layers are not the model's.
+        If the plan's layers are not the model's, or the shapes of tied parameters differ.
     """
     require_layers(model, plan.cut)
     modules = {index: _module(model, index, plan, device) for index in plan.stages}
     if isinstance(model, Tied):
         for first, last in model.tied_parameters():
-            _tie(modules, first, last, plan)
+            _tie(modules, first, last)
     return modules
 
 
@@ -43,8 +48,9 @@ def build_stages(
 ) -> dict[int, Stage]:
     """Build a rank's stages, by index; raises like :func:`build_modules`."""
     n_stages = plan.placement.n_stages
+    is_weighted = isinstance(model, Weighted)
     loss = WeightedLoss(model.loss_sum) if isinstance(model, Weighted) else model.loss
-    return {
+    stages = {
         index: Stage(
             index,
             n_stages,
@@ -58,6 +64,9 @@ def build_stages(
         )
         for index, module in build_modules(model, plan, device).items()
     }
+    for stage in stages.values():
+        stage.is_weighted = is_weighted
+    return stages
 
 
 def _module(model: PipelineModel, index: int, plan: RankPlan, device: torch.device) -> nn.Module:
@@ -72,17 +81,11 @@ def _layers(module: nn.Module, plan: RankPlan) -> tuple[nn.Module, ...] | None:
     return tuple(module) if plan.cut.partition is not None and isinstance(module, nn.Sequential) else None
 
 
-def _tie(modules: Mapping[int, nn.Module], first: str, last: str, plan: RankPlan) -> None:
+def _tie(modules: Mapping[int, nn.Module], first: str, last: str) -> None:
     """Share one parameter between two stages of this rank, such as the first and the last stage of a V."""
     source, target = _owner(modules, first), _owner(modules, last)
-    if source is None and target is None:
+    if source is None or target is None or any(map(fully_sharded_modules, (source, target))):
         return
-    if source is None or target is None:
-        raise InvalidRun(
-            f"rank {plan.rank}: {first} and {last} are tied, but {first if source is None else last} is on "
-            f"another rank. Tied parameters must be on one rank; for the first and the last stage, use "
-            f"placement v."
-        )
     shared = source.get_parameter(first)
     path, _, leaf = last.rpartition(".")
     holder = target.get_submodule(path)

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from zbv_solver.plans.channels import Channel
 
-from zbv_worker.execution.binding import Batches, Binding, Bound, Computation, WalkState, evaluation_of
+from zbv_worker.execution.binding import (
+    Batches,
+    Binding,
+    Bound,
+    Computation,
+    WalkState,
+    evaluation_of,
+    keywords_of,
+)
 from zbv_worker.execution.fetch_ahead import FetchAhead, order_of_need
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, activations, forwards, lower
@@ -33,9 +41,13 @@ from zbv_worker.execution.timeline import (
     Timeline,
 )
 from zbv_worker.execution.wait_errors import overdue, send_failed
+from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.model.protocol import Evaluated
-from zbv_worker.transport.channels import ChannelKey, TensorSpec, Transport, key_of
+from zbv_worker.stage.layers import Keywords
+from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.endpoints import Inbox, Outbox
+from zbv_worker.values.packing import Crossing
+from zbv_worker.values.structure import bytes_of
 
 DEFAULT_LOOK_AHEAD = 3
 
@@ -159,12 +171,17 @@ class ExecutorOptions:
     timeline
         Records when actions happen; by default the timeline of the device.
     startup_timeout
-        Seconds to wait for any one tensor in the first step, which may compile and connect; the ordinary
+        Seconds to wait for any one tensor in the first steps, which may compile and connect; the ordinary
         timeout if that is longer, or if None.
+    startup_steps
+        The number of first steps for which that holds.
     fetch_ahead
         Microbatches fetched ahead on a thread (:mod:`zbv_worker.execution.fetch_ahead`); 0 for none.
     last_step
         The last step that may be fetched ahead; None for the current one.
+    keywords
+        Those that layers of the whole model take, for checks of microbatches
+        (:func:`zbv_worker.execution.agreement.agree_on_keywords`); None if unknown.
     """
 
     look_ahead: int = DEFAULT_LOOK_AHEAD
@@ -172,8 +189,10 @@ class ExecutorOptions:
     on_stage_done: Callable[[int], None] | None = None
     timeline: Timeline | None = None
     startup_timeout: float | None = None
+    startup_steps: int = 1
     fetch_ahead: int = 0
     last_step: int | None = None
+    keywords: Keywords | None = None
 
 
 class Executor:
@@ -206,14 +225,17 @@ class Executor:
         options = options or ExecutorOptions()
         self.plan = plan
         self._rank = transport.rank
-        replica, layout = transport.replica, transport.layout
-        program = lower(plan, lambda position: layout.global_rank(position, replica))
+        column, layout = transport.column, transport.layout
+        copies = layout.copies_of(transport.rank)
+        self._siblings = tuple(rank for rank in copies if rank != transport.rank)
+        program = lower(plan, lambda position: layout.global_rank(position, column))
         self._stages = stages
         self._batches = batches
         self._check = transport.check
         self._later_patience = self._patience = Patience(timeout)
         if options.startup_timeout is not None and options.startup_timeout > timeout:
             self._patience = Patience(options.startup_timeout, "--startup-timeout")
+        self._starting = options.startup_steps
         self._walks = 0
         self._before: Launched | None = None
         self._progress = options.progress or CurrentProgress()
@@ -225,33 +247,51 @@ class Executor:
         self._queued = (
             None if limit is None else Queued(limit, self._check_queued, self._timeline.clock, self._progress)
         )
-        specs = dict[int, TensorSpec]()
+        self._crossings = dict[int, Crossing]()
+        known = options.keywords
+        if known is None and set(stages) == set(range(plan.placement.n_stages)):
+            known = keywords_of(stages.values())
 
-        def inboxes(channels: Iterable[Channel]) -> dict[ChannelKey, Inbox]:
-            return {key_of(c): Inbox(transport, c, specs, options.look_ahead) for c in channels}
+        def inboxes(channels: Iterable[Channel], crossings: dict[int, Crossing]) -> dict[ChannelKey, Inbox]:
+            return {key_of(c): Inbox(transport, c, crossings, options.look_ahead) for c in channels}
+
+        def outboxes(crossings: dict[int, Crossing]) -> dict[ChannelKey, Outbox]:
+            outgoing = [channel for channel in plan.channels if channel.sender == plan.rank]
+            return {key_of(c): Outbox(transport, c, crossings, device) for c in outgoing}
 
         incoming = [channel for channel in plan.channels if channel.receiver == plan.rank]
         self._binding = Binding(
             rank=self._rank,
             last_stage=plan.placement.n_stages - 1,
             stages=stages,
-            inboxes=inboxes(incoming),
-            outboxes={key_of(c): Outbox(transport, c) for c in plan.channels if c.sender == plan.rank},
-            specs=specs,
+            inboxes=inboxes(incoming, self._crossings),
+            outboxes=outboxes(self._crossings),
             device=device,
             progress=self._progress,
+            keywords=known,
         )
         self._program = self._binding.of_step(program)
-        self._evaluation = replace(self._binding, inboxes=inboxes(map(activations, incoming)))
+        # With separate headers, because nothing requires a gradient in an evaluation.
+        evaluated = dict[int, Crossing]()
+        self._evaluation = replace(
+            self._binding,
+            inboxes=inboxes(map(activations, incoming), evaluated),
+            outboxes=outboxes(evaluated),
+        )
         self._forwards = forwards(program)
         self._data = FetchAhead(
             batches.microbatch,
-            order_of_need(program, plan.placement.n_stages - 1),
+            order_of_need(program, self._binding.data_stages),
             options.fetch_ahead,
             self._binding.pinned,
             timeout,
             options.last_step,
         )
+
+    @property
+    def crossings(self) -> Mapping[int, Crossing]:
+        """What crosses the boundaries between this rank and others, by boundary, as far as it is known."""
+        return self._crossings
 
     @property
     def is_late(self) -> bool:
@@ -277,7 +317,9 @@ class Executor:
         for inbox in self._binding.inboxes.values():
             inbox.begin()
         launched = self._walk(self._program, state)
-        self._patience = self._later_patience
+        self._starting -= 1
+        if self._starting <= 0:
+            self._patience = self._later_patience
         if before is not None:
             before.result()
         if self.is_late:
@@ -313,7 +355,7 @@ class Executor:
         self._data.close()  # so that the model's methods never run at the same time
         if self._before is not None:
             self._before.result()
-        state = WalkState(step, fetch, self._patience)
+        state = WalkState(step, lambda at, index: checked_microbatch(fetch(at, index)), self._patience)
         program = self._evaluation.of_evaluation(self._forwards)
         with ExitStack() as stack:
             for index, stage in self._stages.items():
@@ -330,7 +372,7 @@ class Executor:
         walk, self._walks = self._walks, self._walks + 1
         records = []
         instruction: Instruction | None = None
-        value: Tensor | None = None
+        value: Any = None
         try:
             for instruction, take, run, pass_on in program:
                 progress.now = (step, instruction)
@@ -349,7 +391,7 @@ class Executor:
                     pass_on(output, state)
                 if done is not None and instruction.completes_stage:
                     done(instruction.action.stage)
-                received = 0 if instruction.peer is None or value is None else value.nbytes
+                received = 0 if instruction.peer is None or value is None else bytes_of(value)
                 records.append(Record(instruction.action, wait, start, end, received))
                 value = output = None  # release the memory before the next action takes its input
         except Overdue as late:
@@ -373,8 +415,10 @@ class Executor:
             raise self._overdue(late) from late
 
     def _overdue(self, late: Overdue) -> Exception:
-        error = overdue(late, self._rank)
-        self._mark(error, late.work.step, late.work.instruction)
+        error = overdue(late, self._rank, self._siblings)
+        self._mark(
+            error, late.work.step, late.work.instruction, waits_for_peer=not (late.started and self._siblings)
+        )
         return error
 
     def _check_queued(self) -> None:
@@ -389,8 +433,11 @@ class Executor:
         except (TimeoutError, ConnectionError) as error:
             raise send_failed(error, self._rank, instruction) from error
 
-    def _mark(self, error: Exception, step: int, instruction: Instruction | None) -> None:
+    def _mark(
+        self, error: Exception, step: int, instruction: Instruction | None, *, waits_for_peer: bool = True
+    ) -> None:
         """Record where an error happened: as a note for people, and for :func:`progress_of_error`."""
         action = None if instruction is None else str(instruction.action)
-        attach_progress(error, Progress(step, action, None if instruction is None else instruction.peer))
+        peer = instruction.peer if instruction is not None and waits_for_peer else None
+        attach_progress(error, Progress(step, action, peer))
         error.add_note(f"rank {self._rank}, step {step}, action {action}")

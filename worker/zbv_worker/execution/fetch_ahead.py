@@ -1,4 +1,5 @@
-"""Fetches microbatches on a thread before the rank's list needs them, and pins them for copies to a GPU.
+"""Fetches microbatches on a thread before the rank's list needs them, and pins their tensors for copies to a
+GPU.
 
 The thread follows the list's order and stays a fixed number of microbatches ahead, across steps if that is
 allowed. An error surfaces at the action that needs the data. Data that uses the global random number
@@ -11,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -20,18 +21,24 @@ from torch import Tensor
 
 from zbv_worker.errors import WorkerError
 from zbv_worker.execution.rank_plan import Instruction
+from zbv_worker.model.checks import checked_microbatch
+from zbv_worker.model.protocol import Microbatch
+from zbv_worker.values.structure import map_tensors
 
-Fetch = Callable[[int, int], tuple[Tensor, Tensor]]
-"""Takes step and index; returns input and target."""
+Load = Callable[[int, int], Microbatch | tuple[Any, ...]]
+"""A model's method: takes step and index."""
+
+Fetch = Callable[[int, int], Microbatch]
+"""Takes step and index."""
 
 DEFAULT_FETCH_AHEAD = 4
 """Microbatches held ahead on GPUs, in pinned host memory: as many as the host is ahead of the device."""
 
 
-def order_of_need(program: Iterable[Instruction], last_stage: int) -> tuple[int, ...]:
-    """The microbatches whose data a rank's list needs, in the order of their first use."""
+def order_of_need(program: Iterable[Instruction], stages: Collection[int]) -> tuple[int, ...]:
+    """The microbatches whose data some stages of a rank's list need, in the order of their first use."""
     actions = (instruction.action for instruction in program)
-    needed = (a.microbatch for a in actions if a.letter == "F" and a.stage in (0, last_stage))
+    needed = (a.microbatch for a in actions if a.letter == "F" and a.stage in stages)
     return tuple(dict.fromkeys(needed))
 
 
@@ -54,14 +61,14 @@ class FetchAhead:
 
     def __init__(
         self,
-        fetch: Fetch,
+        load: Load,
         order: Sequence[int],
         ahead: int,
         pinned: Callable[[Tensor], Tensor],
         timeout: float,
         last_step: int | None,
     ):
-        self._fetch = fetch
+        self._load = load
         self._order = order
         self._ahead = ahead if order else 0
         self._pinned = pinned
@@ -78,6 +85,9 @@ class FetchAhead:
         if series is None or series.next != (step, self._order[0]):
             self.close()
         return self._take
+
+    def _fetch(self, step: int, index: int) -> Microbatch:
+        return checked_microbatch(self._load(step, index))
 
     def close(self) -> None:
         """Stop the thread and discard what was fetched ahead.
@@ -97,7 +107,7 @@ class FetchAhead:
         if series is not None:
             series.close(1.0)
 
-    def _take(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+    def _take(self, step: int, index: int) -> Microbatch:
         if not self._is_checked:
             self._is_checked = True
             data, is_pure = _observed(self._fetch, step, index)
@@ -139,7 +149,7 @@ class _Series:
         self._needs = _needs(order, first, last_step)
         self._taken = _needs(order, first, last_step)
         self.next = next(self._taken, None)
-        self._fetched: SimpleQueue[tuple[Tensor, Tensor] | BaseException] = SimpleQueue()
+        self._fetched: SimpleQueue[Microbatch | BaseException] = SimpleQueue()
         self._room = threading.Semaphore(ahead)
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="zbv-data", daemon=True)
@@ -148,7 +158,7 @@ class _Series:
     def __str__(self) -> str:
         return "microbatch() of the model" if self.next is None else f"microbatch{self.next}"
 
-    def take(self, timeout: float) -> tuple[Tensor, Tensor]:
+    def take(self, timeout: float) -> Microbatch:
         """The next microbatch; raises what fetching it raised."""
         try:
             found = self._fetched.get(timeout=timeout)
@@ -175,8 +185,10 @@ class _Series:
             if self._is_closed:
                 return
             try:
-                input, target = self._fetch(step, index)
-                data: tuple[Tensor, Tensor] | BaseException = (self._pinned(input), self._pinned(target))
+                found = self._fetch(step, index)
+                data: Microbatch | BaseException = Microbatch(
+                    *(map_tensors(self._pinned, part) for part in found)
+                )
             except BaseException as error:
                 data = error
             self._fetched.put(data)
@@ -192,7 +204,7 @@ def _needs(order: Sequence[int], first: tuple[int, int], last_step: int) -> Iter
         yield from ((later, each) for each in order)
 
 
-def _observed(fetch: Fetch, step: int, index: int) -> tuple[tuple[Tensor, Tensor], bool]:
+def _observed(fetch: Fetch, step: int, index: int) -> tuple[Microbatch, bool]:
     """Fetch a microbatch; returns it and whether it left the global random number generators alone."""
     before = _random_states()
     data = fetch(step, index)

@@ -32,10 +32,7 @@ class PlanSource:
         if self.file is None:
             return _from_service(*self._address(), rank, timeout)
         with naming_plan_file(self.file):
-            problem, orders = parse_orders(parse_plan_document(json.loads(self.file.read_text())))
-            verify_orders(problem, orders)
-        require_rank(rank, problem.pp_degree)
-        return RankPlan.of(identity(problem_json(problem), orders.all_text()), problem, orders, rank)
+            return plan_of_document(json.loads(self.file.read_text()), rank)
 
     def whole(self, timeout: float) -> WholePlan:
         """The whole plan; raises like :meth:`rank_plan`."""
@@ -49,6 +46,22 @@ class PlanSource:
                 "no plan given; pass --plan ID and --server URL (or set ZBV_SERVER), or --plan-file FILE."
             )
         return self.server, self.plan_id
+
+
+def plan_of_document(document: object, rank: int) -> RankPlan:
+    """One rank's list from a decoded plan document.
+
+    Raises
+    ------
+    InvalidInput, InvalidPlan
+        If the document is not a plan, or the plan cannot be executed.
+    InvalidRun
+        If the plan has no such rank.
+    """
+    problem, orders = parse_orders(parse_plan_document(document))
+    verify_orders(problem, orders)
+    require_rank(rank, problem.pp_degree)
+    return RankPlan.of(identity(problem_json(problem), orders.all_text()), problem, orders, rank)
 
 
 def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankPlan:

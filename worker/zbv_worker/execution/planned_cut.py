@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from zbv_solver.problem.problem import Problem
 
@@ -64,8 +63,19 @@ class PlannedCut:
                 )
 
 
-def require_layers(model: PipelineModel, cut: PlannedCut) -> None:
-    """Check that the plan's layers are the model's; raises :class:`InvalidRun` if not."""
+_REMEDY = (
+    "Plan with this model's layers (`zbv-worker estimate`), or pass the --model-args of the plan's model"
+)
+
+
+def require_layers(model: PipelineModel | Layered, cut: PlannedCut, remedy: str = _REMEDY) -> None:
+    """Check that the plan's layers are the model's; raises :class:`InvalidRun` if not.
+
+    Parameters
+    ----------
+    remedy
+        What to do, for the error.
+    """
     if cut.partition is None:
         return
     planned = [name for names in cut.partition for name in names]
@@ -73,12 +83,11 @@ def require_layers(model: PipelineModel, cut: PlannedCut) -> None:
     if planned != own:
         raise InvalidRun(
             f"the plan's partition belongs to another model: {_difference(planned, own)}. A partition must "
-            f"list all layers of the model in order. Plan with this model's layers (`zbv-worker estimate`), "
-            f"or pass the --model-args that the plan was made for."
+            f"list all layers of the model in order. {remedy}."
         )
 
 
-def require_layered(model: PipelineModel, why: str = "layers were requested") -> Layered:
+def require_layered(model: PipelineModel | Layered, why: str = "layers were requested") -> Layered:
     """Return a model that has layers; raises :class:`InvalidRun` for others."""
     if isinstance(model, Layered):
         return model
@@ -86,12 +95,6 @@ def require_layered(model: PipelineModel, why: str = "layers were requested") ->
         f"{why}, but --model gives a {type(model).__name__} without layer_names and build_layers; see "
         f"zbv_worker.model.Layered. Add these methods, or plan without layers."
     )
-
-
-def even_partition(names: Sequence[str], n_stages: int) -> Partition:
-    """Divide layers into stages of about equal number, ignoring their costs."""
-    bounds = [stage * len(names) // n_stages for stage in range(n_stages + 1)]
-    return tuple(tuple(names[begin:end]) for begin, end in pairwise(bounds))
 
 
 def _difference(planned: Sequence[str], own: Sequence[str]) -> str:

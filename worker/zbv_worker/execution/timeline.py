@@ -194,7 +194,7 @@ class Overdue(Exception):
     Attributes
     ----------
     started
-        Whether the work had its input; if so, no peer is to blame.
+        Whether the work had its input; if so, the rank that sends it is not to blame.
     """
 
     def __init__(self, work: QueuedWork, *, started: bool):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.rank_plan import Instruction, Remote
 from zbv_worker.execution.timeline import Overdue, Patience
@@ -29,10 +31,16 @@ def not_received(
     )
 
 
-def overdue(found: Overdue, rank: int) -> WorkerError:
+def overdue(found: Overdue, rank: int, siblings: Sequence[int] = ()) -> WorkerError:
     """The error of a GPU that makes no progress: it lacks a tensor, or hangs in the rank's own work.
 
-    An update may wait for any rank, in a sum. So it is a peer's failure until none is found silent.
+    An update may wait for any rank, in a sum, and an action for a sibling, in a gather of parameters. So it
+    is a peer's failure until none is found silent.
+
+    Parameters
+    ----------
+    siblings
+        The ranks of other replicas that hold the same stages.
     """
     _, step, instruction, _, _, patience = found.work
     if instruction is None:
@@ -43,6 +51,13 @@ def overdue(found: Overdue, rank: int) -> WorkerError:
         )
     if instruction.peer is not None and not found.started:
         return not_received(TimeoutError(), rank, instruction, patience)
+    if siblings:
+        return ChannelTimeout(
+            f"rank {rank}: its GPU did not complete {instruction.action} within {patience.seconds:g} s. With "
+            f"--shard, it may wait for the parameters of rank {' or '.join(map(str, siblings))}, which "
+            f"{'holds' if len(siblings) == 1 else 'hold'} the same stages; check whether it ended. If the "
+            f"action takes that long, raise {patience.option}."
+        )
     return WorkerError(
         f"rank {rank}: its GPU did not complete {instruction.action} within {patience.seconds:g} s. If it "
         f"takes that long, raise {patience.option}; otherwise a kernel or a collective inside the stage "

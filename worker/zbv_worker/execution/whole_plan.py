@@ -31,16 +31,16 @@ SECONDS: dict[str, float] = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s
 
 
 @contextmanager
-def naming_plan_file(path: Path) -> Iterator[None]:
-    """Convert errors of reading a plan file to :class:`InvalidRun`."""
+def naming_plan_file(path: Path, what: str = "--plan-file") -> Iterator[None]:
+    """Convert errors of reading a plan file to :class:`InvalidRun`; ``what`` begins them."""
     try:
         yield
     except (InvalidInput, InvalidPlan) as error:
-        raise InvalidRun(f"--plan-file {path}: {error}") from error
+        raise InvalidRun(f"{what} {path}: {error}") from error
     except OSError as error:
-        raise InvalidRun(f"--plan-file {path}: {error.strerror}.") from error
+        raise InvalidRun(f"{what} {path}: {error.strerror}.") from error
     except ValueError as error:  # JSON, or bytes that are not text
-        raise InvalidRun(f"--plan-file {path}: not JSON ({error}).") from error
+        raise InvalidRun(f"{what} {path}: not JSON ({error}).") from error
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from zbv_worker.host.leaving import leave
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.control import ConnectedTransport
-from zbv_worker.transport.world import Backend, World
+from zbv_worker.transport.world import Backend, Layout, World
 
 
 def measure_on_ranks(
@@ -89,10 +89,11 @@ def use_one_core(world: World) -> None:
 
 @contextmanager
 def connected(
-    world: World, backend: Backend, device: torch.device, timeout: float
+    world: World, backend: Backend, device: torch.device, timeout: float, replicas: int = 1
 ) -> Iterator[ConnectedTransport]:
     """A transport between the ranks, closed after all of them have received everything."""
-    with connect(world, backend, device, timeout) as transport:
+    layout = Layout.of_world(world.world_size, replicas)
+    with connect(world, backend, device, timeout, layout) as transport:
         yield transport
         transport.flush(timeout)
         transport.barrier(timeout)

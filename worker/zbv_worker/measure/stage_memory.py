@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,15 @@ from zbv_solver.problem.placement import Placement
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.measure.live_bytes import AllocatedBytes, LiveBytes, watching
+from zbv_worker.model.layer_list import whole_name
+from zbv_worker.model.optimizers import optimizer_of
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.stage.boundary import Gradient
+from zbv_worker.stage.dtensors import local_of
+from zbv_worker.stage.layers import NO_KEYWORDS
 from zbv_worker.stage.main_gradients import gradient_of, round_main_gradients
 from zbv_worker.stage.stage import Stage
+from zbv_worker.values.packing import copied
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,12 @@ class StageMemory:
 
 
 def stage_memory(
-    stage: Stage, input: Tensor, target: Tensor | None, gradient: Tensor | None, device: torch.device
+    stage: Stage,
+    input: Any,
+    target: Any,
+    gradient: Gradient | None,
+    device: torch.device,
+    keywords: Mapping[str, Any] = NO_KEYWORDS,
 ) -> StageMemory:
     """Run one microbatch with a split and one with a fused backward.
 
@@ -41,12 +53,12 @@ def stage_memory(
     have gradients.
     """
     with watching(device) as held:
-        after_forward, first = _forward(stage, input, target, held, split=True)
-        after_input, second = _backward(held, lambda: stage.backward_input(0, _copy(gradient)))
+        after_forward, first = _forward(stage, input, target, keywords, held, split=True)
+        after_input, second = _backward(held, lambda: stage.backward_input(0, copied(gradient)))
         after_weight, third = _backward(held, lambda: stage.backward_weight(0))
     with watching(device) as held:
-        after_fused_forward, _ = _forward(stage, input, target, held, split=False)
-        _, fused = _backward(held, lambda: stage.backward(0, _copy(gradient)))
+        after_fused_forward, _ = _forward(stage, input, target, keywords, held, split=False)
+        _, fused = _backward(held, lambda: stage.backward(0, copied(gradient)))
     # Under autocast, a forward with a fused backward also keeps the weights that were cast. A plan has one
     # number for both.
     after_forward = max(after_forward, after_fused_forward)
@@ -56,11 +68,17 @@ def stage_memory(
 
 
 def _forward(
-    stage: Stage, input: Tensor, target: Tensor | None, held: AllocatedBytes | LiveBytes, *, split: bool
+    stage: Stage,
+    input: Any,
+    target: Any,
+    keywords: Mapping[str, Any],
+    held: AllocatedBytes | LiveBytes,
+    *,
+    split: bool,
 ) -> tuple[int, int]:
     """Bytes held after F, and its workspace, which includes the output."""
     held.restart()
-    stage.forward(0, input.clone(), target, split=split)
+    stage.forward(0, copied(input), target, split=split, keywords=keywords)
     return held.bytes, held.peak - held.bytes
 
 
@@ -70,10 +88,6 @@ def _backward(held: AllocatedBytes | LiveBytes, work: Callable[[], object]) -> t
     held.restart()
     work()
     return held.bytes, held.peak - max(before, held.bytes)
-
-
-def _copy(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.clone()
 
 
 def static_bytes(
@@ -88,14 +102,14 @@ def static_bytes(
     """
     modules = [stage.module for stage in stages.values()]
     # By id, because tensors compare by element; stages may share parameters.
-    by_id = {id(p): p for module in modules for p in module.parameters()}
-    parameters = list(by_id.values())
+    by_id = {id(p): (whole_name(name), p) for module in modules for name, p in module.named_parameters()}
+    parameters = [parameter for _, parameter in by_id.values()]
     state: list[object] = []
     gradients = 0
     if parameters:
         gradients = tensor_bytes(map(gradient_of, parameters))
         round_main_gradients(parameters, keep=True)
-        optimizer = model.optimizer(parameters)
+        optimizer = optimizer_of(model, list(by_id.values()))
         optimizer.step()
         state = [value for entry in optimizer.state.values() for value in entry.values()]
     return StaticBytes(
@@ -126,8 +140,9 @@ def received_bytes(placement: Placement, rank: int, sizes: Mapping[int, tuple[in
 
 
 def tensor_bytes(tensors: Iterable[object]) -> int:
-    """Total bytes of those objects that are tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    """Total bytes of those objects that are tensors; of a DTensor, those on this rank."""
+    own = (local_of(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in own)
 
 
 @dataclass(frozen=True)

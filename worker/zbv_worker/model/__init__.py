@@ -5,9 +5,12 @@ A rank's running stages are in :mod:`zbv_worker.stage`, ready-made models in :mo
 
 from __future__ import annotations
 
+from zbv_worker.model.model import Model
 from zbv_worker.model.protocol import (
     Evaluated,
     Layered,
+    Microbatch,
+    NamedOptimizer,
     PipelineModel,
     Scheduled,
     StatefulData,
@@ -19,7 +22,10 @@ from zbv_worker.model.spec import ModelSpec
 __all__ = [
     "Evaluated",
     "Layered",
+    "Microbatch",
+    "Model",
     "ModelSpec",
+    "NamedOptimizer",
     "PipelineModel",
     "Scheduled",
     "StatefulData",

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from zbv_worker.errors import ModelError
-from zbv_worker.model.protocol import Layered, PipelineModel, Tied
+from zbv_worker.model.protocol import Layered, Microbatch, PipelineModel, Tied
 
 
 def has_ties(model: PipelineModel) -> bool:
     """Whether stages share parameters."""
     return isinstance(model, Tied) and bool(model.tied_parameters())
+
+
+def checked_microbatch(found: Any) -> Microbatch:
+    """The data that a model's ``microbatch`` returned; raises :class:`ModelError` if it is something else."""
+    if isinstance(found, Microbatch):
+        return found
+    if isinstance(found, tuple | list) and len(found) in (2, 3):
+        microbatch = Microbatch(*found)
+        if isinstance(microbatch.keywords, Mapping):
+            return microbatch
+    raise ModelError(
+        f"microbatch returned {_shown(found)}; must be a Microbatch, (input, target), or (input, target, "
+        f"keywords) with a dict of keywords."
+    )
+
+
+def _shown(found: Any) -> str:
+    count = f" of {len(found)} values" if isinstance(found, tuple | list) else ""
+    return f"a {type(found).__name__}{count}"
 
 
 def build_stage(model: PipelineModel, stage: int, n_stages: int, device: torch.device) -> nn.Module:

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+
+class Microbatch(NamedTuple):
+    """The data of one microbatch, on the CPU; input, target and keywords may be nested containers.
+
+    Attributes
+    ----------
+    input
+        The input of the first layer; a plain tuple is passed as positional arguments.
+    target
+        Passed to the loss.
+    keywords
+        Keyword arguments of the layers: each layer gets those that its ``forward`` names, or all if it takes
+        ``**kwargs``. They never travel between ranks, since every rank loads its own, and have no gradient.
+    """
+
+    input: Any
+    target: Any = None
+    keywords: Mapping[str, Any] = MappingProxyType({})
 
 
 @runtime_checkable
@@ -19,27 +39,30 @@ class PipelineModel(Protocol):
     - A layer's initial parameters depend only on the seed and the layer, not on S or on the layers that are
       built with it. Then every placement trains the same model.
     - A parameter has the same name in every partition (name modules after their layer, not their position).
-    - A stage maps one floating-point tensor to one; the first stage takes the microbatch's input. Shapes are
-      the same for all microbatches. A stage's output may be a view of its input, but a stage must not write
-      to its input.
+    - A stage maps one value to one: a tensor, or tensors and constants (None, bool, int, float, str) in
+      dicts, lists, tuples and named tuples. A plain tuple is passed as positional arguments. The first stage
+      takes the microbatch's input. Shapes and constants are the same for all microbatches. A stage's output
+      may be a view of its input, but a stage must not write to its input.
 
     Optional additions: :class:`Layered`, :class:`Tied`, :class:`Weighted`, :class:`Evaluated`,
-    :class:`Scheduled`, :class:`StatefulData`, :class:`FetchedAhead`.
+    :class:`NamedOptimizer`, :class:`Scheduled`, :class:`StatefulData`, :class:`FetchedAhead`.
     """
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
         """Build stage ``stage`` of ``n_stages`` on ``device``, in training mode."""
 
-    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+    def microbatch(self, step: int, index: int) -> Microbatch | tuple[Any, ...]:
         """Input of the first stage and target of the last, on the CPU; the same on every rank.
 
-        Called only on ranks that host the first or the last stage. On GPUs it is called on another thread,
+        May return a :class:`Microbatch`, or a plain tuple of input and target, or of input, target and
+        keywords. Called only on ranks that host the first stage, the last stage, or a layer with more than
+        one parameter, which may need keywords. On GPUs it is called on another thread,
         ahead of use, but never at the same time as the model's other methods for data; see
         :class:`FetchedAhead`.
         """
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean loss over a microbatch, a scalar.
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Mean loss over a microbatch, a scalar; of the last layer's output and the microbatch's target.
 
         The worker averages it over the microbatches. If microbatches have different weights, that is not the
         mean over the batch; see :class:`Weighted`.
@@ -54,8 +77,9 @@ class Layered(Protocol):
     """A model that can be cut between any two of its layers, as a plan's partition requires.
 
     The modules of a layer have the same names and initial parameters as in :meth:`PipelineModel.build_stage`.
-    A layer maps one tensor to one and must not write to its input, because a recomputed stage keeps only the
-    inputs of its layers. A layer must compute everything else that it needs (positions, masks) itself.
+    A layer maps one value to one, as a stage does, and must not write to its input, because a recomputed
+    stage keeps only the inputs of its layers. It may take keyword arguments of the microbatch
+    (:class:`Microbatch`).
     """
 
     def layer_names(self) -> Sequence[str]:
@@ -75,7 +99,8 @@ class Tied(Protocol):
     def tied_parameters(self) -> Sequence[tuple[str, str]]:
         """Pairs of parameter names; the second parameter becomes the first.
 
-        Both must lie on one rank, as the first and the last stage do in a V.
+        If both are on one rank, as the first and the last stage of a V, they are one tensor. Otherwise each
+        rank has a copy, and the ranks add up their gradients in every step.
         """
 
 
@@ -88,7 +113,7 @@ class Weighted(Protocol):
     wait for each other.
     """
 
-    def loss_sum(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_sum(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """The loss summed over a microbatch (not its mean), and the weight, for instance the number of
         tokens.
 
@@ -101,8 +126,20 @@ class Weighted(Protocol):
 class Evaluated(Protocol):
     """A model with separate data for evaluation; other models are evaluated on the step's microbatches."""
 
-    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """Like :meth:`PipelineModel.microbatch`, with the same shapes."""
+    def evaluation_microbatch(self, step: int, index: int) -> Microbatch | tuple[Any, ...]:
+        """Like :meth:`PipelineModel.microbatch`."""
+
+
+@runtime_checkable
+class NamedOptimizer(Protocol):
+    """A model that chooses settings of its optimizer by the names of parameters."""
+
+    def named_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """The optimizer of one rank's parameters, given as pairs of name and parameter.
+
+        A parameter's name begins with its layer's name, and is the same in every partition. Training calls
+        this instead of :meth:`PipelineModel.optimizer`.
+        """
 
 
 @runtime_checkable

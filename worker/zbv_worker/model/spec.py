@@ -1,7 +1,7 @@
-"""Which model a run trains: ``package.module:factory`` and its arguments.
+"""Which model a run trains: ``package.module:factory``, or ``transformers:PATH``, and its arguments.
 
-The factory takes keyword arguments (``--model-args``, and ``seed``) and returns an object that satisfies
-:class:`zbv_worker.model.PipelineModel`.
+The factory takes keyword arguments (``--model-args``, and ``seed`` if it has that parameter) and returns a
+:class:`zbv_worker.model.Model`, or another object that satisfies :class:`zbv_worker.model.PipelineModel`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
+from types import ModuleType
 from typing import Any
+
+import torch
+from torch import nn
 
 from zbv_worker.errors import InvalidRun, describe_error
 from zbv_worker.host.search_path import searched
-from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.model.protocol import Layered, PipelineModel
+
+_TRANSFORMERS = "transformers"
+_TRANSFORMERS_FACTORY = "zbv_worker.adapters.causal_language_model:pipeline_model"
+_METHODS = ("build_stage", "microbatch", "loss", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class ModelSpec:
     Attributes
     ----------
     factory
-        ``package.module:name``.
+        ``package.module:name``, or ``transformers:PATH``.
     arguments
         Keyword arguments of the factory, as JSON values.
     allowed
@@ -65,19 +75,42 @@ class ModelSpec:
             If it cannot be found, rejects its arguments, or does not return a pipeline model.
         """
         factory = self._load()
+        arguments = dict(self.arguments)
+        if _accepts_seed(factory):
+            arguments = {"seed": self.seed, **arguments}
+        torch.manual_seed(self.seed)  # for factories that use torch's own random numbers
         try:
-            model = factory(**{"seed": self.seed, **self.arguments})
+            inspect.signature(factory).bind(**arguments)
+        except TypeError as error:
+            raise InvalidRun(
+                f"--model {self.factory}: the factory was called with {_listed(arguments)}: {error}. Pass "
+                f"""its arguments as --model-args '{{"NAME": VALUE}}'; give other parameters a default."""
+            ) from error
+        except ValueError:  # a class of C has no signature
+            pass
+        try:
+            model = factory(**arguments)
         except (TypeError, ValueError) as error:
             raise InvalidRun(
-                f"--model {self.factory}: the factory rejects seed={self.seed} and --model-args "
-                f"{json.dumps(dict(self.arguments))}: {describe_error(error)}. It must accept these keywords."
+                f"--model {self.factory}: the factory, called with {_listed(arguments)}, failed: "
+                f"{describe_error(error)}. Check --model-args."
             ) from error
-        if not isinstance(model, PipelineModel):
+        return self._checked(model)
+
+    def _checked(self, model: object) -> PipelineModel:
+        if isinstance(model, PipelineModel):
+            return model
+        found = f"--model {self.factory}: the factory returned a {type(model).__name__}"
+        if isinstance(model, list | tuple | Mapping | nn.Module | Layered):
             raise InvalidRun(
-                f"--model {self.factory}: the factory returned a {type(model).__name__} without build_stage, "
-                f"microbatch, loss and optimizer; see zbv_worker.model.PipelineModel."
+                f"{found}, which has layers but no data. Return zbv_worker.Model(layers, loss=…, data=…), "
+                f"where data is a function of step and index that returns (input, target)."
             )
-        return model
+        missing = [name for name in _METHODS if not hasattr(model, name)]
+        raise InvalidRun(
+            f"{found} without {', '.join(missing)}. Return zbv_worker.Model(layers, loss=…, data=…), or an "
+            f"object with all methods of zbv_worker.model.PipelineModel."
+        )
 
     def fingerprint(self, n_stages: int, partition: Sequence[Sequence[str]] | None = None) -> str:
         """A hash of the model as a pipeline of ``n_stages``; equal on ranks that may run together.
@@ -94,9 +127,14 @@ class ModelSpec:
     def _load(self) -> Callable[..., Any]:
         name, colon, attribute = self.factory.partition(":")
         if not (colon and name and attribute):
-            raise InvalidRun(f"--model: found {self.factory!r}; must be package.module:factory.")
+            raise InvalidRun(
+                f"--model: found {self.factory!r}; must be package.module:factory, or transformers:PATH for "
+                f"the folder or configuration of a transformers model."
+            )
         if self.allowed is not None:
             require_named(self.factory, self.allowed)
+        if name == _TRANSFORMERS:
+            return self._transformers(attribute)
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -104,22 +142,68 @@ class ModelSpec:
                 f"--model {self.factory}: found no module {error.name!r}; looked in {searched()}. "
                 f"Install it, or add its directory to PYTHONPATH (for an agent: --path DIR)."
             ) from None
+        except Exception as error:  # whatever the user's module raises
+            raise InvalidRun(
+                f"--model {self.factory}: importing {name} failed: {describe_error(error)}."
+            ) from error
         factory = getattr(module, attribute, None)
-        if not callable(factory):
-            raise InvalidRun(f"--model {self.factory}: {name} has no callable {attribute!r}.")
+        if not callable(factory) or isinstance(factory, nn.Module):
+            raise InvalidRun(f"--model {self.factory}: {_why_no_factory(module, attribute, factory)}")
         if self.allowed is not None:
             require_admitted(self.factory, factory, self.allowed)
         return factory  # type: ignore[no-any-return]  # what the user's module holds is Any
 
+    def _transformers(self, source: str) -> Callable[..., Any]:
+        """The factory of a model of transformers."""
+        data = self.arguments.get("data")
+        if self.allowed is not None and data is not None:
+            require_named(f"{_TRANSFORMERS}:{data}", self.allowed)
+        if "source" in self.arguments:
+            raise InvalidRun(
+                f"--model-args: found 'source', but --model {_TRANSFORMERS}:PATH names it. Omit 'source'."
+            )
+        home, _, name = _TRANSFORMERS_FACTORY.partition(":")
+        return partial(getattr(importlib.import_module(home), name), source)
+
+
+def _accepts_seed(factory: Callable[..., Any]) -> bool:
+    """Whether a factory takes ``seed``."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:
+        return True
+    return "seed" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _listed(arguments: Mapping[str, Any]) -> str:
+    """Arguments in words."""
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"
+
+
+def _why_no_factory(module: ModuleType, name: str, found: object) -> str:
+    """Why a name of a module is no factory, and what to do."""
+    if found is not None:
+        return (
+            f"{module.__name__}.{name} is a {type(found).__name__}; must be a function. Write a function "
+            f"that returns it: def build(): return {name}"
+        )
+    own = [
+        other
+        for other, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not other.startswith("_")
+    ]
+    like = get_close_matches(name, own, n=1) or own[:1]
+    hint = f" Did you mean {module.__name__}:{like[0]}?" if like else " Define a function of that name."
+    return f"{module.__name__} has no function {name!r}.{hint}"
+
 
 def require_named(factory: str, patterns: Sequence[str]) -> None:
     """Check a factory's name before its module is imported; raises :class:`InvalidRun`."""
-    from zbv_service.client.admission import is_model_allowed
+    from zbv_service.client.admission import how_to_allow, is_model_allowed
 
     if not is_model_allowed(factory, patterns):
         raise InvalidRun(
-            f"--model {factory}: this agent allows {', '.join(patterns) or 'none'}. Start it with "
-            f"--allow-model '{factory.partition(':')[0]}' if the module's code may run on this node."
+            f"--model {factory}: this agent allows {', '.join(patterns) or 'none'}. {how_to_allow(factory)}"
         )
 
 

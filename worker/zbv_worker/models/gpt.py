@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from zbv_worker.model.optimizers import adamw
 from zbv_worker.models.text import VOCABULARY, sample, standard_library_text
 
 
@@ -98,7 +99,7 @@ class GPT:
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW."""
-        return torch.optim.AdamW(parameters, lr=self.config.learning_rate)
+        return adamw(parameters, lr=self.config.learning_rate)
 
     def tied_parameters(self) -> Sequence[tuple[str, str]]:
         """The embedding's weight and the head's, if they are shared."""

@@ -35,13 +35,13 @@ def sample(text: Tensor, sequences: int, length: int, seed: tuple[int, ...]) -> 
 
     Deterministic: equal arguments give the same sample on every rank.
     """
-    generator = torch.Generator().manual_seed(_mixed(seed))
+    generator = torch.Generator().manual_seed(mixed_seed(seed))
     starts = torch.randint(len(text) - length - 1, (sequences, 1), generator=generator)
     window = text[starts + torch.arange(length + 1)].long()
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def _mixed(numbers: tuple[int, ...]) -> int:
+def mixed_seed(numbers: tuple[int, ...]) -> int:
     """One 63-bit seed from several small numbers, so that similar inputs give uncorrelated seeds."""
     mixed = 0x9E3779B97F4A7C15
     for number in numbers:

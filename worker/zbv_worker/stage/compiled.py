@@ -17,6 +17,7 @@ uncompiled. Layers with equal code and shapes share one compilation.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,13 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import ModelError
+from zbv_worker.stage.auxiliary_loss import leave_uncompiled
+from zbv_worker.stage.layers import NO_KEYWORDS, call
 from zbv_worker.stage.split_backward import QUEUEING, Call, Recorder, Tapping, is_accumulating
 from zbv_worker.stage.weight_grads import WeightGrads
+from zbv_worker.values.structure import Structure, device_of
 
 _OPTIONS: dict[str, Any] = {"fallback_random": True}
 """Random numbers as without compiling, so that dropout does not depend on --compile."""
 
-_Signature = tuple[torch.Size, torch.dtype, bool, torch.dtype | None]
+_Signature = tuple[Hashable, torch.dtype | None]
 
 
 class CompiledLayer:
@@ -45,6 +49,7 @@ class CompiledLayer:
     """
 
     def __init__(self, layer: nn.Module, recorder: Recorder):
+        leave_uncompiled()
         self._layer = layer
         self._recorder = recorder
         self._compiled = torch.compile(layer, dynamic=False, options=_OPTIONS)
@@ -52,32 +57,34 @@ class CompiledLayer:
         self._traced: tuple[Call, ...] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any, keywords: Mapping[str, Any] = NO_KEYWORDS) -> Any:
         """The layer's output; raises :class:`ModelError` if the layer cannot be compiled."""
         recorder = self._recorder
         if recorder.queue is None or not torch.is_grad_enabled():
-            return self._run(x)
-        signature = _signature_of(x)
+            return self._run(x, keywords)
+        signature = _signature_of(x, keywords)
         calls = self._calls.get(signature)
-        if calls is None or not all(call.is_deferrable for call in calls):
+        if calls is None or not all(each.is_deferrable for each in calls):
             with recorder.watching() as seen:
-                output: Tensor = self._layer(x)
+                output = call(self._layer, x, keywords)
             self._calls[signature] = tuple(seen)
-            tapped = {call.module for call in seen}
+            tapped = {each.module for each in seen}
             for module in self._layer.modules():
                 if isinstance(module, QUEUEING):
                     module.is_tapped = module in tapped
             return output
-        return self._tapped(x, calls, recorder.queue)
+        return self._tapped(x, keywords, calls, recorder.queue)
 
-    def _tapped(self, x: Tensor, calls: tuple[Call, ...], queue: WeightGrads) -> Tensor:
+    def _tapped(
+        self, x: Any, keywords: Mapping[str, Any], calls: tuple[Call, ...], queue: WeightGrads
+    ) -> Any:
         if not calls:  # nothing to defer
             with self._recorder.into(None):
-                return self._run(x)
+                return self._run(x, keywords)
         tapping = Tapping()
-        tapping.taps = list(_Taps.apply(self._anchor, calls, tapping, queue, x.device))  # type: ignore[no-untyped-call]
+        tapping.taps = list(_Taps.apply(self._anchor, calls, tapping, queue, device_of(x)))  # type: ignore[no-untyped-call]
         with self._recorder.tapping_into(tapping), self._quiet(calls):
-            output = self._run(x)
+            output = self._run(x, keywords)
         if len(tapping.inputs) != len(calls):
             raise ModelError(
                 f"a {type(self._layer).__name__} called {len(tapping.inputs)} Linears and Embeddings, and "
@@ -93,22 +100,23 @@ class CompiledLayer:
         self._traced = calls
         return warnings.catch_warnings(action="ignore")
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Any, keywords: Mapping[str, Any]) -> Any:
         try:
-            output: Tensor = self._compiled(x)
+            return call(self._layer, x, keywords, self._compiled)
         except torch._dynamo.exc.TorchDynamoException as error:
             first = str(error).strip().partition("\n")[0]
             raise ModelError(
                 f"torch.compile failed for a {type(self._layer).__name__}: {first}. Correct the layer, or "
                 f"run without --compile."
             ) from error
-        return output
 
 
-def _signature_of(x: Tensor) -> _Signature:
-    device = x.device.type
+def _signature_of(x: Any, keywords: Mapping[str, Any]) -> _Signature:
+    device = device_of(x).type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return x.shape, x.dtype, x.requires_grad, autocast
+    if isinstance(x, Tensor) and not keywords:
+        return (x.shape, x.dtype, x.requires_grad), autocast
+    return Structure.of([x, dict(keywords)]), autocast
 
 
 class _Taps(torch.autograd.Function):

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 _HALVES = (torch.bfloat16, torch.float16)
 _BLOCK_ELEMENTS = 1 << 20
@@ -83,7 +84,7 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     if total is not None:
         total.add_(gradient)
     else:
-        set_gradient(parameter, gradient.to(_dtype_of_sum(parameter)))
+        set_gradient(parameter, gradient.to(dtype_of_sum(parameter)))
 
 
 def add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
@@ -94,20 +95,48 @@ def add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     """
     total = gradient_of(parameter)
     if total is not None:  # most calls
-        _add_product(total, left, right)
-        return
-    dtype = _dtype_of_sum(parameter)
-    if left.dtype == dtype:
-        set_gradient(parameter, left.mm(right))
-    elif _is_fused(dtype, left):
-        set_gradient(parameter, torch.mm(left, right, out_dtype=dtype))
+        add_product_to(total, left, right)
     else:
-        total = torch.zeros(parameter.shape, dtype=dtype, device=left.device)
+        set_gradient(parameter, product(left, right, dtype_of_sum(parameter)))
+
+
+def add_grouped_products(parameter: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+    """Add leftᵀ·right of each group of rows to that group's slice of a gradient (groups, out, in).
+
+    Parameters
+    ----------
+    left, right
+        (rows, out) and (rows, in), in the order of groups.
+    ends
+        The end of each group's rows, an integer tensor (groups,). To read it waits for a GPU.
+    """
+    total = gradient_of(parameter)
+    if total is None:
+        total = torch.zeros(parameter.shape, dtype=dtype_of_sum(parameter), device=left.device)
         set_gradient(parameter, total)
-        _add_product(total, left, right)
+    groups, begin = len(ends), 0
+    # An estimate has no values; groups of equal size take as many operations.
+    is_fake = isinstance(ends, FakeTensor)
+    numbers = [(at + 1) * len(left) // groups for at in range(groups)] if is_fake else ends.tolist()
+    for group, end in zip(total, numbers, strict=True):
+        if end > begin:
+            add_product_to(group, left[begin:end].t(), right[begin:end])
+        begin = end
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix product in a dtype that may be larger than the one of the factors."""
+    if left.dtype == dtype:
+        return left.mm(right)
+    if _is_fused(dtype, left):
+        return torch.mm(left, right, out_dtype=dtype)
+    total = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+    add_product_to(total, left, right)
+    return total
+
+
+def add_product_to(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to a sum, in place."""
     if total.is_sparse:
         total.add_(left.mm(right))
     elif total.dtype == left.dtype:
@@ -135,7 +164,7 @@ def add_rows(parameter: Tensor, indices: Tensor, rows: Tensor, ignored: int) -> 
     ignored
         An index whose rows are not added; -1 for none.
     """
-    dtype = _dtype_of_sum(parameter)
+    dtype = dtype_of_sum(parameter)
     flat, some = indices.reshape(-1), rows.reshape(-1, rows.shape[-1]).to(dtype)
     if ignored >= 0:
         some = some.masked_fill((flat == ignored).unsqueeze(-1), 0)
@@ -149,7 +178,8 @@ def add_rows(parameter: Tensor, indices: Tensor, rows: Tensor, ignored: int) -> 
         total.index_add_(0, flat, some)
 
 
-def _dtype_of_sum(parameter: Tensor) -> torch.dtype:
+def dtype_of_sum(parameter: Tensor) -> torch.dtype:
+    """The dtype in which a parameter's gradients are summed."""
     total = gradient_of(parameter)
     if total is not None:
         return total.dtype

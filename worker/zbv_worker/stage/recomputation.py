@@ -16,16 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import string_at
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Segment = Callable[[Tensor], Tensor]
-"""A layer, a whole stage, or the last of either with the loss: maps one tensor to one."""
+from zbv_worker.stage.auxiliary_loss import AuxiliaryLosses
+from zbv_worker.stage.boundary import Gradient, as_list, enter, marked_without_graph, take_gradient
+from zbv_worker.values.structure import device_of, is_plain, map_tensors, tensors_of
 
-Computing = Callable[[Tensor], AbstractContextManager[object]]
+Segment = Callable[[Any], Any]
+"""A layer, a whole stage, or the last of either with the loss: maps one value to one."""
+
+Computing = Callable[[Any], AbstractContextManager[object]]
 """The context of an input's forward (autocast)."""
 
 Seed = Callable[[Tensor], Tensor]
@@ -33,11 +37,20 @@ Seed = Callable[[Tensor], Tensor]
 
 
 class _Kept(NamedTuple):
-    """The state that F keeps of a segment; ``random`` is None if it drew no random numbers."""
+    """The state that F keeps of a segment.
+
+    Attributes
+    ----------
+    random
+        None if it drew no random numbers.
+    flags
+        For each tensor of its output, whether its gradient comes back.
+    """
 
     segment: Segment
-    input: Tensor
+    input: Any
     random: tuple[Tensor, ...] | None
+    flags: tuple[bool, ...]
 
 
 class Recomputed:
@@ -49,26 +62,36 @@ class Recomputed:
         The context of every forward, first or repeated.
     seed
         Given if the last segment ends in the loss.
+    auxiliary
+        The auxiliary losses of the stage.
     """
 
-    def __init__(self, computing: Computing, seed: Seed | None):
+    def __init__(self, computing: Computing, seed: Seed | None, auxiliary: AuxiliaryLosses):
         self._computing = computing
         self._seed = seed
+        self._auxiliary = auxiliary
         self._kept: list[_Kept] = []
 
-    def forward(self, segments: Sequence[Segment], x: Tensor) -> Tensor:
-        """Run F; returns the last segment's output, without a graph."""
-        generators = _generators(x.device)
+    def forward(self, segments: Sequence[Segment], x: Any) -> Any:
+        """Run F; returns the last segment's output, without a graph.
+
+        Its tensors require a gradient where one may come back
+        (:func:`~zbv_worker.stage.boundary.marked_without_graph`).
+        """
+        generators = _generators(device_of(x))
         with torch.no_grad(), self._computing(x):
             for segment in segments:
                 before = _states(generators)
-                output = segment(x)
+                # A layer may write to the containers of its input, so it gets others.
+                given = x if isinstance(x, Tensor) else map_tensors(lambda tensor: tensor, x)
+                output = segment(given)
                 drew = _differ(before, _states(generators))
-                self._kept.append(_Kept(segment, x, before if drew else None))
+                output = marked_without_graph(output, x)
+                self._kept.append(_Kept(segment, x, before if drew else None, _flags(output)))
                 x = output
         return x
 
-    def backward(self, gradient: Tensor | None, *, needs_input_grad: bool) -> Tensor | None:
+    def backward(self, gradient: Gradient | None, *, needs_input_grad: bool) -> Gradient | None:
         """Run I or B: repeat every segment and propagate; returns the gradient of the first segment's input.
 
         Parameters
@@ -80,28 +103,43 @@ class Recomputed:
         """
         while self._kept:
             kept = self._kept.pop()
-            # All inputs but the first come from a segment that may have parameters.
-            needs_grad = kept.input.is_floating_point() and (bool(self._kept) or needs_input_grad)
-            gradient = self._through(kept, gradient, needs_grad=needs_grad)
-        return gradient
+            gradient = self._through(kept, gradient, is_data=not self._kept and not needs_input_grad)
+        return gradient if needs_input_grad else None
 
-    def _through(self, kept: _Kept, gradient: Tensor | None, *, needs_grad: bool) -> Tensor | None:
-        x = kept.input.detach().requires_grad_(needs_grad)
-        edge = None
-        with torch.enable_grad(), _drawing_again(kept.random, x.device), self._computing(x):
+    def _through(self, kept: _Kept, gradient: Gradient | None, *, is_data: bool) -> Gradient:
+        x, leaves = enter(kept.input, is_data=is_data)
+        auxiliary = self._auxiliary
+        repeating = auxiliary.during("repeated")
+        with repeating, torch.enable_grad(), _drawing_again(kept.random, device_of(x)), self._computing(x):
             output = kept.segment(x)
         if gradient is None and self._seed is not None:
             gradient = self._seed(output)
-        if output.requires_grad:
-            edge = get_gradient_edge(output)
+        edges, gradients = auxiliary.take_roots()
+        for edge, each in _roots(output, kept.flags, gradient):
+            edges.append(edge)
+            gradients.append(each)
         # The output's values are not needed, unless the graph saved them.
-        del output
-        if edge is not None:
-            torch.autograd.backward(edge, gradient)
-        if not needs_grad:
-            return None
-        found, x.grad = x.grad, None
-        return torch.zeros_like(x) if found is None else found
+        is_single = is_plain(x)
+        del output, x
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        return take_gradient(leaves, is_single=is_single) if leaves else ()
+
+
+def _flags(output: Any) -> tuple[bool, ...]:
+    return (True,) if is_plain(output) else tuple(tensor.requires_grad for tensor in tensors_of(output))
+
+
+def _roots(
+    output: Any, flags: Sequence[bool], gradient: Gradient | None
+) -> Iterator[tuple[GradientEdge, Tensor]]:
+    """The tensors of an output that need a backward, with their gradients."""
+    remaining = iter(as_list(gradient))
+    for tensor, flag in zip(tensors_of(output), flags, strict=True):
+        if flag:
+            each = next(remaining)
+            if tensor.requires_grad:
+                yield get_gradient_edge(tensor), each
 
 
 def _generators(device: torch.device) -> tuple[torch.Generator, ...]:

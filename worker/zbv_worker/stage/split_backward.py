@@ -14,7 +14,7 @@ Autograd computes all other gradients during I. These are the gradients of
 - LayerNorm and RMSNorm, whose weight gradients are a by-product of the input gradient (queueing them would
   cost a second pass and keep two more activations until W),
 - convolutions, parameters that a module owns directly, and subclasses of Linear with their own forward,
-- reparametrised weights, and sparse or renormalising embeddings,
+- reparametrised weights, and sparse, renormalising or tensor-parallel embeddings,
 - parameters with hooks. A hook may need the whole gradient of a backward (masks) or consume it (an optimizer
   in the backward). Only autograd's own accumulation calls hooks as their authors expect.
 
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from zbv_worker.errors import ModelError
+from zbv_worker.stage.dtensors import is_dtensor
 from zbv_worker.stage.weight_grads import EmbeddingGrad, LinearGrad, WeightGrads, has_hooks
 
 
@@ -134,7 +135,8 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
     """Prepare a module tree in place; returns its recorder. Idempotent.
 
     Changes only the exact classes ``nn.Linear`` and ``nn.Embedding``, because a subclass may use its weight
-    differently. Trees that share modules share a recorder; a rank runs one action at a time.
+    differently. Modules that are :class:`Queueing` already get the recorder. Trees that share modules share a
+    recorder; a rank runs one action at a time.
 
     Raises
     ------
@@ -146,14 +148,14 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
             "found a DistributedDataParallel in a stage; it sums gradients before W has computed them. Build "
             "the stage without it, and pass --data-parallel."
         )
-    children = [child for child in module.modules() if isinstance(child, (nn.Linear, nn.Embedding))]
-    known = [child.recorder for child in children if isinstance(child, QUEUEING)]
-    recorder = known[0] if known else Recorder()
+    children = [child for child in module.modules() if isinstance(child, (nn.Linear, nn.Embedding, Queueing))]
+    known = [child.recorder for child in children if isinstance(child, Queueing)]
+    recorder = next((each for each in known if each is not None), None) or Recorder()
     for child in children:
         if type(child) in _SUBCLASS:
             # Changing the class preserves parameters, hooks and state-dict names.
             child.__class__ = _SUBCLASS[type(child)]  # type: ignore[assignment]  # a subclass of its class
-        if isinstance(child, QUEUEING):
+        if isinstance(child, Queueing):
             child.recorder = recorder
     return recorder
 
@@ -162,21 +164,23 @@ def deferred_parameters(module: nn.Module) -> set[Tensor]:
     """The parameters of a prepared tree whose gradients W will compute, as far as known before F."""
     found: set[Tensor] = set()
     for child in module.modules():
-        if isinstance(child, _QueueingEmbedding) and (child.max_norm is not None or child.sparse):
+        if isinstance(child, _QueueingEmbedding) and (
+            child.max_norm is not None or child.sparse or is_dtensor(child.weight)
+        ):
             continue
         own = [p for p in child.parameters(recurse=False) if p.requires_grad]
-        if isinstance(child, QUEUEING) and not any(map(has_hooks, own)):
+        if isinstance(child, Queueing) and not any(map(has_hooks, own)):
             found.update(own)
     return found
 
 
-def _queue_for(recorder: Recorder, weight: Tensor) -> WeightGrads | None:
+def queue_for(recorder: Recorder | None, weight: Tensor) -> WeightGrads | None:
     """The queue for a weight's gradient, or None if autograd must compute it.
 
     A weight that is not a leaf is computed from other tensors (weight norm, a functional call). Its gradient
     must propagate further, so it cannot be deferred.
     """
-    if recorder.queue is None or not torch.is_grad_enabled() or not weight.is_leaf:
+    if recorder is None or recorder.queue is None or not torch.is_grad_enabled() or not weight.is_leaf:
         return None
     if not isinstance(weight, nn.Parameter) or torch._C._are_functorch_transforms_active():
         return None
@@ -222,23 +226,53 @@ class _Tap(torch.autograd.Function):
         return grad_output, grad_output
 
 
-class _QueueingLinear(nn.Linear):
+class Queueing:
+    """A module whose weight gradients can be queued; a second base class of subclasses of a module's class.
+
+    Attributes
+    ----------
+    recorder
+        The recorder of the tree; None until :func:`defer_weight_gradients` has prepared it.
+    is_tapped
+        Whether compiled code exposes what W needs.
+    """
+
+    recorder: Recorder | None = None
+    is_tapped = False
+
+
+def queued_linear(
+    module: Queueing, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool = False
+) -> Tensor | None:
+    """x Wᵀ + b with a queued weight gradient, or None if autograd must compute that.
+
+    Parameters
+    ----------
+    weight
+        (out_features, in_features), reversed if ``is_transposed``.
+    """
+    queue, recorder = queue_for(module.recorder, weight), module.recorder
+    trainable = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if queue is None or recorder is None or recorder.tapping is not None or not trainable:
+        return None
+    if bias is not None and not (bias.is_leaf and recorder.defers(bias)):
+        return None
+    output: Tensor = _LinearFunction.apply(x, weight, bias, queue, is_transposed)  # type: ignore[no-untyped-call]  # torch's own
+    return output
+
+
+class _QueueingLinear(nn.Linear, Queueing):
     """A Linear whose weight gradient can be queued."""
 
     recorder: Recorder
-    is_tapped = False  # whether compiled code exposes what W needs
 
     def forward(self, input: Tensor) -> Tensor:
         """``nn.Linear.forward``: (..., in_features) to (..., out_features)."""
         if self.recorder.tapping is not None:
             return self._tapped(input, self.recorder.tapping)
-        queue, bias = _queue_for(self.recorder, self.weight), self.bias
-        trainable = self.weight.requires_grad or (bias is not None and bias.requires_grad)
-        if queue is None or not trainable:
+        output = queued_linear(self, input, self.weight, self.bias)
+        if output is None:
             return super().forward(input)
-        if bias is not None and not (bias.is_leaf and self.recorder.defers(bias)):
-            return super().forward(input)
-        output: Tensor = _LinearFunction.apply(input, self.weight, bias, queue)  # type: ignore[no-untyped-call]  # torch's own
         self.recorder.note(self, output)
         return output
 
@@ -258,20 +292,21 @@ class _QueueingLinear(nn.Linear):
         return output
 
 
-class _QueueingEmbedding(nn.Embedding):
+class _QueueingEmbedding(nn.Embedding, Queueing):
     """An Embedding whose weight gradient can be queued."""
 
     recorder: Recorder
-    is_tapped = False  # whether compiled code exposes what W needs
 
     def forward(self, input: Tensor) -> Tensor:
         """``nn.Embedding.forward``: integers (...) to (..., embedding_dim)."""
         if self.recorder.tapping is not None:
             return self._tapped(input, self.recorder.tapping)
-        queue = _queue_for(self.recorder, self.weight)
+        queue = queue_for(self.recorder, self.weight)
         # Renormalisation writes to the weight in the forward; a sparse gradient cannot be added to a dense
         # one.
         if queue is None or not self.weight.requires_grad or self.max_norm is not None or self.sparse:
+            return super().forward(input)
+        if is_dtensor(self.weight):  # divided by rows, its gradient depends on a mask of the forward
             return super().forward(input)
         output: Tensor = _EmbeddingFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
             input, self.weight, self.padding_idx, self.scale_grad_by_freq, queue
@@ -305,7 +340,7 @@ QUEUEING = (_QueueingLinear, _QueueingEmbedding)
 class Call:
     """A call of a module that queued its weight gradient: the module, and its output's shape and dtype."""
 
-    module: _QueueingLinear | _QueueingEmbedding
+    module: Any
     shape: torch.Size
     dtype: torch.dtype
 
@@ -323,7 +358,9 @@ class _LinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGrads) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGrads, is_transposed: bool
+    ) -> Tensor:
         device = x.device.type
         ctx.input_dtype = x.dtype
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -333,7 +370,9 @@ class _LinearFunction(torch.autograd.Function):
         # saved_tensors may return other tensors than were saved (checkpointing, offloading), but the gradient
         # must reach the parameter itself.
         ctx.weight, ctx.bias = weight, bias
-        ctx.queue = queue
+        ctx.queue, ctx.is_transposed = queue, is_transposed
+        if is_transposed:
+            weight = weight.t()
         if dtype is None:
             output = nnf.linear(x, weight, bias)
         else:
@@ -347,21 +386,23 @@ class _LinearFunction(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (grad_output,) = grad_outputs
         x, weight = ctx.saved_tensors
         if is_accumulating(ctx, (1, 2)):
             # Detached: the queue must not keep the graph of x alive.
-            ctx.queue.append(LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach()))
+            ctx.queue.append(
+                LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach(), ctx.is_transposed)
+            )
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        weight = weight.to(grad_output.dtype)
+            return None, None, None, None, None
+        weight = (weight.t() if ctx.is_transposed else weight).to(grad_output.dtype)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 grad_input = grad_output.matmul(weight)
         else:  # the usual case; the context takes longer than a small product
             grad_input = grad_output.matmul(weight)
-        return grad_input.to(ctx.input_dtype), None, None, None
+        return grad_input.to(ctx.input_dtype), None, None, None, None
 
 
 class _EmbeddingFunction(torch.autograd.Function):

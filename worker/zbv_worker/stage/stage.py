@@ -9,51 +9,58 @@ I        the queued weight gradients: inputs and output gradients of the layers 
 W, B     nothing
 =======  ===========================================================================================
 
-One tensor per microbatch passes between stages. It is detached on both sides, so that the graphs of two
-stages never join, not even at the turn of the V where one rank hosts both.
+One value per microbatch passes between stages: a tensor, or containers of tensors and constants
+(:mod:`zbv_worker.values.structure`). It is detached on both sides, so that the graphs of two stages never
+join, not even at the turn of the V where one rank hosts both.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.errors import ModelError
+from zbv_worker.stage.auxiliary_loss import AuxiliaryLosses
+from zbv_worker.stage.boundary import Gradient, as_list, enter, leave, take_gradient
 from zbv_worker.stage.compiled import CompiledLayer
+from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, prepare_layers
+from zbv_worker.stage.loss import Loss, Objective, WeightedLoss
 from zbv_worker.stage.recomputation import Recomputed, Segment
 from zbv_worker.stage.self_deferring import SelfDeferring, delayed_parameters
 from zbv_worker.stage.split_backward import defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.weight_grads import WeightGrads, has_hooks
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Takes output and target; returns the mean over a microbatch."""
-
-
-@dataclass(frozen=True)
-class WeightedLoss:
-    """A loss whose function returns the sum over a microbatch and its weight."""
-
-    function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+from zbv_worker.values.structure import Structure, device_of, is_plain, tensors_of
 
 
 class _Forward(NamedTuple):
     """The state that F leaves behind.
 
-    The output is held as its edge in the graph, not as a tensor: its values are not needed after they were
-    sent, unless the graph itself saved them.
+    Attributes
+    ----------
+    inputs
+        The tensors of the input whose gradients are needed.
+    is_single
+        Whether the input is one floating tensor.
+    edges
+        Where the gradients of the output enter the graph.
+    seed
+        The gradient of the loss.
+    auxiliary
+        Where auxiliary losses enter the graph, and their gradients.
     """
 
-    input: Tensor
-    output: GradientEdge | Recomputed | None
-    loss_seed: Tensor | None
+    inputs: Sequence[Tensor]
+    is_single: bool
+    edges: Sequence[GradientEdge] | Recomputed
+    seed: Tensor | None
+    auxiliary: tuple[list[GradientEdge], list[Tensor]] | None
     weight_grads: WeightGrads | None
 
 
@@ -63,9 +70,9 @@ class Stage:
     Parameters
     ----------
     loss
-        The model's loss, for the last stage only: F then includes and returns it. With a weighted loss,
-        gradients are those of the sum divided by ``microbatches``; the caller divides by the weights
-        (:meth:`take_weight`).
+        The model's loss, for the last stage only: F then includes and returns it. If it returns a pair of sum
+        and weight, gradients are those of the sum divided by ``microbatches``; the caller divides by the
+        weights (:meth:`take_weight`).
     microbatches
         The number of microbatches that the loss is averaged over: m times the replicas of the pipeline.
         Gradients are divided by it.
@@ -84,6 +91,8 @@ class Stage:
         Whether F keeps no activations, and I or B recompute them. A change takes effect from the next F on.
     loss_scale
         The factor of all gradients; must not change during a step.
+    keywords
+        The keyword arguments that the layers take.
     """
 
     def __init__(
@@ -101,6 +110,7 @@ class Stage:
     ):
         if (index == n_stages - 1) != (loss is not None):
             raise ModelError(f"stage {index} of {n_stages}: the last stage, and no other, takes the loss.")
+        prepare_layers(module)
         self._recorder = defer_weight_gradients(module)
         self._self_deferring = SelfDeferring(module)
         if is_compiled and not self._self_deferring.is_empty:
@@ -114,52 +124,71 @@ class Stage:
         self._is_first = index == 0
         self._layers = (module,) if layers is None else tuple(layers)
         self._compiled = [CompiledLayer(layer, self._recorder) for layer in self._layers if is_compiled]
-        self._loss = loss
-        self._last_weight: Tensor | float = 0.0
-        self._weight: Tensor | float = 0.0
+        self.keywords = Keywords.of(self._layers)
+        self._objective = None if loss is None else Objective(loss)
         self._share = 1.0 / microbatches
         self._autocast = autocast
         self.loss_scale = 1.0
-        self._seed: tuple[float, Tensor] | None = None
+        self._auxiliary = AuxiliaryLosses(is_weighted=isinstance(loss, WeightedLoss))
+        self._is_checked = False
         self._has_split = False
         self._split_share: SplitShare | None = None
         self._shared = _parameters_of_several(self._layers)
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
 
-    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
+    @property
+    def takes_keywords(self) -> bool:
+        """Whether a layer takes keyword arguments, so that the stage needs every microbatch's."""
+        return bool(self.keywords)
+
+    def forward(
+        self,
+        microbatch: int,
+        input: Any,
+        target: Any = None,
+        *,
+        split: bool,
+        keywords: Mapping[str, Any] = NO_KEYWORDS,
+    ) -> Any:
         """Run F; returns the stage's output, detached. The last stage returns the loss, a scalar.
+
+        The output may be any value of :mod:`zbv_worker.values.structure`. If it is not one floating tensor,
+        those of its tensors that need a gradient require one, and the next stage must get them so.
 
         Parameters
         ----------
         split
             Whether the backward will be I and W, or B.
+        keywords
+            The keyword arguments of the microbatch; each layer gets those that it takes.
         """
-        x = input.detach()
         weight_grads = WeightGrads() if split else None
+        auxiliary = self._auxiliary
+        auxiliary.factor = self.loss_scale * self._share
         if self.is_recomputed and self._layers:
-            return self._forward_to_recompute(microbatch, x, target, weight_grads)
-        if not self._is_first:
-            x.requires_grad_()
-        with self._recorder.into(weight_grads):
+            return self._forward_to_recompute(microbatch, input, target, keywords, weight_grads)
+        x, leaves = enter(input, is_data=self._is_first)
+        with self._recorder.into(weight_grads), auxiliary.during("forward"):
             if self._autocast is None:  # the check is cheaper than a context that does nothing
-                output = self._computed(x, target)
+                output = self._computed(x, target, keywords)
             else:
-                with torch.autocast(x.device.type, self._autocast):
-                    output = self._computed(x, target)
-        self._weigh()
-        seed = self._loss_seed(output) if self._loss is not None else None
-        edge = get_gradient_edge(output) if output.requires_grad else None
-        self._forwards[microbatch] = _Forward(x, edge, seed, weight_grads)
-        return output.detach()
+                with self._computing(x):
+                    output = self._computed(x, target, keywords)
+        seed = self._finish_loss(output)
+        found, edges = self._left(output)
+        roots = auxiliary.take_roots() if auxiliary.has_roots else None
+        self._forwards[microbatch] = _Forward(leaves, is_plain(x), edges, seed, roots, weight_grads)
+        return found
 
-    def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+    def backward(self, microbatch: int, grad_output: Any) -> Any:
         """Run B, computing all gradients; returns the input's gradient, None for the first stage.
 
         Parameters
         ----------
         grad_output
-            The gradient of the output; None for the last stage, whose output is the loss.
+            The gradient of the output: one tensor if it is one floating tensor, otherwise one per tensor that
+            requires a gradient. None for the last stage, whose output is the loss.
         """
         held = self._forwards.pop(microbatch)
         if not self._self_deferring.is_empty:
@@ -169,7 +198,7 @@ class Stage:
             held.weight_grads.run()
         return grad_input
 
-    def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
+    def backward_input(self, microbatch: int, grad_output: Any) -> Any:
         """Run I: compute the input's gradient, None for the first stage, and queue the weights' for W."""
         held = self._forwards.pop(microbatch)
         # Not `or`: the queue is still empty, hence falsy, but the forward refers to it.
@@ -188,7 +217,7 @@ class Stage:
         """Run W: compute the queued weight gradients and accumulate them into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
 
-    def _backward_at_once(self, held: _Forward, grad_output: Tensor | None) -> Tensor | None:
+    def _backward_at_once(self, held: _Forward, grad_output: Gradient | None) -> Gradient | None:
         """Run B in a stage with modules that always defer their weight gradients."""
         queue = WeightGrads() if held.weight_grads is None else held.weight_grads
         with self._self_deferring.deferring(queue):
@@ -207,8 +236,13 @@ class Stage:
         return self._split_share
 
     def _forward_to_recompute(
-        self, microbatch: int, x: Tensor, target: Tensor | None, weight_grads: WeightGrads | None
-    ) -> Tensor:
+        self,
+        microbatch: int,
+        input: Any,
+        target: Any,
+        keywords: Mapping[str, Any],
+        weight_grads: WeightGrads | None,
+    ) -> Any:
         if any(has_hooks(parameter) for parameter in self._shared):
             # The backward runs layer by layer, so a hook would be called once per layer with a partial
             # gradient.
@@ -216,28 +250,33 @@ class Stage:
                 f"stage {self.index}: a parameter that several layers share has hooks, and the plan "
                 f"recomputes the stage. Remove the hooks, or plan without recomputing the stage."
             )
-        recomputed = Recomputed(self._computing, None if self._loss is None else self._loss_seed)
-        output = recomputed.forward(self._segments(target), x)
-        self._weigh()
-        self._forwards[microbatch] = _Forward(x, recomputed, None, weight_grads)
-        return output.detach()
+        x, leaves = enter(input, is_data=self._is_first)
+        seed = None if self._objective is None else self._loss_seed
+        recomputed = Recomputed(self._computing, seed, self._auxiliary)
+        with self._auxiliary.during("forward"):
+            output = recomputed.forward(self._segments(target, keywords), x)
+        if self._objective is not None:
+            self._objective.count()
+        self._forwards[microbatch] = _Forward(leaves, is_plain(x), recomputed, None, None, weight_grads)
+        return self._left(output)[0]
 
-    def _segments(self, target: Tensor | None) -> list[Segment]:
+    def _segments(self, target: Any, keywords: Mapping[str, Any]) -> list[Segment]:
         """The segments to recompute in sequence; the loss belongs to the segment of the last layer."""
-        segments: list[Segment] = [self._checked(layer) for layer in self._layers]
-        if self._loss is None:
+        segments: list[Segment] = [self._checked(layer, keywords) for layer in self._layers]
+        if self._objective is None:
             return segments
         # Otherwise the last layer's output would be kept from F on: with a large vocabulary, the largest
         # tensor.
-        last = segments.pop()
-        return [*segments, lambda x: self._with_loss(last(x), target)]
+        last, objective = segments.pop(), self._objective
+        return [*segments, lambda x: objective(last(x), target)]
 
-    def _checked(self, layer: nn.Module) -> Segment:
-        def run(x: Tensor) -> Tensor:
-            version = x._version
-            output = checked_output(self.index, layer(x))
+    def _checked(self, layer: nn.Module, keywords: Mapping[str, Any]) -> Segment:
+        def run(x: Any) -> Any:
+            tensors = list(tensors_of(x))
+            versions = [tensor._version for tensor in tensors]
+            output = call(layer, x, keywords)
             # Without a graph autograd does not notice a changed input, and the recomputation would differ.
-            if x._version != version:
+            if [tensor._version for tensor in tensors] != versions:
                 raise ModelError(
                     f"stage {self.index}: a {type(layer).__name__} modified its input, from which the layer "
                     f"is recomputed. Do not write to a layer's input (no inplace=True), or plan without "
@@ -247,9 +286,9 @@ class Stage:
 
         return run
 
-    def _computing(self, x: Tensor) -> AbstractContextManager[object]:
+    def _computing(self, x: Any) -> AbstractContextManager[object]:
         """The context in which a forward runs."""
-        return nullcontext() if self._autocast is None else torch.autocast(x.device.type, self._autocast)
+        return nullcontext() if self._autocast is None else torch.autocast(device_of(x).type, self._autocast)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
@@ -271,22 +310,36 @@ class Stage:
             for module, mode in before:  # not train(): some may be in evaluation mode on purpose
                 module.training = mode
 
-    def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+    def evaluate(self, input: Any, target: Any = None, *, keywords: Mapping[str, Any] = NO_KEYWORDS) -> Any:
         """Run F without keeping anything for a backward; returns the output, for the last stage the loss."""
-        with torch.no_grad(), self._computing(input):
-            output = self._computed(input.detach(), target).detach()
-        self._weigh()
-        return output
+        x, _ = enter(input, is_data=True)
+        with torch.no_grad(), self._computing(x), self._auxiliary.during("evaluation"):
+            output = self._computed(x, target, keywords)
+        self._finish_loss(output)
+        return self._left(output)[0]
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the loss is a pair of sum and weight; for a plain function, known after the first F.
+
+        Auxiliary losses of all stages then need a weight, so set it on every stage before the first F.
+        """
+        return self._auxiliary.is_weighted or (self._objective is not None and self._objective.is_weighted)
+
+    @is_weighted.setter
+    def is_weighted(self, value: bool) -> None:
+        self._auxiliary.is_weighted = value
 
     def take_weight(self) -> Tensor | float:
         """The sum of the weights of all microbatches since the last call; does not wait for a GPU."""
-        weight, self._weight = self._weight, 0.0
-        return weight
+        return 0.0 if self._objective is None else self._objective.take_weight()
 
-    def _weigh(self) -> None:
-        """Add the weight of the F that has just run; recomputations do not count."""
-        if isinstance(self._loss, WeightedLoss):
-            self._weight = self._weight + self._last_weight
+    def take_auxiliary_loss(self) -> Tensor | float:
+        """The sum of the auxiliary losses of all F's since the last call; does not wait for a GPU.
+
+        With a weighted loss, of the losses times their weights.
+        """
+        return self._auxiliary.take_sum()
 
     @property
     def held(self) -> tuple[set[int], set[int]]:
@@ -294,95 +347,54 @@ class Stage:
         return set(self._forwards), set(self._weight_grads)
 
     def _loss_seed(self, loss: Tensor) -> Tensor:
-        """The gradient of the loss; autograd only reads it, so microbatches share one tensor."""
-        value = self.loss_scale * self._share
-        known = self._seed
-        if known is None or known[0] != value or known[1].dtype is not loss.dtype:
-            known = self._seed = (value, torch.full_like(loss, value, requires_grad=False))
-        return known[1]
+        """The gradient of the loss."""
+        assert self._objective is not None
+        return self._objective.seed(loss, self.loss_scale * self._share)
 
-    def _computed(self, x: Tensor, target: Tensor | None) -> Tensor:
-        """The module's output, for the last stage the loss."""
-        if not self._layers:
-            self._require_float(x)
-        output = checked_output(self.index, self._run(x))
-        return self._with_loss(output, target)
-
-    def _run(self, x: Tensor) -> Tensor:
-        if not self._compiled or not torch.is_grad_enabled():
-            found: Tensor = self.module(x)
-            return found
-        for layer in self._compiled:
-            x = layer(x)
-        return x
-
-    def _require_float(self, x: Tensor) -> None:
-        """Refuse data that is not floating-point in an empty first stage: no gradient could come back."""
-        if not x.is_floating_point():
-            raise InvalidRun(
-                f"stage {self.index} has no layers and would pass on a {x.dtype} tensor; between stages it "
-                f"must be floating-point. Plan with a layer in the first stage."
-            )
-
-    def _with_loss(self, output: Tensor, target: Tensor | None) -> Tensor:
-        if self._loss is None:
-            return output
-        if target is None:
-            raise ModelError(f"stage {self.index}: the last stage's forward needs a target.")
-        if not isinstance(self._loss, WeightedLoss):
-            return checked_loss(self._loss(output, target))
-        found: object = self._loss.function(output, target)
-        total, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        if not isinstance(weight, Tensor | int | float) or (
-            isinstance(weight, Tensor) and weight.numel() != 1
-        ):
-            raise ModelError(f"loss_sum returned {_shown(weight)} as the weight; must return (sum, weight).")
-        # float64, because float32 counts exactly only to 16 million.
-        self._last_weight = weight.detach().double() if isinstance(weight, Tensor) else float(weight)
-        return checked_loss(total)
-
-    def _backpropagate(self, held: _Forward, grad_output: Tensor | None) -> Tensor | None:
-        gradient = held.loss_seed if grad_output is None else grad_output
-        # A stage may have nothing to propagate: no trainable parameter before its first use of the input.
-        if isinstance(held.output, Recomputed):
-            with self._recorder.into(held.weight_grads):
-                grad_input = held.output.backward(gradient, needs_input_grad=not self._is_first)
-        else:
-            if held.output is not None:
-                with self._recorder.into(held.weight_grads):  # checkpointing may run forwards again
-                    torch.autograd.backward(held.output, gradient)
-            grad_input, held.input.grad = held.input.grad, None
-        if self._is_first:
+    def _finish_loss(self, output: Any) -> Tensor | None:
+        """Count the loss of an F or evaluation; returns its gradient, None without a loss."""
+        if self._objective is None:
             return None
-        return torch.zeros_like(held.input) if grad_input is None else grad_input
+        self._objective.count()
+        return self._loss_seed(output)
+
+    def _computed(self, x: Any, target: Any, keywords: Mapping[str, Any]) -> Any:
+        """The module's output, for the last stage the loss."""
+        if not self._compiled or not torch.is_grad_enabled():
+            output = call(self.module, x, keywords)
+        else:
+            output = x
+            for layer in self._compiled:
+                output = layer(output, keywords)
+        return output if self._objective is None else self._objective(output, target)
+
+    def _left(self, output: Any) -> tuple[Any, Sequence[GradientEdge]]:
+        """Detach the output; raises :class:`ModelError` if it is not a value that can be sent."""
+        if not isinstance(output, Tensor) and not self._is_checked:
+            try:
+                Structure.of(output)
+            except ModelError as error:
+                raise ModelError(f"stage {self.index}: {error}") from error
+            self._is_checked = True
+        return leave(output)
+
+    def _backpropagate(self, held: _Forward, grad_output: Gradient | None) -> Gradient | None:
+        # A stage may have nothing to propagate: no trainable parameter before its first use of the input.
+        edges = held.edges
+        # Checkpointing may run forwards again, which then must find the queue and the auxiliary losses.
+        auxiliary = self._auxiliary.during("backward") if self._auxiliary.is_used else nullcontext()
+        with self._recorder.into(held.weight_grads), auxiliary:
+            if isinstance(edges, Recomputed):
+                return edges.backward(grad_output, needs_input_grad=not self._is_first)
+            gradients = as_list(held.seed if grad_output is None else grad_output) if edges else ()
+            if held.auxiliary is not None:
+                edges, gradients = [*edges, *held.auxiliary[0]], [*gradients, *held.auxiliary[1]]
+            if edges:
+                torch.autograd.backward(edges, gradients)
+        return None if self._is_first else take_gradient(held.inputs, is_single=held.is_single)
 
 
 def _parameters_of_several(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
     """The trainable parameters that several of these layers share."""
     users = Counter(parameter for layer in layers for parameter in layer.parameters())
     return [parameter for parameter, count in users.items() if count > 1 and parameter.requires_grad]
-
-
-def checked_output(index: int, output: object) -> Tensor:
-    """Return a stage's output if it is valid; raises :class:`ModelError` otherwise."""
-    if not isinstance(output, Tensor) or not output.is_floating_point():
-        raise ModelError(
-            f"stage {index} returned {_shown(output)}; must be one floating-point tensor. Pack several "
-            f"tensors into one, or recompute them in the next stage."
-        )
-    return output
-
-
-def checked_loss(loss: object) -> Tensor:
-    """Return a loss if it is valid; raises :class:`ModelError` otherwise."""
-    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
-        of_several = f" of {loss.numel()} numbers" if isinstance(loss, Tensor) else ""
-        raise ModelError(
-            f"the loss returned {_shown(loss)}{of_several}; must be one floating-point number, the mean "
-            f"over a microbatch. If microbatches have different weights, define loss_sum."
-        )
-    return loss
-
-
-def _shown(output: object) -> str:
-    return f"a {output.dtype} tensor" if isinstance(output, Tensor) else f"a {type(output).__name__}"

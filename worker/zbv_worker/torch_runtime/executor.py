@@ -39,6 +39,7 @@ from zbv_worker.errors import ChannelTimeout, InvalidRun, ModelError, PeerLost, 
 from zbv_worker.execution.executor import Launched, StepResult
 from zbv_worker.execution.timeline import HostTimeline, Record
 from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.model.protocol import PipelineModel
 
 try:
@@ -153,12 +154,23 @@ class TorchExecutor:
         """The step's inputs and targets, each joined to one tensor, which the runtime splits."""
         if not self._has_first and not self._has_last:
             return None, None
-        pairs = [self._model.microbatch(step, j) for j in self._original]
-        inputs = self._joined([input for input, _ in pairs], "inputs") if self._has_first else None
-        targets = self._joined([target for _, target in pairs], "targets") if self._has_last else None
+        data = [checked_microbatch(self._model.microbatch(step, j)) for j in self._original]
+        if any(microbatch.keywords for microbatch in data):
+            raise InvalidRun(
+                "the microbatch has keyword arguments, which --runtime torch does not pass to layers. Use "
+                "--runtime zbv."
+            )
+        inputs = self._joined([each.input for each in data], "inputs") if self._has_first else None
+        targets = self._joined([each.target for each in data], "targets") if self._has_last else None
         return inputs, targets
 
-    def _joined(self, parts: list[Tensor], what: str) -> Tensor:
+    def _joined(self, parts: list[Any], what: str) -> Tensor:
+        for part in parts:
+            if not isinstance(part, Tensor):
+                raise InvalidRun(
+                    f"rank {self._rank}: the microbatches' {what} are a {type(part).__name__}; with "
+                    f"--runtime torch each must be one tensor. Use --runtime zbv."
+                )
         shapes = {tuple(part.shape) for part in parts}
         if len(shapes) > 1 or () in shapes:
             raise ModelError(

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from zbv_worker.errors import InvalidRun
 from zbv_worker.stage.split_backward import defer_weight_gradients
-from zbv_worker.stage.stage import checked_output
 from zbv_worker.stage.weight_grads import WeightGrads
+from zbv_worker.values.structure import is_plain
 
 
 class StoreStage(PipelineStage):
@@ -108,8 +109,13 @@ class StoreStage(PipelineStage):
         # The runtime's shape inference calls this instead of forward_one_chunk.
         return self._output(super()._compute_outputs(*args, module=module, **kwargs))
 
-    def _output(self, output: object) -> Tensor:
-        return checked_output(self.stage_index, output).contiguous()
+    def _output(self, output: Any) -> Tensor:
+        if not (isinstance(output, Tensor) and is_plain(output)):
+            raise InvalidRun(
+                f"stage {self.stage_index} returned a {type(output).__name__}; with --runtime torch it must "
+                f"be one floating-point tensor. Use --runtime zbv."
+            )
+        return output.contiguous()
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(1, has_backward)

@@ -124,14 +124,14 @@ def collect(
     )
 
 
-def claim(path: Path) -> None:
+def claim(path: Path, what: str = "--trace") -> None:
     """Create the trace's folder, and raise :class:`InvalidRun` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with output(path):
             pass
     except OSError as error:
-        raise InvalidRun(f"--trace {path}: {error.strerror}. Give a file that can be written.") from error
+        raise InvalidRun(f"{what} {path}: {error.strerror}. Give a file that can be written.") from error
 
 
 def render(plans: Sequence[Sequence[RankTrace]], alignment: Alignment) -> str:

@@ -15,17 +15,16 @@ of ranks or replicas.
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zbv_worker.errors import (
     ChannelTimeout,
@@ -33,15 +32,13 @@ from zbv_worker.errors import (
     PeerLost,
     Superseded,
     WorkerError,
-    describe_error,
     naming_errors,
 )
-from zbv_worker.model.protocol import StatefulData
-from zbv_worker.training.checkpoint_files import RankFiles, Reader, State, write_index
+from zbv_worker.training.checkpoint_files import RankFiles, State, write_index
+from zbv_worker.training.checkpoint_state import RunState
 from zbv_worker.training.checkpoint_writer import BackgroundWriter, HostCopies
-from zbv_worker.training.dtensors import is_dtensor
 from zbv_worker.training.fence import Claimant, Fence, checkpoints, is_complete
-from zbv_worker.training.loss_scale import LossScale
+from zbv_worker.training.ties import Ties
 from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
 
@@ -98,6 +95,8 @@ class Checkpoints:
         Fingerprint of the model, its arguments and seed; checkpoints of another model are refused.
     data
         The pipeline model, which may have a state itself (:class:`StatefulData`).
+    ties
+        Parameters with several copies, of which only the first is saved.
     """
 
     def __init__(
@@ -109,12 +108,11 @@ class Checkpoints:
         data: object,
         transport: Transport,
         device: torch.device,
+        ties: Ties | None = None,
     ):
         self._options = options
-        self._whole = _as_one_module(modules)
-        self._update = update
+        self._state = RunState(modules, update, model, data, transport, ties)
         self._model = model
-        self._data = data if isinstance(data, StatefulData) else None
         self._transport = transport
         self._saved = 0
         self._fence: Fence | None = None
@@ -138,7 +136,7 @@ class Checkpoints:
         fence = self._fence or self._claim()[0]
         partial = fence.partial(step)
         self._on_rank_0(lambda: _make_empty(partial))
-        state = self._without_creating(lambda: self._mine(step))
+        state = self._state.before(step)
         mine: list[RankFiles] = []
         self._on_every_rank(lambda: mine.append(self._copied(state)))
         self._writer.start(lambda: self._write(fence, step, mine[0]))
@@ -177,18 +175,6 @@ class Checkpoints:
                 absent.remove(rank)
         return absent
 
-    def _without_creating(self, work: Callable[[], State]) -> State:
-        """Run something that returns the optimizer's state, and leave a new optimizer without a state.
-
-        To return it, torch creates the state by a step with zero gradients. That would count as a step in
-        Adam's bias correction.
-        """
-        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
-        found = work()
-        for optimizer in fresh:
-            optimizer.state.clear()
-        return found
-
     def check(self) -> None:
         """Raise the error of this rank's part of the last :meth:`save`, if it has failed. Does not wait."""
         if self._writer.has_failed:
@@ -220,7 +206,7 @@ class Checkpoints:
         if name is None:
             return 0
         with self._unless_superseded():
-            self._load(self._options.directory / name)
+            self._state.load(self._options.directory / name)
         self._saved = newest
         return newest
 
@@ -256,84 +242,6 @@ class Checkpoints:
                 f"share."
             )
 
-    def _load(self, folder: Path) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
-        state = self._trained()
-        model, optimizer = state["model"], state["optimizer"]
-        with self._naming_files(folder):
-            reader = Reader(folder)
-            for kind, place in (("model", ""), ("optimizer", " of the optimizer")):
-                for name in state[kind]:
-                    if f"{kind}.{name}" not in reader:
-                        raise self._other_model(folder, f"it lacks {name}{place}")
-            if reader.value("progress.model") != self._model:
-                raise self._other_model(folder, "the factory, its arguments or the seed differ")
-            tensors = _named_tensors(state)
-            reader.read_into(tensors)
-            for name in optimizer:
-                if f"optimizer.{name}" not in tensors:
-                    optimizer[name] = reader.value(f"optimizer.{name}")
-            set_state_dict(
-                self._whole,
-                self._optimizers,
-                model_state_dict=model,
-                optim_state_dict=optimizer,
-                options=StateDictOptions(flatten_optimizer_state_dict=True),
-            )
-            self._go_on(reader)
-
-    def _trained(self) -> dict[str, dict[str, Any]]:
-        """Parameters, buffers and optimizer state, by name."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        model, optimizer = get_state_dict(self._whole, self._optimizers, options=options)
-        return {"model": model, "optimizer": optimizer}
-
-    def _mine(self, step: int) -> State:
-        """The state that this rank writes; replicas divide tensors that they all hold."""
-        trained, replicas = self._trained(), self._transport.layout.replicas
-        tensors = {
-            name: tensor
-            for at, (name, tensor) in enumerate(_named_tensors(trained).items())
-            if is_dtensor(tensor) or at % replicas == self._transport.replica
-        }
-        values: dict[str, Any] = {f"random.{self._transport.rank}": _random_state()}
-        if self._data is not None:
-            values[f"data.{self._transport.rank}"] = self._data.data_state()
-        if self._transport.replica == 0:
-            values |= self._progress(step)
-            for name, value in trained["optimizer"].items():
-                if not isinstance(value, Tensor):
-                    values[f"optimizer.{name}"] = value
-        return State(tensors, values)
-
-    def _progress(self, step: int) -> dict[str, Any]:
-        schedule = self._update.schedule
-        progress = {
-            "progress.step": step,
-            "progress.model": self._model,
-            "progress.loss_scale": asdict(self._update.loss_scale),
-        }
-        # A rank without parameters has no schedule.
-        return progress if schedule is None else {**progress, "progress.schedule": schedule.state_dict()}
-
-    def _go_on(self, reader: Reader) -> None:
-        rank = self._transport.rank
-        self._update.loss_scale.go_on_from(LossScale(**reader.value("progress.loss_scale")))
-        if self._update.schedule is not None:
-            self._update.schedule.load_state_dict(reader.value("progress.schedule"))
-        # After a change of the number of ranks, some ranks have no saved random state; they use a new one.
-        if f"random.{rank}" in reader:
-            _set_random_state(reader.value(f"random.{rank}"))
-        if self._data is not None and f"data.{rank}" in reader:
-            self._data.load_data_state(reader.value(f"data.{rank}"))
-
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [] if self._update.optimizer is None else [self._update.optimizer]
-
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
         """Run something on rank 0 while all ranks wait; returns its JSON result on all ranks."""
         (result, *_) = self._on_every_rank(work if self._transport.rank == 0 else lambda: None)
@@ -366,22 +274,6 @@ class Checkpoints:
                 self._fence.check()
             raise
 
-    @contextmanager
-    def _naming_files(self, folder: Path) -> Iterator[None]:
-        """Convert errors of reading a checkpoint to :class:`InvalidRun`."""
-        try:
-            yield
-        except OSError as error:
-            raise InvalidRun(f"--checkpoint-dir {folder}: {error.strerror or error}.") from error
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise self._other_model(folder, f"its state does not fit: {describe_error(error)}") from error
-
-    def _other_model(self, folder: Path, why: str) -> InvalidRun:
-        return InvalidRun(
-            f"--checkpoint-dir: {folder} belongs to another model ({why}). Use one directory per model, or "
-            f"the same --model, --model-args and --seed."
-        )
-
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """The newest complete checkpoint of a directory; None if there is none."""
@@ -406,51 +298,6 @@ def _raise_first(outcomes: list[list[Any]]) -> None:
     for error, result in outcomes:
         if error:
             raise _RAISED_TOGETHER[error](result)
-
-
-def _as_one_module(modules: Mapping[int, nn.Module]) -> nn.Module:
-    """One module with the children of all stages; their names do not depend on the partition."""
-    whole = nn.Module()
-    for stage, module in modules.items():
-        own = [
-            *module.named_children(),
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        ]
-        for name, value in own:
-            if hasattr(whole, name):
-                raise InvalidRun(
-                    f"stage {stage} and another stage both have {name!r}; checkpoints need unique names. "
-                    f"Name modules after their layer, not after their position in the stage."
-                )
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                whole.register_buffer(name, value)
-            else:
-                setattr(whole, name, value)
-    return whole
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _named_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    return {
-        f"{kind}.{name}": value
-        for kind, values in state.items()
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
 
 
 def _make_empty(folder: Path) -> None:

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.training.dtensors import is_dtensor
+from zbv_worker.stage.dtensors import is_dtensor
 
 INDEX = "index.json"
 
@@ -161,7 +161,7 @@ class Reader:
         self._folder = folder
         self._index = _parsed(folder / INDEX)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._index.tensors or name in self._index.values
 
     def value(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """How a rank's process ends when its run fails: soon, with its reason, and whatever its device does.
 
 A kernel that waits for a lost rank never ends, and torch's orderly ways out wait for it. So the process first
-publishes and records the reason, then aborts its communicators, and leaves without Python's cleanup. Only the
+records and publishes the reason, then aborts its communicators, and leaves without Python's cleanup. Only the
 top level of a process may use this: nothing else in the process survives.
 """
 
@@ -20,7 +20,7 @@ from zbv_worker.execution.progress import CurrentProgress, Progress, attach_prog
 from zbv_worker.host.leaving import leave
 from zbv_worker.transport.control import ABORT_SECONDS, ConnectedTransport, ControlPlane
 from zbv_worker.transport.failure_watch import BEAT_SECONDS, FailureNotes, Loss
-from zbv_worker.transport.rendezvous import lives_in_rank_0
+from zbv_worker.transport.rendezvous import lives_in_rank_0, say
 
 LEAVE_SECONDS = 30.0
 """The longest time between a failure and the end of the process."""
@@ -70,6 +70,27 @@ class Ending:
         attach_progress(error, Progress(at.step, at.action, loss.rank if loss.rank != rank else None))
         self.fail(error)
 
+    def close(self, transport: ConnectedTransport) -> None:
+        """Close the transport of a run that has succeeded; ends the process, with status 0, if that hangs.
+
+        NCCL destroys a communicator without a time limit. Everything that the run writes must be written.
+        """
+
+        def give_up() -> None:
+            say(
+                f"rank {transport.rank}: the run is complete, but its connections did not close within "
+                f"{LEAVE_SECONDS:g} s. The process ends without them."
+            )
+            leave(0)
+
+        limit = threading.Timer(LEAVE_SECONDS, give_up)
+        limit.daemon = True
+        limit.start()
+        try:
+            transport.close()
+        finally:
+            limit.cancel()
+
     def fail(self, error: Exception) -> NoReturn:
         """End the process because of an error."""
         self._failed.acquire()  # never released: the first failure ends the process
@@ -87,17 +108,26 @@ class Ending:
             leave(status)
 
     def _tell(self, error: Exception) -> int:
-        """Publish, record and report an error; returns the exit status."""
+        """Record, publish and report an error; returns the exit status.
+
+        Recorded first: another rank that reads the cause ends, and an agent may then end this process too.
+        """
         others = self._others
+        self._try_to_record(error)
         if others is not None:
             if isinstance(error, ChannelTimeout | PeerLost):
-                self._record(error)
                 error = others.blame(error)
+                self._try_to_record(error)
             else:
                 is_input_wrong = isinstance(error, InvalidRun | Disagreement)
                 others.publish(Loss(others.rank, _one_line(error), is_input_wrong))
-        self._record(error)
         return self._report(error)
+
+    def _try_to_record(self, error: Exception) -> None:
+        try:
+            self._record(error)
+        except OSError as obstacle:  # the other ranks must learn the cause all the same
+            say(f"the reason of the failure could not be written: {obstacle}")
 
 
 @dataclass(frozen=True)

@@ -2,34 +2,34 @@
 
 A step's actions add to them. With replicas of the pipeline, gradients are summed over the ranks that hold the
 same stages: a stage's sum starts after its last W (or B), while other stages still compute. Every loss is
-divided by the microbatches of *all* replicas, so the sum is the gradient of the mean.
+divided by the microbatches of *all* replicas, so the sum is the gradient of the mean. Tensor-parallel ranks
+hold parts of gradients (DTensors); each rank handles its local part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.stage.dtensors import local_of, parts_of
 from zbv_worker.stage.main_gradients import (
     gradient_of,
-    has_main_gradient,
     is_half,
     round_main_gradients,
     set_gradient,
     use_main_gradients,
 )
+from zbv_worker.training.buckets import Bucket, filled, place_gradient, require_dense
+from zbv_worker.training.fully_sharded import FullySharded
+from zbv_worker.training.ties import Ties
 from zbv_worker.transport.channels import Reduction, Transport
-
-_BUCKET_BYTES = 32 * 2**20
-"""Large enough to use a network's bandwidth, small enough that the first sum ends before the last begins."""
+from zbv_worker.transport.world import Layout
 
 
 class Gradients:
-    """The gradients of the parameters that a rank trains; of a single replica, so there is nothing to sum.
+    """The gradients of the parameters that a rank trains, without a sum over replicas by the worker.
 
     Parameters
     ----------
@@ -37,10 +37,32 @@ class Gradients:
         By stage. Stages may share parameters.
     has_main
         Whether parameters in half precision have main gradients.
+    layout, rank
+        The places of the ranks; by default this rank is alone.
+    ties
+        Parameters that other ranks or stages have copies of.
+
+    Attributes
+    ----------
+    reuses_memory
+        Whether :meth:`begin` overwrites the tensors that held the last step's gradients.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], *, has_main: bool = True):
+    reuses_memory = False
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        *,
+        has_main: bool = True,
+        layout: Layout = Layout(1),  # noqa: B008 - immutable
+        rank: int = 0,
+        ties: Ties | None = None,
+    ):
         self._has_main = has_main
+        self._columns = layout.columns
+        self._ties = ties
+        self._fully_sharded = FullySharded(modules, layout.copies_of(rank))
         self.stages_of: dict[nn.Parameter, frozenset[int]] = {}
         for stage, module in modules.items():
             for parameter in module.parameters():
@@ -55,50 +77,98 @@ class Gradients:
     def begin(self) -> None:
         """Call before a step's first action: discard the gradients of the last step."""
         if self._has_main:  # in every step, because the user may have added hooks since
-            use_main_gradients(self.stages_of)
+            use_main_gradients(self._own)
         for parameter in self.stages_of:
             set_gradient(parameter, None)  # the first action that adds to it allocates it
+        self._fully_sharded.begin()
 
     def follow(self, stages: Sequence[int]) -> None:
         """Call for each plan: the order in which its steps first use this rank's stages."""
 
     def stage_done(self, stage: int) -> None:
         """Call after the last action that adds to a stage's gradients."""
+        self._fully_sharded.stage_done(stage)
 
     def free_parameters(self) -> None:
         """Call after an evaluation, which uses parameters without a backward."""
+        self._fully_sharded.free()
 
     def finish(self, timeout: float) -> None:
         """Call after a step's last action: wait until the gradients are complete.
 
         Raises TimeoutError or ConnectionError.
         """
+        self._fully_sharded.finish()
+        for parameter in self._own:
+            place_gradient(parameter)
+        if self._ties is not None:
+            self._ties.sum(timeout)
 
-    def square_sum(self) -> Tensor | None:
-        """This rank's share of the squared norm of all gradients; the shares add up.
+    @property
+    def sums_over_ranks(self) -> bool:
+        """Whether :meth:`finish` adds up gradients of several ranks or copies.
 
+        Gradients of earlier steps must not be among them.
+        """
+        return bool(self._fully_sharded.parameters) or bool(self._ties)
+
+    def square_sum(self, gradient: Callable[[Tensor], Tensor | None] = gradient_of) -> Tensor | None:
+        """This rank's share of the squared norm of all gradients; the shares of all ranks add up.
+
+        Every element of the model counts once, although several ranks may hold it.
+
+        Parameters
+        ----------
+        gradient
+            Returns the gradient of a parameter, or None.
+
+        Returns
+        -------
         A float64 scalar on the gradients' device; None without gradients.
         """
-        return squares(self._present())
+        by_share: dict[int, list[Tensor]] = {}
+        for parameter in self.stages_of:
+            found = gradient(parameter)
+            if found is not None and (self._ties is None or self._ties.counts(parameter)):
+                by_share.setdefault(parts_of(found), []).append(local_of(found))
+        shares = [
+            total * (parts / self._columns)
+            for parts, some in by_share.items()
+            if (total := squares(some)) is not None
+        ]
+        return torch.stack(shares).sum() if shares else None
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply every gradient by a factor, which may be a float64 scalar on their device."""
         multiply(self._present(), factor)
 
-    def hand_over(self) -> None:
-        """Call before the optimizer's step: round gradients that were summed in float32 to ``.grad``."""
-        round_main_gradients(self.stages_of)
+    @property
+    def _own(self) -> list[nn.Parameter]:
+        """The parameters that the worker handles, not ``fully_shard``."""
+        managed = self._fully_sharded.parameters
+        return [parameter for parameter in self.stages_of if parameter not in managed]
+
+    def hand_over(self, *, keep: bool = False) -> None:
+        """Call before the optimizer's step: round gradients that were summed in float32 to ``.grad``.
+
+        Parameters
+        ----------
+        keep
+            Whether the sums in float32 are needed again; otherwise their memory is freed.
+        """
+        round_main_gradients(self.stages_of, keep=keep)
 
     def _present(self) -> list[Tensor]:
         found = (gradient_of(parameter) for parameter in self.stages_of)
-        return [gradient for gradient in found if gradient is not None]
+        return [local_of(gradient) for gradient in found if gradient is not None]
 
 
 class SummedGradients(Gradients):
     """The gradients of several replicas that each hold all parameters of their stages.
 
     The gradients of a stage are contiguous in a few buffers. The parameters' ``.grad``, or their main
-    gradients, are views of these, so the network sums what the actions wrote without a copy.
+    gradients, are views of these, so the network sums what the actions wrote without a copy. Gradients of
+    DTensors are copied there. Parameters with ``fully_shard`` are not part of it.
 
     Raises
     ------
@@ -106,17 +176,27 @@ class SummedGradients(Gradients):
         If a gradient cannot be part of a buffer.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], transport: Transport, *, has_main: bool = True):
-        super().__init__(modules, has_main=has_main)
+    reuses_memory = True
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        transport: Transport,
+        *,
+        has_main: bool = True,
+        ties: Ties | None = None,
+    ):
+        super().__init__(modules, has_main=has_main, layout=transport.layout, rank=transport.rank, ties=ties)
         for module in modules.values():
             require_dense(module)
+        own = self._own
         if has_main:
-            use_main_gradients(self.stages_of)
+            use_main_gradients(own)
         self._transport = transport
         self._buckets = [
-            _Bucket.of(stages, some)
+            Bucket.of(stages, some)
             for stages in sorted(set(self.stages_of.values()), key=sorted)
-            for some in _filled(p for p, its in self.stages_of.items() if its == stages)
+            for some in filled(p for p in own if self.stages_of[p] == stages)
         ]
         self._open: dict[int, set[int]] = {}
         self._sums: list[Reduction] = []
@@ -124,16 +204,20 @@ class SummedGradients(Gradients):
     def begin(self) -> None:
         """Zero the buffers."""
         self._open = {at: set(bucket.stages) for at, bucket in enumerate(self._buckets)}
+        for parameter in self._fully_sharded.parameters:
+            parameter.grad = None
+        self._fully_sharded.begin()
         for bucket in self._buckets:
             bucket.zero()
 
     def stage_done(self, stage: int) -> None:
         """Start the sums of buffers that no later action adds to."""
+        super().stage_done(stage)
         for at, open_stages in list(self._open.items()):
             open_stages.discard(stage)
             if not open_stages:
                 del self._open[at]
-                self._buckets[at].require_in_place()
+                self._buckets[at].collect()
                 self._sums.append(self._transport.sum_over_replicas(self._buckets[at].buffer))
 
     def finish(self, timeout: float) -> None:
@@ -144,79 +228,28 @@ class SummedGradients(Gradients):
         for summing in self._sums:
             summing.wait(timeout)
         self._sums.clear()
+        for bucket in self._buckets:
+            bucket.hand_out()
+        super().finish(timeout)
 
-    def hand_over(self) -> None:
-        """See :meth:`Gradients.hand_over`; keeps the buffers."""
+    def hand_over(self, *, keep: bool = False) -> None:
+        """See :meth:`Gradients.hand_over`; always keeps the buffers."""
         round_main_gradients(self.stages_of, keep=True)
 
-    def square_sum(self) -> Tensor | None:
-        """All replicas have the same gradients, so each contributes an equal part."""
-        found = squares(bucket.buffer for bucket in self._buckets)
-        return None if found is None else found / self._transport.layout.replicas
+    @property
+    def sums_over_ranks(self) -> bool:
+        """See :attr:`Gradients.sums_over_ranks`."""
+        return True
 
 
-@dataclass(frozen=True, eq=False)
-class _Bucket:
-    """Gradients in one buffer, and the stages that add to them."""
-
-    stages: frozenset[int]
-    buffer: Tensor
-    views: tuple[tuple[nn.Parameter, Tensor], ...]
-
-    @classmethod
-    def of(cls, stages: frozenset[int], parameters: Sequence[nn.Parameter]) -> _Bucket:
-        first = parameters[0]
-        sizes = [parameter.numel() for parameter in parameters]
-        dtype = torch.float32 if has_main_gradient(first) else first.dtype
-        buffer = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
-        parts = torch.split(buffer, sizes)
-        views = tuple((p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True))
-        return cls(stages, buffer, views)
-
-    def zero(self) -> None:
-        self.buffer.zero_()
-        for parameter, view in self.views:
-            set_gradient(parameter, view)
-
-    def require_in_place(self) -> None:
-        """Raise :class:`ModelError` if a gradient was moved out of the buffer: the sum would miss it."""
-        for parameter, view in self.views:
-            found = gradient_of(parameter)
-            if found is None or found.data_ptr() != view.data_ptr():
-                raise ModelError(
-                    f"the gradient of a parameter of shape {list(parameter.shape)} was replaced during the "
-                    f"step, perhaps by a hook that sets .grad. Gradients that replicas sum must be changed "
-                    f"in place. Remove the hook, or train without --data-parallel."
-                )
-
-
-def _filled(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters grouped by dtype into lists of about a bucket's size, the last parameters first.
-
-    The backward computes the last parameters' gradients first.
-    """
-    buckets: list[list[nn.Parameter]] = []
-    room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}  # by the buffer's type
-    for parameter in reversed(list(parameters)):
-        kind = (torch.float32 if has_main_gradient(parameter) else parameter.dtype, parameter.device)
-        bucket, left = room.get(kind, ([], 0))
-        size = parameter.numel() * kind[0].itemsize
-        if size > left:
-            bucket, left = [], _BUCKET_BYTES
-            buckets.append(bucket)
-        bucket.append(parameter)
-        room[kind] = bucket, left - size
-    return buckets
-
-
-def require_dense(module: nn.Module) -> None:
-    """Raise :class:`InvalidRun` if a module has sparse gradients."""
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise InvalidRun(
-                f"found a sparse embedding, {name or 'the stage itself'}; gradients that replicas sum must "
-                f"be dense. Build it with sparse=False."
-            )
+def gradients_of(
+    modules: Mapping[int, nn.Module], transport: Transport, *, has_main: bool = True, ties: Ties | None = None
+) -> Gradients:
+    """The gradients of a rank's stages, summed over its replicas if it has some."""
+    layout = transport.layout
+    if layout.replicas > 1:
+        return SummedGradients(modules, transport, has_main=has_main, ties=ties)
+    return Gradients(modules, has_main=has_main, layout=layout, rank=transport.rank, ties=ties)
 
 
 def multiply(gradients: list[Tensor], factor: Tensor | float) -> None:

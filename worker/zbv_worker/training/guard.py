@@ -44,7 +44,7 @@ class Guard:
         self._startup = Startup(self._rank, startup_timeout, self._doing, self._be_late)
 
     def _begin_watch(self, control: GlooControl, ending: Ending, patience: float) -> FailureWatch:
-        notes = FailureNotes(control.other_notes(patience), self._rank)
+        notes = FailureNotes(control.other_notes(), self._rank)
         ending.met(control, notes, self._progress)
         next_rank = (self._rank + 1) % control.layout.world_size
         following = None if next_rank == self._rank else next_rank

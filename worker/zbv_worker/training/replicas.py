@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from zbv_worker.model.protocol import Evaluated, PipelineModel
+from zbv_worker.model.protocol import Evaluated, Microbatch, PipelineModel
 from zbv_worker.transport.channels import Transport
 
 
@@ -19,11 +21,11 @@ class DataOfReplica:
         self._model = model
         self._first = replica * microbatches
 
-    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+    def microbatch(self, step: int, index: int) -> Microbatch | tuple[Any, ...]:
         """See :meth:`zbv_worker.model.PipelineModel.microbatch`."""
         return self._model.microbatch(step, self._first + index)
 
-    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+    def evaluation_microbatch(self, step: int, index: int) -> Microbatch | tuple[Any, ...]:
         """Like :meth:`microbatch`, for evaluation data if the model has such data."""
         if isinstance(self._model, Evaluated):
             return self._model.evaluation_microbatch(step, self._first + index)

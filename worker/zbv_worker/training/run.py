@@ -18,12 +18,12 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
 from zbv_worker.model.protocol import PipelineModel, Weighted
-from zbv_worker.stage.program import Program, differences
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
 from zbv_worker.training.ending import Ending
 from zbv_worker.training.garbage import GarbageCollection
 from zbv_worker.training.guard import Guard
 from zbv_worker.training.options import RunOptions, Setting
+from zbv_worker.training.program_warning import warn_of_another_program
 from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
@@ -58,14 +58,15 @@ def run(
         torch.set_num_threads(options.threads)
     # Find this rank's own errors before meeting the others.
     try:
-        device, plans, wholes, model = _prepare(options, world)
+        layout = Layout.of_world(world.world_size, options.training.replicas)
+        device, plans, wholes, model = _prepare(options, world, layout.pp_rank(world.rank))
     except Exception as error:
         refuse(world.rank, world.world_size, str(error))
         raise
     progress = progress or CurrentProgress()
     patience, training = options.startup_patience, options.training
     with naming_errors(world.rank, "meeting the other ranks"):
-        control = GlooControl(world, patience, training.replicas)
+        control = GlooControl(world, patience, layout)
     guard = Guard(control, progress, options.timeout, patience, ending)
     with naming_errors(world.rank, "connecting"):
         sums = training.needs_sums_over_ranks or isinstance(model, Weighted)
@@ -84,7 +85,10 @@ def run(
         if ending is None:  # an ending publishes the reason first
             transport.abort(ABORT_SECONDS)
         raise
-    transport.close()
+    if ending is None:
+        transport.close()
+    else:
+        ending.close(transport)
     return reports
 
 
@@ -95,14 +99,13 @@ def _write(reports: Sequence[RankReport], options: RunOptions) -> None:
 
 
 def _prepare(
-    options: RunOptions, world: World
+    options: RunOptions, world: World, pp_rank: int
 ) -> tuple[torch.device, list[RankPlan], list[WholePlan], PipelineModel]:
     """Everything that a rank can find and check alone."""
     device = select_device(options.backend, world.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
     _require_one_plan(options)
-    pp_rank = Layout.of_world(world.world_size, options.training.replicas).pp_rank(world.rank)
     plans, wholes = _plans(options, pp_rank)
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
@@ -110,20 +113,8 @@ def _prepare(
     for plan in plans:
         require_layers(model, plan.cut)
         if world.local_rank == 0:  # once per host
-            _warn_of_another_program(plan, options.training.program, device)
+            warn_of_another_program(plan, options.training.program, device)
     return device, plans, wholes, model
-
-
-def _warn_of_another_program(plan: RankPlan, program: Program, device: torch.device) -> None:
-    """Report every difference between the program that was profiled for the plan, and this run's."""
-    found = list(differences(plan.measured, program.described(device)))
-    if found:
-        print(  # noqa: T201 - a rank's log
-            f"plan {plan.plan_id[:12]}: its costs were measured with {', '.join(found)}. The step may take "
-            f"longer than planned: measure this program with zbv-worker profile, and plan again.",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _share_cores(transport: ConnectedTransport) -> None:

@@ -34,8 +34,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbv_worker.errors import naming_errors
-from zbv_worker.stage.main_gradients import use_main_gradients
-from zbv_worker.training.gradients import Gradients, require_dense, squares
+from zbv_worker.model.layer_list import whole_name
+from zbv_worker.stage.layers import calls_in_order
+from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
+from zbv_worker.training.buckets import require_dense
+from zbv_worker.training.gradients import Gradients, squares
 from zbv_worker.training.shards import Holders, ShardBucket, Unit, unit_of
 from zbv_worker.transport.channels import Transport
 
@@ -173,12 +176,17 @@ class ShardedGradients(Gradients):
             self._free(unit)
         self._next = 0
 
-    def square_sum(self) -> Tensor | None:
+    @property
+    def sums_over_ranks(self) -> bool:
+        """See :attr:`Gradients.sums_over_ranks`."""
+        return True
+
+    def square_sum(self, gradient: Callable[[Tensor], Tensor | None] = gradient_of) -> Tensor | None:
         """Each replica contributes the parts that it holds."""
         return squares(self._present())
 
-    def hand_over(self) -> None:
-        """Set the gradients of the shards."""
+    def hand_over(self, *, keep: bool = False) -> None:
+        """Set the gradients of the shards; always keeps their memory."""
         for bucket in self._trainable:
             bucket.hand_over()
 
@@ -217,8 +225,11 @@ def _parts(stage: int, module: nn.Module) -> list[_StagePart]:
     """A stage's parts: its layers if it certainly calls one after the other, otherwise all of it."""
     children = tuple(module.named_children()) if isinstance(module, nn.Sequential) else ()
     own = list(module.parameters(recurse=False))
-    if type(module).forward is nn.Sequential.forward and not own:
-        return [_StagePart(f"stage {stage}, {name}", tuple(c.parameters()), (c,)) for name, c in children]
+    if calls_in_order(module) and not own:
+        return [
+            _StagePart(f"stage {stage}, {whole_name(name)}", tuple(child.parameters()), (child,))
+            for name, child in children
+        ]
     # Recomputation calls the layers, not the module.
     entries = (module, *(child for _, child in children))
     return [_StagePart(f"stage {stage}, all layers", tuple(module.parameters()), entries)]

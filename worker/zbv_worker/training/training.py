@@ -12,24 +12,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.errors import InvalidRun, NotFinite, naming_errors
-from zbv_worker.execution.agreement import Statement, agree
+from zbv_worker.errors import InvalidRun, ModelError, NotFinite, naming_errors
+from zbv_worker.execution.agreement import Statement, agree, agree_on_keywords
+from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions, Launched
 from zbv_worker.execution.fetch_ahead import DEFAULT_FETCH_AHEAD
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
-from zbv_worker.model.protocol import FetchedAhead, PipelineModel, StatefulData, Weighted
+from zbv_worker.model.layer_list import whole_name
+from zbv_worker.model.protocol import FetchedAhead, PipelineModel, StatefulData, Tied, Weighted
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.checkpoint import Checkpoints
-from zbv_worker.training.gradients import Gradients, SummedGradients
+from zbv_worker.training.gradients import Gradients, gradients_of
 from zbv_worker.training.loss_scale import LossScale
-from zbv_worker.training.options import Setting, require_compilable, require_kept_activations, require_plain
+from zbv_worker.training.options import (
+    Setting,
+    require_compilable,
+    require_kept_activations,
+    require_own_gradients,
+    require_plain,
+)
 from zbv_worker.training.plan_change import Swaps
+from zbv_worker.training.program_warning import warn_of_another_program
 from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
 from zbv_worker.training.report import RankReport, StepLine
+from zbv_worker.training.ties import Ties
 from zbv_worker.training.trace_file import TraceFile
 from zbv_worker.training.update import Update, Updated
 from zbv_worker.transport.channels import Transport
@@ -83,6 +93,12 @@ class Training:
         self._loss_scale = LossScale.of(options.precision)
         self._agree()
         modules = self._build()
+        pairs = model.tied_parameters() if isinstance(model, Tied) else ()
+        with naming_errors(self._rank, "connecting ranks with tied parameters"):
+            self._ties = Ties(pairs, modules, setting.transport, setting.run.startup_patience)
+        with naming_errors(self._rank, "agreeing on the layers' keywords"):
+            taken = keywords_of(self._stages.values())
+            self._keywords = agree_on_keywords(self._transport, taken, setting.run.startup_patience)
         self._gradients = self._make_gradients(modules)
         if whole is None:
             self._walk()
@@ -98,9 +114,10 @@ class Training:
             options.clip_norm,
             options.non_finite,
             setting.device,
+            names=_names(modules),
             is_late=is_late,
         )
-        _seed(setting.run.model.seed, transport.rank)
+        _seed(setting.run.model.seed, transport)
         self._checkpoints = self._make_checkpoints(modules)
         self.first_step = 0 if self._checkpoints is None else self._checkpoints.load_newest()
         self.report = RankReport(plan.plan_id, transport.rank)
@@ -142,8 +159,7 @@ class Training:
         loss = result.numbers[0] if launched.losses else None
         line = StepLine(step, self._plan.plan_id, loss, result.seconds, result.update_seconds, updated)
         self.report.add(line, result)
-        skipped = ", not finite: skipped" if updated.is_skipped else ""
-        self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{skipped}")
+        self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{_outcome(updated)}")
         self._report_non_finite(step, updated)
         if step == self.first_step:
             self._report_unsplit(step, {at: stage.split_share for at, stage in self._stages.items()})
@@ -181,11 +197,18 @@ class Training:
         Collective if the model weights its microbatches.
         """
         if not isinstance(self._model, Weighted):
+            if any(stage.is_weighted for stage in self._stages.values()):
+                raise ModelError(
+                    f"loss of a {type(self._model).__name__} returned a pair of sum and weight; must be the "
+                    f"mean over a microbatch. Rename the method to loss_sum, and let loss return the mean."
+                )
             return loss, 1.0
         mine = sum(stage.take_weight() for stage in self._stages.values())
         weights = torch.zeros((), dtype=torch.float64, device=self._setting.device) + mine
         whole = self._transport.sum_over_ranks(weights.reshape(1), self._timeout)[0]
-        microbatches = self._plan.microbatches * self._transport.layout.replicas
+        # The inner ranks of a replica have the same weights.
+        layout = self._transport.layout
+        whole, microbatches = whole / layout.inner, self._plan.microbatches * layout.replicas
         # If all weights are 0, there is nothing to learn from, and the mean is undefined.
         factor = torch.where(whole > 0, microbatches / whole, 0.0)
         return (None if loss is None else torch.where(whole > 0, loss * factor, math.nan)), factor
@@ -193,7 +216,7 @@ class Training:
     def _report_non_finite(self, step: int, updated: Updated) -> None:
         """Report values that are not finite; raises :class:`NotFinite` if the run must fail."""
         for what, value in updated.non_finite:
-            if what != "loss" or self._transport.replica == 0:  # all replicas have the same loss
+            if what != "loss" or self._transport.column == 0:  # all columns have the same loss
                 self._note("non_finite", step, what=what, value=str(value))
                 _say(f"step {step}: {self._label}the {what} is {value}")
         if updated.is_failed:
@@ -208,7 +231,7 @@ class Training:
         split = {action.stage for action in self._plan.actions if action.letter == "I"} - self._unsplit
         for index in sorted(split):
             found = shares.get(index)
-            if found is not None and found.is_small and self._transport.replica == 0:
+            if found is not None and found.is_small and self._transport.column == 0:
                 self._unsplit.add(index)
                 share, modules = round(found.share, 3), list(found.unsplit[:20])
                 self._note("little_to_split", step, stage=index, share=share, modules=modules)
@@ -271,6 +294,9 @@ class Training:
         self._walk()
         if self._rank == 0:
             _say(f"step {step}: changing from plan {before.plan_id[:12]} to {plan.plan_id[:12]}")
+            warn_of_another_program(plan, self._options.program, self._setting.device)
+        self._unsplit.clear()  # a plan may rely on the W of other stages
+        self._report_unsplit(step, {index: stage.split_share for index, stage in self._stages.items()})
 
     def _agree(self) -> None:
         """Check that all ranks have the same plan, and open its channels."""
@@ -300,7 +326,9 @@ class Training:
         if self._whole is not None:
             require_plain(options, self._model)
             require_kept_activations(self._plan)
-            return build_modules(self._model, self._plan, device)
+            modules = build_modules(self._model, self._plan, device)
+            require_own_gradients(modules)
+            return modules
         require_compilable(options)
         self._stages = build_stages(
             self._model, self._plan, device, replicas=options.replicas, program=options.program
@@ -310,10 +338,13 @@ class Training:
     def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
         has_main = self._options.has_main_gradients
         if self._options.is_sharded:
+            if self._ties:
+                raise InvalidRun(
+                    "--shard: found tied parameters on different ranks. Use placement v, which has the first "
+                    "and the last stage on one rank, or omit --shard."
+                )
             return _sharded(modules, self._transport, self._setting.device, self._timeout, has_main=has_main)
-        if self._transport.layout.replicas > 1:
-            return SummedGradients(modules, self._transport, has_main=has_main)
-        return Gradients(modules, has_main=has_main)
+        return gradients_of(modules, self._transport, has_main=has_main, ties=self._ties)
 
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""
@@ -330,8 +361,11 @@ class Training:
                 progress=self._setting.progress,
                 on_stage_done=self._gradients.stage_done,
                 startup_timeout=self._setting.run.startup_timeout,
+                # The first microbatch runs uncompiled, so of one microbatch the second step compiles.
+                startup_steps=2 if self._options.is_compiled and self._plan.microbatches == 1 else 1,
                 fetch_ahead=_fetch_ahead(self._model, self._setting.device),
                 last_step=None if isinstance(self._model, StatefulData) else self._setting.run.steps - 1,
+                keywords=self._keywords,
             ),
         )
 
@@ -359,11 +393,21 @@ class Training:
             self._model,
             self._transport,
             self._setting.device,
+            self._ties,
         )
 
     def _say_loss(self, begin: str, loss: float | None, end: str = "") -> None:
-        if loss is not None and self._transport.replica == 0:
+        if loss is not None and self._transport.column == 0:
             _say(f"{begin} {self._label}loss {loss:.4f}{end}")
+
+
+def _names(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, str]:
+    """The parameters' names in the whole model."""
+    return {
+        parameter: whole_name(name)
+        for module in modules.values()
+        for name, parameter in module.named_parameters()
+    }
 
 
 def _fetch_ahead(model: PipelineModel, device: torch.device) -> int:
@@ -373,12 +417,14 @@ def _fetch_ahead(model: PipelineModel, device: torch.device) -> int:
     return DEFAULT_FETCH_AHEAD if device.type == "cuda" else 0
 
 
-def _seed(seed: int, rank: int) -> None:
-    """Give every rank its own random numbers: replicas with equal dropout would learn less.
+def _seed(seed: int, transport: Transport) -> None:
+    """Give every position and replica its own random numbers: replicas with equal dropout would learn less.
 
+    The inner ranks of a replica get equal ones, or dropout would make their common activations differ.
     Called after the stages are built, because the model may have seeded the same generators.
     """
-    digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+    place = transport.pp_rank * transport.layout.replicas + transport.replica
+    digest = hashlib.sha256(f"{seed}/{place}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7]))
     random.seed(digest)
 
@@ -399,6 +445,13 @@ def _sharded(
         )
     group = transport.replica_group
     return ShardedGradients(modules, transport, group, device, timeout, has_main=has_main)
+
+
+def _outcome(updated: Updated) -> str:
+    """What became of a step whose numbers are not finite, for its line."""
+    if updated.is_failed:
+        return ", not finite"
+    return ", not finite: skipped" if updated.is_skipped else ""
 
 
 def _say(text: str) -> None:

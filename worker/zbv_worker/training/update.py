@@ -24,13 +24,14 @@ scales the loss (float16)   waits for the device, because the next step's loss n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zbv_worker.model.optimizers import optimizer_of
 from zbv_worker.model.protocol import PipelineModel, Scheduled
 from zbv_worker.training.gradients import Gradients
 from zbv_worker.training.loss_scale import LossScale
@@ -75,6 +76,9 @@ class Update:
         must raise the error. Equal on all ranks.
     device
         Where the rank computes.
+    names
+        The parameters' names in the whole model, for a model with
+        :class:`~zbv_worker.model.protocol.NamedOptimizer`.
     is_late
         Whether the host must not wait for the device, except where the table above says so.
     """
@@ -89,6 +93,7 @@ class Update:
         non_finite: NonFinite = "fail",
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
         *,
+        names: Mapping[nn.Parameter, str] | None = None,
         is_late: bool = False,
     ):
         self._gradients = gradients
@@ -98,7 +103,8 @@ class Update:
         self._device = device
         self.loss_scale = loss_scale
         parameters = gradients.parameters
-        self.optimizer = model.optimizer(parameters) if parameters else None
+        named = [((names or {}).get(parameter, ""), parameter) for parameter in parameters]
+        self.optimizer = optimizer_of(model, named) if named else None
         has_schedule = self.optimizer is not None and isinstance(model, Scheduled)
         self.schedule: Any = model.schedule(self.optimizer) if has_schedule else None  # type: ignore[attr-defined]  # checked
         self._is_shared = clip_norm is not None or loss_scale.is_dynamic or non_finite == "skip"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zbv_worker.transport.channels import TensorSpec
+from zbv_worker.values.structure import TensorSpec
 
 
 class _Buffer(NamedTuple):

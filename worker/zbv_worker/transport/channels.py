@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from zbv_solver.plans.channels import Channel
 
 from zbv_worker.transport.world import Layout
+from zbv_worker.values.structure import TensorSpec
 
 
 class ChannelKey(NamedTuple):
@@ -32,22 +32,6 @@ class ChannelKey(NamedTuple):
 def key_of(channel: Channel) -> ChannelKey:
     """The identity of a plan's channel."""
     return ChannelKey(channel.sender, channel.receiver)
-
-
-class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor between stages. A tuple, because every receive uses it as a key."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        """The spec of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this shape and dtype."""
-        return tensor.shape == self.shape and tensor.dtype is self.dtype
 
 
 class Pending(Protocol):
@@ -92,7 +76,7 @@ class Reduction(Protocol):
 class Transport(ABC):
     """Moves tensors between the ranks of a pipeline, and between its replicas. All ranks use the same kind.
 
-    A channel connects two positions of the pipeline within one replica. All other methods take global ranks.
+    A channel connects two positions of the pipeline within one column. All other methods take global ranks.
     Methods that take a timeout (in seconds) raise TimeoutError if it passes and ConnectionError if a peer is
     gone. After either, a transport is unusable and must be closed.
     """
@@ -104,7 +88,7 @@ class Transport(ABC):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in all replicas."""
+        """The number of ranks in all columns."""
         return self.layout.world_size
 
     @property
@@ -114,8 +98,13 @@ class Transport(ABC):
 
     @property
     def replica(self) -> int:
-        """The index of the pipeline that this rank belongs to."""
+        """The index of the replica that this rank belongs to."""
         return self.layout.replica(self.rank)
+
+    @property
+    def column(self) -> int:
+        """The index of this rank's pipeline; the ranks of column 0 report what all columns know."""
+        return self.layout.column(self.rank)
 
     @abstractmethod
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
@@ -160,14 +149,14 @@ class Transport(ABC):
 
     @abstractmethod
     def sum_over_replicas(self, tensor: Tensor) -> Reduction:
-        """Start to add up a tensor over the replicas of this position, in place.
+        """Start to add up a tensor over the replicas of this rank, in place.
 
         Collective among them: all start the same sums in the same order. Several may be in progress.
         """
 
     @abstractmethod
     def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
-        """Start to fill ``whole`` with the parts of this position's replicas, in order of replicas.
+        """Start to fill ``whole`` with the parts of this rank's replicas, in order of replicas.
 
         Both are contiguous and one-dimensional. Collective like :meth:`sum_over_replicas`, and in one order
         with it.
@@ -178,6 +167,20 @@ class Transport(ABC):
         """Start to add up ``whole`` over the replicas, and to fill ``part`` with this replica's part of it.
 
         The counterpart of :meth:`gather_over_replicas`. ``whole`` must not change before the end.
+        """
+
+    @abstractmethod
+    def link(self, sets: Iterable[tuple[int, ...]], timeout: float) -> None:
+        """Connect sets of positions, within each column, for sums over them.
+
+        Collective: every rank passes the same sets. Each has at least two positions, in ascending order.
+        """
+
+    @abstractmethod
+    def sum_over_positions(self, positions: tuple[int, ...], tensor: Tensor) -> Reduction:
+        """Start to add up a tensor over linked positions of this rank's column, in place.
+
+        Collective among them like :meth:`sum_over_replicas`.
         """
 
     @abstractmethod

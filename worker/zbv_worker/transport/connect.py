@@ -8,11 +8,11 @@ from zbv_worker.transport.control import ConnectedTransport, ControlPlane, GlooC
 from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.transport.torch_api import HostClock, TorchNccl, torch_cuda
-from zbv_worker.transport.world import Backend, World
+from zbv_worker.transport.world import Backend, Layout, World
 
 
 def connect(
-    world: World, backend: Backend, device: torch.device, timeout: float, replicas: int = 1
+    world: World, backend: Backend, device: torch.device, timeout: float, layout: Layout | None = None
 ) -> ConnectedTransport:
     """Meet the other ranks; returns the transport. Collective.
 
@@ -22,17 +22,15 @@ def connect(
         Where the rank computes and received tensors go.
     timeout
         Seconds to meet and to connect.
-    replicas
-        Number of pipelines in the world.
+    layout
+        The places of the ranks, for example of a device mesh; by default one pipeline.
 
     Raises
     ------
-    InvalidRun
-        If the replicas do not divide the world.
     TimeoutError, ConnectionError
         If the ranks do not meet; names those that did not arrive.
     """
-    return open_transport(GlooControl(world, timeout, replicas), backend, device, timeout)
+    return open_transport(GlooControl(world, timeout, layout), backend, device, timeout)
 
 
 def open_transport(

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from typing_extensions import override
 
+from zbv_worker.transport.breaking import break_connections
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive
-from zbv_worker.transport.rendezvous import lives_in_rank_0, meet, named, ranks_on_this_host, second_store
+from zbv_worker.transport.rendezvous import lives_in_rank_0, meet, named, part_of, ranks_on_this_host
 from zbv_worker.transport.torch_errors import classifying, first_line
 from zbv_worker.transport.world import Layout, World
 
@@ -62,6 +63,14 @@ class ControlPlane(ABC):
         """Receive the next number that ``peer`` sends."""
 
     @abstractmethod
+    def send(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        """Send a contiguous CPU tensor to any rank; waits until the peer receives it."""
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        """Receive the next tensor that ``peer`` sends, of the same shape and dtype."""
+
+    @abstractmethod
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
         """Sum a CPU tensor over all ranks. Collective."""
 
@@ -84,8 +93,15 @@ class ControlPlane(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Destroy all process groups, those of channels included. Only after a barrier of all ranks."""
+    def close(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        """Destroy the worker's process groups: its own, and ``groups``, those of the channels.
+
+        Only after a barrier of all ranks.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End all pending operations after a failure, on other ranks too; notes still work."""
 
 
 class StoreNotes:
@@ -115,45 +131,60 @@ def _naming_the_store() -> Iterator[None]:
 
 
 class GlooControl(ControlPlane):
-    """The control plane over ``torch.distributed``: its default group is gloo's, on every device.
+    """The control plane over ``torch.distributed``, with a gloo group on every device.
+
+    If the user has initialised ``torch.distributed``, that stays as it is: the control plane has an own group
+    and an own part of the store. Otherwise the group is the default one, and ends with the control plane. A
+    world of one rank needs no address and no port.
 
     Parameters
     ----------
     timeout
         Seconds for the ranks to meet.
-    replicas
-        Number of pipelines in the world.
+    layout
+        The places of the ranks; by default one pipeline.
 
     Raises
     ------
-    InvalidRun
-        If the replicas do not divide the world.
     TimeoutError, ConnectionError
         If the ranks do not meet; names those that did not arrive.
     """
 
-    def __init__(self, world: World, timeout: float, replicas: int = 1):
+    def __init__(self, world: World, timeout: float, layout: Layout | None = None):
         self.rank = world.rank
-        self.layout = Layout.of_world(world.world_size, replicas)
+        self.layout = layout or Layout(world.world_size)
         # Counts collectives to name their notes; equal on all ranks.
         self._barriers = self._sums = 0
-        self._world = world
-        store = meet(world.rank, world.world_size, timeout)
+        self._is_guest = dist.is_initialized()
+        found = None  # the store at the address in the environment
+        if self._is_guest:
+            found = part_of(_get_default_store(), world.rank)
+        elif world.world_size == 1:
+            found = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._store = meet(world.rank, world.world_size, timeout, found)
         # Notes are only polled, so the store's own timeout matters for the rendezvous alone.
-        self._notes = StoreNotes(store)
-        self.ranks_on_host = ranks_on_this_host(store)
+        self._notes = StoreNotes(self._store)
+        self.ranks_on_host = ranks_on_this_host(self._store)
         with classifying(f"the {world.world_size} ranks did not meet"):
-            dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=timedelta(seconds=timeout),
-            )
+            self._group = self._new_group(world, timedelta(seconds=timeout))
 
-    def other_notes(self, timeout: float) -> StoreNotes:
-        """The same notes for another thread; raises TimeoutError if the store does not answer."""
-        return StoreNotes(second_store(self._world.rank, self._world.world_size, timeout))
+    def _new_group(self, world: World, timeout: timedelta) -> dist.ProcessGroup | None:
+        """A group of all ranks; None for the default group."""
+        if self._is_guest:
+            made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+            return made
+        dist.init_process_group(
+            "gloo", store=self._store, rank=world.rank, world_size=world.world_size, timeout=timeout
+        )
+        return None
+
+    def other_notes(self) -> StoreNotes:
+        """The same notes for another thread: a connection to the store serves one thread at a time.
+
+        Raises TimeoutError or ConnectionError if the store does not answer.
+        """
+        with classifying("connecting to the ranks' store"):
+            return StoreNotes(self._store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
 
     @override
     def gather(self, value: Any, timeout: float) -> list[Any]:
@@ -161,7 +192,9 @@ class GlooControl(ControlPlane):
 
         def gather(tensor: Tensor) -> list[Tensor]:
             parts = [torch.empty_like(tensor) for _ in range(self.layout.world_size)]
-            HostReceive(dist.all_gather(parts, tensor, async_op=True), tensor).wait(timeout)
+            HostReceive(dist.all_gather(parts, tensor, group=self._group, async_op=True), tensor).wait(
+                timeout
+            )
             return parts
 
         try:
@@ -174,7 +207,7 @@ class GlooControl(ControlPlane):
         self._barriers += 1
         try:
             # The only barrier that names absent ranks.
-            dist.monitored_barrier(timeout=timedelta(seconds=timeout), wait_all_ranks=True)
+            dist.monitored_barrier(self._group, timedelta(seconds=timeout), wait_all_ranks=True)
         except RuntimeError as error:
             raise TimeoutError(self._who_is_absent(first_line(error))) from error
 
@@ -188,11 +221,19 @@ class GlooControl(ControlPlane):
         self._message(dist.irecv, heard, peer, timeout)
         return int(heard)
 
+    @override
+    def send(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        self._message(dist.isend, tensor, peer, timeout)
+
+    @override
+    def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        self._message(dist.irecv, tensor, peer, timeout)
+
     def _message(
         self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, timeout: float
     ) -> None:
         with classifying(f"a control message between ranks {self.rank} and {peer}"):
-            work = operation(tensor, peer)
+            work = operation(tensor, peer, self._group)
             if work is not None:
                 work.wait(timedelta(seconds=timeout))
 
@@ -201,7 +242,7 @@ class GlooControl(ControlPlane):
         total = values.clone()
         self._sums += 1
         with classifying("summing over all ranks"):
-            work = dist.all_reduce(total, async_op=True)
+            work = dist.all_reduce(total, group=self._group, async_op=True)
         with self.naming_absent(f"ranks/{self._sums}", range(self.layout.world_size)):
             return HostReceive(work, total).wait(timeout)
 
@@ -248,10 +289,21 @@ class GlooControl(ControlPlane):
         return absent
 
     @override
-    def close(self) -> None:
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # a broken group cannot be destroyed in order
-                dist.destroy_process_group()
+    def abort(self) -> None:
+        group = self._group or dist.group.WORLD
+        if group is not None:
+            break_connections(group)
+
+    @override
+    def close(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        if not dist.is_initialized():
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # a group may be broken, or destroyed already
+            if self._group is None:
+                dist.destroy_process_group()  # also those of the channels
+                return
+            for group in (*groups, self._group):
+                dist.destroy_process_group(group)
 
 
 class ConnectedTransport(Transport):

@@ -18,13 +18,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.transport.breaking import break_connections
 from zbv_worker.transport.buffers import ReceiveBuffers
-from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send, TensorSpec
+from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
 from zbv_worker.transport.control import ConnectedTransport, ControlPlane
 from zbv_worker.transport.receives import HostReceive, StagedReceive
-from zbv_worker.transport.sends import GroupWire, SendFailures, ThreadSender
+from zbv_worker.transport.rendezvous import named
+from zbv_worker.transport.sends import GroupWire, SendFailures, ThreadSender, sending_end
 from zbv_worker.transport.staging import Staging
 from zbv_worker.transport.torch_errors import classified, classifying
+from zbv_worker.values.structure import TensorSpec
 
 _CPU = torch.device("cpu")
 
@@ -66,14 +69,15 @@ class GlooTransport(ConnectedTransport):
     def __init__(self, control: ControlPlane, device: torch.device, timeout: float):
         super().__init__(control)
         self._opened: set[ChannelKey] = set()
+        self._groups: list[dist.ProcessGroup] = []
         self._staging = Staging(device) if device.type == "cuda" else None
         self._senders: dict[ChannelKey, ThreadSender] = {}
         self._failures = SendFailures()
         self._wires_in: dict[ChannelKey, GroupWire] = {}
         self._buffers = ReceiveBuffers(device)
-        # Counts collectives to name their notes. Equal on the ranks of one position; those with other stages
-        # may sum over their replicas more often.
-        self._sums = 0
+        # Counts collectives by their ranks, to name their notes. Equal on these ranks.
+        self._sums: dict[tuple[int, ...], int] = {}
+        self._linked: dict[tuple[int, ...], tuple[tuple[int, ...], dist.ProcessGroup]] = {}
         self._replicas = self._meet_replicas(timeout) if self.layout.replicas > 1 else None
 
     @property
@@ -82,21 +86,20 @@ class GlooTransport(ConnectedTransport):
         return self._replicas
 
     def _meet_replicas(self, timeout: float) -> dist.ProcessGroup:
-        groups = [
-            _new_group(self.layout.copies_of(pp_rank), timeout, "its replicas")
-            for pp_rank in range(self.layout.pp_degree)
-        ]
-        return groups[self.pp_rank]
+        groups = {
+            ranks: self._new_group(ranks, timeout, "its replicas") for ranks in self.layout.sets_of_copies()
+        }
+        return groups[self.layout.copies_of(self.rank)]
 
     @override
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
         # new_group is collective over all ranks: all must call it in the same order, members or not.
         for key in sorted(set(keys) - self._opened):
-            for replica in range(self.layout.replicas):
+            for column in range(self.layout.columns):
                 sender, receiver = (
-                    self.layout.global_rank(end, replica) for end in (key.sender, key.receiver)
+                    self.layout.global_rank(end, column) for end in (key.sender, key.receiver)
                 )
-                group = _new_group([sender, receiver], timeout, f"a channel {sender} → {receiver}")
+                group = self._new_group([sender, receiver], timeout, f"a channel {sender} → {receiver}")
                 if self.rank == sender:
                     wire = GroupWire.of(group, receiver)
                     self._senders[key] = ThreadSender(receiver, wire, self._failures, self._staging)
@@ -106,10 +109,7 @@ class GlooTransport(ConnectedTransport):
 
     @override
     def sender(self, key: ChannelKey) -> Send:
-        found = self._senders.get(key)
-        if found is None:
-            raise InvalidRun(f"rank {self.rank} does not send on {key}.")
-        return found.send
+        return sending_end(self._senders, key, self.rank)
 
     @override
     def receiver(self, key: ChannelKey) -> Receive:
@@ -147,7 +147,24 @@ class GlooTransport(ConnectedTransport):
         payload = tensor.to(_CPU)  # no copy if it is there already
         with classifying(f"summing over the replicas of rank {self.pp_rank}"):
             work = dist.all_reduce(payload, group=self._replicas, async_op=True)
-        return self._in_progress(work, payload, tensor)
+        return self._over_replicas(work, payload, tensor)
+
+    @override
+    def link(self, sets: Iterable[tuple[int, ...]], timeout: float) -> None:
+        for positions in sorted(set(sets) - self._linked.keys()):
+            for column in range(self.layout.columns):
+                ranks = tuple(self.layout.global_rank(position, column) for position in positions)
+                group = self._new_group(ranks, timeout, "ranks with tied parameters")
+                if self.column == column:
+                    self._linked[positions] = ranks, group
+
+    @override
+    def sum_over_positions(self, positions: tuple[int, ...], tensor: Tensor) -> Reduction:
+        ranks, group = self._linked[positions]
+        payload = tensor.to(_CPU)
+        with classifying(f"summing over {named(ranks)}"):
+            work = dist.all_reduce(payload, group=group, async_op=True)
+        return self._in_progress(work, payload, tensor, "positions", ranks)
 
     @override
     def gather_over_replicas(self, part: Tensor, whole: Tensor) -> Reduction:
@@ -157,7 +174,7 @@ class GlooTransport(ConnectedTransport):
         payload = torch.empty_like(whole, device=_CPU) if whole.device.type == "cuda" else whole
         with classifying(f"gathering over the replicas of rank {self.pp_rank}"):
             work = dist.all_gather_single(payload, part.to(_CPU), group=self._replicas, async_op=True)
-        return self._in_progress(work, payload, whole)
+        return self._over_replicas(work, payload, whole)
 
     @override
     def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
@@ -167,13 +184,17 @@ class GlooTransport(ConnectedTransport):
         payload = torch.empty_like(part, device=_CPU) if part.device.type == "cuda" else part
         with classifying(f"summing over the replicas of rank {self.pp_rank}"):
             work = dist.reduce_scatter_single(payload, whole.to(_CPU), group=self._replicas, async_op=True)
-        return self._in_progress(work, payload, part)
+        return self._over_replicas(work, payload, part)
 
-    def _in_progress(self, work: dist.Work, payload: Tensor, target: Tensor) -> HostSum:
-        self._sums += 1
-        copies = self.layout.copies_of(self.pp_rank)
-        name = f"replicas/{self.pp_rank}/{self._sums}"
-        return HostSum(HostReceive(work, payload), target, partial(self.control.naming_absent, name, copies))
+    def _over_replicas(self, work: dist.Work, payload: Tensor, target: Tensor) -> HostSum:
+        return self._in_progress(work, payload, target, "replicas", self.layout.copies_of(self.rank))
+
+    def _in_progress(
+        self, work: dist.Work, payload: Tensor, target: Tensor, what: str, ranks: tuple[int, ...]
+    ) -> HostSum:
+        count = self._sums[ranks] = self._sums.get(ranks, 0) + 1
+        name = f"{what}/{'-'.join(map(str, ranks))}/{count}"
+        return HostSum(HostReceive(work, payload), target, partial(self.control.naming_absent, name, ranks))
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
@@ -182,11 +203,16 @@ class GlooTransport(ConnectedTransport):
     @override
     def close(self) -> None:
         self._release()
-        self.control.close()
+        self.control.close(self._groups)
+        self._groups.clear()
 
     @override
     def abort(self, timeout: float) -> None:
-        self._release()  # its connections end with the process
+        for group in self._groups:
+            break_connections(group)
+        self._release()
+        if self.world_size == 1:  # no peer can hinder it, and the process may go on
+            self.control.close(self._groups)
 
     def _release(self) -> None:
         for sender in self._senders.values():
@@ -195,9 +221,13 @@ class GlooTransport(ConnectedTransport):
         self._wires_in.clear()
         self._buffers.clear()
         self._opened.clear()
+        self._linked.clear()
 
-
-def _new_group(ranks: Sequence[int], timeout: float, what: str) -> dist.ProcessGroup:
-    with classifying(f"connecting {what}"):
-        made: dist.ProcessGroup = dist.new_group([*ranks], timeout=timedelta(seconds=timeout), backend="gloo")
-    return made
+    def _new_group(self, ranks: Sequence[int], timeout: float, what: str) -> dist.ProcessGroup:
+        with classifying(f"connecting {what}"):
+            made: dist.ProcessGroup = dist.new_group(
+                [*ranks], timeout=timedelta(seconds=timeout), backend="gloo"
+            )
+        if self.rank in ranks:
+            self._groups.append(made)
+        return made

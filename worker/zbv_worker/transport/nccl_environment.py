@@ -25,7 +25,7 @@ class Variable:
     ----------
     wanted
         The value to set; for ``refuse`` and ``warn`` the values that are fine in addition to absence,
-        separated by spaces.
+        separated by spaces; empty if none is.
     """
 
     name: str
@@ -52,6 +52,12 @@ TABLE = (
         "0",
         "refuse",
         "Every launch would wait for its kernel, so a receive posted ahead would stop the rank.",
+    ),
+    Variable(
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        "",
+        "refuse",
+        "With any value, even 0, torch calls cudaFree for every freed tensor, and that waits for receives.",
     ),
     Variable(
         "NCCL_MAX_P2P_NCHANNELS",
@@ -163,9 +169,9 @@ def apply(environment: MutableMapping[str, str]) -> list[str]:
         if found is None or found in wanted or (name, found) in SET_BY_TORCHRUN:
             continue
         if variable.action == "refuse":
+            fine = ", or ".join([*filter(None, [" or ".join(wanted)]), "absent"])
             raise InvalidRun(
-                f"environment variable {name}: found {found!r}; must be {' or '.join(wanted)}, or absent. "
-                f"{variable.reason}"
+                f"environment variable {name}: found {found!r}; must be {fine}. {variable.reason}"
             )
         change = "now" if variable.action == "replace" else "recommended"
         said.append(f"{name}: found {found}; {change} {wanted[0]}. {variable.reason}")

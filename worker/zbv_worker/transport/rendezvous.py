@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -25,6 +26,7 @@ _POLL_SECONDS = 0.05
 _REFUSE_SECONDS = 5.0
 """How long a rank that cannot start tries to reach the others."""
 _LINGER_SECONDS = 1.0
+_SERVER_SECONDS = 60.0
 _OPTIONS = "--startup-timeout of `run` or --timeout of other commands"
 _HOST = "meeting/host/{}"
 SAY_SECONDS = 30.0
@@ -33,13 +35,15 @@ _NAMED = 16
 """The most ranks that a message names."""
 
 
-def meet(rank: int, world_size: int, timeout: float) -> Store:
+def meet(rank: int, world_size: int, timeout: float, store: Store | None = None) -> Store:
     """Wait until every rank has arrived; returns the ranks' common store.
 
     Parameters
     ----------
     timeout
         Seconds.
+    store
+        A store to meet in, see :func:`part_of`; by default the one at MASTER_ADDR and MASTER_PORT.
 
     Raises
     ------
@@ -52,7 +56,8 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
     """
     started = said = time.monotonic()
     deadline = started + timeout
-    store = _connect(rank, world_size, timeout, is_host=_hosts(rank))
+    if store is None:
+        store = _connect(rank, world_size, timeout, is_host=_hosts(rank))
     try:
         store.add(_HOST.format(host_identity()), 1)
         store.set(_here(rank), "")
@@ -83,9 +88,13 @@ def meet(rank: int, world_size: int, timeout: float) -> Store:
     return store
 
 
-def second_store(rank: int, world_size: int, timeout: float) -> Store:
-    """Another connection to the store of ranks that have met: a connection serves one thread at a time."""
-    return _connect(rank, world_size, timeout, is_host=False)
+def part_of(store: Store, rank: int) -> Store:
+    """The part of a store that a rank uses next.
+
+    Every rank gets another part each time, so the keys of one run do not disturb the next one in the same
+    processes. All ranks must ask equally often.
+    """
+    return PrefixStore(f"zbv/{store.add(f'zbv/runs/{rank}', 1)}", store)
 
 
 def lives_in_rank_0() -> bool:
@@ -134,15 +143,9 @@ def _connect(rank: int, world_size: int, timeout: float, *, is_host: bool) -> St
             f"address of rank 0. Start the ranks with torchrun, or set both."
         )
     try:
-        store = TCPStore(
-            host_name=host,
-            port=int(port),
-            world_size=world_size,
-            is_master=is_host,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,  # `meet` waits, and can name the absent ones
-            multi_tenant=True,
-        )
+        if is_host:
+            _keep_server(host, int(port))
+        store = _tcp_store(host, int(port), world_size, timeout, is_host=is_host)
     except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error):
             raise ConnectionError(f"{_place()} is used by another program") from error
@@ -151,7 +154,28 @@ def _connect(rank: int, world_size: int, timeout: float, *, is_host: bool) -> St
             f"within that time, or raise {_OPTIONS}; its log may say why it did not start"
         ) from error
     # Under torchrun, one store may serve several attempts.
-    return PrefixStore(f"zbv/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return part_of(PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), rank)
+
+
+def _tcp_store(host: str, port: int, world_size: int | None, timeout: float, *, is_host: bool) -> TCPStore:
+    return TCPStore(
+        host_name=host,
+        port=port,
+        world_size=world_size,
+        is_master=is_host,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,  # `meet` waits, and can name the absent ones
+        multi_tenant=True,
+    )
+
+
+@cache
+def _keep_server(host: str, port: int) -> TCPStore:
+    """Serve the store until this process ends.
+
+    Otherwise the other ranks could meet a second time while the server of the first time is still ending.
+    """
+    return _tcp_store(host, port, None, _SERVER_SECONDS, is_host=True)
 
 
 def _hosts(rank: int) -> bool:

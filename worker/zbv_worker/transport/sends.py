@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, cast
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbv_worker.errors import InvalidRun
+from zbv_worker.transport.channels import ChannelKey, Send
 from zbv_worker.transport.staging import Staging
 from zbv_worker.transport.torch_api import CudaEvent
 from zbv_worker.transport.torch_errors import classified
@@ -106,6 +109,21 @@ def sendable(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+class SendingEnd(Protocol):
+    """The sending end of one channel."""
+
+    def send(self, tensor: Tensor, label: object) -> None:
+        """Send without waiting; raises TimeoutError or ConnectionError if it cannot start."""
+
+
+def sending_end(ends: Mapping[ChannelKey, SendingEnd], key: ChannelKey, rank: int) -> Send:
+    """How a rank sends on an open channel; raises :class:`InvalidRun` if it does not."""
+    found = ends.get(key)
+    if found is None:
+        raise InvalidRun(f"rank {rank} does not send on {key}.")
+    return found.send
 
 
 def _staged(staging: Staging, tensor: Tensor, label: object) -> _Sent:

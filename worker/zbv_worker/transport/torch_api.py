@@ -116,8 +116,9 @@ class NcclGroup(Protocol):
     def abort(self) -> None:
         """End the group's operations and connections, from any thread.
 
-        Waits at most the group's timeout (``ProcessGroupNCCL::abort``); one group's abort may wait for a
-        kernel of another group.
+        Raises RuntimeError if that takes longer than the group's timeout, but may not even return then: torch
+        aborts in a thread, and the future of that thread waits for its end when it is destroyed
+        (``ProcessGroupNCCL::abort``). One group's abort may wait for a kernel of another group.
         """
 
     def set_timeout(self, timeout: timedelta) -> None:

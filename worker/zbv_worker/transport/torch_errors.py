@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+_SOURCE_LINE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|h):\d+\] ?")
+"""Where in its source gloo raised an error; it says nothing to a user."""
 
 
 def classified(error: Exception, what: str) -> TimeoutError | ConnectionError:
@@ -17,7 +21,7 @@ def classified(error: Exception, what: str) -> TimeoutError | ConnectionError:
     """
     if isinstance(error, torch.AcceleratorError):
         raise error
-    text = first_line(error)
+    text = _SOURCE_LINE.sub("", first_line(error))
     if isinstance(error, dist.DistStoreError) or "timed out" in text.lower() or "timeout" in text.lower():
         return TimeoutError(f"{what}: {text}")
     return ConnectionError(f"{what}: {text}")

@@ -10,22 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.measure.estimate.flops import count_flops
 from zbv_worker.measure.estimate.likeness import likeness
 from zbv_worker.measure.estimate.without_memory import CPU, built, numbers_are_one, without_values
-from zbv_worker.measure.stage_memory import StageMemory, StaticBytes, stage_memory, static_bytes, tensor_bytes
-from zbv_worker.model.checks import build_layers, build_stage, layer_names
-from zbv_worker.model.protocol import Layered, PipelineModel
+from zbv_worker.measure.stage_memory import StageMemory, StaticBytes, stage_memory, static_bytes
+from zbv_worker.model.checks import build_layers, build_stage, checked_microbatch, layer_names
+from zbv_worker.model.protocol import Layered, Microbatch, PipelineModel
 from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.stage.precision import AUTOCAST
 from zbv_worker.stage.program import PLAIN, Program
 from zbv_worker.stage.stage import Stage
+from zbv_worker.values.packing import zero_gradient
+from zbv_worker.values.structure import bytes_of, map_tensors
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,10 @@ def _estimates(
     """Estimate a model piece by piece; each piece takes the output of the one before."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with without_values("microbatch(0, 0)"):
-        input, target = model.microbatch(0, 0)
-        input, target = mode.from_tensor(input), mode.from_tensor(target)
-    known: dict[Hashable, tuple[Estimate, Tensor]] = {}
+        data = checked_microbatch(model.microbatch(0, 0))
+        data = Microbatch(*(map_tensors(mode.from_tensor, part) for part in data))
+        input = data.input
+    known: dict[Hashable, tuple[Estimate, Any]] = {}
     for at, (name, build) in enumerate(pieces.items()):
         is_last = at == len(pieces) - 1
         with without_values(f"building {name}"):
@@ -111,44 +115,49 @@ def _estimates(
             if program.has_main_gradients:
                 use_main_gradients(module.parameters())  # as in training
             with without_values(name), mode:
-                known[alike] = _estimate(
-                    model, stage, input, target if is_last else None, is_layer=are_layers
-                )
+                given = data._replace(input=input, target=data.target if is_last else None)
+                known[alike] = _estimate(model, stage, given, is_last=is_last, is_layer=are_layers)
         estimate, input = known[alike]
         yield replace(estimate, name=name)
 
 
 def _estimate(
-    model: PipelineModel, stage: Stage, input: Tensor, target: Tensor | None, *, is_layer: bool
-) -> tuple[Estimate, Tensor]:
+    model: PipelineModel, stage: Stage, data: Microbatch, *, is_last: bool, is_layer: bool
+) -> tuple[Estimate, Any]:
     """Estimate a piece, without its name; returns its output too."""
     parameters = list(stage.module.parameters())
-    output = stage.forward(0, input, target, split=False)
-    gradient = torch.empty_like(output) if target is None else None
-    kept = _walk(stage, input, target, gradient)
+    output = stage.forward(0, data.input, data.target, split=False, keywords=data.keywords)
+    kept = _walk(stage, data, is_last=is_last)
     recomputed = None
     if is_layer:
         stage.is_recomputed = True
-        recomputed = _walk(stage, input, target, gradient)
+        recomputed = _walk(stage, data, is_last=is_last)
     with numbers_are_one():
         static = static_bytes(model, {stage.index: stage}, receives=0, workspace=0)
     estimate = Estimate(
         name="",
         parameters=sum(parameter.numel() for parameter in parameters),
         static=static,
-        input_bytes=tensor_bytes([input]),
-        output_bytes=tensor_bytes([output]),
+        input_bytes=bytes_of(data.input),
+        output_bytes=bytes_of(output),
         kept=kept,
         recomputed=recomputed,
     )
     return estimate, output
 
 
-def _walk(stage: Stage, input: Tensor, target: Tensor | None, gradient: Tensor | None) -> Walked:
+def _walk(stage: Stage, data: Microbatch, *, is_last: bool) -> Walked:
+    outputs = []
+
+    def forward() -> None:
+        outputs.append(stage.forward(0, data.input, data.target, split=True, keywords=data.keywords))
+
     # Counting also creates the parameters' gradients, which stage_memory expects.
+    forward_flops = count_flops(forward)
+    gradient = None if is_last else zero_gradient(outputs.pop())
     flops = Flops(
-        count_flops(lambda: stage.forward(0, input, target, split=True)),
+        forward_flops,
         count_flops(lambda: stage.backward_input(0, gradient)),
         count_flops(lambda: stage.backward_weight(0)),
     )
-    return Walked(stage_memory(stage, input, target, gradient, CPU), flops)
+    return Walked(stage_memory(stage, data.input, data.target, gradient, CPU, data.keywords), flops)

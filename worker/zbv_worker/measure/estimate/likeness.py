@@ -30,7 +30,7 @@ class _Itself:
         return id(self.object)
 
 
-def likeness(module: nn.Module, input: Tensor, place: int) -> Hashable:
+def likeness(module: nn.Module, input: Any, place: int) -> Hashable:
     """A hashable description that is equal for two modules exactly if they are alike.
 
     Parameters
@@ -39,9 +39,9 @@ def likeness(module: nn.Module, input: Tensor, place: int) -> Hashable:
         Part of the description: modules at different places are never alike.
     """
     numbers: dict[int, int] = {}
-    given = _tensor(input, numbers)
+    given = _value(input, numbers)
     around: Hashable = None
-    if type(module) is nn.Sequential and len(module) == 1:  # ignore the layer's own name
+    if isinstance(module, nn.Sequential) and len(module) == 1:  # ignore the layer's own name
         around, module = _settings(module, numbers), module[0]
     children = tuple(
         (name, type(child), _settings(child, numbers))

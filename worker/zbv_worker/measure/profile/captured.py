@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import PipelineModel
+from zbv_worker.stage.boundary import Gradient
+from zbv_worker.stage.layers import NO_KEYWORDS
 from zbv_worker.stage.precision import AUTOCAST
 from zbv_worker.stage.program import PLAIN, Program
 from zbv_worker.stage.stage import Stage
+from zbv_worker.values.packing import copied, zero_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +28,16 @@ class Captured:
         Given for the last stage only.
     gradient
         The gradient of the output; None for the last stage.
+    keywords
+        The keyword arguments of the microbatch, if the stage takes any.
     """
 
     stage: Stage
-    input: Tensor
-    target: Tensor | None
-    gradient: Tensor | None
-    output: Tensor
+    input: Any
+    target: Any
+    gradient: Gradient | None
+    output: Any
+    keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
 def capture(stage: Stage) -> Callable[[], Captured]:
@@ -38,23 +45,28 @@ def capture(stage: Stage) -> Callable[[], Captured]:
 
     Call the returned function after that: it restores the stage and returns the tensors.
     """
-    seen: dict[str, Tensor | None] = {}
+    seen: dict[str, Any] = {}
     forward, backward = stage.forward, stage.backward
 
     def recorded_forward(
-        microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool
-    ) -> Tensor:
-        seen["input"], seen["target"] = input.clone(), target
-        output = seen["output"] = forward(microbatch, input, target, split=split)
+        microbatch: int,
+        input: Any,
+        target: Any = None,
+        *,
+        split: bool,
+        keywords: Mapping[str, Any] = NO_KEYWORDS,
+    ) -> Any:
+        seen["input"], seen["target"], seen["keywords"] = copied(input), target, keywords
+        output = seen["output"] = forward(microbatch, input, target, split=split, keywords=keywords)
         return output
 
-    def recorded_backward(microbatch: int, grad_output: Tensor | None) -> Tensor | None:
-        seen["gradient"] = None if grad_output is None else grad_output.clone()
+    def recorded_backward(microbatch: int, grad_output: Gradient | None) -> Any:
+        seen["gradient"] = copied(grad_output)
         return backward(microbatch, grad_output)
 
     def release() -> Captured:
         stage.forward, stage.backward = forward, backward  # type: ignore[method-assign]
-        return Captured(stage, **seen)  # type: ignore[arg-type]  # after a microbatch, all are set
+        return Captured(stage, **seen)  # after a microbatch, all are set
 
     stage.forward, stage.backward = recorded_forward, recorded_backward  # type: ignore[method-assign]
     return release
@@ -99,10 +111,13 @@ def split_into_layers(
             is_recomputed=is_recomputed,
             is_compiled=program.is_compiled,
         )
-        output = stage.forward(0, x, target, split=False)
-        found[at] = Captured(stage, x, target, None, output)
+        output = stage.forward(0, x, target, split=False, keywords=captured.keywords)
+        found[at] = Captured(stage, x, target, None, output, captured.keywords)
         x = output
     gradient = captured.gradient
+    if gradient is not None and not isinstance(gradient, Tensor):
+        # Recomputed layers may expect gradients of more tensors than the stage.
+        gradient = zero_gradient(x)
     for at in reversed(found):
         found[at] = replace(found[at], gradient=gradient)
         gradient = found[at].stage.backward(0, gradient)

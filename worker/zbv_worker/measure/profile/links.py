@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from zbv_worker.measure.profile.profile import LinkProfile, LinkSample, Spread
-from zbv_worker.transport.channels import ChannelKey, TensorSpec, Transport
+from zbv_worker.transport.channels import ChannelKey, Transport
+from zbv_worker.values.structure import TensorSpec
 
 SIZES = (1 << 12, 1 << 16, 1 << 20)
 """Sizes of measured transfers in bytes; the size of the boundary's tensor is measured as well."""
@@ -35,7 +36,7 @@ class LinkProfiler:
 
         A one-way time is that of a round trip with a tiny answer, minus the time of the answer.
         """
-        if self._transport.rank not in (near, far):
+        if self._transport.pp_rank not in (near, far):
             return
         sizes = sorted({*SIZES, own_size})
         tiny = self.round_trips(near, far, _TINY, _TINY)
@@ -43,14 +44,23 @@ class LinkProfiler:
             {size: self.round_trips(near, far, *pair(size)) for size in sizes}
             for pair in (lambda size: (size, _TINY), lambda size: (_TINY, size))
         )
-        if self._transport.rank != near:
+        if self._transport.pp_rank != near:
             return
         for sender, receiver, trips in ((near, far, there), (far, near, back)):
             yield link_of(sender, receiver, {size: one_way(trips[size], tiny) for size in sizes})
 
-    def round_trips(self, near: int, far: int, there_bytes: int, back_bytes: int) -> list[float]:
-        """Seconds of round trips; measured on ``near``, empty on ``far``."""
-        is_far = self._transport.rank == far
+    def round_trips(
+        self, near: int, far: int, there_bytes: int, back_bytes: int, *, without_sends: bool = False
+    ) -> list[float]:
+        """Seconds of round trips; measured on ``near``, empty on ``far``.
+
+        Parameters
+        ----------
+        without_sends
+            Whether to leave out the time in which the ranks start their sends, which actions include
+            (:mod:`zbv_worker.measure.profile.traffic`). Both sends of a trip then count as equally long.
+        """
+        is_far = self._transport.pp_rank == far
         there, back = ChannelKey(near, far), ChannelKey(far, near)
         send = self._transport.sender(back if is_far else there)
         receive = self._transport.receiver(there if is_far else back)
@@ -67,9 +77,11 @@ class LinkProfiler:
             self._settle()
             start = time.perf_counter()
             send(out, "ping-pong")
+            sent = time.perf_counter() - start
             pending.wait(self._timeout)
             self._settle()
-            seconds.append(time.perf_counter() - start)
+            trip = time.perf_counter() - start
+            seconds.append(max(0.0, trip - 2 * sent) if without_sends else trip)
         return seconds
 
 

@@ -2,7 +2,7 @@
 
 :func:`zbv_worker.measure.profile.profile.measure_ranks` runs this module. Stages are measured on real
 activations and gradients: the ranks first train one microbatch through the whole pipeline and capture every
-stage's tensors.
+stage's tensors. On a CPU, an action's time includes sending its output, because that occupies the same core.
 
 Layers are measured as if each were a stage. Every rank gets an equal share of them, as one stage.
 """
@@ -25,7 +25,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
-from zbv_worker.execution.planned_cut import PlannedCut, even_partition, require_layered
+from zbv_worker.execution.planned_cut import PlannedCut, require_layered
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.profile.captured import Captured, capture, split_into_layers
 from zbv_worker.measure.profile.links import LinkProfiler
@@ -40,28 +40,39 @@ from zbv_worker.measure.profile.profile import (
     rank_json,
 )
 from zbv_worker.measure.profile.stopwatch import Seconds, stopwatch
+from zbv_worker.measure.profile.traffic import Traffic
 from zbv_worker.measure.ranks import answer, connected, equal_stages, use_one_core
 from zbv_worker.measure.stage_memory import (
     StageMemory,
     received_bytes,
     stage_memory,
     static_bytes,
-    tensor_bytes,
 )
 from zbv_worker.model.checks import layer_names
+from zbv_worker.model.layer_list import even_partition
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.stage.program import Program
 from zbv_worker.transport.channels import Transport, key_of
 from zbv_worker.transport.world import World, select_device
+from zbv_worker.values.structure import bytes_of
 
 _WARM_UP = 3
 _IN_FLIGHT = 2
+_ROUND = ((True, "FIW"), (False, "FB"))
+"""The letters of a round with a split backward and of one without."""
 
 
 class RankProfiler:
     """One rank of the measurement.
+
+    Parameters
+    ----------
+    model
+        The model to measure; by default the options' model.
+    is_silent
+        Whether to print no progress.
 
     Raises
     ------
@@ -69,24 +80,37 @@ class RankProfiler:
         If layers are to be measured, but the model has none, or fewer than there are ranks.
     """
 
-    def __init__(self, options: ProfileOptions, transport: Transport, device: torch.device):
+    def __init__(
+        self,
+        options: ProfileOptions,
+        transport: Transport,
+        device: torch.device,
+        model: PipelineModel | None = None,
+        *,
+        is_silent: bool = False,
+    ):
         self._options = options
         self._transport = transport
         self._device = device
-        self._model = options.model.build()
+        self._model = options.model.build() if model is None else model
+        self._is_silent = is_silent
         self._names = _layer_names(self._model, options) if options.by_layer else ()
         self._stopwatch = stopwatch(device)
+        self._traffic: Traffic | None = None
         self._link_profiler = LinkProfiler(transport, device, options.timeout, self._stopwatch.settle)
         p = options.pp_degree
         self._problem = equal_stages(Placement.of("single" if options.by_layer else "v", p), 1)
         orders = _there_and_back(self._problem)
-        self._plan = RankPlan.of("profile", self._problem, orders, transport.rank)
+        self._plan = RankPlan.of("profile", self._problem, orders, transport.pp_rank)
         if options.by_layer:
             self._plan = replace(self._plan, cut=PlannedCut(even_partition(self._names, p)))
         self._keys = [key_of(channel) for channel in channels(self._problem, orders)]
 
-    def measure(self) -> RankProfile:
-        """Train one microbatch, then measure; collective over all ranks."""
+    def capture(self) -> dict[int, Captured]:
+        """Train one microbatch through the pipeline; returns this rank's stages with their tensors.
+
+        Collective over all ranks.
+        """
         transport, timeout = self._transport, self._options.timeout
         transport.open(self._keys, timeout)
         # With m = 1: the scale of gradients does not affect a microbatch's costs.
@@ -96,19 +120,27 @@ class RankProfiler:
             use_main_gradients(stage.module.parameters())  # as in training
         releases = {index: capture(stage) for index, stage in stages.items()}
         options = ExecutorOptions(look_ahead=1)
-        Executor(
+        executor = Executor(
             self._plan, stages, self._model, transport, device=self._device, timeout=timeout, options=options
-        ).step(0)
+        )
+        executor.step(0)
+        executor.close()
         captured = {index: release() for index, release in releases.items()}
-        sizes = {
-            index: (tensor_bytes([each.input]), tensor_bytes([each.gradient]))
-            for index, each in captured.items()
-        }
-        receives = received_bytes(self._problem.placement, transport.rank, sizes)
+        if self._device.type == "cpu" and not self._options.by_layer:
+            self._traffic = Traffic(transport, self._problem.placement, captured)
+        return captured
+
+    def measure(self) -> RankProfile:
+        """Train one microbatch, then measure; collective over all ranks."""
+        transport, program = self._transport, self._options.program
+        captured = self.capture()
+        stages = {index: each.stage for index, each in captured.items()}
+        sizes = {index: (bytes_of(each.input), bytes_of(each.gradient)) for index, each in captured.items()}
+        receives = received_bytes(self._problem.placement, transport.pp_rank, sizes)
         layers: tuple[LayerProfile, ...] = ()
         profiles: tuple[StageProfile, ...] = ()
         if self._options.by_layer:
-            layers = self._layers(captured[transport.rank])
+            layers = self._layers(captured[transport.pp_rank])
             workspace = max(layer.kept.workspace for layer in layers)
         else:
             profiles = tuple(self._profiles([captured])[0].values())
@@ -119,11 +151,11 @@ class RankProfiler:
         )
         p2p, links = self._p2p(captured), self._links(captured)
         described = program.described(self._device)
-        return RankProfile(transport.rank, profiles, static, p2p, links, layers, described)
+        return RankProfile(transport.pp_rank, profiles, static, p2p, links, layers, described)
 
     def _layers(self, captured: Captured) -> tuple[LayerProfile, ...]:
         """Measure the layers of this rank's stage."""
-        first = sum(map(len, (self._plan.cut.partition or ())[: self._transport.rank]))
+        first = sum(map(len, (self._plan.cut.partition or ())[: self._transport.pp_rank]))
         variants = [
             split_into_layers(
                 captured,
@@ -142,7 +174,7 @@ class RankProfiler:
                 kept[at],
                 recomputed[0][at] if recomputed else None,
                 static_bytes(self._model, {at: each.stage}, receives=0, workspace=0),
-                tensor_bytes([each.output]),
+                bytes_of(each.output),
             )
             for at, each in variants[0].items()
         )
@@ -174,9 +206,10 @@ class RankProfiler:
         stage = captured.stage
         tensors = (captured.input, captured.target, captured.gradient)
         if self._device.type == "cuda" and self._options.program.is_compiled:
-            stage_memory(stage, *tensors, self._device)  # the first microbatch runs uncompiled
+            # The first microbatch runs uncompiled.
+            stage_memory(stage, *tensors, self._device, captured.keywords)
         with nullcontext() if self._device.type == "cuda" else stage.uncompiled():
-            return stage_memory(stage, *tensors, self._device)
+            return stage_memory(stage, *tensors, self._device, captured.keywords)
 
     def _times(self, variants: Sequence[Mapping[int, Captured]]) -> dict[tuple[int, int, str], list[float]]:
         """Seconds of F, I, W and B in every round, by variant, stage and letter."""
@@ -186,27 +219,35 @@ class RankProfiler:
             for number, variant in enumerate(variants):
                 # Ranks begin every round together, so that each is measured while the others are busy.
                 self._transport.barrier(self._options.timeout)
-                found = self._round(variant)
-                self._stopwatch.settle()
+                found = self.round(variant)
                 if turn >= _WARM_UP:
                     for (index, letter), seconds in found:
                         measured[number, index, letter].append(seconds())
-            print(PROGRESS_MARK, turn, flush=True)  # noqa: T201 - the rank's log
+            if not self._is_silent:
+                print(PROGRESS_MARK, turn, flush=True)  # noqa: T201 - the rank's log
         return measured
 
-    def _round(self, captured: Mapping[int, Captured]) -> list[tuple[tuple[int, str], Seconds]]:
-        """Time some actions, in an order as in plans.
+    def round(self, captured: Mapping[int, Captured]) -> list[tuple[tuple[int, str], Seconds]]:
+        """Time some actions, in an order as in plans; returns stage and letter with the time of each.
+
+        Collective over all ranks: each is measured while the others are busy.
 
         All stages and several microbatches take turns: a stage that runs repeatedly would find its weights
         and activations in the cache, which never happens in a pipeline.
         """
-        found = []
-        for split, letters in ((True, "FIW"), (False, "FB")):
+        found, traffic = [], self._traffic
+        if traffic is not None:
+            traffic.begin([letter for _, letters in _ROUND for letter in letters for _ in range(_IN_FLIGHT)])
+        for split, letters in _ROUND:
             for letter in letters:
                 for j in range(_IN_FLIGHT):
                     for index, each in captured.items():
-                        seconds = self._stopwatch.time(_action(each, letter, j, split=split))
-                        found.append(((index, letter), seconds))
+                        action = _action(each, letter, j, split=split)
+                        work = action if traffic is None else traffic.sending(index, letter, action)
+                        found.append(((index, letter), self._stopwatch.time(work)))
+        if traffic is not None:
+            traffic.end(self._options.timeout)
+        self._stopwatch.settle()
         return found
 
     def _p2p(self, captured: Mapping[int, Captured]) -> dict[int, Spread]:
@@ -214,11 +255,13 @@ class RankProfiler:
         found = {}
         for boundary, (near, far) in self._crossings():
             self._transport.barrier(self._options.timeout)
-            if self._transport.rank not in (near, far):
+            if self._transport.pp_rank not in (near, far):
                 continue
             output = captured.get(boundary)
-            tensor = output.output if output is not None else captured[boundary + 1].input
-            trips = self._link_profiler.round_trips(near, far, tensor.nbytes, tensor.nbytes)
+            size = bytes_of(output.output if output is not None else captured[boundary + 1].input)
+            trips = self._link_profiler.round_trips(
+                near, far, size, size, without_sends=self._traffic is not None
+            )
             if trips:
                 found[boundary] = Spread.of([trip / 2 for trip in trips])
         return found
@@ -230,9 +273,9 @@ class RankProfiler:
         for (near, far), boundary in sorted(pairs.items()):
             self._transport.barrier(self._options.timeout)
             mine = [each for index, each in captured.items() if index in (boundary, boundary + 1)]
-            if self._transport.rank in (near, far):
-                tensor = mine[0].output if mine[0].stage.index == boundary else mine[0].input
-                found += self._link_profiler.links(near, far, tensor.nbytes)
+            if self._transport.pp_rank in (near, far):
+                value = mine[0].output if mine[0].stage.index == boundary else mine[0].input
+                found += self._link_profiler.links(near, far, bytes_of(value))
         return tuple(found)
 
     def _crossings(self) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -244,11 +287,13 @@ class RankProfiler:
                 yield boundary, (near, far)
 
 
-def _action(captured: Captured, letter: str, microbatch: int, *, split: bool) -> Callable[[], object]:
+def _action(captured: Captured, letter: str, microbatch: int, *, split: bool) -> Callable[[], Any]:
     """An action of a stage on its captured tensors."""
     stage, gradient = captured.stage, captured.gradient
-    actions: dict[str, Callable[[], object]] = {
-        "F": lambda: stage.forward(microbatch, captured.input, captured.target, split=split),
+    actions: dict[str, Callable[[], Any]] = {
+        "F": lambda: stage.forward(
+            microbatch, captured.input, captured.target, split=split, keywords=captured.keywords
+        ),
         "I": lambda: stage.backward_input(microbatch, gradient),
         "W": lambda: stage.backward_weight(microbatch),
         "B": lambda: stage.backward(microbatch, gradient),

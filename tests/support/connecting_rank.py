@@ -1,0 +1,84 @@
+"""A rank that connects in several ways, one after the other, and writes down what it saw.
+
+Under torchrun's environment: ``python -m support.connecting_rank FOLDER``. Four ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from zbv_worker.transport.channels import ChannelKey
+from zbv_worker.transport.connect import connect
+from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.world import Layout, World
+from zbv_worker.values.structure import TensorSpec
+
+CPU = torch.device("cpu")
+TIMEOUT = 60.0
+SPEC = TensorSpec((1,), torch.float32)
+
+
+def used(layout: Layout | None = None) -> dict[str, Any]:
+    """Connect, use everything once, and close; returns what this rank saw."""
+    world = World.current()
+    transport = connect(world, "gloo", CPU, TIMEOUT, layout)
+    found = {
+        "ranks": transport.gather(world.rank, TIMEOUT),
+        "note": transport.posted("note"),
+        "sum": transport.sum_over_ranks(torch.ones(1), TIMEOUT).item(),
+        "from": received(transport),
+        "copies": over_copies(transport),
+    }
+    transport.post("note", "an old one")
+    transport.barrier(TIMEOUT)
+    transport.close()
+    return found
+
+
+def received(transport: ConnectedTransport) -> float | None:
+    """The global rank from which this one receives, when every position sends to the next one."""
+    last = transport.layout.pp_degree - 1
+    keys = [ChannelKey(position, position + 1) for position in range(last)]
+    transport.open(keys, TIMEOUT)
+    here = transport.pp_rank
+    if here < last:
+        transport.sender(keys[here])(torch.tensor([float(transport.rank)]), "its rank")
+    number = None
+    if here > 0:
+        number = transport.receiver(keys[here - 1])(SPEC).wait(TIMEOUT).item()
+    transport.flush(TIMEOUT)
+    return number
+
+
+def over_copies(transport: ConnectedTransport) -> float:
+    """The sum of the global ranks of this rank's replicas."""
+    total = torch.tensor([float(transport.rank)])
+    transport.sum_over_replicas(total).wait(TIMEOUT)
+    return total.item()
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"first": used(), "second": used(Layout(2, 2))}
+    rank = World.current().rank
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    layout = Layout.of_mesh(mesh.mesh_dim_names, mesh.mesh, 4)
+    found["guest"] = used(layout)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    found["guest again"] = used(Layout.of_mesh(mesh.mesh_dim_names, mesh.mesh, 4))
+    mine = torch.tensor([rank])
+    dist.all_reduce(mine)
+    found["user's sum"] = mine.item()
+    dist.destroy_process_group()
+    found["after"] = used()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,298 @@
+"""A rank of programs that use :class:`zbv_worker.Pipeline`; compares them with one process.
+
+Under torchrun's environment: ``python -m support.pipeline_rank FOLDER PROGRAM …``. The folder has the plan,
+and gets what the rank saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zbv_worker as zbv
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+ROWS, WIDTH, TIMEOUT = 8, 6, 30.0
+Found = dict[str, Any]
+
+
+def model() -> nn.Sequential:
+    """Layers with equal parameters on every rank."""
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)))
+
+
+def batch(seed: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared errors of the rows whose first target is positive, and their number."""
+    rows = target[:, 0] > 0
+    return (output - target).square().mean(1)[rows].sum(), rows.sum()
+
+
+def weighted_whole(output: Tensor, target: Tensor) -> Tensor:
+    total, weight = weighted(output, target)
+    return total / weight
+
+
+def pipeline(folder: Path, **more: Any) -> zbv.Pipeline:
+    given = {"loss": nnf.mse_loss, "timeout": TIMEOUT, "startup_timeout": TIMEOUT, **more}
+    return zbv.Pipeline(folder / "plan.json", given.pop("layers", None) or model(), **given)
+
+
+def apart(pipe: zbv.Pipeline, reference: nn.Module) -> float:
+    """The largest difference between a gradient of this rank and the reference's."""
+    expected = dict(reference.named_parameters())
+    differences = []
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None
+        differences.append((parameter.grad - expected[name].grad).abs().max())  # type: ignore[operator]  # not None
+    return float(torch.stack(differences).max())
+
+
+def accumulates(folder: Path) -> Found:
+    """Three steps: the first two add up, and the third begins again."""
+    reference, found = model(), Found(apart=[], loss=[])
+    with pipeline(folder) as pipe:
+        optimizer = torch.optim.SGD(pipe.named_parameters(), lr=0.1)
+        for seed in (1, 2, 3):
+            inputs, targets = batch(seed)
+            expected = nnf.mse_loss(reference(inputs), targets)
+            torch.autograd.backward(expected)
+            loss, outputs = pipe.step(inputs, targets, outputs=True)
+            found["apart"].append(apart(pipe, reference))
+            if loss is not None:
+                found["loss"].append(abs(float(loss - expected.detach())))
+                found["outputs"] = float((torch.cat(outputs) - reference(inputs)).abs().max())
+            else:
+                assert outputs is None
+            if seed == 2:
+                optimizer.zero_grad()
+                reference.zero_grad()
+        found["names"] = [name for name, _ in pipe.named_parameters()]
+    return found
+
+
+def weighs(folder: Path) -> Found:
+    """The mean over all weights, of two steps that add up, and in an evaluation."""
+    reference, found = model(), Found(loss=[])
+    with pipeline(folder, loss=weighted) as pipe:
+        evaluated = pipe.evaluate(*batch(1))
+        for seed in (1, 2):
+            inputs, targets = batch(seed)
+            expected = weighted_whole(reference(inputs), targets)
+            torch.autograd.backward(expected)
+            loss = pipe.step(inputs, targets)
+            if loss is not None:
+                found["loss"].append(abs(float(loss - expected.detach())))
+                if seed == 1:
+                    found["loss"].append(abs(float(evaluated - expected)))
+        found["apart"] = apart(pipe, reference)
+    return found
+
+
+def trains(folder: Path) -> Found:
+    """Parameter groups by name, clipping, a fused optimizer and a scheduler, against one process."""
+    reference = model()
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        named = list(named)
+        groups = [
+            {"params": [(n, p) for n, p in named if n.endswith("bias")], "weight_decay": 0.0},
+            {"params": [(n, p) for n, p in named if not n.endswith("bias")], "weight_decay": 0.1},
+        ]
+        return torch.optim.AdamW(groups, lr=0.1, fused=True)
+
+    norms = []
+    with pipeline(folder) as pipe:
+        pairs = []
+        for each in (pipe.named_parameters(), reference.named_parameters()):
+            made = optimizer(each)
+            pairs.append((made, torch.optim.lr_scheduler.LinearLR(made, total_iters=3)))
+        for seed in (1, 2, 3):
+            inputs, targets = batch(seed)
+            torch.autograd.backward(nnf.mse_loss(reference(inputs), targets))
+            pipe.step(inputs, targets)
+            norm = pipe.clip_grad_norm_(0.05)
+            norms.append(abs(float(norm - nn.utils.clip_grad_norm_(reference.parameters(), 0.05))))
+            for made, schedule in pairs:
+                made.step()
+                made.zero_grad()
+                schedule.step()
+        expected = reference.state_dict()
+        mine, whole = pipe.state_dict(), pipe.full_state_dict()
+        found = Found(norms=norms, state=_state_apart(mine, expected))
+        if whole is not None:
+            found["whole"] = _state_apart(whole, expected)
+            found["whole names"] = sorted(whole) == sorted(expected)
+        pipe.load_state_dict(model().state_dict())
+        found["loaded"] = _state_apart(pipe.state_dict(), model().state_dict())
+        traces = pipe.trace(folder / "trace.json")
+        found["traced"] = [[str(action) for action in trace.actions] for trace in traces]
+    return found
+
+
+def _state_apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    return max(float((value - expected[name]).abs().max()) for name, value in found.items())
+
+
+class Begin(nn.Module):
+    """Passes on a tensor, the place of each row's largest number, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        return self.linear(x), x.argmax(1), None
+
+
+class Between(Begin):
+    """Takes all of that, and keywords that it uses with an auxiliary loss."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, place: Tensor, constant: None, *, scale: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        assert constant is None
+        assert not place.is_floating_point()
+        y = self.linear(x * scale).tanh() + place.unsqueeze(1)
+        return zbv.add_auxiliary_loss(y, 0.1 * y.square().mean(), weight.sum()), place, None
+
+
+class End(Begin):
+    def forward(self, x: Tensor, *_: object) -> Tensor:  # type: ignore[override]
+        y: Tensor = self.linear(x)
+        return y
+
+
+def several() -> nn.ModuleList:
+    torch.manual_seed(3)
+    return nn.ModuleList([Begin(), Between(), Between(), Between(), End()])
+
+
+def passes_values(folder: Path) -> Found:
+    """Tuples with integers between stages, keywords, and auxiliary losses by weight, against a plain loop."""
+    inputs, targets = batch()
+    keywords: dict[str, Any] = {"scale": batch(4)[0][:, :1], "weight": (targets[:, :1] > 0).float()}
+    total, weights = torch.zeros(()), torch.zeros(())
+    reference: Any = several()
+    parts = (torch.split(each, 2) for each in (inputs, targets, keywords["scale"], keywords["weight"]))
+    for x, target, scale, weight in zip(*parts, strict=True):
+        y, place, _ = reference[0](x)
+        for layer in list(reference)[1:-1]:
+            y = layer.linear(y * scale).tanh() + place.unsqueeze(1)
+            total = total + 0.1 * y.square().mean() * weight.sum()
+        loss, counted = weighted(reference[-1](y), target)
+        total, weights = total + loss, weights + counted
+    torch.autograd.backward(total / weights)
+    with pipeline(folder, layers=several(), loss=weighted) as pipe:
+        _, outputs = pipe.step(inputs, targets, outputs=True, **keywords)
+        found = Found(apart=apart(pipe, reference), outputs=None if outputs is None else len(outputs))
+        found["boundaries"] = {str(at): str(each) for at, each in pipe.boundaries.items()}
+        found["auxiliary"] = None if pipe.auxiliary_loss is None else float(pipe.auxiliary_loss)
+        try:
+            pipe.step(inputs, targets, mask=inputs)
+        except zbv.InvalidRun as error:
+            found["said"] = str(error)
+    return found
+
+
+def own_world(folder: Path) -> Found:
+    """The user's process group stays usable, and the pipeline works inside it."""
+    dist.init_process_group("gloo")
+    inputs, targets = batch()
+    reference = model()
+    torch.autograd.backward(nnf.mse_loss(reference(inputs), targets))
+    with pipeline(folder) as pipe:
+        pipe.step(inputs, targets)
+        found = Found(apart=apart(pipe, reference))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return Found(found, sum=total.item())
+
+
+def factories(folder: Path) -> Found:
+    """Only the rank's own layers are built, and have the same parameters on every plan."""
+    built: list[str] = []
+
+    def layer(name: str) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            built.append(name)
+            return nn.Linear(WIDTH, WIDTH)
+
+        return build
+
+    torch.manual_seed(7)
+    layers = {name: layer(name) for name in "abcde"}
+    with pipeline(folder, layers=layers) as pipe:
+        pipe.step(*batch())
+        return Found(built=built, names=sorted({name.partition(".")[0] for name in pipe.state_dict()}))
+
+
+class Failing(nn.Module):
+    """Fails in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 4:
+            raise ValueError("this layer is broken")
+        return x
+
+
+def fails(folder: Path) -> Found:
+    """A layer of rank 1 fails; afterwards a new pipeline works."""
+    layers = [*model()]
+    layers[2] = nn.Sequential(layers[2], Failing())
+    pipe, said = pipeline(folder, layers=layers), []
+    for _ in range(3):
+        try:
+            pipe.step(*batch())
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return Found(said=said)
+
+
+def refuses(folder: Path) -> Found:
+    """Errors that a rank finds at the start are raised on all ranks."""
+    said = []
+    wrong: tuple[Found, ...] = (
+        {"layers": [*model()][:2]},
+        {"microbatches": 7},
+        {"layers": [*model()][:-1] if dist_rank() else [*model()]},
+        {"layers": [*[*model()][:2], (lambda: 3) if dist_rank() else nn.Identity(), *[*model()][3:]]},
+    )
+    for more in wrong:
+        try:
+            pipeline(folder, **more)
+        except zbv.WorkerError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return Found(said=said)
+
+
+def dist_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def main(folder: Path, *programs: str) -> None:
+    torch.set_num_threads(1)
+    found = {program: globals()[program](folder) for program in programs}
+    (folder / f"rank-{dist_rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

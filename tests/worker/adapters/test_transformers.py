@@ -1,0 +1,457 @@
+"""A split model of transformers computes the losses and gradients of the unsplit one, for every family.
+
+All tests that import transformers are in this file, because the import takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zbv_worker as zbv
+from support.plans import unit_problem
+from torch import Tensor, nn
+from zbv_solver.search.search import SearchOptions, search
+from zbv_worker.adapters import safetensors_folder
+from zbv_worker.adapters.causal_language_model import pipeline_model
+from zbv_worker.adapters.transformers import SUPPORTED, TransformersLayers, from_transformers
+from zbv_worker.errors import InvalidRun
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.model import Layered, PipelineModel, Tied, Weighted
+from zbv_worker.stage.stage import Stage
+
+CPU = torch.device("cpu")
+VOCABULARY, BATCH, LENGTH = 48, 2, 7
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.3,  # far from uniform attention
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
+WINDOW = {"sliding_window": 3}
+MIXED = {**WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+OWN: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 8},
+    "gemma2": MIXED,
+    "gemma3_text": MIXED,
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt_neox": {"hidden_dropout": 0.0},
+    "mistral": WINDOW,
+    "mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {**EXPERTS, "head_dim": 8, "mlp_only_layers": [1]},
+}
+"""What the configurations of the families have in addition to the sizes."""
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    config = transformers.CONFIG_MAPPING[family]
+    return config(**{**SIZES, **OWN.get(family, {}), **changes})
+
+
+def data(padding: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Tokens, labels and keywords; the second sequence ends with padding."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    if not padding:
+        return tokens, tokens, {}
+    mask = torch.ones_like(tokens)
+    mask[1, -padding:] = 0
+    return tokens, tokens.masked_fill(mask == 0, -100), {"attention_mask": mask}
+
+
+def parameter_names(layers: TransformersLayers, model: nn.Module) -> dict[str, str]:
+    """The names in the layers of a model's parameters."""
+    return {name: layers.layer_parameter(name) for name in model.state_dict()}
+
+
+def stages_of(layers: TransformersLayers, sizes: Sequence[int], **options: Any) -> list[Stage]:
+    """Stages of so many layers each, with tied parameters shared."""
+    names, stages = list(layers.layer_names()), []
+    modules = []
+    for size in sizes:
+        modules.append(layers.build_layers(names[:size], CPU).train())
+        names = names[size:]
+    known = {name: (module, name) for module in modules for name, _ in module.named_parameters()}
+    for first, second in layers.tied_parameters():
+        (source, _), (target, _) = known[first], known[second]
+        owner, _, leaf = second.rpartition(".")
+        setattr(target.get_submodule(owner), leaf, source.get_parameter(first))
+    for index, module in enumerate(modules):
+        loss = layers.loss if index == len(modules) - 1 else None
+        stages.append(Stage(index, len(modules), module, 1, loss, layers=list(module), **options))
+    return stages
+
+
+def trained(
+    stages: Sequence[Stage], microbatch: tuple[Tensor, Tensor, Mapping[str, Any]], way: str
+) -> Tensor:
+    """Run a microbatch forward and backward, by I and W or by B; returns the loss summed over tokens."""
+    value, target, keywords = microbatch
+    split = way == "i and w"
+    found: Any = value
+    for stage in stages:
+        last = stage is stages[-1]
+        taken = {name: x for name, x in keywords.items() if name in stage.keywords.names}
+        found = stage.forward(0, found, target if last else None, split=split, keywords=taken)
+    loss: Tensor = found
+    gradient = None
+    for stage in reversed(stages):
+        gradient = stage.backward_input(0, gradient) if split else stage.backward(0, gradient)
+    if split:
+        for stage in stages:
+            stage.backward_weight(0)
+    return loss
+
+
+def gradients(stages: Sequence[Stage]) -> dict[str, Tensor | None]:
+    return {name: p.grad for stage in stages for name, p in stage.module.named_parameters()}
+
+
+def unsplit(config: Any, layers: TransformersLayers, stages: Sequence[Stage]) -> Any:
+    """The whole model of transformers with the parameters of the stages."""
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    own = {name: x for stage in stages for name, x in stage.module.state_dict().items()}
+    model.load_state_dict({name: own[at] for name, at in parameter_names(layers, model).items()})
+    return model
+
+
+@pytest.mark.parametrize("way", ["i and w", "b", "recomputed"])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_split_model_has_the_loss_and_gradients_of_the_whole(family: str, way: str) -> None:
+    config = config_of(family)
+    layers = from_transformers(config, seed=3)
+    stages = stages_of(layers, [2, 2, 1], is_recomputed=way == "recomputed")
+    model = unsplit(config, layers, stages)
+    tokens, labels, keywords = data(padding=3)
+    total = trained(stages, (tokens, labels, keywords), "b" if way == "b" else "i and w")
+    weight = stages[-1].take_weight()
+    assert weight == (LENGTH - 1) + (LENGTH - 1 - 3)
+    reference = model(input_ids=tokens, labels=labels, **keywords)
+    (reference.loss * weight).backward()
+    torch.testing.assert_close(total / float(weight), reference.loss.detach(), rtol=1e-5, atol=1e-5)
+    found, names = gradients(stages), parameter_names(layers, model)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[names[name]], parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "phi3"])
+def test_without_a_mask_and_with_given_positions(family: str) -> None:
+    config = config_of(family)
+    layers = from_transformers(config)
+    stages = stages_of(layers, [3, 2])
+    model = unsplit(config, layers, stages)
+    tokens, labels, _ = data()
+    positions = (torch.arange(LENGTH) + 5).expand(BATCH, -1)
+    for keywords in ({}, {"position_ids": positions}, {}):
+        total = trained(stages, (tokens, labels, keywords), "i and w")
+        reference = model(input_ids=tokens, labels=labels, **keywords).loss
+        torch.testing.assert_close(total / float(stages[-1].take_weight()), reference.detach())
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_layers_built_alone_are_those_of_the_whole_model(family: str) -> None:
+    layers = from_transformers(config_of(family, tie_word_embeddings=True), seed=5)
+    names = layers.layer_names()
+    assert names == ["embedding", "block.0", "block.1", "block.2", "head"]
+    whole = layers.build_layers(names, CPU).state_dict()
+    apart = {
+        key: x for name in reversed(names) for key, x in layers.build_layers([name], CPU).state_dict().items()
+    }
+    assert whole.keys() == apart.keys()
+    assert all(torch.equal(whole[key], apart[key]) for key in whole)
+    ((embedding, head),) = layers.tied_parameters()
+    assert torch.equal(whole[embedding], whole[head])
+    other = from_transformers(config_of(family, tie_word_embeddings=True), seed=6).build_layers(names, CPU)
+    assert not torch.equal(whole[embedding], other.state_dict()[embedding])
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_weights_go_to_transformers_and_back(family: str, tmp_path: Path) -> None:
+    """Two ranks write a folder that transformers loads; a rank reads its layers from there."""
+    layers = from_transformers(config_of(family), seed=1)
+    names = list(layers.layer_names())
+    parts = [[names[0], names[-1]], names[1:-1]]  # a V
+    built = [layers.build_layers(part, CPU).state_dict() for part in parts]
+    for file, tensors in enumerate(built):
+        layers.save_pretrained(tmp_path, tensors, layers_of_files=parts, file=file)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 2
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
+    at = parameter_names(layers, model)
+    written = {**built[0], **built[1]}
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, written[at[name]], rtol=0, atol=0, msg=name)
+    again = from_transformers(tmp_path, seed=2)
+    for part, tensors in zip(parts, built, strict=True):
+        read = again.build_layers(part, CPU).state_dict()
+        assert read.keys() == tensors.keys()
+        assert all(torch.equal(read[key], tensors[key]) for key in read)
+
+
+def test_a_rank_reads_only_its_own_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers.AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path)
+    seen: list[str] = []
+    read = safetensors_folder._read
+
+    def watched(path: Path, key: str) -> Tensor:
+        seen.append(key)
+        return read(path, key)
+
+    monkeypatch.setattr(safetensors_folder, "_read", watched)
+    from_transformers(str(tmp_path)).build_layers(["block.1"], CPU)
+    assert len(seen) == 9
+    assert all(key.startswith("model.layers.1.") for key in seen)
+
+
+def test_a_model_gives_its_own_modules() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+    built = from_transformers(model).build_layers(["embedding", "block.0"], CPU)
+    assert built.get_submodule("embedding.embed_tokens") is model.model.embed_tokens
+    assert built.get_submodule("block0.layer") is model.model.layers[0]
+
+
+def test_the_dtype_is_the_configurations_or_the_given_one() -> None:
+    config = config_of("llama", dtype=torch.bfloat16)
+    dtypes = [
+        next(from_transformers(config, dtype=dtype).build_layers(["block.0"], CPU).parameters()).dtype
+        for dtype in (None, torch.float32)
+    ]
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
+def test_layers_on_the_meta_device_have_no_values() -> None:
+    built = from_transformers(config_of("mixtral")).build_layers(["block.0", "head"], torch.device("meta"))
+    assert {p.device.type for p in built.parameters()} == {"meta"}
+
+
+def test_dropout_is_that_of_the_model() -> None:
+    """Computing the arguments of blocks draws no random numbers."""
+    config = config_of("gpt2", embd_pdrop=0.5, resid_pdrop=0.5)
+    layers = from_transformers(config)
+    stages = stages_of(layers, [5])
+    model = unsplit(config, layers, stages)
+    tokens, labels, _ = data()
+    torch.manual_seed(0)
+    total = trained(stages, (tokens, labels, {}), "b")
+    torch.manual_seed(0)
+    expected = model(input_ids=tokens, labels=labels).loss
+    torch.testing.assert_close(total / float(stages[0].take_weight()), expected.detach())
+
+
+def test_a_pipeline_computes_the_balancing_loss_of_a_batch_with_padding() -> None:
+    """One process with two stages and two microbatches of one sequence each."""
+    config = config_of("mixtral")
+    layers = from_transformers(config)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    tokens, labels, keywords = data(padding=3)
+    plan = search(unit_problem(1, 2), SearchOptions(effort="quick"))
+    with zbv.Pipeline(plan, layers) as pipe:
+        own = {name.replace(".", ""): x for name, x in pipe.state_dict().items()}
+        names = {name: at.replace(".", "") for name, at in parameter_names(layers, model).items()}
+        model.load_state_dict({name: own[at] for name, at in names.items()})
+        loss = pipe.step(tokens, labels, attention_mask=keywords["attention_mask"])
+        weights = [LENGTH - 1, LENGTH - 1 - 3]
+        expected = torch.zeros(())
+        for at, weight in enumerate(weights):
+            row = slice(at, at + 1)
+            mask = keywords["attention_mask"][row]
+            found = model(input_ids=tokens[row], labels=labels[row], attention_mask=mask).loss
+            expected = expected + weight * found / sum(weights)
+        torch.autograd.backward(expected)
+        assert loss is not None
+        torch.testing.assert_close(torch.as_tensor(float(loss)), expected.detach(), rtol=1e-5, atol=1e-5)
+        gradients = {name.replace(".", ""): p.grad for name, p in pipe.named_parameters()}
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[names[name]], parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_the_example_trains_on_two_ranks_and_equals_the_unsplit_model(tmp_path: Path) -> None:
+    command = python_command("support.transformers_rank", str(tmp_path))
+    with LocalRanks([command] * 2, tmp_path) as ranks:
+        ranks.wait(120)
+    logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    losses = [float(line.split()[1]) for line in logs.splitlines() if line.startswith("loss ")]
+    assert len(losses) == 10
+    assert losses[-1] < 0.8 * losses[0]
+    reference = json.loads((tmp_path / "reference.json").read_text())
+    assert reference["loss"][0] == pytest.approx(reference["loss"][1], rel=1e-5)
+    found = [json.loads((tmp_path / f"gradients-{rank}.json").read_text()) for rank in range(2)]
+    own = {name.replace(".", ""): values for rank in found for name, values in rank.items()}
+    assert len(found[0]) > 0 < len(found[1])
+    assert own.keys() == reference["gradients"].keys()
+    for name, values in own.items():
+        expected = torch.tensor(reference["gradients"][name])
+        torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-5, atol=1e-5)
+
+
+SHARES = {"llama": 0.99, "gpt2": 0.98, "mixtral": 0.98, "qwen2_moe": 0.97}
+"""The least shares of a block; LayerNorms, RMSNorms and routers are left to I."""
+
+
+@pytest.mark.parametrize("family", SHARES)
+def test_w_computes_most_weight_gradients(family: str) -> None:
+    layers = from_transformers(config_of(family))
+    stages = stages_of(layers, [2, 2, 1])
+    trained(stages, data(), "i and w")
+    share = stages[1].split_share
+    assert share is not None
+    assert share.share > SHARES[family], str(share)
+    assert share == stages[1].expected_share
+
+
+class TestSources:
+    def test_a_json_file(self, tmp_path: Path) -> None:
+        config_of("llama").save_pretrained(tmp_path)
+        found = from_transformers(tmp_path / "config.json").build_layers(["head"], CPU)
+        expected = from_transformers(config_of("llama")).build_layers(["head"], CPU)
+        assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+    def test_a_model_without_experts_has_no_balancing_loss(self) -> None:
+        layers = from_transformers(config_of("llama", output_router_logits=True))
+        logits = layers.build_layers(layers.layer_names(), CPU)(data()[0])
+        assert logits.shape == (BATCH, LENGTH, VOCABULARY)
+
+    def test_a_class(self) -> None:
+        layers = from_transformers(transformers.LlamaForCausalLM)
+        assert len(layers.layer_names()) == transformers.LlamaConfig().num_hidden_layers + 2
+
+    def test_other_families_are_refused(self) -> None:
+        with pytest.raises(InvalidRun, match=r"model_type 't5'; zbv splits the families gemma, .*qwen3_moe"):
+            from_transformers(transformers.T5Config())
+
+    @pytest.mark.parametrize("source", [3, None])
+    def test_other_objects_are_refused(self, source: object) -> None:
+        with pytest.raises(InvalidRun, match="must be a configuration, a model"):
+            from_transformers(source)
+
+    def test_a_missing_folder_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidRun, match="Nothing is downloaded"):
+            from_transformers(tmp_path / "absent")
+
+    def test_a_file_that_is_no_configuration_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(InvalidRun, match="cannot be read as JSON"):
+            from_transformers(tmp_path)
+        (tmp_path / "config.json").write_text("[]")
+        with pytest.raises(InvalidRun, match="model_type None"):
+            from_transformers(tmp_path)
+
+    def test_a_folder_without_tensors_is_refused(self, tmp_path: Path) -> None:
+        config_of("llama").save_pretrained(tmp_path)
+        with pytest.raises(InvalidRun, match=r"found neither model\.safetensors nor"):
+            from_transformers(tmp_path).build_layers(["head"], CPU)
+
+    def test_missing_and_misshapen_tensors_are_refused(self, tmp_path: Path) -> None:
+        layers = from_transformers(config_of("llama"))
+        names = list(layers.layer_names())
+        built = layers.build_layers(names, CPU).state_dict()
+        layers.save_pretrained(tmp_path, built)
+        config_of("llama", hidden_size=64).save_pretrained(tmp_path)
+        with pytest.raises(InvalidRun, match=r"with shape \((48, )?32,?\).*requires \((48, )?64,?\)"):
+            from_transformers(tmp_path).build_layers(["head"], CPU)
+        layers.save_pretrained(tmp_path, built, layers_of_files=[names[:-1]])
+        with pytest.raises(InvalidRun, match=r"found no tensor (model\.norm|lm_head)\.weight"):
+            from_transformers(tmp_path).build_layers(["head"], CPU)
+        with pytest.raises(InvalidRun, match="found no tensor embedding"):
+            layers.save_pretrained(tmp_path, {})
+
+    def test_an_incomplete_copy_is_refused(self, tmp_path: Path) -> None:
+        layers = from_transformers(config_of("llama"))
+        names = list(layers.layer_names())
+        built = layers.build_layers(names[:1], CPU).state_dict()
+        layers.save_pretrained(tmp_path, built, layers_of_files=[names[:1], names[1:]])
+        with pytest.raises(InvalidRun, match=r"the index names model-00002-of-00002\.safetensors"):
+            from_transformers(tmp_path).build_layers(["embedding"], CPU)
+
+    def test_transformers_may_be_absent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        with pytest.raises(InvalidRun, match=r"pip install 'zbv\[transformers\]'"):
+            from_transformers("anything")
+
+    def test_old_versions_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
+        with pytest.raises(InvalidRun, match=r"found transformers 4\.57\.1; zbv needs 5 or later"):
+            from_transformers("anything")
+
+
+class TestPipelineModel:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        config_of("llama", vocab_size=256).save_pretrained(tmp_path)
+        return tmp_path
+
+    def test_it_has_what_the_worker_needs(self, folder: Path) -> None:
+        model = pipeline_model(str(folder / "config.json"), sequence_length=8, sequences=3)
+        for protocol in (PipelineModel, Layered, Tied, Weighted):
+            assert isinstance(model, protocol)
+        (tokens, labels), (others, _) = model.microbatch(0, 0), model.microbatch(0, 1)
+        assert tokens.shape == (3, 8)
+        assert torch.equal(tokens, labels)
+        assert not torch.equal(tokens, others)
+        whole = model.build_stage(0, 1, CPU)
+        loss = model.loss(whole(tokens), labels)
+        assert loss.isfinite()
+        halves = [model.build_stage(stage, 2, CPU) for stage in (0, 1)]
+        assert torch.equal(loss, model.loss(halves[1](halves[0](tokens)), labels))
+        assert len(model.optimizer(whole.parameters()).param_groups) == 1
+
+    def test_a_text_without_a_tokenizer_is_bytes(self, folder: Path) -> None:
+        text = folder / "text"
+        text.write_text("ab" * 20)
+        source = str(folder / "config.json")
+        tokens, _ = pipeline_model(source, sequence_length=8, data=str(text)).microbatch(0, 0)
+        assert set(tokens.flatten().tolist()) == {ord("a"), ord("b")}
+
+    def test_a_tokenizer_of_the_folder_is_used(self, folder: Path) -> None:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = Tokenizer(models.WordLevel({"red": 0, "blue": 1, "?": 2}, unk_token="?"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+        text = folder / "text"
+        text.write_text("red blue " * 20)
+        tokens, _ = pipeline_model(str(folder), sequence_length=4, data=str(text)).microbatch(0, 0)
+        assert set(tokens.flatten().tolist()) == {0, 1}
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"sequence_length": 0}, "sequence_length=0; must be a positive integer"),
+            ({"dtype": "tensor"}, "found dtype='tensor'; must be a dtype"),
+            ({"data": "absent"}, "cannot read absent"),
+            ({"data": "short"}, "found 3 tokens; a sequence needs 130"),
+            ({"data": "wide"}, "found the token 255, but the model's vocab_size is 200"),
+        ],
+    )
+    def test_wrong_arguments_are_refused(
+        self, arguments: dict[str, Any], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(folder)
+        Path("short").write_bytes(b"abc")
+        Path("wide").write_bytes(b"\xff" * 200)
+        with pytest.raises(InvalidRun, match=message):
+            pipeline_model(config_of("llama", vocab_size=200), **arguments)

@@ -1,0 +1,119 @@
+"""Nested values, keywords and auxiliary losses: every plan computes the gradients of one process."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from support.nested_model import NestedModel, reference
+from support.plans import unit_problem, write_plan
+from support.selfcheck import Gradients, random_orders, run_in_threads
+from support.trained import Remembering, train_in_threads
+from torch import Tensor, nn
+from zbv_worker.errors import ModelError
+from zbv_worker.gpu_report.rank import relative_error
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.model.checks import checked_microbatch
+from zbv_worker.training.options import TrainingOptions
+
+MICROBATCHES = 4
+
+
+@cache
+def expected() -> tuple[Gradients, float, float]:
+    return reference(MICROBATCHES)
+
+
+@pytest.mark.parametrize("fused", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("p", "kind"), [(1, "v"), (2, "v"), (2, "single"), (4, "v"), (3, "single")])
+def test_a_split_model_computes_the_gradients_of_one_process(p: int, kind: str, fused: float) -> None:
+    problem = unit_problem(p, MICROBATCHES, kind)
+    orders = random_orders(problem, Random(p), fused)
+    found, loss = run_in_threads(problem, orders, NestedModel())
+    gradients, right_loss, _ = expected()
+    assert relative_error(found, gradients) < 1e-6
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+
+
+class Wrong(Remembering):
+    """Its microbatches have a keyword that no layer takes."""
+
+    def microbatch(self, step: int, index: int) -> Any:
+        return (*super().microbatch(step, index), {"more": 1})
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_keyword_that_no_layer_takes_is_refused(p: int) -> None:
+    problem = unit_problem(p, MICROBATCHES)
+    orders = random_orders(problem, Random(0))
+    with pytest.raises(ModelError, match="the keyword 'more', and no layer of the model takes it"):
+        train_in_threads(problem, orders, TrainingOptions(), 1, model=Wrong)
+
+
+class Paired(Remembering):
+    def loss(self, output: Tensor, target: Tensor) -> Any:
+        return super().loss(output, target), torch.tensor(1.0)
+
+
+def test_a_training_needs_loss_sum_for_pairs() -> None:
+    problem = unit_problem(2, MICROBATCHES)
+    with pytest.raises(ModelError, match=r"returned a pair of sum and weight.* Rename the method"):
+        train_in_threads(problem, random_orders(problem, Random(0)), TrainingOptions(), 1, model=Paired)
+
+
+class Nested(NestedModel):
+    """A model for :func:`train_in_threads`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built: list[nn.Module] = []
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        module = super().build_stage(stage, n_stages, device)
+        self.built.append(module)
+        return module
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_training_and_evaluation_have_the_same_losses(replicas: int) -> None:
+    """The evaluation comes first, and no tensor requires a gradient there."""
+    problem = unit_problem(2, MICROBATCHES // replicas)
+    options = TrainingOptions(evaluate_every=1, replicas=replicas)
+    found = train_in_threads(problem, random_orders(problem, Random(0)), options, 2, model=Nested)
+    evaluations = next(report.evaluations for report in found.reports if report.evaluations)
+    assert found.losses[0] == pytest.approx(expected()[1], rel=1e-6)
+    assert evaluations[0] == pytest.approx(found.losses[0], rel=1e-6)
+    assert evaluations[1] < evaluations[0]
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "message"),
+    [
+        (torch.zeros(1), "microbatch returned a Tensor; must be a Microbatch, .input, target."),
+        ((1,), "microbatch returned a tuple of 1 values"),
+        ((1, 2, 3), "microbatch returned a tuple of 3 values; .* with a dict of keywords"),
+    ],
+)
+def test_data_of_another_form_is_refused(microbatch: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        checked_microbatch(microbatch)
+
+
+def test_processes_over_gloo_compute_the_gradients_of_one_process(tmp_path: Path) -> None:
+    problem = unit_problem(2, MICROBATCHES)
+    write_plan(tmp_path / "plan.json", problem, random_orders(problem, Random(1)))
+    with LocalRanks([python_command("support.nested_model", str(tmp_path))] * 2, tmp_path / "logs") as ranks:
+        ranks.wait(timeout=60)
+    found: Gradients = {}
+    losses: list[float] = []
+    for rank in range(2):
+        found |= torch.load(tmp_path / f"{rank}.pt")
+        losses += json.loads((tmp_path / f"{rank}.json").read_text()).values()
+    gradients, right_loss, _ = expected()
+    assert relative_error(found, gradients) < 1e-6
+    assert sum(losses) / len(losses) == pytest.approx(right_loss, rel=1e-6)

@@ -1,0 +1,186 @@
+"""A pipeline in one process without any environment, as in a notebook."""
+
+from __future__ import annotations
+
+import runpy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zbv_worker as zbv
+from support.cut_models import cut_problem
+from support.paths import ROOT
+from support.plans import unit_problem
+from torch import nn
+from torch.nn import functional as nnf
+from zbv_solver.plans.plan import Plan
+from zbv_solver.search.search import SearchOptions, search
+
+NAMES = ["a", "b.0", "b.1", "c"]
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module", params=["v", "single"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return search(unit_problem(1, 2, request.param), SearchOptions(effort="quick"))
+
+
+@pytest.fixture(scope="module")
+def layered() -> Plan:
+    return search(cut_problem(NAMES, (1, 3), microbatches=2), SearchOptions(effort="quick"))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 3), torch.randn(rows, 2)
+
+
+def test_two_pipelines_one_after_the_other(plan: Plan) -> None:
+    for _ in range(2):
+        inputs, targets = batch()
+        reference = model()
+        torch.autograd.backward(nnf.mse_loss(reference(inputs), targets))
+        with zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
+            loss = pipe.step(inputs, targets)
+            for (name, own), (other, expected) in zip(
+                pipe.named_parameters(), reference.named_parameters(), strict=True
+            ):
+                assert name == other
+                torch.testing.assert_close(own.grad, expected.grad)
+        torch.testing.assert_close(loss, nnf.mse_loss(reference(inputs), targets).detach())
+        assert not dist.is_initialized()
+
+
+def test_a_plan_with_layers_decides_the_cut(layered: Plan) -> None:
+    layers = dict(zip(NAMES, model(), strict=True))
+    with zbv.Pipeline(layered, layers, loss=nnf.mse_loss) as pipe:
+        pipe.step(*batch())
+        assert {index: len(list(module.children())) for index, module in pipe.modules.items()} == {0: 1, 1: 3}
+        assert [name for name, _ in pipe.named_parameters()] == [
+            f"{layer}.{kind}" for layer in ("a", "b.1", "c") for kind in ("weight", "bias")
+        ]
+        assert set(pipe.state_dict()) == {name for name, _ in pipe.named_parameters()}
+
+
+def test_an_evaluation_needs_no_loss_and_leaves_no_gradients(plan: Plan) -> None:
+    inputs, _ = batch()
+    layers = nn.Sequential(*model(), nn.Dropout())
+    with zbv.Pipeline(plan, layers) as pipe:
+        loss, outputs = pipe.evaluate(inputs, outputs=True)
+        assert loss is None
+        torch.testing.assert_close(torch.cat(outputs), model()(inputs))
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        assert pipe.modules[0].training
+        with pytest.raises(zbv.InvalidRun, match="the pipeline has no loss; training needs one"):
+            pipe.step(*batch())
+
+
+def test_bfloat16_parameters_accumulate_over_steps(plan: Plan) -> None:
+    inputs, targets = (tensor.bfloat16() for tensor in batch())
+    reference = model().double()
+    expected = nnf.mse_loss(reference(inputs.double()), targets.double())
+    torch.autograd.backward(20 * expected)
+    with zbv.Pipeline(plan, model().bfloat16(), loss=nnf.mse_loss) as pipe:
+        for _ in range(20):
+            pipe.step(inputs, targets)
+        for own, exact in zip(pipe.parameters(), reference.parameters(), strict=True):
+            assert own.grad is not None
+            assert own.grad.dtype == torch.bfloat16
+            torch.testing.assert_close(own.grad.double(), exact.grad, rtol=0.05, atol=0.05)
+
+
+def test_shared_parameters_count_once(plan: Plan) -> None:
+    shared = nn.Linear(3, 3)
+    layers = [shared, shared, nn.Tanh(), nn.Linear(3, 2)]
+    inputs, targets = batch()
+    with zbv.Pipeline(plan, layers, loss=nnf.mse_loss) as pipe:
+        pipe.step(inputs, targets)
+        assert len(list(pipe.parameters())) == 4
+        norm = pipe.clip_grad_norm_(1e-3)
+        found = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+    reference = nn.Sequential(*layers)
+    reference.zero_grad()
+    torch.autograd.backward(nnf.mse_loss(reference(inputs), targets))
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 1e-3))
+    torch.testing.assert_close(found, [parameter.grad for parameter in reference.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"layers": 3}, "layers: found a int; must be a list of layers"),
+        ({"layers": [nn.Tanh(), 3]}, "layer 1: found a int; must be an nn.Module, or a function"),
+        ({"plan": "nowhere.json"}, "found no file nowhere.json .* pass service=URL too"),
+        ({"plan": 3}, "found a int as the plan; must be a plan"),
+        ({"plan": "http://localhost/plan"}, "a plan's URL must end with /plans/ID"),
+        ({"plan": {"problem": 1}}, "the plan: "),
+        ({"precision": "float16"}, "found precision 'float16'; must be 'float32' or 'bfloat16'"),
+        ({"backend": "mpi"}, "found backend 'mpi'; must be 'gloo' or 'nccl'"),
+        ({"device": "cpu", "backend": "nccl"}, "found device cpu and backend 'nccl'"),
+    ],
+)
+def test_wrong_arguments_are_refused(plan: Plan, more: dict[str, Any], message: str) -> None:
+    arguments = {"plan": plan, "layers": model(), **more}
+    with pytest.raises(zbv.InvalidRun, match=message):
+        zbv.Pipeline(**arguments)
+    assert not dist.is_initialized()
+
+
+def test_a_plan_for_other_layers_or_ranks_is_refused(layered: Plan) -> None:
+    with pytest.raises(
+        zbv.InvalidRun, match=r"at layer 0 it has 'a', the model '0'.*give the layers the plan's"
+    ):
+        zbv.Pipeline(layered, model())
+    two = search(unit_problem(2, 2), SearchOptions(effort="quick"))
+    with pytest.raises(zbv.InvalidRun, match=r"found 1 ranks; the plan is for 2\. Start 2 ranks"):
+        zbv.Pipeline(two, model())
+
+
+def test_a_wrong_batch_leaves_the_pipeline_usable(plan: Plan) -> None:
+    with zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
+        with pytest.raises(zbv.InvalidRun, match="inputs has 3 rows; must be a multiple"):
+            pipe.step(*batch(3))
+        with pytest.raises(zbv.InvalidRun, match="no step to trace"):
+            pipe.trace()
+        assert pipe.step(*batch()) is not None
+
+
+def test_an_error_inside_the_block_ends_the_pipeline(plan: Plan) -> None:
+    with pytest.raises(ZeroDivisionError), zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+    with pytest.raises(zbv.WorkerError, match="this pipeline has failed in an earlier call"):
+        pipe.step(*batch())
+
+
+def test_a_state_dict_of_another_model_is_refused(plan: Plan) -> None:
+    with zbv.Pipeline(plan, model()) as pipe:
+        state = dict(pipe.state_dict())
+        with pytest.raises(zbv.InvalidRun, match=r"has 0\.scale, which the layers do not have"):
+            pipe.load_state_dict({**state, "0.scale": torch.zeros(1)})
+        with pytest.raises(zbv.InvalidRun, match=r"(?s)the state dict does not fit: .*size mismatch"):
+            pipe.load_state_dict({**state, "0.bias": torch.zeros(1)})
+        del state["3.bias"]
+        with pytest.raises(zbv.InvalidRun, match=r"lacks 3\.bias"):
+            pipe.load_state_dict(state)
+
+
+def test_the_example_of_a_sequential_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has at most ten lines besides the model and its data."""
+    example = ROOT / "examples" / "sequential.py"
+    runpy.run_path(str(example))
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 20
+    assert losses[-1] < 0.6 * losses[0]
+    code = example.read_text().partition("batches = ")[2].splitlines()[1:]
+    assert len([line for line in code if line]) <= 10

@@ -1,0 +1,127 @@
+"""Programs of a user on two ranks of a V, with a searched plan; the programs are in support.pipeline_rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.plans import unit_problem
+from zbv_solver.search.search import SearchOptions, search
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+
+PROGRAMS = (
+    "accumulates",
+    "weighs",
+    "passes_values",
+    "trains",
+    "factories",
+    "refuses",
+    "fails",
+    "own_world",
+)
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process per rank runs all programs, one after the other."""
+    made = tmp_path_factory.mktemp("pipeline")
+    search(unit_problem(2, 4), SearchOptions(effort="quick")).save(made / "plan.json")
+    command = python_command("support.pipeline_rank", str(made), *PROGRAMS)
+    with LocalRanks([command] * 2, made) as ranks:
+        ranks.wait(120)
+    return made
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> dict[str, Found]:
+    """What the ranks saw, by program."""
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return {program: [rank[program] for rank in ranks] for program in PROGRAMS}
+
+
+def test_gradients_losses_and_outputs_are_those_of_one_process(seen: dict[str, Found]) -> None:
+    first, second = seen["accumulates"]
+    assert max(first["apart"] + second["apart"]) < 1e-6
+    assert len(first["loss"]) == 3
+    assert max(first["loss"]) < 1e-6
+    assert first["outputs"] < 1e-6
+    assert second["loss"] == []  # the last stage of a V is on rank 0
+
+
+def test_names_are_those_of_the_whole_model(seen: dict[str, Found]) -> None:
+    names = [name for rank in seen["accumulates"] for name in rank["names"]]
+    assert sorted(names) == sorted(f"{layer}.0.{kind}" for layer in range(5) for kind in ("weight", "bias"))
+
+
+def test_weighted_losses_are_averaged_over_all_weights_of_the_batch(seen: dict[str, Found]) -> None:
+    first, second = seen["weighs"]
+    assert max(first["apart"], second["apart"]) < 1e-6
+    assert len(first["loss"]) == 3  # two steps and an evaluation
+    assert max(first["loss"]) < 1e-6
+
+
+def test_values_keywords_and_auxiliary_losses_reach_every_stage(seen: dict[str, Found]) -> None:
+    """The first step runs twice, because its auxiliary losses did not know that the loss has weights."""
+    first, second = seen["passes_values"]
+    assert max(first["apart"], second["apart"]) < 1e-6
+    assert (first["outputs"], second["outputs"]) == (4, None)
+    assert second["boundaries"] == first["boundaries"]
+    assert "int64" in first["boundaries"]["0"]
+    assert second["auxiliary"] > 0
+    for rank in (first, second):
+        assert "found the keyword 'mask', which no layer takes" in rank["said"]
+
+
+def test_optimizers_schedules_and_clipping_train_the_same_model(seen: dict[str, Found]) -> None:
+    for rank in seen["trains"]:
+        assert max(rank["norms"]) < 1e-6
+        assert rank["state"] < 1e-5
+
+
+def test_the_whole_state_is_gathered_on_rank_0_and_loaded_everywhere(seen: dict[str, Found]) -> None:
+    first, second = seen["trains"]
+    assert first["whole names"]
+    assert first["whole"] < 1e-5
+    assert "whole" not in second
+    assert first["loaded"] == second["loaded"] == 0.0
+
+
+def test_a_trace_has_every_action_of_all_ranks(seen: dict[str, Found], folder: Path) -> None:
+    first, second = seen["trains"]
+    plan = json.loads((folder / "plan.json").read_text())
+    assert first["traced"] == second["traced"] == plan["ranks"]
+    written = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    named = {event["name"] for event in written if event["ph"] == "X"}
+    assert named.issuperset(action for rank in plan["ranks"] for action in rank)
+
+
+def test_only_the_layers_of_the_rank_are_built(seen: dict[str, Found]) -> None:
+    assert [rank["built"] for rank in seen["factories"]] == [rank["names"] for rank in seen["factories"]]
+    assert sorted(name for rank in seen["factories"] for name in rank["built"]) == list("abcde")
+
+
+def test_an_error_at_the_start_is_raised_on_all_ranks(seen: dict[str, Found]) -> None:
+    first, second = (rank["said"] for rank in seen["refuses"])
+    for said in (first, second):
+        assert "found 2 layers; the plan has 4 stages" in said[0]
+        assert "found microbatches=7; the plan has 4" in said[1]
+        assert said[2].startswith("Disagreement: the ranks differ in model")
+    assert second[3].startswith("InvalidRun: layer 2: the function returned a int")
+    assert first[3] == second[3].replace("InvalidRun: ", "InvalidRun: rank 1 cannot start: ")
+
+
+def test_a_failed_rank_fails_its_peers_at_once_with_its_reason(seen: dict[str, Found]) -> None:
+    first, second = (rank["said"] for rank in seen["fails"])
+    assert second[0] == "ValueError: this layer is broken"
+    assert first[0].startswith("PeerLost: rank 1 lost: ValueError: this layer is broken (pipeline_rank.py:")
+    for said in (first, second):
+        assert "this pipeline has failed in an earlier call. Make a new one" in said[1]
+
+
+def test_a_process_group_of_the_user_stays_usable(seen: dict[str, Found]) -> None:
+    for rank in seen["own_world"]:
+        assert rank["apart"] < 1e-6
+        assert rank["sum"] == 2.0

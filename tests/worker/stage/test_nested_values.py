@@ -1,0 +1,212 @@
+"""A stage takes and gives nested values, plain, recomputed and compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.nested_model import WIDTH, MaskedMix, NestedModel, reference
+from torch import Tensor, nn
+from zbv_worker.errors import ModelError
+from zbv_worker.gpu_report.rank import relative_error
+from zbv_worker.stage.stage import Stage
+
+CPU = torch.device("cpu")
+MICROBATCHES = 3
+
+
+def stages_of(n_stages: int, **options: Any) -> list[Stage]:
+    model = NestedModel()
+    found = []
+    for index in range(n_stages):
+        module = model.build_stage(index, n_stages, CPU)
+        assert isinstance(module, nn.Sequential)
+        loss = model.loss if index == n_stages - 1 else None
+        layers = tuple(module)
+        found.append(Stage(index, n_stages, module, MICROBATCHES, loss, layers=layers, **options))
+    return found
+
+
+def run(stages: list[Stage], letters: str = "IW") -> tuple[dict[str, Tensor], float]:
+    """All forwards, then all backwards; gradients and the mean loss."""
+    model, total = NestedModel(), 0.0
+    for j in range(MICROBATCHES):
+        data = model.microbatch(0, j)
+        x = data.input
+        for stage in stages:
+            target = data.target if stage is stages[-1] else None
+            x = stage.forward(j, x, target, split="W" in letters, keywords=data.keywords)
+        total += float(x) / MICROBATCHES
+    for j in range(MICROBATCHES):
+        gradient = None
+        for stage in reversed(stages):
+            gradient = (stage.backward_input if "W" in letters else stage.backward)(j, gradient)
+    for stage in stages if "W" in letters else []:
+        for j in range(MICROBATCHES):
+            stage.backward_weight(j)
+    assert all(stage.held == (set(), set()) for stage in stages)
+    named = (item for stage in stages for item in stage.module.named_parameters())
+    return {name: p.grad for name, p in named if p.grad is not None}, total
+
+
+@pytest.mark.parametrize("letters", ["IW", "B"])
+@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_stages_compute_the_gradients_of_one_process(
+    n_stages: int, letters: str, *, is_recomputed: bool
+) -> None:
+    stages = stages_of(n_stages, is_recomputed=is_recomputed)
+    found, loss = run(stages, letters)
+    gradients, right_loss, auxiliary = reference(MICROBATCHES)
+    assert relative_error(found, gradients) < 1e-6
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+    assert sum(float(stage.take_auxiliary_loss()) for stage in stages) == pytest.approx(auxiliary, rel=1e-6)
+    assert sum(float(stage.take_auxiliary_loss()) for stage in stages) == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own
+def test_a_compiled_stage_computes_the_same() -> None:
+    data = NestedModel().microbatch(0, 0)
+    x = torch.rand(2, 4, WIDTH, requires_grad=True), torch.rand(2, WIDTH, requires_grad=True)
+    given = (*x, torch.rand(4), data.input["words"] % 2, None)
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        layer = MaskedMix(weight=0.3)
+        stage = middle(layer, is_compiled=is_compiled)
+        for j in range(2):  # the first runs uncompiled
+            output = stage.forward(j, given, split=True, keywords=data.keywords)
+            assert [tensor.requires_grad for tensor in output[:4]] == [True, True, False, False]
+            assert output[4] is None
+            gradients = (torch.ones(2, 4, WIDTH), torch.ones(2, WIDTH))
+            results = stage.backward_input(j, gradients)
+            stage.backward_weight(j)
+        named = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        found.append({**named, **dict(zip("xy", results, strict=True)), "sum": stage.take_auxiliary_loss()})
+    assert relative_error(found[1], found[0]) < 1e-6
+
+
+def test_an_evaluation_has_the_same_loss_and_counts_nothing() -> None:
+    stages, model = stages_of(2), NestedModel()
+    data = model.microbatch(0, 0)
+    x = data.input
+    for stage in stages:
+        x = stage.evaluate(x, data.target, keywords=data.keywords)
+    expected = stages_of(1)[0].forward(0, data.input, data.target, split=True, keywords=data.keywords)
+    assert torch.equal(x, expected)
+    assert all(stage.held == (set(), set()) for stage in stages)
+    assert all(stage.take_auxiliary_loss() == 0 for stage in stages)
+
+
+class Pass(nn.Module):
+    """Returns its first argument changed, the second as it is, and an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), y, torch.arange(2)
+
+
+def middle(module: nn.Module, **options: Any) -> Stage:
+    return Stage(1, 3, module, 1, **options)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_tensor_that_is_returned_unchanged_gets_its_gradient_back(*, is_recomputed: bool) -> None:
+    stage = middle(Pass(), is_recomputed=is_recomputed)
+    x, y = torch.rand(2, 3, requires_grad=True), torch.rand(3, requires_grad=True)
+    output = stage.forward(0, (x, y), split=True)
+    assert [tensor.requires_grad for tensor in output] == [True, True, False]
+    assert all(tensor.grad_fn is None for tensor in output)
+    of_y = torch.rand(3)
+    _, found = stage.backward_input(0, (torch.rand(2, 3), of_y))
+    assert torch.equal(found, of_y)
+    assert y.grad is None
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_tensor_without_gradient_stays_without(*, is_recomputed: bool) -> None:
+    stage = middle(Pass(), is_recomputed=is_recomputed)
+    output = stage.forward(0, (torch.rand(2, 3, requires_grad=True), torch.rand(3)), split=False)
+    assert [tensor.requires_grad for tensor in output] == [True, False, False]
+    assert len(stage.backward(0, (torch.rand(2, 3),))) == 1
+
+
+class Unused(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.detach()
+
+
+def test_an_unused_tensor_gets_zeros() -> None:
+    stage = middle(Unused())
+    x, y = torch.rand(2, requires_grad=True), torch.rand(3, requires_grad=True)
+    output = stage.forward(0, (x, y), split=True)
+    assert [tensor.requires_grad for tensor in output] == [True, False]
+    of_x, of_y = stage.backward_input(0, (torch.ones(2),))
+    assert of_x.tolist() == [2.0, 2.0]
+    assert of_y.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_tensor_returned_twice_gets_both_gradients() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            y = x * 3
+            return [y, y, x]
+
+    stage = middle(Twice())
+    stage.forward(0, torch.ones(2), split=True)
+    one = torch.ones(2)
+    assert stage.backward_input(0, (one, 10 * one, 100 * one)).tolist() == [133.0, 133.0]
+
+
+def test_a_frozen_stage_passes_nested_gradients_through() -> None:
+    module = Pass().requires_grad_(False)
+    stage = middle(module)
+    x = torch.rand(2, 3, requires_grad=True)
+    stage.forward(0, (x, torch.rand(3)), split=True)
+    gradient = torch.rand(2, 3)
+    (found,) = stage.backward_input(0, (gradient,))
+    torch.testing.assert_close(found, gradient @ module.linear.weight)
+    first = Stage(0, 2, Pass().requires_grad_(False), 1)
+    output = first.forward(0, (torch.rand(2, 3), torch.rand(3)), split=True)
+    assert not any(tensor.requires_grad for tensor in output)
+    assert first.backward_input(0, ()) is None
+
+
+def test_an_empty_stage_passes_integers_on() -> None:
+    stage = Stage(0, 2, nn.Sequential(), 1)
+    words = torch.arange(3)
+    assert torch.equal(stage.forward(0, words, split=True), words)
+    assert stage.backward_input(0, ()) is None
+
+
+def test_a_layer_may_write_to_the_dict_that_it_gets() -> None:
+    class Writes(nn.Module):
+        def forward(self, found: dict[str, Any]) -> dict[str, Any]:
+            found["x"] = found["x"] * 2
+            return found
+
+    for is_recomputed in (False, True):
+        layers = (Writes(), Writes())
+        stage = middle(nn.Sequential(*layers), layers=layers, is_recomputed=is_recomputed)
+        given = {"x": torch.ones(2, requires_grad=True)}
+        assert stage.forward(0, given, split=True)["x"].tolist() == [4.0, 4.0]
+        assert given["x"].tolist() == [1.0, 1.0]
+        (found,) = stage.backward_input(0, (torch.ones(2),))
+        assert found.tolist() == [4.0, 4.0]
+
+
+def test_a_keyword_that_the_layer_before_gives_too_is_refused() -> None:
+    stage = middle(Pass())
+    with pytest.raises(ModelError, match="a Pass gets 'y' from the layer before and as a keyword"):
+        stage.forward(0, (torch.rand(2, 3), torch.rand(3)), split=True, keywords={"y": torch.rand(3)})
+
+
+def test_a_stage_knows_the_keywords_of_its_layers() -> None:
+    assert not Stage(0, 2, nn.Sequential(nn.Linear(2, 2), nn.Tanh()), 1).takes_keywords
+    stage = middle(nn.Sequential(nn.Tanh(), Pass()))
+    assert stage.takes_keywords
+    assert stage.keywords.untaken(["y", "z"]) == ["z"]

@@ -1,0 +1,397 @@
+"""Causal language models of the transformers library as layers of a pipeline.
+
+:func:`from_transformers` returns the layers ``embedding``, ``block.0`` and so on, and ``head``. A rank builds
+only its own layers, from modules of transformers' own classes, and reads only their tensors. Nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from zbv_worker.adapters.decoder_layers import (
+    Anatomy,
+    BlockArguments,
+    DecoderBlock,
+    DecoderEmbedding,
+    DecoderHead,
+)
+from zbv_worker.adapters.routing import RoutedBlock, RoutedEmbedding, RoutedHead, Routing
+from zbv_worker.adapters.safetensors_folder import read_tensors, write_index, write_tensors
+from zbv_worker.adapters.split_modules import split_modules
+from zbv_worker.errors import InvalidRun, describe_error
+
+SUPPORTED = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""The model types that tests compare with the unsplit model."""
+
+IGNORED = -100
+"""The label of tokens that the loss ignores, as in transformers."""
+
+_SEEDING = threading.Lock()
+"""Initial parameters come from torch's global generator, which ranks in threads of one process share."""
+
+
+def from_transformers(
+    source: Any,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+) -> TransformersLayers:
+    """The layers of a causal language model of transformers.
+
+    Parameters
+    ----------
+    source
+        A configuration, or the path of its JSON file, or a model class (with its default configuration):
+        initial parameters are random. A folder with ``config.json`` and safetensors: each rank reads the
+        tensors of its layers. A model: its own modules become the layers.
+    seed
+        Decides random initial parameters, together with the layer.
+    dtype
+        The dtype of parameters; the configuration's if None, else float32.
+    attention
+        ``"sdpa"`` or ``"eager"``; None for transformers' choice.
+
+    Raises
+    ------
+    InvalidRun
+        If transformers is missing, the source cannot be read, or its family is not supported.
+    """
+    _require_transformers()
+    from transformers import PreTrainedModel
+
+    if isinstance(source, PreTrainedModel):
+        return TransformersLayers(
+            _on_meta(type(source), source.config, source.dtype, attention), seed, own=source
+        )
+    model_class, config, folder = _resolved(source)
+    model = _on_meta(model_class, config, dtype or _dtype_of(config), attention)
+    return TransformersLayers(model, seed, folder=folder)
+
+
+class TransformersLayers:
+    """The layers of a causal language model; see :class:`zbv_worker.model.Layered`.
+
+    Parameters
+    ----------
+    model
+        The whole model, on the meta device.
+    folder
+        The folder with its tensors; None for random parameters.
+    own
+        The model that has the layers already.
+    """
+
+    def __init__(self, model: Any, seed: int, *, folder: Path | None = None, own: Any = None):
+        self.config = model.config
+        self._model = model
+        self._seed = seed
+        self._folder = folder
+        self._anatomy = Anatomy.of(model)
+        self._routing = Routing.of(model)
+        self._own = own
+
+    def layer_names(self) -> Sequence[str]:
+        """The embedding, the blocks, the head."""
+        count = len(getattr(self._model.base_model, self._anatomy.blocks))
+        return ["embedding", *(f"block.{block}" for block in range(count)), "head"]
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        """Layers by name; module names have no dot: ``block0``."""
+        arguments = BlockArguments(self._anatomy)
+        parts = OrderedDict((name.replace(".", ""), self._layer(name, device, arguments)) for name in names)
+        return nn.Sequential(parts)
+
+    def loss(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross entropy of the next token, summed, and the number of predicted tokens.
+
+        The mean of a single microbatch is the loss of the unsplit model. The balancing loss of experts counts
+        once per predicted token.
+
+        Parameters
+        ----------
+        output
+            Logits (b, t, vocabulary); with a balancing loss, a dictionary with ``logits`` and ``balance``.
+        target
+            Labels (b, t), not shifted: usually the input, with -100 for tokens that are not predicted.
+        """
+        labels = nnf.pad(target[..., 1:], (0, 1), value=IGNORED).flatten()
+        logits, balance = (output["logits"], output["balance"]) if self._routing else (output, None)
+        total = nnf.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
+        count = (labels != IGNORED).sum()
+        return (total if balance is None else total + count * balance), count
+
+    def tied_parameters(self) -> Sequence[tuple[str, str]]:
+        """The embedding's weight and the head's, if they are shared."""
+        return [
+            (self.layer_parameter(source), self.layer_parameter(target))
+            for target, source in self._model.all_tied_weights_keys.items()
+        ]
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        tensors: Mapping[str, Tensor],
+        *,
+        layers_of_files: Sequence[Sequence[str]] | None = None,
+        file: int = 0,
+    ) -> None:
+        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads.
+
+        Every rank calls it and writes one file, with the tensors of its layers; the rank that writes file 0
+        also writes ``config.json`` and the index. Ranks need not wait for each other.
+
+        Parameters
+        ----------
+        tensors
+            Parameters and buffers of the file's layers by name, as in the state dict of
+            :meth:`build_layers`; others are ignored.
+        layers_of_files
+            The layers of each file; None for one file with all layers.
+        file
+            The file to write, from 0.
+
+        Raises
+        ------
+        InvalidRun
+            If a tensor of the file's layers is missing.
+        """
+        files = (
+            [list(self.layer_names())]
+            if layers_of_files is None
+            else [list(each) for each in layers_of_files]
+        )
+        tied = set(self._model.all_tied_weights_keys)
+        names = [
+            [name for layer in layers for name in self._tensor_names(layer) if name not in tied]
+            for layers in files
+        ]
+        given = {name: tensors.get(self.layer_parameter(name)) for name in names[file]}
+        missing = [self.layer_parameter(name) for name, tensor in given.items() if tensor is None]
+        if missing:
+            raise InvalidRun(
+                f"save_pretrained: found no tensor {missing[0]} for file {file}; pass all tensors of the "
+                f"layers {', '.join(files[file])}."
+            )
+        path = Path(folder)
+        write_tensors(path, self._model, {n: t for n, t in given.items() if t is not None}, file, len(files))
+        if file == 0:
+            write_index(path, self._model, names)
+
+    def _layer(self, name: str, device: torch.device, arguments: BlockArguments) -> nn.Module:
+        modules, routing = self._modules(name, device), self._routing
+        if name == "embedding":
+            if routing is not None:
+                return RoutedEmbedding(self._anatomy, modules, routing)
+            return DecoderEmbedding(self._anatomy, modules)
+        if name == "head":
+            if routing is not None:
+                return RoutedHead(self._anatomy, modules, routing)
+            return DecoderHead(self._anatomy, modules)
+        (layer,) = modules.values()
+        split_modules(layer)
+        if routing is not None:
+            return RoutedBlock(layer, self._block(name), arguments, routing)
+        return DecoderBlock(layer, self._block(name), arguments)
+
+    def _paths(self, name: str) -> dict[str, str]:
+        """The modules of a layer: their names in the layer, and in the whole model."""
+        anatomy = self._anatomy
+        if name == "embedding":
+            return {child: anatomy.prefix(child) for child in anatomy.before}
+        if name == "head":
+            return {child: anatomy.prefix(child) for child in anatomy.after} | {
+                end: end for end in anatomy.ends
+            }
+        return {"layer": anatomy.prefix(f"{anatomy.blocks}.{self._block(name)}")}
+
+    def _block(self, name: str) -> int:
+        if name not in self.layer_names():
+            raise InvalidRun(f"found the layer {name!r}; the model has {', '.join(self.layer_names())}.")
+        return int(name.removeprefix("block."))
+
+    def _modules(self, name: str, device: torch.device) -> dict[str, nn.Module]:
+        """The modules of a layer with their parameters, by their names in the layer."""
+        paths = self._paths(name)
+        if self._own is not None:
+            return {child: self._own.get_submodule(path).to(device) for child, path in paths.items()}
+        made = {child: copy.deepcopy(self._model.get_submodule(path)) for child, path in paths.items()}
+        if device.type == "meta":
+            return made
+        values = self._stored(name)
+        for child, module in made.items():
+            module.to_empty(device="cpu")
+            with torch.no_grad():
+                for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                    value = values.get(f"{paths[child]}.{key}")
+                    if value is not None:
+                        tensor.copy_(value)
+                        tensor._is_hf_initialized = True  # transformers' initialisation leaves it as it is
+        self._initialise(name, list(made.values()))
+        return {child: module.to(device) for child, module in made.items()}
+
+    def _stored(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a layer that do not come from its own random numbers, by name in the whole model."""
+        shared = self._model.all_tied_weights_keys
+        own = self._tensor_names(name)
+        tied = {target: shared[target] for target in own if target in shared}
+        if self._folder is not None:
+            wanted = {tied.get(target, target) for target in own}
+            found = read_tensors(self._folder, self._model, wanted)
+            return {target: found[tied.get(target, target)] for target in own}
+        if not tied:
+            return {}
+        # The head of a rank without the embedding begins with the same values.
+        embedding = nn.ModuleDict(self._modules("embedding", torch.device("cpu"))).state_dict()
+        paths = self._paths("embedding")
+        by_path = {f"{paths[key.split('.')[0]]}.{key.partition('.')[2]}": embedding[key] for key in embedding}
+        return {target: by_path[source] for target, source in tied.items()}
+
+    def _initialise(self, name: str, modules: Sequence[nn.Module]) -> None:
+        """Random parameters that depend on the seed and the layer only; also buffers that are not stored."""
+        at = self.layer_names().index(name)
+        with _SEEDING, torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(self._seed * 1_000_003 + at)
+            for module in modules:
+                module.apply(self._model._init_weights)
+
+    def _tensor_names(self, layer: str) -> list[str]:
+        """The parameters and stored buffers of a layer, by name in the whole model."""
+        return [
+            f"{path}.{key}"
+            for path in self._paths(layer).values()
+            for key in self._model.get_submodule(path).state_dict()
+        ]
+
+    def layer_parameter(self, name: str) -> str:
+        """A parameter's name in :meth:`build_layers`, by its name in the model of transformers."""
+        for layer in self.layer_names():
+            for child, path in self._paths(layer).items():
+                if name.startswith(f"{path}."):
+                    return f"{layer.replace('.', '')}.{child}.{name.removeprefix(f'{path}.')}"
+        raise InvalidRun(f"found the parameter {name}, which belongs to no layer.")
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise InvalidRun(
+            f"found no module {error.name!r}; models of transformers need it. Install it with: "
+            f"pip install 'zbv[transformers]'."
+        ) from None
+    version = importlib.metadata.version("transformers")
+    if int(version.partition(".")[0]) < 5:
+        raise InvalidRun(
+            f"found transformers {version}; zbv needs 5 or later. Install it with: "
+            f"pip install 'transformers>=5'."
+        )
+
+
+def _resolved(source: Any) -> tuple[Any, Any, Path | None]:
+    """The model class, the configuration, and the folder with tensors."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+    folder = None
+    config: Any
+    if isinstance(source, type) and issubclass(source, PreTrainedModel):
+        made: Any = source
+        if made.config_class is None:
+            raise InvalidRun(
+                f"from_transformers: found the class {made.__name__}, which has no configuration. "
+                f"Pass a class as LlamaForCausalLM, or a configuration."
+            )
+        return made, _supported(made.config_class()), None
+    if isinstance(source, str | Path):
+        path = Path(source)
+        folder = path if path.is_dir() else None
+        config = _read_config(path / "config.json" if path.is_dir() else path)
+    elif isinstance(source, PreTrainedConfig):
+        config = source
+    else:
+        raise InvalidRun(
+            f"from_transformers: found a {type(source).__name__}; must be a configuration, a model, a model "
+            f"class, a folder, or the path of a config.json."
+        )
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(_supported(config))], config, folder
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidRun(
+            f"from_transformers: found no {path}; must be a folder with a config.json, or that file. Nothing "
+            f"is downloaded: download the model first."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise InvalidRun(f"{path}: cannot be read as JSON ({error}). Copy the file again.") from None
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    _require_supported(kind)
+    try:
+        return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # transformers raises classes of several libraries
+        raise InvalidRun(f"{path}: transformers rejects it: {describe_error(error)}.") from None
+
+
+def _supported(config: Any) -> Any:
+    _require_supported(config.model_type)
+    return config
+
+
+def _require_supported(kind: object) -> None:
+    if kind not in SUPPORTED:
+        raise InvalidRun(
+            f"found a configuration with model_type {kind!r}; zbv splits the families "
+            f"{', '.join(SUPPORTED)}. Pass the layers of other models as a list of modules."
+        )
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    found = getattr(config, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _on_meta(model_class: Any, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
+    """The whole model without memory for its parameters."""
+    options = {} if attention is None else {"attn_implementation": attention}
+    config = copy.deepcopy(_supported(config))
+    config.use_cache = False
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config, dtype=dtype, **options)
+    except Exception as error:  # transformers raises classes of several libraries
+        raise InvalidRun(
+            f"transformers cannot build a {model_class.__name__} from this configuration: "
+            f"{describe_error(error)}. Correct the configuration."
+        ) from error
+    return model.train()

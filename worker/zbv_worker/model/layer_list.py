@@ -1,0 +1,184 @@
+"""Layers that a user gives one by one, as a model that can be cut between any two of them.
+
+Every rank builds only the layers of its stages. A parameter has the same name in every partition: the
+layer's name and its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from zbv_worker.errors import InvalidRun, describe_error
+from zbv_worker.model.protocol import Layered
+
+Layer = nn.Module | Callable[[], nn.Module]
+"""A module, or a function without arguments that builds one."""
+
+Layers = Sequence[Layer] | Mapping[str, Layer] | nn.Module | Layered
+"""Layers in model order: a list, a mapping by name, an ``nn.Sequential``, or a :class:`Layered` object."""
+
+
+class LayerList:
+    """A model given by its layers; see :class:`zbv_worker.model.Layered`.
+
+    Given modules are used as they are: to build a layer is to move its module to the device. Given functions
+    build a new module each time. They run on the CPU, with torch's random numbers seeded by the layer's
+    place, so that a layer has the same initial parameters on every rank and in every partition.
+
+    Parameters
+    ----------
+    layers
+        By name, in model order.
+    seed
+        Seed of the functions' random numbers; torch's own (``torch.manual_seed``) by default.
+
+    Raises
+    ------
+    InvalidRun
+        If there are no layers, a name cannot be used, or a layer is neither a module nor a function.
+    """
+
+    def __init__(self, layers: Mapping[str, Layer], seed: int | None = None):
+        self._layers = dict(layers)
+        self._seed = torch.initial_seed() if seed is None else seed
+        if not layers:
+            raise InvalidRun("found no layers; a model must have at least one.")
+        for name, layer in layers.items():
+            if not isinstance(name, str) or not name or "/" in name:
+                raise InvalidRun(f"layers: found the name {name!r}; must be text without '/'.")
+            if not callable(layer):
+                raise InvalidRun(
+                    f"layer {name}: found a {type(layer).__name__}; must be an nn.Module, or a function "
+                    f"without arguments that returns one."
+                )
+
+    def layer_names(self) -> tuple[str, ...]:
+        """The names of all layers, in model order."""
+        return tuple(self._layers)
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        """Some layers on a device; raises :class:`InvalidRun` if a function does not return a module."""
+        return stacked({name: self._built(name, device) for name in names})
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Sequential:
+        """Stage ``stage`` of ``n_stages``, which have about equal numbers of layers."""
+        return self.build_layers(even_partition(self.layer_names(), n_stages)[stage], device)
+
+    def tied_parameters(self) -> list[tuple[str, str]]:
+        """Pairs of names of parameters that given modules share."""
+        first: dict[int, str] = {}
+        pairs = []
+        for name, parameter in self._given_parameters():
+            known = first.setdefault(id(parameter), name)
+            if known != name:
+                pairs.append((known, name))
+        return pairs
+
+    def untouched(self) -> LayerList:
+        """The same layers, built as copies: training them does not change the given modules."""
+        made = {
+            name: partial(copy.deepcopy, layer) if isinstance(layer, nn.Module) else layer
+            for name, layer in self._layers.items()
+        }
+        return LayerList(made, self._seed)
+
+    def _given_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, layer in self._layers.items():
+            if isinstance(layer, nn.Module):
+                module = stacked({name: layer})
+                yield from module.named_parameters(remove_duplicate=False)
+
+    def _built(self, name: str, device: torch.device) -> nn.Module:
+        layer = self._layers[name]
+        if isinstance(layer, nn.Module):
+            return _without_memory(layer) if device.type == "meta" else layer.to(device)
+        place = device if device.type == "meta" else torch.device("cpu")
+        with torch.random.fork_rng(devices=[]), place:
+            torch.manual_seed(mixed(self._seed, list(self._layers).index(name)))
+            try:
+                module = layer()
+            except TypeError as error:
+                raise InvalidRun(
+                    f"layer {name}: calling it without arguments failed: {describe_error(error)}. A layer "
+                    f"must be an nn.Module, or a function without arguments that returns one."
+                ) from error
+        if not isinstance(module, nn.Module):
+            raise InvalidRun(
+                f"layer {name}: the function returned a {type(module).__name__}; must return an nn.Module."
+            )
+        return module.to(device)
+
+
+def as_layered(layers: Layers, seed: int | None = None) -> Layered:
+    """Layers in any form as one object.
+
+    Parameters
+    ----------
+    layers
+        The children of an ``nn.Sequential`` keep their names; the layers of a list are named by their places.
+    seed
+        As of :class:`LayerList`.
+
+    Raises
+    ------
+    InvalidRun
+        If they are no layers.
+    """
+    if isinstance(layers, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        # Not named_children, which leaves out the second use of a shared module.
+        return LayerList(cast("Mapping[str, Layer]", layers._modules), seed)
+    if isinstance(layers, Layered):
+        return layers
+    if isinstance(layers, Mapping):
+        return LayerList(layers, seed)
+    if isinstance(layers, list | tuple):
+        return LayerList({str(place): layer for place, layer in enumerate(layers)}, seed)
+    raise InvalidRun(
+        f"layers: found a {type(layers).__name__}; must be a list of layers, a mapping of names to layers, "
+        f"an nn.Sequential, or an object with layer_names and build_layers."
+    )
+
+
+def stacked(layers: Mapping[str, nn.Module]) -> nn.Sequential:
+    """Modules in order, with their layers' names.
+
+    A name of a module must not have a dot, so dots become slashes: :func:`whole_name` turns them back.
+    """
+    return nn.Sequential(OrderedDict((name.replace(".", "/"), layer) for name, layer in layers.items()))
+
+
+def whole_name(parameter: str) -> str:
+    """A parameter's name in the whole model (``block.3.norm.weight``), from its name in :func:`stacked`."""
+    return parameter.replace("/", ".")
+
+
+def even_partition(names: Sequence[str], n_stages: int) -> tuple[tuple[str, ...], ...]:
+    """Divide layers into stages of about equal number, ignoring their costs."""
+    bounds = [stage * len(names) // n_stages for stage in range(n_stages + 1)]
+    return tuple(tuple(names[begin:end]) for begin, end in pairwise(bounds))
+
+
+def mixed(*numbers: int) -> int:
+    """One seed from several numbers, so that similar numbers give uncorrelated seeds."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7])
+
+
+def _without_memory(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, which never holds the values."""
+    empty: dict[int, Tensor] = {}
+    for parameter in module.parameters():
+        made = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        vars(made).update(vars(parameter))
+        empty[id(parameter)] = made
+    for buffer in module.buffers():
+        empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, dict[int, object](empty))

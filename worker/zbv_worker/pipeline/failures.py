@@ -1,0 +1,94 @@
+"""Errors of a pipeline's ranks, inside a process that belongs to the user.
+
+Nothing here ends the process. The first rank that fails publishes the reason and closes its connections, so
+that its peers fail soon too, with that reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError, describe_error
+from zbv_worker.transport.control import ABORT_SECONDS, ConnectedTransport
+from zbv_worker.transport.failure_watch import FailureNotes, Loss
+
+_READ_SECONDS, _POLL_SECONDS = 1.0, 0.05
+"""How long a rank that lost a peer waits for the reason that another rank publishes."""
+
+
+class Failures:
+    """The failures of one rank's pipeline.
+
+    Parameters
+    ----------
+    close
+        Closes the rank's connections after a failure.
+    """
+
+    def __init__(self, transport: ConnectedTransport, close: Callable[[], None]):
+        self._rank = transport.rank
+        self._notes = FailureNotes(transport, transport.rank)
+        self._transport = transport
+        self._close = close
+        self.has_failed = False
+
+    @contextmanager
+    def watched(self, what: str) -> Iterator[None]:
+        """A block that needs the other ranks.
+
+        Raises
+        ------
+        ChannelTimeout, PeerLost
+            If a peer failed, with the reason of the rank that failed first.
+        WorkerError
+            If the pipeline has failed before.
+        """
+        if self.has_failed:
+            raise WorkerError(
+                f"rank {self._rank}, {what}: this pipeline has failed in an earlier call. Make a new one; "
+                f"every rank must take part."
+            )
+        try:
+            yield
+        except (ChannelTimeout, PeerLost) as error:
+            raise self._blamed(error, what) from error
+        except (TimeoutError, ConnectionError) as error:
+            kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
+            raise self._blamed(kind(f"rank {self._rank}, {what}: {error}."), what) from error
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def end(self, error: BaseException) -> None:
+        """End the pipeline on all ranks because of an error of this one."""
+        reason = str(error) if isinstance(error, WorkerError) else describe_error(error)
+        self._end(Loss(self._rank, reason))
+
+    def _blamed(self, error: ChannelTimeout | PeerLost, what: str) -> ChannelTimeout | PeerLost:
+        """The error of a peer, with the reason that the first failed rank has published."""
+        loss = self._first()
+        self._end(loss or Loss(self._rank, str(error)))
+        if loss is None or loss.rank == self._rank:
+            return error
+        return type(error)(f"{str(loss).rstrip('.')}. Rank {self._rank} needed it in {what}.")
+
+    def _first(self) -> Loss | None:
+        """The published reason; waits a moment for it, because connections may break before it is there."""
+        deadline = time.monotonic() + _READ_SECONDS
+        with suppress(ConnectionError):
+            while (found := self._notes.first()) is None and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            return found
+        return None
+
+    def _end(self, loss: Loss) -> None:
+        if self.has_failed:
+            return
+        self.has_failed = True
+        with suppress(ConnectionError):  # of the ranks' store: it may have ended with rank 0
+            self._notes.publish(loss)
+        self._transport.abort(ABORT_SECONDS)
+        self._transport.control.abort()
+        self._close()

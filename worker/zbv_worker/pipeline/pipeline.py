@@ -1,0 +1,321 @@
+"""A model's layers as a pipeline in the user's own training loop: :class:`Pipeline`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.execution.executor import Launched
+from zbv_worker.model.layer_list import Layers
+from zbv_worker.model.protocol import Microbatch
+from zbv_worker.pipeline.batch import microbatches_of
+from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
+from zbv_worker.pipeline.failures import Failures
+from zbv_worker.pipeline.plans import PlanLike
+from zbv_worker.pipeline.preparing import prepare
+from zbv_worker.pipeline.rank import PipelineRank
+from zbv_worker.pipeline.state import gather_state, load_state, named_parameters, state_of
+from zbv_worker.stage.precision import Precision
+from zbv_worker.tracing.merged_trace import RankTrace
+from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
+from zbv_worker.transport.world import Backend
+from zbv_worker.values.structure import Structure
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_LEAVE_SECONDS = 10.0
+"""How long a process that ends without :meth:`Pipeline.close` waits for its peers to receive what it sent."""
+
+
+class Pipeline:
+    """This rank's part of a model that runs as a pipeline. Every rank makes one, with the same arguments.
+
+    ::
+
+        pipe = Pipeline(plan, layers, loss=loss)
+        optimizer = torch.optim.AdamW(pipe.named_parameters(), lr=3e-4)
+        for inputs, targets in loader:
+            loss = pipe.step(inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The ranks come from ``torch.distributed`` if it is initialised, otherwise from torchrun's environment. A
+    process without both is a world of one rank. Creating a pipeline, and its methods ``step``, ``evaluate``,
+    ``full_state_dict``, ``clip_grad_norm_``, ``trace`` and ``close``, are collective: every rank calls them,
+    in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used any more.
+
+    Parameters
+    ----------
+    plan
+        A plan (``zbv_solver.plan``), a plan file, the URL of a plan, the id of a plan with ``service``, or
+        None: then the layers are measured on the ranks for a few seconds, with ``example``, and planned.
+    layers
+        The model's layers in order: a list of modules, or of functions without arguments that build one; a
+        mapping of names to these; an ``nn.Sequential``; or an object that builds layers by name
+        (:class:`zbv_worker.model.Layered`). Of functions, only those of this rank's layers are called. A
+        plan that was made without layers divides them evenly.
+    loss
+        Takes the last layer's output and a microbatch's target. Returns the mean over the microbatch, or a
+        pair of a sum and its weight, such as the number of tokens: then gradients and losses are those of
+        the mean over the whole batch. Whether it is a pair is found in the first step, and must not change.
+        By default the loss of ``layers``, if that object has one.
+    microbatches
+        The number of microbatches per step, for ``plan=None``; the plan's number otherwise.
+    example
+        Input, target and perhaps keywords of one microbatch, for ``plan=None``.
+    mesh
+        A ``DeviceMesh`` with a dimension named ``pp``. Gradients are summed over dimensions with names that
+        begin with ``dp``, where every rank gives its own batch; other dimensions belong to the layers.
+    device
+        Where this rank computes; by default the CPU for gloo, and the GPU of LOCAL_RANK for NCCL.
+    backend
+        ``"gloo"`` or ``"nccl"``; by default NCCL where CUDA is available.
+    precision
+        ``"bfloat16"`` computes suitable operators in that dtype (autocast).
+    compile
+        Whether ``torch.compile`` compiles the layers.
+    timeout
+        Seconds to wait for any one tensor.
+    startup_timeout
+        Seconds to meet the other ranks, and to wait for any one tensor in the first step.
+    service
+        The URL of the service that has the plan. For ``plan=None``, of the service that plans if the planner
+        is not installed here.
+
+    Attributes
+    ----------
+    modules
+        This rank's modules, by stage; the children of each are layers.
+
+    Raises
+    ------
+    InvalidRun, Disagreement
+        If the plan, the layers and the ranks do not fit together.
+    ChannelTimeout, PeerLost
+        If a rank does not take part, or cannot start.
+    """
+
+    def __init__(
+        self,
+        plan: PlanLike | None,
+        layers: Layers,
+        loss: Callable[[Any, Any], Any] | None = None,
+        *,
+        microbatches: int | None = None,
+        example: tuple[Any, ...] | None = None,
+        mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        backend: Backend | None = None,
+        precision: Precision = "float32",
+        compile: bool = False,
+        timeout: float = 120.0,
+        startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
+        service: str | None = None,
+    ):
+        options = PipelineOptions(
+            plan=plan,
+            microbatches=microbatches,
+            example=example,
+            device=device,
+            backend=backend,
+            precision=precision,
+            is_compiled=compile,
+            timeout=timeout,
+            startup_timeout=startup_timeout,
+            service=service,
+        )
+        self._timeout = timeout
+        self._transport, place = connected_world(options, mesh)
+        self._failures = Failures(self._transport, self._close_connections)
+        with self._failures.watched("starting"):
+            prepared = prepare(options, layers, loss, self._transport, place)
+            self._own = PipelineRank(options, prepared, self._transport, place)
+        self._layers, self._keywords = prepared.layers, prepared.keywords
+        self.modules: Mapping[int, nn.Module] = MappingProxyType(prepared.modules)
+        self._newest: Launched | None = None
+        self._is_closed = False
+        # A process may end right after its last step, before its peers have received its last tensors.
+        self._finalizer = weakref.finalize(self, _leave, self._own, self._failures)
+
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        microbatches: Sequence[Microbatch | tuple[Any, ...]] | None = None,
+        outputs: bool = False,
+        **keywords: Any,
+    ) -> Any:
+        """Run the plan on one batch: forward and backward of all microbatches.
+
+        Afterwards ``.grad`` of this rank's parameters has the gradient of the batch's loss, added to what it
+        had before.
+
+        Parameters
+        ----------
+        inputs, targets
+            A batch; every tensor in them is split along its first dimension into the plan's microbatches.
+            Ranks without the first layer do not use the inputs, and ranks without the last layer do not use
+            the targets.
+        microbatches
+            The microbatches themselves, in place of a batch.
+        outputs
+            Whether to return the last layer's outputs too.
+        keywords
+            For the layers with parameters of these names; split like the inputs.
+
+        Returns
+        -------
+        The loss, a scalar tensor, on ranks with the last layer; None on others. With ``outputs``, a pair of
+        that and a list of outputs by microbatch. On a GPU the loss may not be computed yet; reading it waits.
+
+        Raises
+        ------
+        InvalidRun
+            If the batch cannot be split, or there is no loss.
+        ChannelTimeout, PeerLost
+            If a peer failed.
+        """
+        own = self._own
+        own.loss.require()
+        own.data.microbatches = self._split(inputs, targets, keywords, microbatches)
+        with self._failures.watched(f"step {own.steps}"):
+            own.loss.record(outputs)
+            self._newest, loss = own.step()
+        return (loss, own.outputs()) if outputs else loss
+
+    def evaluate(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        microbatches: Sequence[Microbatch | tuple[Any, ...]] | None = None,
+        outputs: bool = False,
+        **keywords: Any,
+    ) -> Any:
+        """Run only the forwards, in evaluation mode and without gradients.
+
+        Parameters, results and errors are those of :meth:`step`. Without a loss, the loss is None.
+        """
+        own = self._own
+        own.data.microbatches = self._split(inputs, targets, keywords, microbatches)
+        with self._failures.watched("evaluating"):
+            own.loss.record(outputs)
+            loss = own.evaluate()
+        return (loss, own.outputs()) if outputs else loss
+
+    @property
+    def boundaries(self) -> dict[int, Structure]:
+        """What crosses the boundaries between stages of this rank and others, known after the first step.
+
+        Boundary k is between the stages k and k + 1.
+        """
+        return {boundary: found.structure for boundary, found in sorted(self._own.crossings.items())}
+
+    @property
+    def auxiliary_loss(self) -> Tensor | None:
+        """The sum of the auxiliary losses of this rank's layers in the newest step; None without any.
+
+        Averaged like the loss, which does not contain them. See :func:`zbv_worker.add_auxiliary_loss`.
+        """
+        return self._own.auxiliary_loss
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters with their names in the whole model, each parameter once."""
+        return named_parameters(self.modules)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Returns the norm before, a scalar tensor. A parameter that several layers share counts once.
+        """
+        with self._failures.watched("clipping gradients"):
+            return self._own.clip(max_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's parameters and buffers by their names in the whole model; they are not copied."""
+        return state_of(self.modules)
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks."""
+        with self._failures.watched("gathering the model"):
+            return gather_state(self.modules, self._transport, self._timeout)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of a state dict of the whole model; raises :class:`InvalidRun`."""
+        load_state(self.modules, state, self._layers)
+
+    def trace(self, path: str | Path | None = None) -> tuple[RankTrace, ...]:
+        """When every rank's actions of the newest step happened, on rank 0's clock; by rank.
+
+        Parameters
+        ----------
+        path
+            Where rank 0 writes the trace for Perfetto; None for nowhere.
+        """
+        if self._newest is None:
+            raise InvalidRun("no step to trace; call step first.")
+        with self._failures.watched("collecting the trace"):
+            return self._own.trace(self._newest.result(), None if path is None else Path(path))
+
+    def close(self) -> None:
+        """Wait until all ranks are done, and close the connections. A second call has no effect.
+
+        A ``torch.distributed`` that the user has initialised stays as it is.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._finalizer.detach()
+        if self._failures.has_failed:
+            return
+        with self._failures.watched("closing"), naming_errors(self._transport.rank, "closing"):
+            self._own.finish()
+        self._transport.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._failures.end(error)
+
+    def _split(
+        self,
+        inputs: Any,
+        targets: Any,
+        keywords: Mapping[str, Any],
+        given: Sequence[Microbatch | tuple[Any, ...]] | None,
+    ) -> list[Microbatch]:
+        """The microbatches of a call."""
+        found = microbatches_of(inputs, targets, keywords, given, self._own.microbatches)
+        wrong = sorted({name for each in found for name in self._keywords.untaken(each.keywords)})
+        if wrong:
+            raise InvalidRun(
+                f"found the keyword {wrong[0]!r}, which no layer takes. Name it in the forward of a layer, "
+                f"or leave it out."
+            )
+        return found
+
+    def _close_connections(self) -> None:
+        self._transport.close()
+
+
+def _leave(own: PipelineRank, failures: Failures) -> None:
+    """Let the peers receive what this rank has sent, when the process ends or the pipeline is dropped."""
+    if not failures.has_failed:
+        own.leave(_LEAVE_SECONDS)

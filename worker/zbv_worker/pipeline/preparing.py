@@ -1,0 +1,200 @@
+"""Prepares one rank of a pipeline: reads its part of the plan, and builds its layers and no others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.execution.agreement import Statement, agree, agree_on_keywords
+from zbv_worker.execution.binding import keywords_of
+from zbv_worker.execution.build_stages import build_stages
+from zbv_worker.execution.planned_cut import require_layers
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.model.checks import layer_names
+from zbv_worker.model.layer_list import Layers, as_layered
+from zbv_worker.model.protocol import Layered, PipelineModel, Tied
+from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
+from zbv_worker.pipeline.plans import PlanLike, cut_evenly, rank_plan
+from zbv_worker.pipeline.recorded_loss import RecordedLoss
+from zbv_worker.stage.layers import Keywords
+from zbv_worker.stage.stage import Stage
+from zbv_worker.transport.channels import Transport
+
+_REMEDY = "Plan for these layers, or give the layers the plan's names: {'name': layer, …}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One rank's part of a pipeline, by stage.
+
+    Attributes
+    ----------
+    keywords
+        The keyword arguments that layers of the whole model take.
+    ties
+        Pairs of names of parameters that are one parameter.
+    """
+
+    plan: RankPlan
+    stages: dict[int, Stage]
+    loss: RecordedLoss
+    keywords: Keywords = field(default_factory=Keywords)
+    ties: Sequence[tuple[str, str]] = ()
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """The stages' modules; their children are the layers."""
+        return {index: stage.module for index, stage in self.stages.items()}
+
+    @property
+    def layers(self) -> dict[int, tuple[str, ...]]:
+        """The names of the stages' layers."""
+        partition = self.plan.cut.partition or ()
+        return {index: partition[index] for index in self.stages}
+
+
+class LayersWithLoss:
+    """Layers and a loss, in the form from which stages are built."""
+
+    def __init__(self, layers: Layered, loss: Callable[[Any, Any], Any]):
+        self._layers = layers
+        self.loss = loss
+        self.layer_names = layers.layer_names
+        self.build_layers = layers.build_layers
+
+    def tied_parameters(self) -> Sequence[tuple[str, str]]:
+        """Pairs of names of parameters that layers share."""
+        return self._layers.tied_parameters() if isinstance(self._layers, Tied) else ()
+
+
+def prepare(
+    options: PipelineOptions,
+    layers: Layers,
+    loss: Callable[[Any, Any], Any] | None,
+    transport: Transport,
+    place: RankDevice,
+) -> Prepared:
+    """Read the plan, build this rank's layers, agree with the other ranks, and open the channels. Collective.
+
+    Raises
+    ------
+    InvalidRun, Disagreement
+        If plan, layers and ranks do not fit together, on this rank or another.
+    ChannelTimeout, PeerLost
+        If a rank does not take part.
+    """
+    with _starting_together(transport, options.patience):
+        layered = as_layered(layers)
+        names = layer_names(layered)
+    given = _planned(options, layered, loss, transport, place) if options.plan is None else options.plan
+    with _starting_together(transport, options.patience):
+        plan = cut_evenly(_own_part(given, options, transport), names)
+        require_layers(layered, plan.cut, _REMEDY)
+        prepared = _build(options, plan, layered, loss, transport.layout.replicas, place.device)
+    _open(options, plan, transport, place)
+    with naming_errors(transport.rank, "exchanging keywords"):
+        own = keywords_of(prepared.stages.values())
+        return replace(prepared, keywords=agree_on_keywords(transport, own, options.patience))
+
+
+def _planned(
+    options: PipelineOptions,
+    layers: Layered,
+    loss: Callable[[Any, Any], Any] | None,
+    transport: Transport,
+    place: RankDevice,
+) -> dict[str, Any]:
+    """Measure and plan the layers; returns the plan as a document. Collective."""
+    from zbv_worker.pipeline.automatic_plan import plan_layers  # imports the profiler
+
+    return plan_layers(
+        layers,
+        loss,
+        options.example or (),
+        transport,
+        place.device,
+        microbatches=options.microbatches or 1,
+        program=options.program,
+        backend=place.backend,
+        timeout=options.patience,
+        service=options.service,
+    )
+
+
+def _own_part(given: PlanLike, options: PipelineOptions, transport: Transport) -> RankPlan:
+    """This rank's part of a plan, checked against the ranks."""
+    service = None if options.plan is None else options.service
+    plan = rank_plan(given, transport.pp_rank, service, options.patience)
+    found, needed = transport.layout.pp_degree, plan.placement.pp_degree
+    if found != needed:
+        raise InvalidRun(
+            f"found {found} ranks; the plan is for {needed}. Start {needed} ranks, for instance with "
+            f"torchrun --nproc-per-node {needed}, or plan for {found}."
+        )
+    if options.microbatches not in (None, plan.microbatches):
+        raise InvalidRun(
+            f"found microbatches={options.microbatches}; the plan has {plan.microbatches}. Omit the "
+            f"argument, or plan for {options.microbatches}."
+        )
+    return plan
+
+
+def _build(
+    options: PipelineOptions,
+    plan: RankPlan,
+    layers: Layered,
+    loss: Callable[[Any, Any], Any] | None,
+    replicas: int,
+    device: torch.device,
+) -> Prepared:
+    given = loss if loss is not None else getattr(layers, "loss", None)
+    last = plan.placement.n_stages - 1
+    recorded = RecordedLoss(given, is_recomputed=plan.cut.recomputes(last))
+    model = cast("PipelineModel", LayersWithLoss(layers, recorded))
+    stages = build_stages(model, plan, device, replicas=replicas, program=options.program)
+    return Prepared(plan, stages, recorded, ties=LayersWithLoss(layers, recorded).tied_parameters())
+
+
+def _open(options: PipelineOptions, plan: RankPlan, transport: Transport, place: RankDevice) -> None:
+    """Check that all ranks have the same plan, and open its channels."""
+    layers = json.dumps(plan.cut.partition)
+    statement = Statement(
+        plan_id=plan.plan_id,
+        pp_rank=plan.rank,
+        pp_degree=plan.placement.pp_degree,
+        world_size=transport.world_size,
+        model=hashlib.sha256(layers.encode()).hexdigest(),
+        backend=place.backend,
+        steps=0,
+        channels=plan.channels,
+        replicas=transport.layout.replicas,
+        options=(("precision", options.precision), ("compiling", str(options.is_compiled))),
+    )
+    keys = agree(transport, statement, options.patience)
+    with naming_errors(transport.rank, "opening the channels"):
+        transport.open(keys, options.patience)
+
+
+@contextmanager
+def _starting_together(transport: Transport, timeout: float) -> Iterator[None]:
+    """A block that a rank runs alone; if it fails on one rank, all ranks raise an error after it."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    with naming_errors(transport.rank, "starting"):
+        texts = transport.gather(None if error is None else str(error), timeout)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise InvalidRun(f"rank {rank} cannot start: {text}")

@@ -1,0 +1,158 @@
+"""What one rank of a pipeline runs: the executor of its list, and the gradients of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from zbv_solver.documents.files import write
+
+from zbv_worker.errors import WorkerError, naming_errors
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, Launched, StepResult
+from zbv_worker.pipeline.batch import StepData
+from zbv_worker.pipeline.batch_loss import BatchLoss
+from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
+from zbv_worker.pipeline.preparing import Prepared
+from zbv_worker.stage.dtensors import local_of
+from zbv_worker.tracing.clocks import Alignment, find_offsets
+from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
+from zbv_worker.training.accumulation import Accumulation
+from zbv_worker.training.gradients import gradients_of, multiply
+from zbv_worker.training.ties import Ties
+from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
+from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.values.packing import Crossing
+
+
+class PipelineRank:
+    """Runs the steps of one rank.
+
+    Attributes
+    ----------
+    data
+        The microbatches of the next step or evaluation; set by the caller.
+    loss
+        The user's loss.
+    steps
+        The number of steps so far.
+    """
+
+    def __init__(
+        self, options: PipelineOptions, prepared: Prepared, transport: ConnectedTransport, place: RankDevice
+    ):
+        plan, stages = prepared.plan, prepared.stages
+        self._plan = plan
+        self._timeout = options.timeout
+        self._transport = transport
+        self._device = place.device
+        self.data = StepData()
+        self.loss = prepared.loss
+        self.steps = 0
+        with naming_errors(transport.rank, "connecting ranks with tied parameters"):
+            ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
+        self._gradients = gradients_of(prepared.modules, transport, ties=ties)
+        self._gradients.follow(list(dict.fromkeys(action.stage for action in plan.actions)))
+        self._accumulation = Accumulation(self._gradients)
+        self._batch_loss = BatchLoss(
+            stages.values(), plan.microbatches, transport, place.device, options.timeout
+        )
+        self._executor = Executor(
+            plan,
+            stages,
+            self.data,
+            transport,
+            device=place.device,
+            timeout=options.timeout,
+            options=ExecutorOptions(
+                look_ahead=NCCL_LOOK_AHEAD if place.backend == "nccl" else DEFAULT_LOOK_AHEAD,
+                on_stage_done=self._gradients.stage_done,
+                startup_timeout=options.startup_timeout,
+                keywords=prepared.keywords,
+            ),
+        )
+
+    @property
+    def microbatches(self) -> int:
+        """The plan's number of microbatches."""
+        return self._plan.microbatches
+
+    def step(self) -> tuple[Launched, Tensor | None]:
+        """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
+        # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
+        is_final = not self._gradients.sums_over_ranks and self._batch_loss.is_weighted is False
+        self._accumulation.begin(in_place=is_final)
+        launched = self._executor.launch(self.steps)
+        with naming_errors(self._transport.rank, f"after step {self.steps}"):
+            self._gradients.finish(self._timeout)
+            loss, factor = self._batch_loss.of(launched.losses.values())
+        if self._batch_loss.must_repeat:
+            self.loss.restart()
+            self._accumulation.cancel()
+            return self.step()
+        self._accumulation.end(factor)
+        launched.end()
+        self.steps += 1
+        return launched, loss
+
+    def evaluate(self) -> Tensor | None:
+        """Run the forwards; returns the loss on ranks with the last stage. Collective."""
+        losses = self._executor.evaluate(self.steps)
+        self._gradients.free_parameters()
+        found = torch.tensor([*losses.values()], device=self._device)
+        with naming_errors(self._transport.rank, "evaluating"):
+            return self._batch_loss.of(found.unbind())[0] if self.loss.is_given else None
+
+    @property
+    def crossings(self) -> Mapping[int, Crossing]:
+        """What crosses the boundaries to other ranks, as far as it is known."""
+        return self._executor.crossings
+
+    @property
+    def auxiliary_loss(self) -> Tensor | None:
+        """The sum of this rank's auxiliary losses in the newest step; None without any."""
+        return self._batch_loss.auxiliary
+
+    def outputs(self) -> list[Any] | None:
+        """The last layer's outputs of the newest step or evaluation, by microbatch."""
+        last = self._plan.placement.n_stages - 1
+        order = [a.microbatch for a in self._plan.actions if a.letter == "F" and a.stage == last]
+        found = dict(zip(order, self.loss.take(), strict=True))
+        return [found[index] for index in range(self.microbatches)] if order else None
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Limit the norm of all gradients of the model; returns the norm before. Collective."""
+        gradients = [local_of(p.grad) for p in self._gradients.parameters if p.grad is not None]
+        found = self._gradients.square_sum(lambda parameter: parameter.grad)
+        mine = torch.zeros((), dtype=torch.float64, device=self._device) if found is None else found
+        with naming_errors(self._transport.rank, "clipping gradients"):
+            norm = self._transport.sum_over_ranks(mine.reshape(1), self._timeout)[0].sqrt()
+        multiply(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm.float()
+
+    def trace(self, newest: StepResult, path: Path | None) -> tuple[RankTrace, ...]:
+        """A step on all ranks; rank 0 writes it to ``path``. Collective."""
+        if path is not None and self._transport.rank == 0:
+            claim(path, "trace")
+        mine = RankTrace.of(self._plan.plan_id, self._transport.rank, [newest])
+        offsets = find_offsets(self._transport, self._timeout)
+        alignment = Alignment(offsets, offsets)
+        traces = collect(self._transport, mine, alignment, self._timeout)
+        if path is not None and self._transport.rank == 0:
+            write(path, render([traces], alignment))
+        return traces
+
+    def finish(self) -> None:
+        """Wait until all ranks have received everything. Collective."""
+        self._executor.close()
+        self._transport.flush(self._timeout)
+        self._transport.barrier(self._timeout)
+
+    def leave(self, timeout: float) -> None:
+        """Let the peers receive what this rank has sent, as far as they do within ``timeout`` seconds."""
+        with suppress(TimeoutError, ConnectionError, WorkerError):
+            self._executor.close()
+            self._transport.flush(timeout)

@@ -1,0 +1,67 @@
+"""The user's loss, and the outputs that it was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from zbv_worker.errors import InvalidRun
+
+
+class RecordedLoss:
+    """Calls a loss, and keeps the model's outputs if they are wanted.
+
+    Parameters
+    ----------
+    loss
+        None for a pipeline that is only evaluated.
+    is_recomputed
+        Whether the backward of the last stage runs the loss a second time.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Any] | None, *, is_recomputed: bool):
+        self._loss = loss
+        self._is_recomputed = is_recomputed
+        self._outputs: list[Any] | None = None
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The loss of a microbatch."""
+        # F of a recomputed stage runs without a graph, the second run with one.
+        if self._outputs is not None and not (self._is_recomputed and torch.is_grad_enabled()):
+            self._outputs.append(tree_map(_detached, output))
+        return torch.zeros(()) if self._loss is None else self._loss(output, target)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is a loss."""
+        return self._loss is not None
+
+    def require(self) -> None:
+        """Raise :class:`InvalidRun` if there is no loss."""
+        if self._loss is None:
+            raise InvalidRun(
+                "the pipeline has no loss; training needs one. Pass loss=, a function of output and target: "
+                "Pipeline(plan, layers, loss=torch.nn.functional.cross_entropy)."
+            )
+
+    def record(self, is_wanted: bool) -> None:
+        """Keep the outputs from now on, or no longer."""
+        self._outputs = [] if is_wanted else None
+
+    def restart(self) -> None:
+        """Forget the outputs so far, because the step runs again."""
+        if self._outputs is not None:
+            self._outputs = []
+
+    def take(self) -> list[Any]:
+        """The outputs since :meth:`record`, in the order of the calls."""
+        found, self._outputs = self._outputs, None
+        return found or []
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,101 @@
+"""A pipeline's parameters and buffers by their names in the whole model.
+
+The names do not depend on the plan: ``LAYER.parameter``, where LAYER is the layer's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbv_worker.errors import InvalidRun
+from zbv_worker.model.layer_list import whole_name
+from zbv_worker.transport.control import ConnectedTransport
+
+Modules = Mapping[int, nn.Module]
+"""A rank's modules, by stage."""
+
+
+def named_parameters(modules: Modules) -> Iterator[tuple[str, nn.Parameter]]:
+    """A rank's parameters by name, each once."""
+    seen = set[nn.Parameter]()
+    for module in modules.values():
+        for name, parameter in module.named_parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield whole_name(name), parameter
+
+
+def state_of(modules: Modules) -> dict[str, Any]:
+    """A rank's parameters and buffers by name; they share memory with the modules."""
+    return {
+        whole_name(name): value for module in modules.values() for name, value in module.state_dict().items()
+    }
+
+
+def load_state(modules: Modules, state: Mapping[str, Any], layers: Mapping[int, tuple[str, ...]]) -> None:
+    """Load a rank's part of a state dict, which may have all layers of the model.
+
+    Parameters
+    ----------
+    layers
+        The names of each stage's layers.
+
+    Raises
+    ------
+    InvalidRun
+        If a name of this rank is missing, a shape differs, or a layer of this rank has no parameter or buffer
+        of that name.
+    """
+    own = state_of(modules)
+    missing = sorted(own.keys() - state.keys())
+    prefixes = tuple(f"{name}." for names in layers.values() for name in names)
+    unknown = sorted(name for name in state if name.startswith(prefixes) and name not in own)
+    if missing or unknown:
+        found = [f"lacks {', '.join(missing[:5])}"] if missing else []
+        found += [f"has {', '.join(unknown[:5])}, which the layers do not have"] if unknown else []
+        raise InvalidRun(
+            f"the state dict {' and '.join(found)}. Load the state of the same layers, with the names of the "
+            f"whole model: layer.parameter."
+        )
+    try:
+        for module in modules.values():
+            module.load_state_dict({name: state[whole_name(name)] for name in module.state_dict()})
+    except RuntimeError as error:
+        raise InvalidRun(f"the state dict does not fit: {error}") from error
+
+
+def gather_state(modules: Modules, transport: ConnectedTransport, timeout: float) -> dict[str, Any] | None:
+    """The whole model's state on the CPU of rank 0; None on other ranks. Collective.
+
+    The tensors travel one by one, so rank 0 needs memory for the model once.
+
+    Raises
+    ------
+    TimeoutError, ConnectionError
+        If a rank does not take part.
+    """
+    own = state_of(modules) if transport.column == 0 else {}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in own.items()}
+    listed = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+    announced = transport.gather(listed, timeout)
+    if transport.rank != 0:
+        for tensor in tensors.values():
+            transport.control.send(_bytes(tensor), 0, timeout)
+        return None
+    whole = dict[str, Any]()
+    for rank, entries in enumerate(announced):
+        for name, shape, dtype in entries:
+            if rank == 0:
+                whole[name] = tensors[name].clone()
+                continue
+            whole[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            transport.control.receive(_bytes(whole[name]), rank, timeout)
+    return whole
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,145 @@
+"""How layers are called: positional arguments from the layer before, keywords from the microbatch.
+
+A plain tuple becomes positional arguments, as in ``torch.distributed.pipelining``; any other value, a named
+tuple too, is one argument. A layer gets those keywords of the microbatch that its ``forward`` names, or all
+if it takes ``**kwargs``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from zbv_worker.errors import ModelError
+
+NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Keywords:
+    """The keyword arguments that some layers take.
+
+    Attributes
+    ----------
+    names
+        The parameters of the layers' ``forward``.
+    beyond_first
+        The same without the first parameter of each layer, which takes the layer's input.
+    takes_any
+        Whether a layer takes ``**kwargs``.
+    """
+
+    names: frozenset[str] = frozenset()
+    beyond_first: frozenset[str] = frozenset()
+    takes_any: bool = False
+
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module]) -> Keywords:
+        """The keywords that some layers take."""
+        return cls.union(_signature(layer).keywords for layer in layers)
+
+    @classmethod
+    def union(cls, several: Iterable[Keywords]) -> Keywords:
+        """Those of several layers or stages together."""
+        each = list(several)
+        return cls(
+            frozenset().union(*(one.names for one in each)),
+            frozenset().union(*(one.beyond_first for one in each)),
+            any(one.takes_any for one in each),
+        )
+
+    def __bool__(self) -> bool:
+        """Whether the layers may need a keyword."""
+        return self.takes_any or bool(self.beyond_first)
+
+    def untaken(self, given: Iterable[str]) -> list[str]:
+        """The given keywords that no layer takes."""
+        return [] if self.takes_any else [name for name in given if name not in self.names]
+
+
+@dataclass(frozen=True)
+class _Signature:
+    positional: tuple[str, ...]
+    keywords: Keywords
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, _Signature] = WeakKeyDictionary()
+
+
+def _signature(layer: nn.Module) -> _Signature:
+    found = _KNOWN.get(layer)
+    if found is None:
+        if isinstance(layer, LayerSequence):
+            found = _Signature((), Keywords.of(layer))
+        else:
+            original = getattr(layer, "_orig_mod", layer)  # of torch.compile
+            found = _of_parameters(inspect.signature(original.forward).parameters.values())
+        _KNOWN[layer] = found
+    return found
+
+
+def _of_parameters(parameters: Iterable[inspect.Parameter]) -> _Signature:
+    by_position, names, takes_any = [], [], False
+    for each in parameters:
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD):
+            by_position.append(each.name)
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            names.append(each.name)
+        takes_any = takes_any or each.kind == each.VAR_KEYWORD
+    beyond = frozenset(names).difference(by_position[:1])
+    return _Signature(tuple(by_position), Keywords(frozenset(names), beyond, takes_any))
+
+
+def call(layer: nn.Module, x: Any, keywords: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Any:
+    """Call a layer; raises :class:`ModelError` if a keyword is also one of the positional arguments.
+
+    Parameters
+    ----------
+    run
+        Called in place of the layer, for instance its compiled form.
+    """
+    called = layer if run is None else run
+    if not keywords:
+        return called(*x) if type(x) is tuple else called(x)
+    signature, arguments = _signature(layer), x if type(x) is tuple else (x,)
+    taken = signature.keywords
+    chosen = {name: v for name, v in keywords.items() if taken.takes_any or name in taken.names}
+    for name in signature.positional[: len(arguments)]:
+        if name in chosen:
+            raise ModelError(
+                f"a {type(layer).__name__} gets {name!r} from the layer before and as a keyword of the "
+                f"microbatch. Rename the keyword, or the parameter of the layer's forward."
+            )
+    return called(*arguments, **chosen)
+
+
+class LayerSequence(nn.Sequential):
+    """A Sequential whose layers take several arguments and the keywords of the microbatch."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the layers in order."""
+        x = arguments[0] if len(arguments) == 1 else arguments
+        for layer in self:
+            x = call(layer, x, keywords)
+        return x
+
+
+def calls_in_order(module: nn.Module) -> bool:
+    """Whether a module certainly calls its children one after the other, and does nothing else."""
+    return type(module).forward in (nn.Sequential.forward, LayerSequence.forward)
+
+
+def prepare_layers(module: nn.Module) -> None:
+    """Let a plain ``nn.Sequential`` call its modules as layers, in place; changes nothing else.
+
+    Like :func:`~zbv_worker.stage.split_backward.defer_weight_gradients` it changes the class, which preserves
+    parameters, hooks and state-dict names.
+    """
+    if type(module) is nn.Sequential:
+        module.__class__ = LayerSequence

@@ -1,0 +1,114 @@
+"""Layers to which the user has applied torch's ``fully_shard``, within a pipeline.
+
+``fully_shard`` gathers parameters in hooks of the forward, and sums gradients over the replicas in hooks of
+the backward, before W has computed them. Here it does both once per step:
+
+=====================  ====================================================================================
+when                   what happens to the parameters of a layer
+=====================  ====================================================================================
+first use in a step    ``fully_shard`` gathers them; they stay whole
+the stage's last       their gradients' sum over the replicas starts, and the whole parameters are freed; the
+  action               actions of other stages go on meanwhile
+the end of the step    the device waits for the sums; the optimizer sees only the parts
+=====================  ====================================================================================
+
+With the reduction switched off, the hooks of the backward only collect gradients. The sum is started as in
+torch's own runtime for pipelines (``perform_reduce_grad`` in ``torch/distributed/pipelining/stage.py`` of
+torch 2.13): by methods that are not public, because there is no public one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from zbv_worker.errors import InvalidRun
+from zbv_worker.stage.dtensors import fully_sharded_modules
+
+
+class FullySharded:
+    """The modules with ``fully_shard`` of one rank's stages.
+
+    Parameters
+    ----------
+    modules
+        By stage.
+    copies
+        The global ranks of the replicas, this rank included. The loss is divided by all of them, so
+        gradients are added up over them; over further ranks of ``fully_shard``'s mesh they are averaged.
+
+    Attributes
+    ----------
+    parameters
+        The parts of parameters that ``fully_shard`` manages.
+
+    Raises
+    ------
+    InvalidRun
+        If a mesh lacks a replica, which would train on without the others.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], copies: tuple[int, ...]):
+        self._of_stage = {stage: fully_sharded_modules(module) for stage, module in modules.items()}
+        self._all: list[Any] = list(dict.fromkeys(m for some in self._of_stage.values() for m in some))
+        self.parameters: set[nn.Parameter] = set()
+        for group in self._groups(self._all):
+            self.parameters.update(each.sharded_param for each in group.fsdp_params)
+            ranks = set(group.mesh_info.mesh.mesh.flatten().tolist())
+            if not ranks.issuperset(copies):
+                raise InvalidRun(
+                    f"found fully_shard over the ranks {sorted(ranks)}; the replicas of this rank are "
+                    f"{sorted(copies)}. Pass it all data-parallel dimensions of the mesh, for example "
+                    f"mesh['dp'], or mesh['dp_replicate', 'dp_shard']."
+                )
+        for module in self._all:
+            self._divide(module, len(copies))
+        if self._all:
+            from torch.distributed.fsdp import share_comm_ctx
+
+            # Streams per layer could share a CUDA stream with a receive that waits.
+            share_comm_ctx(self._all)
+
+    def _divide(self, module: Any, replicas: int) -> None:
+        info = next((group.mesh_info for group in self._groups([module])), None)
+        if info is not None:
+            shards = getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
+            module.set_gradient_divide_factor(shards / replicas)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+    def begin(self) -> None:
+        """Call before a step's first action: from now on gradients are only collected."""
+        for module in self._all:
+            module.set_is_last_backward(False)
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+            module.set_reshard_after_forward(False, recurse=False)
+
+    def stage_done(self, stage: int) -> None:
+        """Call after a stage's last action: start the sums of its gradients, and free its parameters."""
+        modules = self._of_stage[stage]
+        for module in modules:
+            module.set_is_last_backward(True)
+            module.set_requires_gradient_sync(True, recurse=False)
+            module.set_reshard_after_backward(True, recurse=False)
+        for group in self._groups(reversed(modules)):
+            group.post_backward()
+
+    def finish(self) -> None:
+        """Call after a step's last action: make the device wait for the sums."""
+        for module in self._all:
+            state = module._get_fsdp_state()
+            if state._is_root:
+                state._root_post_backward_final_callback()
+
+    def free(self) -> None:
+        """Call after an evaluation, which gathers parameters without a backward."""
+        for module in self._all:
+            module.reshard()
+
+    @staticmethod
+    def _groups(modules: Any) -> list[Any]:
+        """The groups of parameters that are gathered at once."""
+        return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]

@@ -153,7 +153,7 @@ def test_the_checkpoint_of_another_model_is_refused(runs: Runs, plan: Path, tmp_
 def test_a_directory_that_cannot_be_written_is_named(runs: Runs, plan: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(LaunchError, match=r"(?s)status 2.*--checkpoint-dir"),
+        pytest.raises(LaunchError, match=r"(?s)status 2.*checkpoints in "),
         runs.start(plan, *saving(tmp_path / "file" / "below"), steps=2) as started,
     ):
         started.wait(timeout=DEADLINE)

@@ -26,6 +26,7 @@ from zbv_worker.model.protocol import FetchedAhead, PipelineModel, StatefulData,
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.checkpoint import Checkpoints
+from zbv_worker.training.checkpoint_state import Trained
 from zbv_worker.training.gradients import Gradients, gradients_of
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.options import (
@@ -385,16 +386,17 @@ class Training:
     def _make_checkpoints(self, modules: dict[int, nn.Module]) -> Checkpoints | None:
         if self._options.checkpoint is None:
             return None
-        return Checkpoints(
-            self._options.checkpoint,
+        update = self._update
+        trained = Trained(
             modules,
-            self._update,
             self._setting.run.model.fingerprint(0),
+            [] if update.optimizer is None else [update.optimizer],
+            [] if update.schedule is None else [update.schedule],
+            update.loss_scale,
             self._model,
-            self._transport,
-            self._setting.device,
             self._ties,
         )
+        return Checkpoints(self._options.checkpoint, trained, self._transport, self._setting.device)
 
     def _say_loss(self, begin: str, loss: float | None, end: str = "") -> None:
         if loss is not None and self._transport.column == 0:

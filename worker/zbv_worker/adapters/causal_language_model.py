@@ -93,7 +93,7 @@ class CausalLanguageModel:
         return self.layers.layer_names()
 
     def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        """Layers by name; module names have no dot: ``block0``."""
+        """Layers by name."""
         return self.layers.build_layers(names, device)
 
     def tied_parameters(self) -> Sequence[tuple[str, str]]:

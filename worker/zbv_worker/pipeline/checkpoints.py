@@ -1,4 +1,4 @@
-"""The checkpoints of a pipeline in the user's own training loop; their format is that of ``zbv-worker run``."""
+"""Checkpoints of a pipeline in the user's own training loop, in the format of ``zbv-worker run``."""
 
 from __future__ import annotations
 

@@ -51,8 +51,9 @@ class Pipeline:
 
     The ranks come from ``torch.distributed`` if it is initialised, otherwise from torchrun's environment. A
     process without both is a world of one rank. Creating a pipeline, and its methods ``step``, ``evaluate``,
-    ``full_state_dict``, ``clip_grad_norm_``, ``checkpoints``, ``trace`` and ``close``, are collective: every rank calls them,
-    in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used any more.
+    ``full_state_dict``, ``clip_grad_norm_``, ``checkpoints``, ``trace`` and ``close``, are collective: every
+    rank calls them, in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used
+    any more.
 
     Parameters
     ----------
@@ -136,6 +137,7 @@ class Pipeline:
         )
         self._timeout = timeout
         self._transport, place = connected_world(options, mesh)
+        self._saving: list[PipelineCheckpoints] = []
         self._failures = Failures(self._transport, self._close_connections)
         with self._failures.watched("starting"):
             prepared = prepare(options, layers, loss, self._transport, place)
@@ -144,7 +146,6 @@ class Pipeline:
         self.modules: Mapping[int, nn.Module] = MappingProxyType(prepared.modules)
         self._no_parameter = ("no_parameter", nn.Parameter(torch.empty(0, device=place.device)))
         self._newest: Launched | None = None
-        self._saving: list[PipelineCheckpoints] = []
         self._is_closed = False
         # A process may end right after its last step, before its peers have received its last tensors.
         self._finalizer = weakref.finalize(self, _leave, self._own, self._saving, self._failures)

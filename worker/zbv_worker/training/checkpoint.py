@@ -195,7 +195,7 @@ class Checkpoints:
         return newest
 
     def _all_layers(self) -> list[str]:
-        """The names of the whole model's layers, to refuse the checkpoint of a model with more. Collective."""
+        """The layers of the whole model, to refuse the checkpoint of a model with more. Collective."""
         with naming_errors(self._transport.rank, "looking for checkpoints"):
             found = self._transport.gather(self._state.layers, self._options.timeout)
         return [name for names in found for name in names]

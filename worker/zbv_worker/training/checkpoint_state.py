@@ -110,13 +110,14 @@ class RunState:
                 there = f"optimizer.{whole_name(name)}"
                 if there not in tensors:
                     state["optimizer"][name] = reader.value(self._names.stored(there, reader))
-            set_state_dict(
-                self._whole,
-                optimizers,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=StateDictOptions(flatten_optimizer_state_dict=True),
-            )
+            if state["model"]:
+                set_state_dict(
+                    self._whole,
+                    optimizers,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                    options=StateDictOptions(flatten_optimizer_state_dict=True),
+                )
             self._go_on(reader)
 
     def _require_same_model(self, folder: Path, reader: Reader, layers: Sequence[str] | None) -> None:
@@ -138,6 +139,8 @@ class RunState:
         """Parameters, buffers and optimizer state, by their names in the modules."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+        if not self._whole.state_dict():  # torch's functions refuse that
+            return {"model": {}, "optimizer": {}}
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         model, optimizer = get_state_dict(self._whole, self._trained.optimizers, options=options)  # type: ignore[arg-type]  # any iterable does
         return {"model": model, "optimizer": optimizer}

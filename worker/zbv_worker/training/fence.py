@@ -226,8 +226,8 @@ def _require_right(directory: Path, claimant: Claimant, newest: int) -> None:
     model = _claim_of(directory, newest).model
     if None not in (model, claimant.model) and model != claimant.model and checkpoints(directory):
         raise InvalidRun(
-            f"checkpoints in {directory}: it belongs to another model (the factory, its arguments or the seed "
-            f"differ). Use one directory per model, or the same --model, --model-args and --seed."
+            f"checkpoints in {directory}: it belongs to another model (the factory, its arguments or the "
+            f"seed differ). Use one directory per model, or the same --model, --model-args and --seed."
         )
     for number in _numbers(directory):
         other = _claim_of(directory, number)

@@ -118,7 +118,7 @@ class CausalLanguageModel:
 
     def loss_sum(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the cross entropy, and the number of predicted tokens."""
-        return self.layers.loss(output, target)
+        return self.layers.loss_sum(output, target)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW."""

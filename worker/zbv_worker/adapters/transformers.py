@@ -129,6 +129,10 @@ class TransformersLayers:
         return stacked({name: self._layer(name, device, arguments) for name in names})
 
     def loss(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`loss_sum`, which a pipeline takes as its loss."""
+        return self.loss_sum(output, target)
+
+    def loss_sum(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """The cross entropy of the next token, summed, and the number of predicted tokens.
 
         The mean of a single microbatch is the loss of the unsplit model. The balancing loss of experts counts

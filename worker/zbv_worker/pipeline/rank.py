@@ -12,7 +12,8 @@ from torch import Tensor
 from zbv_solver.documents.files import write
 
 from zbv_worker.errors import WorkerError, naming_errors
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, Launched, StepResult
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
+from zbv_worker.execution.step import Launched, StepResult
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.batch_loss import BatchLoss
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice

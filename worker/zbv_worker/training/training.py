@@ -16,9 +16,10 @@ from zbv_worker.errors import InvalidRun, ModelError, NotFinite, naming_errors
 from zbv_worker.execution.agreement import Statement, agree, agree_on_keywords
 from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_modules, build_stages
-from zbv_worker.execution.executor import Executor, ExecutorOptions, Launched
+from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.fetch_ahead import DEFAULT_FETCH_AHEAD
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.step import Launched
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.state_files import events_file, write_json
 from zbv_worker.model.layer_list import whole_name

@@ -252,7 +252,7 @@ def trained(case: Case, saved: Path | None) -> dict[str, Any]:
     with counting(calls):
         (report,) = train(run, [plan], model, transport, CPU)
     named = parameters_of(model)
-    found = {
+    found: dict[str, Any] = {
         "losses": [line.loss for line in report.lines],
         "norms": [line.updated.gradient_norm for line in report.lines],
         "evaluations": report.evaluations,

@@ -144,7 +144,7 @@ def trained_by(
     InvalidRun
         If something has no state, or the optimizer is not torch's.
     """
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise InvalidRun(

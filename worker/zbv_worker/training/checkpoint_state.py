@@ -142,7 +142,7 @@ class RunState:
         if not self._whole.state_dict():  # torch's functions refuse that
             return {"model": {}, "optimizer": {}}
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        model, optimizer = get_state_dict(self._whole, self._trained.optimizers, options=options)  # type: ignore[arg-type]  # any iterable does
+        model, optimizer = get_state_dict(self._whole, self._trained.optimizers, options=options)
         return {"model": model, "optimizer": optimizer}
 
     def _mine(self, step: int) -> State:

@@ -1,7 +1,9 @@
-"""Train a small Llama on text, in one process or several. The same command again resumes from the checkpoint::
+"""Train a small Llama on text, in one process or several::
 
     python examples/train.py
     torchrun --nproc-per-node 2 examples/train.py --steps 200 --checkpoints build/train
+
+With ``--checkpoints``, the same command resumes, also with another number of processes.
 """
 
 import argparse
@@ -43,7 +45,8 @@ with zbv.Pipeline(None, layers, microbatches=MICROBATCHES, example=(example, exa
     if options.checkpoints is not None:
         checkpoints = pipe.checkpoints(options.checkpoints, optimizer, schedule)
         steps = checkpoints.steps(options.steps, every=50)
-        print(f"resumed after step {checkpoints.step}" if checkpoints.step else "no checkpoint yet", flush=True)
+        if checkpoints.step:
+            print(f"resumed after step {checkpoints.step}", flush=True)
     for step in steps:
         tokens = batch(training, step)
         loss = pipe.step(tokens, tokens)

@@ -1,7 +1,7 @@
 """Starts ranks by forking, so that torch is imported once and not by every rank.
 
 ``python -m support.fork_server FD``, where FD is a socket. Each line on it requests a rank: ``{"id",
-"module", "arguments", "environment", "log"}``. The server answers ``{"id", "pid"}``, and
+"module", "arguments", "environment", "folder", "log"}``. The server answers ``{"id", "pid"}``, and
 ``{"id", "status"}`` when the rank has ended. The server ends when the socket closes, and its ranks end too.
 
 Nothing here may start a thread, a process group or a backward, because a fork would not copy them correctly.
@@ -107,6 +107,7 @@ def _be_rank(order: dict[str, Any]) -> int:
         os.dup2(log, descriptor)
     os.environ.clear()
     os.environ.update(order["environment"])
+    os.chdir(order["folder"])
     module, arguments = order["module"], order["arguments"]
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)  # it runs as __main__, as in a new interpreter

@@ -37,6 +37,7 @@ def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Pa
         "module": command[2],
         "arguments": command[3:],
         "environment": dict(environment),
+        "folder": os.getcwd(),
         "log": str(log.absolute()),
     }
     return server().start(order)

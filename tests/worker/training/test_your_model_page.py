@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import sys
@@ -119,6 +120,25 @@ def test_runs_on_the_command_line_train(reader: Reader) -> None:
         found = losses(log)
         assert len(found) == 20
         assert found[-1] < found[0]
+
+
+def test_a_run_and_a_pipeline_resume_from_each_others_checkpoints(reader: Reader) -> None:
+    torch, pipe_of = reader.names["torch"], reader.names["zbv"].Pipeline
+    model = importlib.import_module("mymodel").layers()
+    with pipe_of(reader.names["plan"], model) as pipe:
+        optimizer = torch.optim.AdamW(pipe.named_parameters(), lr=1e-2)
+        checkpoints = pipe.checkpoints("saved", optimizer)
+        assert checkpoints.step == 20
+        for step in checkpoints.steps(22, every=1):
+            pipe.step(microbatches=[model.microbatch(step, index) for index in range(4)])
+            optimizer.step()
+            optimizer.zero_grad()
+    line = (
+        "torchrun --nproc-per-node 2 --no-python zbv-worker run --plan-file plan.json --model mymodel:layers"
+    )
+    line += " --steps 24 --checkpoint-dir saved"
+    reader.follow("sh", line)
+    assert re.findall(r"step (\d+): loss", reader.logs[line]) == ["22", "23"]
 
 
 def test_errors_begin_as_the_table_says(reader: Reader) -> None:

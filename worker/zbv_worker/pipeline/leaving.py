@@ -1,4 +1,7 @@
-"""What a pipeline still does when its process ends, or drops it, without :meth:`Pipeline.close`."""
+"""What a pipeline does when it ends without :meth:`Pipeline.close`.
+
+The functions do not refer to the pipeline, so that it can be dropped.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from zbv_worker.pipeline.checkpoints import PipelineCheckpoints
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.rank import PipelineRank
+from zbv_worker.transport.control import ConnectedTransport
 
 _LEAVE_SECONDS = 10.0
 """How long it waits for its peers to receive what it sent."""
@@ -16,7 +20,10 @@ _LEAVE_SECONDS = 10.0
 def leave(
     own: PipelineRank, shared: SharedData | None, saving: Sequence[PipelineCheckpoints], failures: Failures
 ) -> None:
-    """Complete this rank's checkpoints, and let the peers receive what the rank has sent."""
+    """Complete this rank's checkpoints, and let the peers receive what the rank has sent.
+
+    For a process that ends, or drops its pipeline.
+    """
     if failures.has_failed:
         return
     for checkpoints in saving:
@@ -24,3 +31,10 @@ def leave(
     if shared is not None:
         shared.leave(_LEAVE_SECONDS)
     own.leave(_LEAVE_SECONDS)
+
+
+def give_up(transport: ConnectedTransport, saving: Sequence[PipelineCheckpoints]) -> None:
+    """Close the connections after a failure; checkpoints in progress stay incomplete."""
+    for checkpoints in saving:
+        checkpoints.give_up()
+    transport.close()

@@ -387,7 +387,7 @@ class Executor:
                 end = mark()
                 if queued is not None:
                     queued.add(QueuedWork(walk, step, instruction, start, end, patience))
-                if pass_on is not None and output is not None:
+                if pass_on is not None:
                     pass_on(output, state)
                 if done is not None and instruction.completes_stage:
                     done(instruction.action.stage)

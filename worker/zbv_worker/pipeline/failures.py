@@ -21,17 +21,17 @@ _READ_SECONDS, _POLL_SECONDS = 1.0, 0.05
 class Failures:
     """The failures of one rank's pipeline.
 
-    Parameters
+    Attributes
     ----------
-    close
-        Closes the rank's connections after a failure.
+    on_end
+        Called once, after a failure. Must not refer to the pipeline, which would then never be freed.
     """
 
-    def __init__(self, transport: ConnectedTransport, close: Callable[[], None]):
+    def __init__(self, transport: ConnectedTransport):
         self._rank = transport.rank
         self._notes = FailureNotes(transport, transport.rank)
         self._transport = transport
-        self._close = close
+        self.on_end: Callable[[], None] = lambda: None
         self.has_failed = False
 
     @contextmanager
@@ -91,4 +91,5 @@ class Failures:
             self._notes.publish(loss)
         self._transport.abort(ABORT_SECONDS)
         self._transport.control.abort()
-        self._close()
+        self._transport.close()
+        self.on_end()

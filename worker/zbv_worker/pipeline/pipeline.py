@@ -48,7 +48,9 @@ class Pipeline:
             optimizer.zero_grad()
 
     The ranks come from ``torch.distributed`` if it is initialised, otherwise from torchrun's environment. A
-    process without both is a world of one rank. Creating a pipeline, and its methods ``step``, ``evaluate``,
+    process without both is a world of one rank. Until the pipeline is closed, some of the layers' modules are
+    of subclasses that can queue weight gradients. Parameters may be added to layers, frozen or unfrozen
+    between steps, alike on all replicas. Creating a pipeline, and its methods ``step``, ``evaluate``,
     ``full_state_dict``, ``clip_grad_norm_``, ``trace`` and ``close``, are collective: every rank calls them,
     in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used any more.
 
@@ -134,10 +136,11 @@ class Pipeline:
         )
         self._timeout = timeout
         self._transport, place = connected_world(options, mesh)
-        self._failures = Failures(self._transport, self._close_connections)
+        self._failures = Failures(self._transport)
         with self._failures.watched("starting"):
             prepared = prepare(options, layers, loss, self._transport, place)
             self._own = PipelineRank(options, prepared, self._transport, place)
+        self._failures.on_end = self._own.release
         self._layers, self._keywords = prepared.layers, prepared.keywords
         self.modules: Mapping[int, nn.Module] = MappingProxyType(prepared.modules)
         self._newest: Launched | None = None
@@ -186,6 +189,11 @@ class Pipeline:
         """
         own = self._own
         own.loss.require()
+        if not torch.is_grad_enabled():
+            raise InvalidRun(
+                "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a gradient. "
+                "Call step outside of it, or call evaluate."
+            )
         own.data.microbatches = self._split(inputs, targets, keywords, microbatches)
         with self._failures.watched(f"step {own.steps}"):
             own.loss.record(outputs)
@@ -273,7 +281,8 @@ class Pipeline:
     def close(self) -> None:
         """Wait until all ranks are done, and close the connections. A second call has no effect.
 
-        A ``torch.distributed`` that the user has initialised stays as it is.
+        The layers are ordinary modules again. A ``torch.distributed`` that the user has initialised stays as
+        it is.
         """
         if self._is_closed:
             return
@@ -284,6 +293,7 @@ class Pipeline:
         with self._failures.watched("closing"), naming_errors(self._transport.rank, "closing"):
             self._own.finish()
         self._transport.close()
+        self._own.release()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -311,11 +321,8 @@ class Pipeline:
             )
         return found
 
-    def _close_connections(self) -> None:
-        self._transport.close()
-
 
 def _leave(own: PipelineRank, failures: Failures) -> None:
-    """Let the peers receive what this rank has sent, when the process ends or the pipeline is dropped."""
+    """Disconnect, once the peers have what this rank sent: the process ends, or the pipeline is dropped."""
     if not failures.has_failed:
         own.leave(_LEAVE_SECONDS)

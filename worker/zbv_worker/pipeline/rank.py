@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from zbv_solver.documents.files import write
 
 from zbv_worker.errors import WorkerError, naming_errors
@@ -18,10 +18,11 @@ from zbv_worker.pipeline.batch_loss import BatchLoss
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.stage.dtensors import local_of
+from zbv_worker.stage.split_backward import stop_deferring
 from zbv_worker.tracing.clocks import Alignment, find_offsets
 from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
 from zbv_worker.training.accumulation import Accumulation
-from zbv_worker.training.gradients import gradients_of, multiply
+from zbv_worker.training.gradients import Gradients, gradients_of, multiply, trained_by
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.control import ConnectedTransport
@@ -54,9 +55,8 @@ class PipelineRank:
         self.steps = 0
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
             ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
-        self._gradients = gradients_of(prepared.modules, transport, ties=ties)
-        self._gradients.follow(list(dict.fromkeys(action.stage for action in plan.actions)))
-        self._accumulation = Accumulation(self._gradients)
+        self._modules, self._ties, self._stages = prepared.modules, ties, stages
+        self._accumulation = Accumulation(self._gradients_of(trained_by(prepared.modules)))
         self._batch_loss = BatchLoss(
             stages.values(), plan.microbatches, transport, place.device, options.timeout
         )
@@ -69,7 +69,7 @@ class PipelineRank:
             timeout=options.timeout,
             options=ExecutorOptions(
                 look_ahead=NCCL_LOOK_AHEAD if place.backend == "nccl" else DEFAULT_LOOK_AHEAD,
-                on_stage_done=self._gradients.stage_done,
+                on_stage_done=lambda stage: self._gradients.stage_done(stage),
                 startup_timeout=options.startup_timeout,
                 keywords=prepared.keywords,
             ),
@@ -80,8 +80,26 @@ class PipelineRank:
         """The plan's number of microbatches."""
         return self._plan.microbatches
 
+    @property
+    def _gradients(self) -> Gradients:
+        return self._accumulation.gradients
+
+    def _gradients_of(self, trained: list[tuple[int, nn.Parameter]]) -> Gradients:
+        self._trained = trained
+        found = gradients_of(self._modules, self._transport, ties=self._ties)
+        found.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
+        return found
+
+    def _follow_parameters(self) -> None:
+        """Find the parameters that the user has added, removed, frozen or unfrozen since the last step."""
+        trained = trained_by(self._modules)
+        if _identities(trained) != _identities(self._trained):
+            self._gradients.rest(forget=True)
+            self._accumulation.gradients = self._gradients_of(trained)
+
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
+        self._follow_parameters()
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
         is_final = not self._gradients.sums_over_ranks and self._batch_loss.is_weighted is False
         self._accumulation.begin(in_place=is_final)
@@ -152,7 +170,19 @@ class PipelineRank:
         self._transport.barrier(self._timeout)
 
     def leave(self, timeout: float) -> None:
-        """Let the peers receive what this rank has sent, as far as they do within ``timeout`` seconds."""
+        """Let the peers receive what this rank has sent, within ``timeout`` seconds, and disconnect."""
+        self.release()
         with suppress(TimeoutError, ConnectionError, WorkerError):
             self._executor.close()
             self._transport.flush(timeout)
+            self._transport.close()
+
+    def release(self) -> None:
+        """Undo the changes to the user's modules. Afterwards they work without zbv."""
+        self._gradients.rest(forget=True)
+        for module in self._modules.values():
+            stop_deferring(module)
+
+
+def _identities(trained: list[tuple[int, nn.Parameter]]) -> list[tuple[int, int]]:
+    return [(stage, id(parameter)) for stage, parameter in trained]  # == would compare values

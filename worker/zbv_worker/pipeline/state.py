@@ -92,7 +92,7 @@ def gather_state(modules: Modules, transport: ConnectedTransport, timeout: float
             if rank == 0:
                 whole[name] = tensors[name].clone()
                 continue
-            whole[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            whole[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             transport.control.receive(_bytes(whole[name]), rank, timeout)
     return whole
 

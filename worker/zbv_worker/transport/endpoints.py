@@ -58,7 +58,7 @@ def encode_header(structure: Structure) -> list[Tensor]:
 
 
 def _numbers(*values: int) -> Tensor:
-    return torch.tensor([*values, *[0] * (_MAX_DIMENSIONS + 2 - len(values))])
+    return torch.tensor([*values, *[0] * (_MAX_DIMENSIONS + 2 - len(values))], device=CPU)
 
 
 def decode_header(header: Tensor) -> Structure | int:

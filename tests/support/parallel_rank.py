@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.pipeline.state import gather_state, load_state
 from zbv_worker.stage.distributed_grads import add_linear_gradients
 from zbv_worker.training.options import RunOptions, TrainingOptions
 from zbv_worker.training.run import train
@@ -248,16 +249,23 @@ def trained(case: Case) -> dict[str, Any]:
         "losses": [line.loss for line in report.lines],
         "norms": [line.updated.gradient_norm for line in report.lines],
         "evaluations": report.evaluations,
-        "parameters": {
-            n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named.items()
-        },
+        "parameters": {n: full(p).clone() for n, p in named.items()},
         "kept": {n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in named.items()},
         "unsplit": [event["modules"] for event in report.events if event["kind"] == "little_to_split"],
         "calls": dict(calls),
     }
+    modules = dict(enumerate(model.built))
+    found["whole"] = gather_state(modules, transport, TIMEOUT)
+    load_state(modules, {n: -tensor for n, tensor in found["parameters"].items()}, {})
+    found["negative"] = all(torch.equal(full(p), -found["parameters"][n]) for n, p in named.items())
     transport.barrier(TIMEOUT)
     transport.close()
     return found
+
+
+def full(parameter: Tensor) -> Tensor:
+    """The whole of a divided parameter. Collective."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def counting(calls: Counter[str]) -> Any:

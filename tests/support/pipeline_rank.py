@@ -275,6 +275,7 @@ def refuses(folder: Path) -> Found:
         {"microbatches": 7},
         {"layers": [*model()][:-1] if dist_rank() else [*model()]},
         {"layers": [*[*model()][:2], (lambda: 3) if dist_rank() else nn.Identity(), *[*model()][3:]]},
+        {"layers": [model()[0]] * 5 if dist_rank() else [*model()]},
     )
     for more in wrong:
         try:

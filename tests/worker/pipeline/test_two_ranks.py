@@ -109,6 +109,7 @@ def test_an_error_at_the_start_is_raised_on_all_ranks(seen: dict[str, Found]) ->
         assert "found 2 layers; the plan has 4 stages" in said[0]
         assert "found microbatches=7; the plan has 4" in said[1]
         assert said[2].startswith("Disagreement: the ranks differ in model")
+        assert said[4].startswith("Disagreement: the ranks differ in model")  # only one shares parameters
     assert second[3].startswith("InvalidRun: layer 2: the function returned a int")
     assert first[3] == second[3].replace("InvalidRun: ", "InvalidRun: rank 1 cannot start: ")
 

@@ -56,7 +56,7 @@ class Failures:
             raise self._blamed(error, what) from error
         except (TimeoutError, ConnectionError) as error:
             kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
-            raise self._blamed(kind(f"rank {self._rank}, {what}: {error}."), what) from error
+            raise self._blamed(kind(f"rank {self._rank}, {what}: {str(error).rstrip('.')}."), what) from error
         except BaseException as error:
             self.end(error)
             raise

@@ -99,7 +99,7 @@ def prepare(
         plan = cut_evenly(_own_part(given, options, transport), names)
         require_layers(layered, plan.cut, _REMEDY)
         prepared = _build(options, plan, layered, loss, transport.layout.replicas, place.device)
-    _open(options, plan, transport, place)
+    _open(options, prepared, transport, place)
     with naming_errors(transport.rank, "exchanging keywords"):
         own = keywords_of(prepared.stages.values())
         return replace(prepared, keywords=agree_on_keywords(transport, own, options.patience))
@@ -163,9 +163,10 @@ def _build(
     return Prepared(plan, stages, recorded, ties=LayersWithLoss(layers, recorded).tied_parameters())
 
 
-def _open(options: PipelineOptions, plan: RankPlan, transport: Transport, place: RankDevice) -> None:
-    """Check that all ranks have the same plan, and open its channels."""
-    layers = json.dumps(plan.cut.partition)
+def _open(options: PipelineOptions, prepared: Prepared, transport: Transport, place: RankDevice) -> None:
+    """Check that all ranks have the same plan and equally shared parameters, and open the channels."""
+    plan = prepared.plan
+    layers = json.dumps([plan.cut.partition, [*map(list, prepared.ties)]])
     statement = Statement(
         plan_id=plan.plan_id,
         pp_rank=plan.rank,

@@ -19,7 +19,7 @@ from zbv_solver.plans.orders import Action
 from zbv_solver.problem.placement import Placement
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.commands.cli import main
-from zbv_worker.execution.executor import StepResult
+from zbv_worker.execution.step import StepResult
 from zbv_worker.execution.timeline import Record
 from zbv_worker.gpu_report import communicator, gpu_report, pipeline, replicas, streams
 from zbv_worker.gpu_report.check import (
@@ -229,7 +229,7 @@ def test_a_check_with_a_crashing_process_fails_with_the_end_of_its_log() -> None
     options = replace(SMALL, model=ModelSpec("zbv_worker.models.gpt:gpt", {"layers": 0}))
     (line,) = run_check(CHECKS["memory-float32"], options).lines
     assert line.verdict == "fail"
-    assert "rejects seed=0" in line.reason
+    assert "heads must divide width" in line.reason
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class World:
             transport.control = Control(rank, queues, self.sent[rank])
             plan = RankPlan.of("0" * 64, problem, orders, hub.layout.pp_rank(rank))
             prepared = Prepared(plan, {}, RecordedLoss(None, is_recomputed=False), keywords)
-            self._shared.append(SharedData(options, prepared, transport, Failures(transport, lambda: None)))
+            self._shared.append(SharedData(options, prepared, transport, Failures(transport)))
         self._pool = ThreadPoolExecutor(len(ranks))
 
     def exchange(self, batches: dict[int, list[Microbatch]]) -> list[Any]:

@@ -47,8 +47,9 @@ def weighted_whole(output: Tensor, target: Tensor) -> Tensor:
 
 
 def pipeline(folder: Path, **more: Any) -> zbv.Pipeline:
-    given = {"loss": nnf.mse_loss, "timeout": TIMEOUT, "startup_timeout": TIMEOUT, **more}
-    return zbv.Pipeline(folder / "plan.json", given.pop("layers", None) or model(), **given)
+    given = {"plan": folder / "plan.json", "loss": nnf.mse_loss, "timeout": TIMEOUT, **more}
+    layers = given.pop("layers", None) or model()
+    return zbv.Pipeline(given.pop("plan"), layers, startup_timeout=TIMEOUT, **given)
 
 
 def apart(pipe: zbv.Pipeline, reference: nn.Module) -> float:
@@ -323,6 +324,7 @@ def refuses(folder: Path) -> Found:
         {"layers": [*model()][:-1] if dist_rank() else [*model()]},
         {"layers": [*[*model()][:2], (lambda: 3) if dist_rank() else nn.Identity(), *[*model()][3:]]},
         {"layers": [model()[0]] * 5 if dist_rank() else [*model()]},
+        {"plan": None, "microbatches": 4, "example": batch()} if dist_rank() else {},
     )
     for more in wrong:
         try:

@@ -178,6 +178,11 @@ def test_shared_parameters_count_once(plan: Plan) -> None:
         ({"plan": 3}, "found a int as the plan; must be a plan"),
         ({"plan": "http://localhost/plan"}, "a plan's URL must end with /plans/ID"),
         ({"plan": {"problem": 1}}, "the plan: "),
+        ({"plan": '{"problem": 1}'}, "found the text of a plan; must be decoded"),
+        (
+            {"plan": "a/plan.json", "service": "http://localhost"},
+            "found a/plan.json as the plan, and service=",
+        ),
         ({"precision": "float16"}, "found precision 'float16'; must be 'float32' or 'bfloat16'"),
         ({"backend": "mpi"}, "found backend 'mpi'; must be 'gloo' or 'nccl'"),
         ({"device": "cpu", "backend": "nccl"}, "found device cpu and backend 'nccl'"),

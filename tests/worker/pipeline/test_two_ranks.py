@@ -131,6 +131,7 @@ def test_an_error_at_the_start_is_raised_on_all_ranks(seen: dict[str, Found]) ->
         assert said[3].startswith("Disagreement: the ranks differ in data rank (rank 0: 0; rank 1: 1)")
         assert said[4].startswith("Disagreement: the ranks differ in model")
         assert said[6].startswith("Disagreement: the ranks differ in model")  # only one shares parameters
+        assert "found a plan on rank 0, and no plan on rank 1" in said[7]
     assert second[5].startswith("InvalidRun: layer 2: the function returned a int")
     assert first[5] == second[5].replace("InvalidRun: ", "InvalidRun: rank 1 cannot start: ")
 

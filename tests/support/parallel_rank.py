@@ -245,7 +245,7 @@ def trained(case: Case) -> dict[str, Any]:
     with counting(calls):
         (report,) = train(run, [plan], model, transport, CPU)
     named = {n: p for module in model.built for n, p in module.named_parameters()}
-    found = {
+    found: dict[str, Any] = {
         "losses": [line.loss for line in report.lines],
         "norms": [line.updated.gradient_norm for line in report.lines],
         "evaluations": report.evaluations,

@@ -253,6 +253,57 @@ def error_of(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
+def changes_shapes(folder: Path) -> Found:
+    """Batches of several sizes, and evaluations of others; then ranks that disagree."""
+    reference, found = model(), Found(apart=[], loss=[], said=[])
+    with pipeline(folder) as pipe:
+        for rows in (8, 16, 8, 16, 8):
+            inputs, targets = (torch.cat([each, each])[:rows] for each in batch(rows))
+            expected = nnf.mse_loss(reference(inputs), targets)
+            torch.autograd.backward(expected)
+            losses = pipe.step(inputs, targets), pipe.evaluate(inputs[: rows // 2], targets[: rows // 2])
+            found["apart"].append(apart(pipe, reference))
+            if losses[0] is not None:
+                half = nnf.mse_loss(reference(inputs[: rows // 2]), targets[: rows // 2])
+                found["loss"] += [abs(float(losses[0] - expected)), abs(float(losses[1] - half))]
+    with pipeline(folder) as pipe:  # shapes must not change if a rank cannot see it
+        for rows in (8, 8, 4):
+            inputs, targets = (None, None) if dist_rank() else (each[:rows] for each in batch())
+            found["said"].append(said_by(pipe, inputs, targets))
+    pipe = pipeline(folder)
+    for rows in (8, 4):
+        inputs, targets = batch()
+        kept = targets[:rows].double() if dist_rank() and rows == 4 else targets[:rows]
+        found["said"].append(said_by(pipe, inputs[:rows], kept))
+    return found
+
+
+def lacks_keyword(folder: Path) -> Found:
+    """Only one rank is given a keyword that layers of both take."""
+    layers = [Scaled() for _ in range(5)]
+    with pipeline(folder, layers=layers) as pipe:
+        return Found(said=said_by(pipe, *batch(), **({} if dist_rank() else {"scale": 2.0})))
+
+
+def said_by(pipe: zbv.Pipeline, *args: Any, **keywords: Any) -> str:
+    """The error of a step."""
+    try:
+        pipe.step(*args, **keywords)
+    except zbv.WorkerError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Scaled(nn.Linear):
+    """A layer with an optional keyword."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x * scale)
+
+
 def own_world(folder: Path) -> Found:
     """The user's process group stays usable, and the pipeline works inside it."""
     dist.init_process_group("gloo")

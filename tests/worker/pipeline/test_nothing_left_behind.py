@@ -54,7 +54,7 @@ def require_plain(layers: nn.Sequential) -> None:
     assert vars(layers[1]).keys() == vars(nn.Linear(1, 1)).keys()
     torch.save(copy.deepcopy(layers), io.BytesIO())
     layers.zero_grad()
-    inputs, targets = batch(layers[1].weight.dtype)
+    inputs, targets = batch(layers.get_parameter("1.weight").dtype)
     torch.autograd.backward(nnf.mse_loss(layers(inputs), targets))
     for parameter in layers.parameters():
         assert parameter.grad is not None

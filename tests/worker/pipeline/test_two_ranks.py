@@ -15,6 +15,8 @@ PROGRAMS = (
     "accumulates",
     "weighs",
     "passes_values",
+    "changes_shapes",
+    "lacks_keyword",
     "shares_data",
     "trains",
     "factories",
@@ -92,6 +94,23 @@ def test_data_on_the_wrong_rank_or_nowhere_is_refused(seen: dict[str, Found]) ->
         assert other == [said.replace("InvalidRun: ", f"InvalidRun: rank {source}: ") for said in mine]
     assert second[4].startswith("InvalidRun: found a batch on rank 1; the pipeline's data rank is 0")
     assert first[4].startswith("PeerLost: rank 1 lost: found a batch on rank 1")
+
+
+def test_batches_may_have_other_shapes_if_all_ranks_see_them(seen: dict[str, Found]) -> None:
+    first, second = seen["changes_shapes"]
+    assert max(first["apart"] + second["apart"]) < 1e-6
+    assert len(first["loss"]) == 10
+    assert max(first["loss"]) < 1e-6
+    for rank, found in enumerate((first, second)):
+        assert found["said"][:2] == ["", ""]
+        assert "A stage's output must keep its shape" in found["said"][2]
+        assert found["said"][3] == ""
+        assert f"Disagreement: the batches of ranks {rank} and {1 - rank} have" in found["said"][4]
+
+
+def test_a_rank_that_lacks_a_keyword_is_named(seen: dict[str, Found]) -> None:
+    for rank in seen["lacks_keyword"]:
+        assert "rank 1 was not given the keyword 'scale', which its layers take and rank 0" in rank["said"]
 
 
 def test_optimizers_schedules_and_clipping_train_the_same_model(seen: dict[str, Found]) -> None:

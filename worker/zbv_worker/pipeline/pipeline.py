@@ -23,6 +23,7 @@ from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
+from zbv_worker.pipeline.shapes import Given
 from zbv_worker.pipeline.state import gather_state, load_state, named_parameters, state_of
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
@@ -181,13 +182,15 @@ class Pipeline:
         inputs, targets
             A batch; every tensor in them is split along its first dimension into the plan's microbatches.
             Ranks without the first layer do not use the inputs, and ranks without the last layer do not use
-            the targets. With ``data_rank``, only that rank passes a batch.
+            the targets. If all ranks of a pipeline are given the whole batch, its shapes may change from one
+            call to the next; within a call they must not. With ``data_rank``, only that rank passes a batch.
         microbatches
             The microbatches themselves, in place of a batch.
         outputs
             Whether to return the last layer's outputs too.
         keywords
-            For the layers with parameters of these names; split like the inputs.
+            For the layers with parameters of these names; split like the inputs. Every rank with such layers
+            needs them.
 
         Returns
         -------
@@ -209,8 +212,9 @@ class Pipeline:
                 "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a gradient. "
                 "Call step outside of it, or call evaluate."
             )
-        own.data.microbatches = self._microbatches(inputs, targets, keywords, microbatches)
+        found, given = self._microbatches(inputs, targets, keywords, microbatches)
         with self._failures.watched(f"step {own.steps}"):
+            own.take("step", found, given)
             own.loss.record(outputs)
             self._newest, loss = own.step()
         return (loss, own.outputs()) if outputs else loss
@@ -229,8 +233,9 @@ class Pipeline:
         Parameters, results and errors are those of :meth:`step`. Without a loss, the loss is None.
         """
         own = self._own
-        own.data.microbatches = self._microbatches(inputs, targets, keywords, microbatches)
+        found, given = self._microbatches(inputs, targets, keywords, microbatches)
         with self._failures.watched("evaluating"):
+            own.take("evaluate", found, given)
             own.loss.record(outputs)
             loss = own.evaluate()
         return (loss, own.outputs()) if outputs else loss
@@ -325,13 +330,15 @@ class Pipeline:
         targets: Any,
         keywords: Mapping[str, Any],
         given: Sequence[Microbatch | tuple[Any, ...]] | None,
-    ) -> list[Microbatch]:
-        """This rank's microbatches of a call."""
+    ) -> tuple[list[Microbatch], Given | None]:
+        """This rank's microbatches of a call, and what it was given if every rank loads its own batches."""
         split = partial(self._split, inputs, targets, keywords, given)
         if self._shared is None:
-            return split()
+            found = split()
+            names = {name for each in found for name in each.keywords}
+            return found, Given.of((inputs, targets, dict(keywords), found if given else None), names)
         has_data = any(each is not None for each in (inputs, targets, given)) or bool(keywords)
-        return self._shared.exchange(has_data, split)
+        return self._shared.exchange(has_data, split), None
 
     def _split(
         self,

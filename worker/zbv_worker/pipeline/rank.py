@@ -14,9 +14,11 @@ from zbv_solver.documents.files import write
 from zbv_worker.errors import WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.step import Launched, StepResult
+from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.preparing import Prepared
+from zbv_worker.pipeline.shapes import AgreedShapes, Call, Given
 from zbv_worker.stage.dtensors import local_of
 from zbv_worker.stage.split_backward import stop_deferring
 from zbv_worker.tracing.clocks import Alignment, find_offsets
@@ -36,7 +38,7 @@ class PipelineRank:
     Attributes
     ----------
     data
-        The microbatches of the next step or evaluation; set by the caller.
+        The microbatches of the step or evaluation.
     loss
         The user's loss.
     steps
@@ -52,6 +54,7 @@ class PipelineRank:
         self._transport = transport
         self._device = place.device
         self.data = StepData()
+        self._agreed = AgreedShapes(transport, prepared.keywords_by_rank, options.timeout, options.patience)
         self.loss = prepared.loss
         self.steps = 0
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
@@ -97,6 +100,20 @@ class PipelineRank:
         if _identities(trained) != _identities(self._trained):
             self._gradients.rest(forget=True)
             self._accumulation.gradients = self._gradients_of(trained)
+
+    def take(self, call: Call, microbatches: list[Microbatch], given: Given | None) -> None:
+        """Set the microbatches of the next step or evaluation. Collective if their shapes are new.
+
+        Parameters
+        ----------
+        given
+            None if only one rank was given a batch.
+        """
+        self.data.microbatches = microbatches
+        if given is not None:
+            with naming_errors(self._transport.rank, "comparing the batches of all ranks"):
+                shapes = self._agreed.agree(call, given)
+            self._executor.expect(shapes, evaluation=call == "evaluate")
 
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""

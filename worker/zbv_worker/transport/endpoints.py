@@ -115,7 +115,8 @@ class Outbox:
             elif not known.fits(value):
                 raise ModelError(
                     f"{label}: the output is {Structure.of(value)}, but it was {known.structure} before. A "
-                    f"stage's output must keep its shape; drop or pad the incomplete microbatch."
+                    f"stage's output must keep its shape; drop or pad the incomplete microbatch. With "
+                    f"zbv.Pipeline it may change between steps, if all ranks are given the whole batch."
                 )
             send(value if known.is_plain else known.packed(value, device), label)
 

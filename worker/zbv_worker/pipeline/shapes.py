@@ -103,7 +103,7 @@ class AgreedShapes:
         return len({each.shapes for each in mine.values()}) == 1
 
     def _require_keywords(self, given: Mapping[int, Given]) -> None:
-        names = {name: rank for rank, each in reversed(given.items()) for name in each.keywords}
+        names = {name: rank for rank, each in reversed([*given.items()]) for name in each.keywords}
         for rank, each in given.items():
             takes = self._takes[rank]
             lacking = [n for n in names if n not in each.keywords and (takes.takes_any or n in takes.names)]

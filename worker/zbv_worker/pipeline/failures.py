@@ -53,7 +53,10 @@ class Failures:
         try:
             yield
         except (ChannelTimeout, PeerLost) as error:
-            raise self._blamed(error, what) from error
+            blamed = self._blamed(error, what)
+            if blamed is error:
+                raise
+            raise blamed from None  # the other rank's log has the trace that matters
         except (TimeoutError, ConnectionError) as error:
             kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
             raise self._blamed(kind(f"rank {self._rank}, {what}: {str(error).rstrip('.')}."), what) from error

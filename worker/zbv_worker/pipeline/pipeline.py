@@ -335,8 +335,8 @@ class Pipeline:
         split = partial(self._split, inputs, targets, keywords, given)
         if self._shared is None:
             found = split()
-            names = {name for each in found for name in each.keywords}
-            return found, Given.of((inputs, targets, dict(keywords), found if given else None), names)
+            first = found[0]  # the others have the same shapes, or cannot cross boundaries
+            return found, Given.of(tuple(first), first.keywords)
         has_data = any(each is not None for each in (inputs, targets, given)) or bool(keywords)
         return self._shared.exchange(has_data, split), None
 

@@ -31,9 +31,9 @@ class Given(NamedTuple):
     shapes: int
 
     @classmethod
-    def of(cls, batch: Any, keywords: Collection[str]) -> Given:
-        """Describe a batch: any nested containers of tensors."""
-        leaves, structure = tree_flatten(batch)
+    def of(cls, microbatch: tuple[Any, ...], keywords: Collection[str]) -> Given:
+        """Describe a microbatch: any nested containers of tensors."""
+        leaves, structure = tree_flatten(microbatch)
         shapes = [(*x.shape, str(x.dtype)) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
         digest = hashlib.sha256(repr((structure, shapes)).encode()).digest()
         return cls(sorted(keywords), int.from_bytes(digest[:6]))

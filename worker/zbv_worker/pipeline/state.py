@@ -122,7 +122,7 @@ def _fitting(value: Any, own: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    # Without a source, every rank takes its part of its own value.
+    # Without a source, every rank takes its part of the value that it has.
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 

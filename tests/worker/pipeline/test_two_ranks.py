@@ -102,10 +102,10 @@ def test_batches_may_have_other_shapes_if_all_ranks_see_them(seen: dict[str, Fou
     assert len(first["loss"]) == 10
     assert max(first["loss"]) < 1e-6
     for rank, found in enumerate((first, second)):
-        assert found["said"][:2] == ["", ""]
-        assert "A stage's output must keep its shape" in found["said"][2]
-        assert found["said"][3] == ""
-        assert f"Disagreement: the batches of ranks {rank} and {1 - rank} have" in found["said"][4]
+        assert found["said"][:5] == [""] * 5
+        assert "A stage's output must keep its shape" in found["said"][5]
+        assert found["said"][6] == ""
+        assert f"Disagreement: the batches of ranks {rank} and {1 - rank} have" in found["said"][7]
 
 
 def test_a_rank_that_lacks_a_keyword_is_named(seen: dict[str, Found]) -> None:

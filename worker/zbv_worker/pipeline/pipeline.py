@@ -182,8 +182,9 @@ class Pipeline:
         inputs, targets
             A batch; every tensor in them is split along its first dimension into the plan's microbatches.
             Ranks without the first layer do not use the inputs, and ranks without the last layer do not use
-            the targets. If all ranks of a pipeline are given the whole batch, its shapes may change from one
-            call to the next; within a call they must not. With ``data_rank``, only that rank passes a batch.
+            the targets. With ``data_rank``, only that rank passes a batch. The shapes may change from one
+            call to the next, if all ranks or only the data rank are given the whole batch. All microbatches
+            of a call have the same shapes.
         microbatches
             The microbatches themselves, in place of a batch.
         outputs
@@ -330,15 +331,15 @@ class Pipeline:
         targets: Any,
         keywords: Mapping[str, Any],
         given: Sequence[Microbatch | tuple[Any, ...]] | None,
-    ) -> tuple[list[Microbatch], Given | None]:
-        """This rank's microbatches of a call, and what it was given if every rank loads its own batches."""
+    ) -> tuple[list[Microbatch], Given | int]:
+        """This rank's microbatches of a call, and what it was given, or with a data rank the shapes."""
         split = partial(self._split, inputs, targets, keywords, given)
         if self._shared is None:
             found = split()
             first = found[0]  # the others have the same shapes, or cannot cross boundaries
             return found, Given.of(tuple(first), first.keywords)
         has_data = any(each is not None for each in (inputs, targets, given)) or bool(keywords)
-        return self._shared.exchange(has_data, split), None
+        return self._shared.exchange(has_data, split), self._shared.shapes
 
     def _split(
         self,

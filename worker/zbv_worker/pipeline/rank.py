@@ -101,19 +101,18 @@ class PipelineRank:
             self._gradients.rest(forget=True)
             self._accumulation.gradients = self._gradients_of(trained)
 
-    def take(self, call: Call, microbatches: list[Microbatch], given: Given | None) -> None:
+    def take(self, call: Call, microbatches: list[Microbatch], given: Given | int) -> None:
         """Set the microbatches of the next step or evaluation. Collective if their shapes are new.
 
         Parameters
         ----------
         given
-            None if only one rank was given a batch.
+            What this rank was given, or the number of the shapes on which the ranks agree already.
         """
         self.data.microbatches = microbatches
-        if given is not None:
-            with naming_errors(self._transport.rank, "comparing the batches of all ranks"):
-                shapes = self._agreed.agree(call, given)
-            self._executor.expect(shapes, evaluation=call == "evaluate")
+        with naming_errors(self._transport.rank, "comparing the batches of all ranks"):
+            shapes = given if isinstance(given, int) else self._agreed.agree(call, given)
+        self._executor.expect(shapes, evaluation=call == "evaluate")
 
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""

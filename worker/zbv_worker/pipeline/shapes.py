@@ -3,7 +3,8 @@
 A channel's receives are posted before their tensors are sent, so both ends must know the shapes. They are
 exchanged when a boundary is first used, and must be exchanged again when a batch has others. If every rank
 of a pipeline is given the batch, every rank sees the change; the ranks then make sure of that, once for each
-new combination of shapes. If some ranks are given nothing, shapes cannot change.
+new combination of shapes. If some ranks are given nothing, shapes cannot change, except with a data rank,
+which tells the others (:mod:`zbv_worker.pipeline.data`).
 
 The first call also finds ranks that lack a keyword, which their layers would silently do without.
 """

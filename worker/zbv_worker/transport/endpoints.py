@@ -116,7 +116,7 @@ class Outbox:
                 raise ModelError(
                     f"{label}: the output is {Structure.of(value)}, but it was {known.structure} before. A "
                     f"stage's output must keep its shape; drop or pad the incomplete microbatch. With "
-                    f"zbv.Pipeline it may change between steps, if all ranks are given the whole batch."
+                    f"zbv.Pipeline it may change between steps, if all ranks or the data_rank have the batch."
                 )
             send(value if known.is_plain else known.packed(value, device), label)
 

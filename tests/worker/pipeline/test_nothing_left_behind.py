@@ -77,6 +77,16 @@ def test_layers_of_a_failed_pipeline_are_ordinary_modules(plan: Plan) -> None:
     require_plain(layers)
 
 
+def test_an_error_after_close_is_only_raised(plan: Plan) -> None:
+    with pytest.raises(ZeroDivisionError), zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
+        raise _closed(pipe)
+
+
+def _closed(pipe: zbv.Pipeline) -> Exception:
+    pipe.close()
+    return ZeroDivisionError()
+
+
 def test_a_dropped_pipeline_is_freed(plan: Plan) -> None:
     """A cell of a notebook makes the same pipeline twice."""
     layers = model()

@@ -153,6 +153,37 @@ def test_a_default_device_does_not_matter(plan: Plan) -> None:
         assert pipe.full_state_dict() is not None
 
 
+class Auxiliary(nn.BatchNorm1d):
+    """Has running means, random numbers and an auxiliary loss."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = super().forward(input) + torch.rand(())
+        return zbv.add_auxiliary_loss(x, 0.1 * x.square().mean(), weight=1.0)
+
+
+def test_a_first_step_that_is_repeated_has_no_side_effects(plan: Plan) -> None:
+    """It is repeated because the auxiliary losses did not know that the loss has weights."""
+    layer = Auxiliary(3)
+    inputs, targets = batch()
+    with zbv.Pipeline(plan, [layer, nn.Linear(3, 2)], loss=weighted) as pipe:
+        torch.manual_seed(0)
+        pipe.step(inputs, targets)
+        drawn = torch.rand(())
+    torch.manual_seed(0)
+    torch.testing.assert_close(drawn, torch.rand(3)[2])
+    assert layer.num_batches_tracked == 2
+
+
+def test_a_closed_pipeline_says_so(plan: Plan) -> None:
+    pipe = zbv.Pipeline(plan, model(), loss=nnf.mse_loss)
+    pipe.step(*batch())
+    pipe.close()
+    pipe.close()
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(zbv.WorkerError, match=r"this pipeline is closed\. Make a new one"):
+            call(*batch())
+
+
 def test_shared_parameters_count_once(plan: Plan) -> None:
     shared = nn.Linear(3, 3)
     layers = [shared, shared, nn.Tanh(), nn.Linear(3, 2)]

@@ -32,7 +32,7 @@ class Failures:
         self._notes = FailureNotes(transport, transport.rank)
         self._transport = transport
         self.on_end: Callable[[], None] = lambda: None
-        self.has_failed = False
+        self.has_failed = self.is_closed = False
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:
@@ -43,8 +43,10 @@ class Failures:
         ChannelTimeout, PeerLost
             If a peer failed, with the reason of the rank that failed first.
         WorkerError
-            If the pipeline has failed before.
+            If the pipeline is closed, or has failed before.
         """
+        if self.is_closed:
+            raise WorkerError(f"rank {self._rank}, {what}: this pipeline is closed. Make a new one.")
         if self.has_failed:
             raise WorkerError(
                 f"rank {self._rank}, {what}: this pipeline has failed in an earlier call. Make a new one; "
@@ -87,7 +89,7 @@ class Failures:
         return None
 
     def _end(self, loss: Loss) -> None:
-        if self.has_failed:
+        if self.has_failed or self.is_closed:
             return
         self.has_failed = True
         with suppress(ConnectionError):  # of the ranks' store: it may have ended with rank 0

@@ -159,7 +159,6 @@ class Pipeline:
         self._layers, self._keywords = prepared.layers, prepared.keywords
         self.modules: Mapping[int, nn.Module] = MappingProxyType(prepared.modules)
         self._newest: Launched | None = None
-        self._is_closed = False
         # A process may end right after its last step, before its peers have received its last tensors.
         self._finalizer = weakref.finalize(self, _leave, self._own, self._shared, self._failures)
 
@@ -305,14 +304,12 @@ class Pipeline:
         The layers are ordinary modules again. A ``torch.distributed`` that the user has initialised stays as
         it is.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
         self._finalizer.detach()
-        if self._failures.has_failed:
+        if self._failures.has_failed or self._failures.is_closed:
             return
         with self._failures.watched("closing"), naming_errors(self._transport.rank, "closing"):
             self._own.finish()
+        self._failures.is_closed = True
         self._transport.close()
         self._own.release()
 

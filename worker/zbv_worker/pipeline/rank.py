@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ class PipelineRank:
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
         self._follow_parameters()
+        before = self._side_effects() if self._batch_loss.is_weighted is None else None
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
         is_final = not self._gradients.sums_over_ranks and self._batch_loss.is_weighted is False
         self._accumulation.begin(in_place=is_final)
@@ -127,11 +128,28 @@ class PipelineRank:
         if self._batch_loss.must_repeat:
             self.loss.restart()
             self._accumulation.cancel()
+            if before is not None:
+                before()
             return self.step()
         self._accumulation.end(factor)
         launched.end()
         self.steps += 1
         return launched, loss
+
+    def _side_effects(self) -> Callable[[], None]:
+        """How to undo a step's changes of buffers, such as running means, and of random numbers."""
+        buffers = [(each, each.clone()) for module in self._modules.values() for each in module.buffers()]
+        state = torch.get_rng_state()
+        of_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+        def undo() -> None:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            torch.set_rng_state(state)
+            if of_device is not None:
+                torch.cuda.set_rng_state(of_device, self._device)
+
+        return undo
 
     def evaluate(self) -> Tensor | None:
         """Run the forwards; returns the loss on ranks with the last stage. Collective."""

@@ -130,7 +130,7 @@ class _Data:
         self.loader.load_state_dict(state)
 
 
-def trained_by(
+def training_state(
     modules: Mapping[int, nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     schedule: Stateful | Sequence[Stateful] | None,

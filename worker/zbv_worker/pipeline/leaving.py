@@ -11,7 +11,6 @@ from zbv_worker.pipeline.checkpoints import PipelineCheckpoints
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.rank import PipelineRank
-from zbv_worker.transport.control import ConnectedTransport
 
 _LEAVE_SECONDS = 10.0
 """How long it waits for its peers to receive what it sent."""
@@ -20,7 +19,7 @@ _LEAVE_SECONDS = 10.0
 def leave(
     own: PipelineRank, shared: SharedData | None, saving: Sequence[PipelineCheckpoints], failures: Failures
 ) -> None:
-    """Complete this rank's checkpoints, and let the peers receive what the rank has sent.
+    """Complete this rank's checkpoints, and disconnect once the peers have what the rank sent.
 
     For a process that ends, or drops its pipeline.
     """
@@ -33,8 +32,8 @@ def leave(
     own.leave(_LEAVE_SECONDS)
 
 
-def give_up(transport: ConnectedTransport, saving: Sequence[PipelineCheckpoints]) -> None:
-    """Close the connections after a failure; checkpoints in progress stay incomplete."""
+def give_up(own: PipelineRank, saving: Sequence[PipelineCheckpoints]) -> None:
+    """Leave checkpoints in progress incomplete, and the layers as ordinary modules, after a failure."""
     for checkpoints in saving:
         checkpoints.give_up()
-    transport.close()
+    own.release()

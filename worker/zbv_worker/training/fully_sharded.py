@@ -65,6 +65,9 @@ class FullySharded:
                 )
         for module in self._all:
             self._divide(module, len(copies))
+            # By default the backward gathers the layer that ran before, from a list that the end of another
+            # stage's backward clears. Its own parameters are whole, so to gather these does nothing.
+            module.set_modules_to_backward_prefetch([module])
         if self._all:
             from torch.distributed.fsdp import share_comm_ctx
 

@@ -302,9 +302,8 @@ class Pipeline:
     ) -> PipelineCheckpoints:
         """Resume from the newest checkpoint of a directory, if it has one, and save others there.
 
-        A checkpoint has the parameters, buffers, optimizers, schedules, random number generators (of torch
-        and Python), the state of the data, and the number of steps. Its format, and the rules of its
-        directory, are those of ``zbv-worker run``. It fits other plans and other numbers of ranks.
+        A checkpoint has parameters, buffers, optimizers, schedules, the states of random number generators
+        and data, and the number of steps. It fits other plans, other numbers of ranks, and ``zbv-worker run``.
 
         Parameters
         ----------
@@ -314,15 +313,13 @@ class Pipeline:
             Of this rank's parameters; one or several of each.
         data
             A data loader with a state, such as torchdata's ``StatefulDataLoader``; saved per rank.
-        kept
-            How many of the newest checkpoints to keep.
-        timeout
-            Seconds to wait for the slowest rank's files.
+        kept, timeout
+            How many checkpoints to keep, and the seconds to wait for the slowest rank's files.
 
         Raises
         ------
         InvalidRun
-            If the newest checkpoint belongs to another model, or the ranks see different directories.
+            If it belongs to another model, or the ranks see different directories.
         """
         options = CheckpointOptions(Path(directory), every=1, kept=kept, timeout=timeout)
         trained = training_state(self.modules, optimizer, schedule, data, self._own.ties)

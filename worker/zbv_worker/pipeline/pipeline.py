@@ -303,7 +303,7 @@ class Pipeline:
         """Resume from the newest checkpoint of a directory, if it has one, and save others there.
 
         A checkpoint has parameters, buffers, optimizers, schedules, the states of random number generators
-        and data, and the number of steps. It fits other plans, other numbers of ranks, and ``zbv-worker run``.
+        and data, and the number of steps. It fits other plans and numbers of ranks, and ``zbv-worker run``.
 
         Parameters
         ----------

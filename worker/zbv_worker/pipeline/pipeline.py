@@ -16,6 +16,7 @@ from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.executor import Launched
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.protocol import Microbatch
+from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import microbatches_of
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
@@ -58,7 +59,8 @@ class Pipeline:
     ----------
     plan
         A plan (``zbv_solver.plan``), a plan file, the URL of a plan, the id of a plan with ``service``, or
-        None: then the layers are measured on the ranks for a few seconds, with ``example``, and planned.
+        the plan of the agent's run (:func:`zbv_worker.run_plan`). With None, the layers are measured on the
+        ranks for a few seconds, with ``example``, and planned.
     layers
         The model's layers in order: a list of modules, or of functions without arguments that build one; a
         mapping of names to these; an ``nn.Sequential``; or an object that builds layers by name
@@ -148,7 +150,9 @@ class Pipeline:
         self._failures = Failures(self._transport, self._close_connections)
         with self._failures.watched("starting"):
             prepared = prepare(options, layers, loss, self._transport, place)
-            self._own = PipelineRank(options, prepared, self._transport, place)
+            self._reports = RunReports.of_environment(prepared.plan, self._transport, options.patience)
+            progress = None if self._reports is None else self._reports.progress
+            self._own = PipelineRank(options, prepared, self._transport, place, progress)
         self._shared = None
         if data_rank is not None:
             self._shared = SharedData(options, prepared, self._transport, self._failures)
@@ -157,7 +161,9 @@ class Pipeline:
         self._newest: Launched | None = None
         self._is_closed = False
         # A process may end right after its last step, before its peers have received its last tensors.
-        self._finalizer = weakref.finalize(self, _leave, self._own, self._shared, self._failures)
+        self._finalizer = weakref.finalize(
+            self, _leave, self._own, self._shared, self._reports, self._failures
+        )
 
     def step(
         self,
@@ -205,6 +211,8 @@ class Pipeline:
         with self._failures.watched(f"step {own.steps}"):
             own.loss.record(outputs)
             self._newest, loss = own.step()
+            if self._reports is not None:
+                self._reports.add(self._newest, loss)
         return (loss, own.outputs()) if outputs else loss
 
     def evaluate(
@@ -297,6 +305,8 @@ class Pipeline:
         if self._failures.has_failed:
             return
         with self._failures.watched("closing"), naming_errors(self._transport.rank, "closing"):
+            if self._reports is not None:
+                self._reports.finish()
             self._own.finish()
         self._transport.close()
 
@@ -344,9 +354,13 @@ class Pipeline:
         self._transport.close()
 
 
-def _leave(own: PipelineRank, shared: SharedData | None, failures: Failures) -> None:
+def _leave(
+    own: PipelineRank, shared: SharedData | None, reports: RunReports | None, failures: Failures
+) -> None:
     """Let the peers receive what this rank has sent, when the process ends or the pipeline is dropped."""
     if not failures.has_failed:
         if shared is not None:
             shared.leave(_LEAVE_SECONDS)
+        if reports is not None:
+            reports.finish()
         own.leave(_LEAVE_SECONDS)

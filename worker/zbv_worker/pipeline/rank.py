@@ -13,6 +13,7 @@ from zbv_solver.documents.files import write
 
 from zbv_worker.errors import WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, Launched, StepResult
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.batch_loss import BatchLoss
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
@@ -31,6 +32,11 @@ from zbv_worker.values.packing import Crossing
 class PipelineRank:
     """Runs the steps of one rank.
 
+    Parameters
+    ----------
+    progress
+        Updated with every action.
+
     Attributes
     ----------
     data
@@ -42,7 +48,12 @@ class PipelineRank:
     """
 
     def __init__(
-        self, options: PipelineOptions, prepared: Prepared, transport: ConnectedTransport, place: RankDevice
+        self,
+        options: PipelineOptions,
+        prepared: Prepared,
+        transport: ConnectedTransport,
+        place: RankDevice,
+        progress: CurrentProgress | None = None,
     ):
         plan, stages = prepared.plan, prepared.stages
         self._plan = plan
@@ -72,6 +83,7 @@ class PipelineRank:
                 on_stage_done=self._gradients.stage_done,
                 startup_timeout=options.startup_timeout,
                 keywords=prepared.keywords,
+                progress=progress,
             ),
         )
 

@@ -31,7 +31,7 @@ MAX_RANK_EVENTS = 100
 
 
 class AllowsDocument(RequestDocument):
-    """The runs that a node accepts. Runs with other models or directories wait for other agents."""
+    """The runs that a node accepts. Runs with other models, scripts or directories wait for other agents."""
 
     models: Annotated[list[Line], Field(max_length=100)] = Field(
         [], description="Patterns such as mypackage.models.*; without any, the node loads no model."

@@ -68,7 +68,7 @@ async def test_a_script_runs_on_agents_that_allow_it_and_reports_its_end(serving
         assert "/shared/train.py" in await words(service, "/agents")
 
 
-WRONG = [
+WRONG: list[tuple[dict[str, Any], list[str], str]] = [
     ({"script": None}, ["/model"], "found neither; give exactly one of model and script"),
     ({"model": {"factory": "a.b:c"}}, ["/script"], "found both"),
     ({"script": {"path": "train.py"}}, ["/script/path"], ""),

@@ -12,10 +12,10 @@ from pathlib import Path
 from torch import Tensor
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.executor import Launched
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.progress import CurrentProgress, ProgressWriter
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.step import Launched
 from zbv_worker.host.script_environment import FOLDER, PLAN, SERVER
 from zbv_worker.host.state_files import progress_file
 from zbv_worker.pipeline.plans import PlanLike

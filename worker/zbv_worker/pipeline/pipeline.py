@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, naming_errors
-from zbv_worker.execution.executor import Launched
+from zbv_worker.execution.step import Launched
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports

@@ -31,6 +31,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.distributed_grads import add_linear_gradients
+from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.options import RunOptions, TrainingOptions
 from zbv_worker.training.run import train
 from zbv_worker.transport.connect import connect
@@ -230,8 +231,12 @@ CASES: dict[str, Case] = {
 }
 
 
-def trained(case: Case) -> dict[str, Any]:
-    """Losses, norms and parameters of a run on the whole mesh."""
+SAVED = ("tp", "tp, tied", "fsdp and tp", "hsdp")
+"""Cases that save a checkpoint, and resume from it."""
+
+
+def trained(case: Case, saved: Path | None) -> dict[str, Any]:
+    """Losses, norms and parameters of a run on the whole mesh, and parameters after resuming."""
     mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
     world = World.current()
     layout = Layout.of_mesh(mesh.mesh_dim_names, mesh.mesh, world.world_size)
@@ -239,25 +244,40 @@ def trained(case: Case) -> dict[str, Any]:
     orders = random_orders(case.problem, Random(7), 0.3)
     plan = RankPlan.of("0" * 64, case.problem, orders, transport.pp_rank)
     model, calls = Model(case, mesh), Counter[str]()
-    options = TrainingOptions(replicas=case.replicas, clip_norm=case.clip_norm, evaluate_every=1)
+    checkpoint = None if saved is None else CheckpointOptions(saved, every=STEPS, timeout=TIMEOUT)
+    options = TrainingOptions(
+        replicas=case.replicas, clip_norm=case.clip_norm, evaluate_every=1, checkpoint=checkpoint
+    )
     run = RunOptions((), ModelSpec("tests:model"), STEPS, timeout=TIMEOUT, training=options)
     with counting(calls):
         (report,) = train(run, [plan], model, transport, CPU)
-    named = {n: p for module in model.built for n, p in module.named_parameters()}
-    found = {
+    named = parameters_of(model)
+    found: dict[str, Any] = {
         "losses": [line.loss for line in report.lines],
         "norms": [line.updated.gradient_norm for line in report.lines],
         "evaluations": report.evaluations,
-        "parameters": {
-            n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named.items()
-        },
+        "parameters": whole(named),
         "kept": {n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in named.items()},
         "unsplit": [event["modules"] for event in report.events if event["kind"] == "little_to_split"],
         "calls": dict(calls),
     }
+    if saved is not None:
+        again = Model(case, mesh)
+        (resumed,) = train(run, [plan], again, transport, CPU)  # has no step left
+        found["resumed"] = whole(parameters_of(again)), len(resumed.lines)
     transport.barrier(TIMEOUT)
     transport.close()
     return found
+
+
+def parameters_of(model: Model) -> dict[str, Tensor]:
+    return {n: p for module in model.built for n, p in module.named_parameters()}
+
+
+def whole(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in parameters.items()
+    }
 
 
 def counting(calls: Counter[str]) -> Any:
@@ -278,7 +298,7 @@ def main(folder: Path) -> None:
     found = {}
     for name, case in CASES.items():
         print(name, flush=True)  # noqa: T201 - a rank's log
-        found[name] = trained(case)
+        found[name] = trained(case, folder / name if name in SAVED else None)
     torch.save(found, folder / f"rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -143,6 +143,47 @@ def trains(folder: Path) -> Found:
     return found
 
 
+def saves(folder: Path) -> Found:
+    """Three steps of six with a checkpoint, then a new pipeline that resumes from it; against six at once."""
+    found = Found()
+    for name, parts in (("undisturbed", (6,)), ("saved", (3, 6))):
+        for part in parts:
+            with pipeline(folder) as pipe:
+                optimizer = torch.optim.AdamW(pipe.named_parameters(), lr=0.1)
+                schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
+                checkpoints = pipe.checkpoints(folder / name, optimizer, schedule)
+                found[f"first of {part}"] = checkpoints.step
+                for step in checkpoints.steps(part, every=3):
+                    pipe.step(*batch(step))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                    torch.rand(1)  # as dropout would
+                found[name] = [*(p.tolist() for p in pipe.parameters()), torch.rand(1).item()]
+                try:
+                    checkpoints.save(2)
+                except zbv.InvalidRun as error:
+                    found["said"] = str(error)
+    return found
+
+
+def parameterless(folder: Path) -> Found:
+    """A rank without parameters: stages 1 and 2 of the V have none."""
+    torch.manual_seed(1)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    with pipeline(folder, layers=layers) as pipe:
+        optimizer = torch.optim.AdamW(pipe.named_parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
+        checkpoints = pipe.checkpoints(folder / "parameterless", optimizer, schedule)
+        for step in checkpoints.steps(2, every=1):
+            pipe.step(*batch(step))
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return Found(names=[name for name, _ in pipe.named_parameters()], state=[*pipe.state_dict()])
+
+
 def _state_apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(float((value - expected[name]).abs().max()) for name, value in found.items())
 

@@ -64,6 +64,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "sum gradients of parameters in half precision in float32 (default), or in their own dtype",
         {"action": argparse.BooleanOptionalAction},
     ),
+    "accumulate": ("runs of the plan per step, before the optimizer's step (default: 1)", _COUNT),
     "clip_norm": ("clip the norm of the whole gradient to this", {"type": finite, "metavar": "NORM"}),
     "non_finite": (
         "what to do with a step whose loss or gradients are not finite (default: fail)",

@@ -12,6 +12,7 @@ from zbv_service.records.runs import DEFAULT_RETRIES
 
 MAX_INTEGER = 2**31 - 1
 MAX_REPLICAS = 4096
+MAX_ACCUMULATED = 4096
 MAX_RETRIES = 100
 
 Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
@@ -101,6 +102,11 @@ class RunOptionsDocument(BaseModel):
         True,
         description="Sum the gradients of parameters in half precision in float32, instead of in their own "
         "dtype.",
+    )
+    accumulate: Annotated[int, Field(strict=True, ge=1, le=MAX_ACCUMULATED)] = Field(
+        1,
+        description="How often a step runs the plan, each time on other microbatches, before the optimizer's "
+        "step.",
     )
     clip_norm: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Largest norm of the whole gradient; null does not clip."

@@ -137,7 +137,7 @@ def test_every_flag_sets_the_option_of_the_same_name(service: Service) -> None:
     flags += ["--evaluate-every", "7", "--retries", "0", "--replan", "ask", "--replan-threshold", "0.1"]
     flags += ["--checkpoint-dir", "/shared", "--checkpoint-every", "9", "--threads", "3", "--timeout", "4"]
     flags += ["--startup-timeout", "5", "--compile", "--no-main-gradients", "--checkpoint-sync"]
-    flags += ["--backend", "nccl", "--model-args", '{"layers": 2}', "--model-seed", "6"]
+    flags += ["--accumulate", "8", "--backend", "nccl", "--model-args", '{"layers": 2}', "--model-seed", "6"]
     assert main(["run", "--plan", "e" * 64, *NEEDED, *flags]) == 0
     body = service.requests[0][1]
     assert body["model"] == {"factory": "a.b:c", "arguments": {"layers": 2}, "seed": 6}
@@ -156,6 +156,7 @@ def test_every_flag_sets_the_option_of_the_same_name(service: Service) -> None:
         "main_gradients": False,
         "threads": 3,
         "timeout": 4.0,
+        "accumulate": 8,
         "backend": "nccl",
     }
 

@@ -25,6 +25,7 @@ from zbv_worker.adapters.transformers import SUPPORTED, TransformersLayers, from
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model import Layered, PipelineModel, Tied, Weighted
+from zbv_worker.model.layer_list import whole_name
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def data(padding: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def parameter_names(layers: TransformersLayers, model: nn.Module) -> dict[str, str]:
-    """The names in the layers of a model's parameters."""
+    """The names in the pipeline of a model's parameters."""
     return {name: layers.layer_parameter(name) for name in model.state_dict()}
 
 
@@ -128,13 +129,13 @@ def trained(
 
 
 def gradients(stages: Sequence[Stage]) -> dict[str, Tensor | None]:
-    return {name: p.grad for stage in stages for name, p in stage.module.named_parameters()}
+    return {whole_name(name): p.grad for stage in stages for name, p in stage.module.named_parameters()}
 
 
 def unsplit(config: Any, layers: TransformersLayers, stages: Sequence[Stage]) -> Any:
     """The whole model of transformers with the parameters of the stages."""
     model = transformers.AutoModelForCausalLM.from_config(config).train()
-    own = {name: x for stage in stages for name, x in stage.module.state_dict().items()}
+    own = {whole_name(name): x for stage in stages for name, x in stage.module.state_dict().items()}
     model.load_state_dict({name: own[at] for name, at in parameter_names(layers, model).items()})
     return model
 
@@ -202,7 +203,7 @@ def test_weights_go_to_transformers_and_back(family: str, tmp_path: Path) -> Non
     assert len(set(index["weight_map"].values())) == 2
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
     at = parameter_names(layers, model)
-    written = {**built[0], **built[1]}
+    written = {whole_name(name): tensor for part in built for name, tensor in part.items()}
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, written[at[name]], rtol=0, atol=0, msg=name)
     again = from_transformers(tmp_path, seed=2)
@@ -231,7 +232,7 @@ def test_a_model_gives_its_own_modules() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
     built = from_transformers(model).build_layers(["embedding", "block.0"], CPU)
     assert built.get_submodule("embedding.embed_tokens") is model.model.embed_tokens
-    assert built.get_submodule("block0.layer") is model.model.layers[0]
+    assert built.get_submodule("block/0.layer") is model.model.layers[0]
 
 
 def test_the_dtype_is_the_configurations_or_the_given_one() -> None:
@@ -270,8 +271,7 @@ def test_a_pipeline_computes_the_balancing_loss_of_a_batch_with_padding() -> Non
     tokens, labels, keywords = data(padding=3)
     plan = search(unit_problem(1, 2), SearchOptions(effort="quick"))
     with zbv.Pipeline(plan, layers) as pipe:
-        own = {name.replace(".", ""): x for name, x in pipe.state_dict().items()}
-        names = {name: at.replace(".", "") for name, at in parameter_names(layers, model).items()}
+        own, names = pipe.state_dict(), parameter_names(layers, model)
         model.load_state_dict({name: own[at] for name, at in names.items()})
         loss = pipe.step(tokens, labels, attention_mask=keywords["attention_mask"])
         weights = [LENGTH - 1, LENGTH - 1 - 3]
@@ -284,7 +284,7 @@ def test_a_pipeline_computes_the_balancing_loss_of_a_batch_with_padding() -> Non
         torch.autograd.backward(expected)
         assert loss is not None
         torch.testing.assert_close(torch.as_tensor(float(loss)), expected.detach(), rtol=1e-5, atol=1e-5)
-        gradients = {name.replace(".", ""): p.grad for name, p in pipe.named_parameters()}
+        gradients = {name: p.grad for name, p in pipe.named_parameters()}
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[names[name]], parameter.grad, rtol=1e-5, atol=1e-5)
 
@@ -300,7 +300,7 @@ def test_the_example_trains_on_two_ranks_and_equals_the_unsplit_model(tmp_path: 
     reference = json.loads((tmp_path / "reference.json").read_text())
     assert reference["loss"][0] == pytest.approx(reference["loss"][1], rel=1e-5)
     found = [json.loads((tmp_path / f"gradients-{rank}.json").read_text()) for rank in range(2)]
-    own = {name.replace(".", ""): values for rank in found for name, values in rank.items()}
+    own = {name: values for rank in found for name, values in rank.items()}
     assert len(found[0]) > 0 < len(found[1])
     assert own.keys() == reference["gradients"].keys()
     for name, values in own.items():

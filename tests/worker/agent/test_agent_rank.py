@@ -70,8 +70,10 @@ def work(**options: object) -> dict[str, Any]:
 def test_the_options_of_a_run_reach_its_training(tmp_path: Path) -> None:
     checkpoint = {"directory": "/shared", "every": 5, "timeout": 60.0, "sync": True}
     found = _options(
-        work(startup_timeout=77.0, compile=True, main_gradients=False, checkpoint=checkpoint), tmp_path
+        work(startup_timeout=77.0, compile=True, main_gradients=False, accumulate=4, checkpoint=checkpoint),
+        tmp_path,
     )
+    assert found.training.parts == 4
     assert (found.timeout, found.startup_timeout) == (9.0, 77.0)
     assert found.training.program == Program("bfloat16", is_compiled=True, has_main_gradients=False)
     assert found.training.checkpoint == CheckpointOptions(

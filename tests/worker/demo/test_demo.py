@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import socket
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from zbv_worker.demo.example import run_example
 from zbv_worker.demo.local_service import port_or_free
 from zbv_worker.demo.run import DemoFailed, ScheduleResult, check_losses, rank_count, table
 from zbv_worker.training.report import RunSummary
@@ -50,6 +52,34 @@ def test_losses_must_agree_and_decrease() -> None:
         check_losses([OUTCOMES[0], outcome("1F1B", 1, [1], [4.0, 4.5, 2.0])])
     with pytest.raises(DemoFailed, match="did not decrease"):
         check_losses([outcome("zbv", 1, [1], [4.0, 3.0, 4.5])])
+
+
+SCRIPT = """
+import os, sys
+_, _, steps, _, saved = sys.argv
+print("noise")
+if steps == "80":
+    print("resumed after step 40")
+if os.environ["RANK"] == "1":
+    print("step", steps)
+print("zbv: planned")
+"""
+
+
+def test_the_example_resumes_and_what_all_ranks_say_is_shown_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    shown = run_example(script, tmp_path / "example")
+    saved = tmp_path / "example" / "checkpoints"
+    assert shown == [
+        f"{script} --steps 40 --checkpoints {saved}",
+        "  zbv: planned",
+        "  step 40",
+        f"{script} --steps 80 --checkpoints {saved}",
+        "  resumed after step 40",
+        "  zbv: planned",
+        "  step 80",
+    ]
 
 
 def test_the_demonstration_uses_two_to_four_ranks() -> None:

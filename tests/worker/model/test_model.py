@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
+from zbv_worker.adapters.transformers import from_transformers
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.model.model import Model
 from zbv_worker.model.optimizers import adamw, optimizer_of
-from zbv_worker.model.protocol import Evaluated, Layered, NamedOptimizer, PipelineModel, Scheduled, Tied
+from zbv_worker.model.protocol import (
+    Evaluated,
+    Layered,
+    NamedOptimizer,
+    PipelineModel,
+    Scheduled,
+    Tied,
+    Weighted,
+)
 
 CPU = torch.device("cpu")
 SAMPLES = [(torch.full((2,), float(at)), torch.tensor(at)) for at in range(50)]
@@ -34,6 +44,7 @@ def test_it_satisfies_the_protocols_that_its_parts_allow() -> None:
     assert isinstance(plain, Tied)
     assert not isinstance(plain, Evaluated)
     assert not isinstance(plain, Scheduled)
+    assert not isinstance(plain, Weighted)
     full = model(evaluation_data=SAMPLES, schedule=lambda optimizer: None)
     assert isinstance(full, Evaluated)
     assert isinstance(full, Scheduled)
@@ -77,6 +88,30 @@ def test_layers_may_bring_their_loss() -> None:
 
     own = Own()
     assert Model(own, data=SAMPLES, samples=1).loss(torch.ones(2), torch.ones(2)) == 2
+
+
+def weighed(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return output.sum(), target.sum()
+
+
+def test_a_loss_may_be_a_sum_and_its_weight() -> None:
+    built = model(loss=None, loss_sum=weighed)
+    assert isinstance(built, Weighted)
+    assert isinstance(built, PipelineModel)
+    assert built.loss(torch.ones(6), torch.ones(3)) == 2
+    assert built.loss(torch.ones(6), torch.zeros(3)) == 6  # nothing counts
+
+
+def test_a_mean_and_a_sum_are_not_both_taken() -> None:
+    with pytest.raises(InvalidRun, match="found loss and loss_sum; pass one of them"):
+        model(loss_sum=weighed)
+
+
+def test_the_layers_of_transformers_bring_a_sum_and_its_weight() -> None:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    assert isinstance(Model(from_transformers(config), data=SAMPLES, samples=1), Weighted)
 
 
 def test_the_optimizer_gets_names() -> None:

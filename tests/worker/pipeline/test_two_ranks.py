@@ -10,6 +10,7 @@ import pytest
 from support.plans import unit_problem
 from zbv_solver.search.search import SearchOptions, search
 from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.training.checkpoint import newest_checkpoint
 
 PROGRAMS = (
     "accumulates",
@@ -17,6 +18,8 @@ PROGRAMS = (
     "passes_values",
     "shares_data",
     "trains",
+    "saves",
+    "parameterless",
     "factories",
     "refuses",
     "fails",
@@ -98,6 +101,20 @@ def test_optimizers_schedules_and_clipping_train_the_same_model(seen: dict[str, 
     for rank in seen["trains"]:
         assert max(rank["norms"]) < 1e-6
         assert rank["state"] < 1e-5
+
+
+def test_a_new_pipeline_resumes_from_a_checkpoint_to_the_last_bit(seen: dict[str, Found]) -> None:
+    for rank in seen["saves"]:
+        assert rank["first of 6"] == 3
+        assert rank["saved"] == rank["undisturbed"]
+        assert "found step 2 to save, and the newest checkpoint is that of step 6" in rank["said"]
+
+
+def test_a_rank_without_parameters_runs_the_same_loop(seen: dict[str, Found], folder: Path) -> None:
+    first, second = seen["parameterless"]
+    assert first["names"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    assert second == {"names": ["no_parameter"], "state": []}
+    assert newest_checkpoint(folder / "parameterless") == folder / "parameterless" / "step-00000002.g1"
 
 
 def test_the_whole_state_is_gathered_on_rank_0_and_loaded_everywhere(seen: dict[str, Found]) -> None:

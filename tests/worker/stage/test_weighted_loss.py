@@ -78,11 +78,12 @@ def alone(microbatches: int, clip_norm: float | None = None) -> tuple[dict[str, 
         TrainingOptions(replicas=3, clip_norm=0.05),
         TrainingOptions(clip_norm=0.05),
         TrainingOptions(non_finite="skip"),
+        TrainingOptions(replicas=2, parts=2, clip_norm=0.05, evaluate_every=1),
     ],
 )
 def test_training_equals_one_process_with_the_whole_batch(options: TrainingOptions) -> None:
     found = train_in_threads(*plan(), options, STEPS, model=Padded)
-    expected, losses = alone(MICROBATCHES * options.replicas, options.clip_norm)
+    expected, losses = alone(MICROBATCHES * options.replicas * options.parts, options.clip_norm)
     assert found.losses == pytest.approx(losses, rel=1e-5)
     for parameters in found.parameters:
         assert relative_error(parameters, expected) < 1e-5
@@ -96,13 +97,14 @@ def test_gradients_are_divided_by_the_loss_scale_of_float16(monkeypatch: pytest.
     assert relative_error(found.parameters[0], expected) < 0.02
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_evaluation_is_a_mean_over_tokens(replicas: int) -> None:
-    options = TrainingOptions(replicas=replicas, evaluate_every=10)
+@pytest.mark.parametrize(("replicas", "parts"), [(1, 1), (2, 1), (1, 2)])
+def test_evaluation_is_a_mean_over_tokens(replicas: int, parts: int) -> None:
+    options = TrainingOptions(replicas=replicas, parts=parts, evaluate_every=10)
     found = train_in_threads(*plan(), options, STEPS, model=Padded)
     evaluations = next(r.evaluations for r in found.reports if r.evaluations)
-    _, losses = alone(MICROBATCHES * replicas)
-    assert evaluations[0] == pytest.approx(losses[0], rel=1e-5)
+    # An evaluation runs the plan once.
+    assert evaluations[0] == pytest.approx(alone(MICROBATCHES * replicas)[1][0], rel=1e-5)
+    _, losses = alone(MICROBATCHES * replicas * parts)
     assert found.losses == pytest.approx(
         losses, rel=1e-5
     )  # weights of the evaluation do not leak into the step

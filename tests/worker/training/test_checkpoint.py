@@ -106,13 +106,14 @@ def test_a_generation_stopped_after_its_check_harms_no_checkpoint_of_its_success
 
 
 def test_another_plan_ranks_replicas_and_sharding_can_resume(runs: Runs, plan: Path, tmp_path: Path) -> None:
-    """A V on two ranks; two sharded replicas of one rank; two replicas of two ranks; 1F1B."""
+    """A V on two ranks; two sharded replicas of one rank, in two parts; two replicas of two ranks; 1F1B."""
     undisturbed = runs.losses(plan, *CLIPPING)
     saved = tmp_path / "saved"
     always = (*saving(saved), *CLIPPING)
     found = runs.losses(plan, *always, steps=3)
-    halves = write_v(tmp_path / "one-rank.json", p=1, microbatches=2)
-    found |= runs.losses(halves, *always, "--data-parallel", "2", "--shard", ranks=2, steps=5)
+    quarters = write_v(tmp_path / "one-rank.json", p=1, microbatches=1)
+    divided = ("--data-parallel", "2", "--shard", "--accumulate", "2")
+    found |= runs.losses(quarters, *always, *divided, ranks=2, steps=5)
     halves = write_v(tmp_path / "two-ranks.json", p=2, microbatches=2)
     found |= runs.losses(halves, *always, "--data-parallel", "2", ranks=4, steps=7)
     other = write_plan(tmp_path / "1f1b.json", *baseline("1f1b", v_problem()))
@@ -153,7 +154,7 @@ def test_the_checkpoint_of_another_model_is_refused(runs: Runs, plan: Path, tmp_
 def test_a_directory_that_cannot_be_written_is_named(runs: Runs, plan: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(LaunchError, match=r"(?s)status 2.*--checkpoint-dir"),
+        pytest.raises(LaunchError, match=r"(?s)status 2.*checkpoints in "),
         runs.start(plan, *saving(tmp_path / "file" / "below"), steps=2) as started,
     ):
         started.wait(timeout=DEADLINE)

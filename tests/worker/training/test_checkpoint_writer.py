@@ -59,7 +59,7 @@ def test_a_rank_that_cannot_write_ends_the_run_with_the_error(tmp_path: Path) ->
     ) as started:
         with pytest.raises(LaunchError):
             started.wait(timeout=DEADLINE)
-        assert f"--checkpoint-dir {saved}: No space left on device." in started.log(1)
+        assert f"checkpoints in {saved}: No space left on device." in started.log(1)
         assert "step 199:" not in started.log(0) + started.log(1)
         assert "Traceback" not in started.log(0) + started.log(1)
     assert newest_checkpoint(saved) is None
@@ -154,7 +154,7 @@ def test_a_full_disk_is_reported_at_the_next_step_and_at_the_end(
     monkeypatch.setattr(checkpoint_files, "save_file", full)
     alone.checkpoints.save(2)
     until(lambda: alone.checkpoints._writer.has_failed)
-    said = f"--checkpoint-dir {tmp_path}: No space left on device."
+    said = f"checkpoints in {tmp_path}: No space left on device."
     with pytest.raises(InvalidRun) as raised:
         (alone.checkpoints.finish if is_at_the_end else alone.checkpoints.check)()
     assert str(raised.value) == said

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.parallel_rank import CASES, CPU, MICROBATCHES, NAMES, STEPS, Case, Model
+from support.parallel_rank import CASES, CPU, MICROBATCHES, NAMES, SAVED, STEPS, Case, Model
 from support.paths import TESTS
 from torch import Tensor
 from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.training.checkpoint import newest_checkpoint
+from zbv_worker.training.checkpoint_files import Reader
 
 RANKS = range(4)
 Found = list[dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parallel")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
     """By rank and case."""
-    folder = tmp_path_factory.mktemp("parallel")
     command = python_command("support.parallel_rank", str(folder))
     with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
         ranks.wait(timeout=200)
@@ -109,3 +116,25 @@ def test_evaluations_use_the_current_parameters(found: Found, case: str) -> None
     for each in evaluations:
         assert each[0] == pytest.approx(expected(case)["losses"][0], rel=1e-5)
         assert all(map(math.isfinite, each.values()))
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_a_mesh_resumes_from_its_checkpoint(found: Found, case: str) -> None:
+    for rank in RANKS:
+        parameters, steps = found[rank][case]["resumed"]
+        assert steps == 0
+        for name, value in parameters.items():
+            assert torch.equal(value, found[rank][case]["parameters"][name])
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_one_process_reads_the_checkpoint_of_a_mesh(found: Found, folder: Path, case: str) -> None:
+    """Every element is in it once: the reader refuses to fill one twice."""
+    saved = newest_checkpoint(folder / case)
+    assert saved is not None
+    parameters = expected(case)["parameters"]
+    tied = {"head.logits.weight"} if CASES[case].is_tied else set()
+    read = {f"model.{n}": torch.zeros_like(p) for n, p in parameters.items() if n not in tied}
+    Reader(saved).read_into(read)
+    for name, value in read.items():
+        torch.testing.assert_close(value, parameters[name.removeprefix("model.")], rtol=1e-5, atol=1e-6)

@@ -42,7 +42,7 @@ def units_in_order(case: str, rank: int) -> list[str]:
     assert problem.model is not None
     modules = {stage: problem.model.partition[stage] for stage in plan.stages}
     order = dict.fromkeys(action.stage for action in plan.actions)
-    return [f"stage {s}, {name.replace('.', '')}" for s in order for name in modules[s]]
+    return [f"stage {s}, {name}" for s in order for name in modules[s]]
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -18,6 +18,8 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_worker.errors import InvalidRun
 from zbv_worker.gpu_report.rank import relative_error
+from zbv_worker.model.model import Model
+from zbv_worker.stage.auxiliary_loss import add_auxiliary_loss
 from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.options import TrainingOptions
 
@@ -36,14 +38,65 @@ def random_plan(seed: int = 0) -> tuple[Problem, Orders]:
     return problem, random_orders(problem, Random(seed))
 
 
-@pytest.mark.parametrize(("replicas", "seed"), [(1, 0), (2, 1), (3, 2)])
-def test_replicas_train_as_one_process_with_all_their_microbatches(replicas: int, seed: int) -> None:
-    found = train_in_threads(*random_plan(seed), TrainingOptions(replicas=replicas), STEPS)
-    expected, losses, _ = train_alone(MICROBATCHES * replicas, STEPS)
+CASES = [(1, 1, 0), (2, 1, 1), (3, 1, 2), (1, 3, 3), (2, 2, 4)]
+
+
+class FetchedAhead(Remembering):
+    fetch_ahead = 2
+
+
+@pytest.mark.parametrize(("replicas", "parts", "seed"), CASES)
+def test_replicas_and_parts_train_as_one_process_with_all_their_microbatches(
+    replicas: int, parts: int, seed: int
+) -> None:
+    options = TrainingOptions(replicas=replicas, parts=parts)
+    found = train_in_threads(
+        *random_plan(seed), options, STEPS, model=FetchedAhead if seed == 3 else Remembering
+    )
+    expected, losses, _ = train_alone(MICROBATCHES * replicas * parts, STEPS)
     assert len(found.parameters) == replicas
     for parameters in found.parameters:
         assert relative_error(parameters, expected) < 1e-5
     assert found.losses == pytest.approx(losses, rel=1e-5)
+
+
+class Balanced(nn.Module):
+    """A layer with an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        return add_auxiliary_loss(y, y.square().mean())
+
+
+def balanced_model() -> Model:
+    torch.manual_seed(1)
+    layers = [Balanced() for _ in range(4)]
+    return Model(layers, loss=nn.functional.mse_loss, data=lambda step, index: (numbers(index), numbers(9)))
+
+
+def numbers(index: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(index))
+
+
+def test_auxiliary_losses_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a replica's ranks add up, and the mean of the replicas is that over all microbatches."""
+    found = train_in_threads(*random_plan(), TrainingOptions(replicas=2, parts=2), 1, model=balanced_model)
+    count = 2 * 2 * MICROBATCHES
+    expected = 0.0
+    for index in range(count):
+        x = numbers(index)
+        for name in balanced_model().layer_names():
+            x = balanced_model().build_layers([name], CPU)(x)
+            expected += float(x.detach().square().mean()) / count
+    lines: list[float | None] = [report.lines[0].auxiliary_loss for report in found.reports]
+    assert sum(line or 0.0 for line in lines) / 2 == pytest.approx(expected, rel=1e-5)
+    first = found.reports[0]
+    assert first.document()["steps"][0]["auxiliary_loss"] == lines[0]
+    assert f"step 0: auxiliary loss {lines[0]:.4g} of rank 0's stages" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -93,7 +93,7 @@ class CausalLanguageModel:
         return self.layers.layer_names()
 
     def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        """Layers by name; module names have no dot: ``block0``."""
+        """Layers by name."""
         return self.layers.build_layers(names, device)
 
     def tied_parameters(self) -> Sequence[tuple[str, str]]:
@@ -118,7 +118,7 @@ class CausalLanguageModel:
 
     def loss_sum(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the cross entropy, and the number of predicted tokens."""
-        return self.layers.loss(output, target)
+        return self.layers.loss_sum(output, target)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW."""

@@ -11,7 +11,6 @@ import copy
 import importlib.metadata
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from zbv_worker.adapters.routing import RoutedBlock, RoutedEmbedding, RoutedHead
 from zbv_worker.adapters.safetensors_folder import read_tensors, write_index, write_tensors
 from zbv_worker.adapters.split_modules import split_modules
 from zbv_worker.errors import InvalidRun, describe_error
+from zbv_worker.model.layer_list import stacked, whole_name
 
 SUPPORTED = (
     "gemma",
@@ -124,12 +124,15 @@ class TransformersLayers:
         return ["embedding", *(f"block.{block}" for block in range(count)), "head"]
 
     def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        """Layers by name; module names have no dot: ``block0``."""
+        """Layers by name."""
         arguments = BlockArguments(self._anatomy)
-        parts = OrderedDict((name.replace(".", ""), self._layer(name, device, arguments)) for name in names)
-        return nn.Sequential(parts)
+        return stacked({name: self._layer(name, device, arguments) for name in names})
 
     def loss(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`loss_sum`, which a pipeline takes as its loss."""
+        return self.loss_sum(output, target)
+
+    def loss_sum(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """The cross entropy of the next token, summed, and the number of predicted tokens.
 
         The mean of a single microbatch is the loss of the unsplit model. The balancing loss of experts counts
@@ -171,7 +174,7 @@ class TransformersLayers:
         Parameters
         ----------
         tensors
-            Parameters and buffers of the file's layers by name, as in the state dict of
+            Parameters and buffers of the file's layers by name, as in ``state_dict`` of the pipeline or of
             :meth:`build_layers`; others are ignored.
         layers_of_files
             The layers of each file; None for one file with all layers.
@@ -193,7 +196,8 @@ class TransformersLayers:
             [name for layer in layers for name in self._tensor_names(layer) if name not in tied]
             for layers in files
         ]
-        given = {name: tensors.get(self.layer_parameter(name)) for name in names[file]}
+        known = {whole_name(name): tensor for name, tensor in tensors.items()}
+        given = {name: known.get(self.layer_parameter(name)) for name in names[file]}
         missing = [self.layer_parameter(name) for name, tensor in given.items() if tensor is None]
         if missing:
             raise InvalidRun(
@@ -291,11 +295,11 @@ class TransformersLayers:
         ]
 
     def layer_parameter(self, name: str) -> str:
-        """A parameter's name in :meth:`build_layers`, by its name in the model of transformers."""
+        """A parameter's name in the pipeline, by its name in the model of transformers."""
         for layer in self.layer_names():
             for child, path in self._paths(layer).items():
                 if name.startswith(f"{path}."):
-                    return f"{layer.replace('.', '')}.{child}.{name.removeprefix(f'{path}.')}"
+                    return f"{layer}.{child}.{name.removeprefix(f'{path}.')}"
         raise InvalidRun(f"found the parameter {name}, which belongs to no layer.")
 
 

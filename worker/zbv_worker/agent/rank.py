@@ -81,6 +81,7 @@ def _options(spec: Any, folder: Path) -> RunOptions:
             precision=options["precision"],
             is_compiled=options.get("compile", False),
             has_main_gradients=options.get("main_gradients", True),
+            parts=options.get("accumulate", 1),
             clip_norm=options["clip_norm"],
             non_finite=options.get("non_finite", "fail"),
             evaluate_every=options["evaluate_every"],

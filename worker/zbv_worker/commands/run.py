@@ -100,6 +100,7 @@ def _options(parsed: argparse.Namespace, backend: Backend) -> RunOptions:
             precision=parsed.precision,
             is_compiled=parsed.compile,
             has_main_gradients=parsed.main_gradients,
+            parts=parsed.accumulate,
             clip_norm=parsed.clip_norm,
             non_finite=parsed.non_finite,
             evaluate_every=parsed.evaluate_every,
@@ -168,6 +169,14 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
     add_program(group)
     add_compile(group)
+    group.add_argument(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="run the plan N times per step, each time on other microbatches, before the optimizer's step "
+        "(default 1)",
+    )
     group.add_argument(
         "--clip-norm",
         type=positive_number,

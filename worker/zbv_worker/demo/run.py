@@ -2,7 +2,8 @@
 
 It measures the stages of a small GPT, a service plans them, and local ranks fetch their lists and train: in
 turns with this plan, with 1F1B and with interleaved 1F1B, all planned from the same measurements. All printed
-numbers were measured in this run.
+numbers were measured in this run. With ``--example``, as in ``make run``, a training script follows; without
+it, the demonstration needs no file but the installed packages.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
 
 from zbv_worker.commands.arguments import positive
+from zbv_worker.demo.example import run_example
 from zbv_worker.demo.local_service import LocalService, port_or_free
 from zbv_worker.errors import WorkerError
 from zbv_worker.host.cores import usable_cores
@@ -236,13 +238,26 @@ def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None
         err.print(f"Service at {service.address}, state and logs in {options.folder}")
         with Progress(*columns, console=err) as progress:
             results = Demo(client, service.address, options, progress).results()
+            example = _example(options, progress)
         _summary(results, service.address, options.folder, out)
+        for line in example:
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
         if not options.exit:
             link = f"{client.sign_in_link()}&next=/plans/{results[0].plan_id}"
             out.print(f"To view the plan, sign in with this link, which works once: {link}", soft_wrap=True)
             out.print("The service keeps running until Ctrl-C.")
             with suppress(KeyboardInterrupt):  # the normal end
                 service.wait()
+
+
+def _example(options: argparse.Namespace, progress: Progress) -> list[str]:
+    """Run the example, if one is given; returns what to show of it."""
+    if options.example is None:
+        return []
+    task = progress.add_task(f"training with {options.example}, and resuming", total=1)
+    lines = run_example(options.example, options.folder / "example")
+    progress.update(task, completed=1)
+    return lines
 
 
 def _summary(results: Sequence[ScheduleResult], server: str, folder: Path, out: Console) -> None:
@@ -294,6 +309,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=("quick", "standard", "thorough"),
         default="standard",
         help="effort of the search (default standard)",
+    )
+    parser.add_argument(
+        "--example",
+        type=Path,
+        help="also run this training script on two ranks, and let it resume from its checkpoint; it must "
+        "take --steps and --checkpoints",
     )
     parser.add_argument(
         "--folder",

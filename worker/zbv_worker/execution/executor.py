@@ -75,6 +75,8 @@ class ExecutorOptions:
         Microbatches fetched ahead on a thread (:mod:`zbv_worker.execution.fetch_ahead`); 0 for none.
     last_step
         The last step that may be fetched ahead; None for the current one.
+    parts
+        How often a step runs the plan; see :meth:`Executor.launch`.
     keywords
         Those that layers of the whole model take, for checks of microbatches
         (:func:`zbv_worker.execution.agreement.agree_on_keywords`); None if unknown.
@@ -88,6 +90,7 @@ class ExecutorOptions:
     startup_steps: int = 1
     fetch_ahead: int = 0
     last_step: int | None = None
+    parts: int = 1
     keywords: Keywords | None = None
 
 
@@ -132,6 +135,7 @@ class Executor:
         if options.startup_timeout is not None and options.startup_timeout > timeout:
             self._patience = Patience(options.startup_timeout, "--startup-timeout")
         self._starting = options.startup_steps
+        self._parts = options.parts
         self._walks = 0
         self._before: Launched | None = None
         self._progress = options.progress or CurrentProgress()
@@ -204,12 +208,21 @@ class Executor:
         """
         return self.launch(step).result()
 
-    def launch(self, step: int) -> Launched:
-        """Like :meth:`step`, but on a GPU do not wait for the end of the step, only of the step before."""
+    def launch(self, step: int, part: int = 0) -> Launched:
+        """Like :meth:`step`, but on a GPU do not wait for the end of the step, only of the step before.
+
+        Parameters
+        ----------
+        part
+            Which run of the plan this is in a step with several (``parts``). Its microbatches are asked for
+            with the number of runs before it, ``step * parts + part``, in place of the step.
+        """
+        number = step * self._parts + part
         before, self._before = self._before, None
         if before is not None:
             before.end()
-        state = WalkState(step, self._data.begin(step), self._patience)
+        fetch = self._data.begin(number)
+        state = WalkState(step, lambda _, index: fetch(number, index), self._patience)
         for inbox in self._binding.inboxes.values():
             inbox.begin()
         launched = self._walk(self._program, state)

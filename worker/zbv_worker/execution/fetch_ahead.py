@@ -22,7 +22,7 @@ from torch import Tensor
 from zbv_worker.errors import WorkerError
 from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.model.checks import checked_microbatch
-from zbv_worker.model.protocol import Microbatch
+from zbv_worker.model.protocol import FetchedAhead, Microbatch
 from zbv_worker.values.structure import map_tensors
 
 Load = Callable[[int, int], Microbatch | tuple[Any, ...]]
@@ -33,6 +33,13 @@ Fetch = Callable[[int, int], Microbatch]
 
 DEFAULT_FETCH_AHEAD = 4
 """Microbatches held ahead on GPUs, in pinned host memory: as many as the host is ahead of the device."""
+
+
+def fetched_ahead(model: object, device: torch.device) -> int:
+    """How many microbatches to fetch ahead, by the model's choice or the default of the device."""
+    if isinstance(model, FetchedAhead):
+        return model.fetch_ahead
+    return DEFAULT_FETCH_AHEAD if device.type == "cuda" else 0
 
 
 def order_of_need(program: Iterable[Instruction], stages: Collection[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ class Model:
     loss
         Takes the last layer's output and a target; returns the mean over the microbatch. The loss of
         ``layers`` by default.
+    loss_sum
+        In place of ``loss``, if microbatches have different weights: returns the sum over the microbatch, and
+        its weight, such as the number of tokens that count (:class:`~zbv_worker.model.protocol.Weighted`).
     data
         A function of step and index that returns a microbatch, the same on every rank. Or a data set with a
         length, of samples (input, target): then each microbatch has ``samples`` samples drawn at random, with
@@ -59,6 +63,7 @@ class Model:
     """
 
     loss: Callable[[Any, Any], Any]
+    loss_sum: Callable[[Any, Any], tuple[Tensor, Any]]
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
     evaluation_microbatch: Data
 
@@ -67,6 +72,7 @@ class Model:
         layers: Layers,
         *,
         loss: Callable[[Any, Any], Any] | None = None,
+        loss_sum: Callable[[Any, Any], tuple[Tensor, Any]] | None = None,
         data: Data | Sized,
         samples: int | None = None,
         evaluation_data: Data | Sized | None = None,
@@ -74,21 +80,40 @@ class Model:
         schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
     ):
         self._layers: Layered = as_layered(layers)
-        found = loss or getattr(self._layers, "loss", None)
-        if found is None:
-            raise InvalidRun(
-                "zbv.Model: found no loss. Pass loss=, a function of output and target, for instance "
-                "torch.nn.functional.cross_entropy."
-            )
-        self.loss = found
+        self._set_loss(loss, loss_sum)
         self._microbatch = _microbatches("data", data, samples, torch.initial_seed())
         self._optimizer = optimizer
-        # Without these attributes, the model does not satisfy the protocols Evaluated and Scheduled.
+        # Without these attributes, the model does not satisfy the protocols Evaluated and Scheduled, and
+        # without loss_sum not Weighted.
         if evaluation_data is not None:
             seed = mixed(torch.initial_seed(), _EVALUATION)
             self.evaluation_microbatch = _microbatches("evaluation_data", evaluation_data, samples, seed)
         if schedule is not None:
             self.schedule = schedule
+
+    def _set_loss(
+        self,
+        loss: Callable[[Any, Any], Any] | None,
+        loss_sum: Callable[[Any, Any], tuple[Tensor, Any]] | None,
+    ) -> None:
+        if loss is not None and loss_sum is not None:
+            raise InvalidRun(
+                "zbv.Model: found loss and loss_sum; pass one of them. loss returns the mean over a "
+                "microbatch, loss_sum a pair of sum and weight."
+            )
+        if loss is None and loss_sum is None:
+            loss_sum = getattr(self._layers, "loss_sum", None)
+            loss = getattr(self._layers, "loss", None)
+        if loss is None and loss_sum is None:
+            raise InvalidRun(
+                "zbv.Model: found no loss. Pass loss=, a function of output and target, for instance "
+                "torch.nn.functional.cross_entropy."
+            )
+        if loss_sum is not None:
+            self.loss_sum = loss_sum
+            loss = partial(_mean, loss_sum)
+        if loss is not None:
+            self.loss = loss
 
     def layer_names(self) -> Sequence[str]:
         """The names of all layers, in model order."""
@@ -118,6 +143,12 @@ class Model:
     def named_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer of one rank's parameters."""
         return self._optimizer(parameters)
+
+
+def _mean(loss_sum: Callable[[Any, Any], tuple[Tensor, Any]], output: Any, target: Any) -> Tensor:
+    """The mean over a microbatch."""
+    total, weight = loss_sum(output, target)
+    return total / (weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1))
 
 
 def _microbatches(name: str, data: Any, samples: int | None, seed: int) -> Data:

@@ -7,7 +7,6 @@ own generator, so the model is the same for every partition.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from zbv_worker.model.layer_list import stacked
 from zbv_worker.model.optimizers import adamw
 from zbv_worker.models.text import VOCABULARY, sample, standard_library_text
 
@@ -84,9 +84,8 @@ class GPT:
         return ["embedding", *(f"block.{block}" for block in range(self.config.layers)), "head"]
 
     def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        """Layers by name; module names have no dot: ``block0``."""
-        parts = OrderedDict((name.replace(".", ""), self._layer(name)) for name in names)
-        return nn.Sequential(parts).to(device)
+        """Layers by name."""
+        return stacked({name: self._layer(name) for name in names}).to(device)
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Characters and their successors, each (sequences, length)."""

@@ -18,24 +18,24 @@ from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import microbatches_of
+from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, trained_by
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
+from zbv_worker.pipeline.leaving import leave
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.pipeline.state import gather_state, load_state, named_parameters, state_of
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
+from zbv_worker.training.checkpoint import DEFAULT_KEPT, DEFAULT_TIMEOUT, CheckpointOptions
 from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.transport.world import Backend
 from zbv_worker.values.structure import Structure
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_LEAVE_SECONDS = 10.0
-"""How long a process that ends without :meth:`Pipeline.close` waits for its peers to receive what it sent."""
 
 
 class Pipeline:
@@ -52,8 +52,9 @@ class Pipeline:
 
     The ranks come from ``torch.distributed`` if it is initialised, otherwise from torchrun's environment. A
     process without both is a world of one rank. Creating a pipeline, and its methods ``step``, ``evaluate``,
-    ``full_state_dict``, ``clip_grad_norm_``, ``trace`` and ``close``, are collective: every rank calls them,
-    in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used any more.
+    ``full_state_dict``, ``clip_grad_norm_``, ``checkpoints``, ``trace`` and ``close``, are collective: every
+    rank calls them, in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used
+    any more.
 
     Parameters
     ----------
@@ -147,6 +148,7 @@ class Pipeline:
         )
         self._timeout = timeout
         self._transport, place = connected_world(options, mesh)
+        self._saving: list[PipelineCheckpoints] = []
         self._failures = Failures(self._transport, self._close_connections)
         with self._failures.watched("starting"):
             prepared = prepare(options, layers, loss, self._transport, place)
@@ -158,11 +160,12 @@ class Pipeline:
             self._shared = SharedData(options, prepared, self._transport, self._failures)
         self._layers, self._keywords = prepared.layers, prepared.keywords
         self.modules: Mapping[int, nn.Module] = MappingProxyType(prepared.modules)
+        self._no_parameter = ("no_parameter", nn.Parameter(torch.empty(0, device=place.device)))
         self._newest: Launched | None = None
         self._is_closed = False
         # A process may end right after its last step, before its peers have received its last tensors.
         self._finalizer = weakref.finalize(
-            self, _leave, self._own, self._shared, self._reports, self._failures
+            self, leave, self._own, self._shared, self._reports, self._saving, self._failures
         )
 
     def step(
@@ -252,8 +255,12 @@ class Pipeline:
         return self._own.auxiliary_loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters with their names in the whole model, each parameter once."""
-        return named_parameters(self.modules)
+        """This rank's parameters with their names in the whole model, each parameter once.
+
+        A rank with layers that have no parameters gets one without elements, because torch's optimizers
+        refuse an empty list.
+        """
+        return iter([*named_parameters(self.modules)] or [self._no_parameter])
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""
@@ -280,6 +287,49 @@ class Pipeline:
         """Load this rank's part of a state dict of the whole model; raises :class:`InvalidRun`."""
         load_state(self.modules, state, self._layers)
 
+    def checkpoints(
+        self,
+        directory: str | Path,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        schedule: Stateful | Sequence[Stateful] | None = None,
+        *,
+        data: Stateful | None = None,
+        kept: int = DEFAULT_KEPT,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> PipelineCheckpoints:
+        """Resume from the newest checkpoint of a directory, if it has one, and save others there.
+
+        A checkpoint has the parameters, buffers, optimizers, schedules, random number generators (of torch
+        and Python), the state of the data, and the number of steps. Its format, and the rules of its
+        directory, are those of ``zbv-worker run``. It fits other plans and other numbers of ranks.
+
+        Parameters
+        ----------
+        directory
+            All ranks must share it. A pipeline that uses it later takes it over.
+        optimizer
+            The optimizer of this rank's parameters, or several.
+        schedule
+            The learning-rate schedule, or several.
+        data
+            A data loader with a state, such as torchdata's ``StatefulDataLoader``; saved per rank.
+        kept
+            How many of the newest checkpoints to keep.
+        timeout
+            Seconds to wait for the slowest rank's files.
+
+        Raises
+        ------
+        InvalidRun
+            If the newest checkpoint belongs to another model, or the ranks see different directories.
+        """
+        options = CheckpointOptions(Path(directory), every=1, kept=kept, timeout=timeout)
+        own = self._own
+        trained = trained_by(self.modules, optimizer, schedule, data, own.ties)
+        made = PipelineCheckpoints(options, trained, self._transport, own.device, self._failures)
+        self._saving.append(made)
+        return made
+
     def trace(self, path: str | Path | None = None) -> tuple[RankTrace, ...]:
         """When every rank's actions of the newest step happened, on rank 0's clock; by rank.
 
@@ -304,6 +354,8 @@ class Pipeline:
         self._finalizer.detach()
         if self._failures.has_failed:
             return
+        for checkpoints in self._saving:
+            checkpoints.finish()
         with self._failures.watched("closing"), naming_errors(self._transport.rank, "closing"):
             if self._reports is not None:
                 self._reports.finish()
@@ -351,16 +403,6 @@ class Pipeline:
         return found
 
     def _close_connections(self) -> None:
+        for checkpoints in self._saving:
+            checkpoints.give_up()
         self._transport.close()
-
-
-def _leave(
-    own: PipelineRank, shared: SharedData | None, reports: RunReports | None, failures: Failures
-) -> None:
-    """Let the peers receive what this rank has sent, when the process ends or the pipeline is dropped."""
-    if not failures.has_failed:
-        if shared is not None:
-            shared.leave(_LEAVE_SECONDS)
-        if reports is not None:
-            reports.finish()
-        own.leave(_LEAVE_SECONDS)

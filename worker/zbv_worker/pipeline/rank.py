@@ -40,8 +40,12 @@ class PipelineRank:
 
     Attributes
     ----------
+    device
+        Where it computes.
     data
         The microbatches of the next step or evaluation; set by the caller.
+    ties
+        The parameters with copies.
     loss
         The user's loss.
     steps
@@ -60,13 +64,13 @@ class PipelineRank:
         self._plan = plan
         self._timeout = options.timeout
         self._transport = transport
-        self._device = place.device
+        self.device = place.device
         self.data = StepData()
         self.loss = prepared.loss
         self.steps = 0
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
-            ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
-        self._gradients = gradients_of(prepared.modules, transport, ties=ties)
+            self.ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
+        self._gradients = gradients_of(prepared.modules, transport, ties=self.ties)
         self._gradients.follow(list(dict.fromkeys(action.stage for action in plan.actions)))
         self._accumulation = Accumulation(self._gradients)
         self._batch_loss = BatchLoss(
@@ -115,7 +119,7 @@ class PipelineRank:
         """Run the forwards; returns the loss on ranks with the last stage. Collective."""
         losses = self._executor.evaluate(self.steps)
         self._gradients.free_parameters()
-        found = torch.tensor([*losses.values()], device=self._device)
+        found = torch.tensor([*losses.values()], device=self.device)
         with naming_errors(self._transport.rank, "evaluating"):
             return self._mean(found.unbind())[0] if self.loss.is_given else None
 
@@ -145,7 +149,7 @@ class PipelineRank:
         """Limit the norm of all gradients of the model; returns the norm before. Collective."""
         gradients = [local_of(p.grad) for p in self._gradients.parameters if p.grad is not None]
         found = self._gradients.square_sum(lambda parameter: parameter.grad)
-        mine = torch.zeros((), dtype=torch.float64, device=self._device) if found is None else found
+        mine = torch.zeros((), dtype=torch.float64, device=self.device) if found is None else found
         with naming_errors(self._transport.rank, "clipping gradients"):
             norm = self._transport.sum_over_ranks(mine.reshape(1), self._timeout)[0].sqrt()
         multiply(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

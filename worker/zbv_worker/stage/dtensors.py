@@ -58,6 +58,22 @@ def parts_of(tensor: Tensor) -> int:
     return math.prod(size for size, place in zip(sizes, placements, strict=True) if not place.is_replicate())
 
 
+def is_first_holder(tensor: DTensor, first: int) -> bool:
+    """Whether this rank stands for the ranks that hold the same part of a DTensor.
+
+    Parameters
+    ----------
+    first
+        The first rank of those with the same stage. It belongs to one of the tensor's groups; other groups
+        hold the same parts again.
+    """
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None or first not in mesh.mesh.flatten().tolist():
+        return False
+    return all(at == 0 for at, kind in zip(place, tensor.placements, strict=True) if kind.is_replicate())
+
+
 def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A gradient with the placements of its parameter. Collective if they differ.
 

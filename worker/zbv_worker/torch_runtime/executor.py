@@ -141,8 +141,8 @@ class TorchExecutor:
         found = {self._original[at]: loss for at, loss in enumerate(whole)}
         return StepResult(step, dict(sorted(found.items())), tuple(self._watch.records))
 
-    def launch(self, step: int) -> Launched:
-        """Like :meth:`step`, in the form of the worker's executor; waits for a GPU."""
+    def launch(self, step: int, part: int = 0) -> Launched:
+        """Like :meth:`step`, in the form of the worker's executor; waits for a GPU. A step has one part."""
         result = self.step(step)
         losses = {at: torch.tensor(loss, dtype=torch.float64) for at, loss in result.losses.items()}
         return Launched(step, losses, result.records, HostTimeline())

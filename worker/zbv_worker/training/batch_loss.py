@@ -57,10 +57,16 @@ class BatchLoss:
         self.must_repeat = False
         self.auxiliary: Tensor | None = None
 
-    def of(self, losses: Collection[Tensor]) -> tuple[Tensor | None, Tensor | float]:
+    def of(self, losses: Collection[Tensor], parts: int = 1) -> tuple[Tensor | None, Tensor | float]:
         """The batch's loss on ranks that have losses, and the factor of the step's gradients. Collective.
 
         The loss is a float64 scalar.
+
+        Parameters
+        ----------
+        parts
+            How many times as many microbatches as usual the batch has; its gradients are already divided by
+            their number.
 
         Raises
         ------
@@ -74,20 +80,21 @@ class BatchLoss:
             mean = torch.cat([loss.detach().reshape(1) for loss in losses]).double().sum() / len(losses)
         mean = mean_over_replicas(self._transport, mean, self._timeout, self._device)
         factor: Tensor | float = 1.0
+        count = self._count * parts
         auxiliary = sum(stage.take_auxiliary_loss() for stage in self._stages)
         self.must_repeat = False
         if self.is_weighted is not False:
             weight = self._weight(has_auxiliary=isinstance(auxiliary, Tensor))
             if self.is_weighted:
                 # If all weights are 0, there is nothing to learn from, and the mean is undefined.
-                factor = torch.where(weight > 0, self._count / weight, 0.0)
+                factor = torch.where(weight > 0, count / weight, 0.0)
                 mean = None if mean is None else torch.where(weight > 0, mean * factor, math.nan)
         elif any(stage.is_weighted for stage in self._stages):
             raise ModelError(
                 "the loss returned a pair, and one number in the first step; it must return the same kind "
                 "in every step. Return (loss, 1.0) for a mean."
             )
-        self.auxiliary = auxiliary * factor / self._count if isinstance(auxiliary, Tensor) else None
+        self.auxiliary = auxiliary * factor / count if isinstance(auxiliary, Tensor) else None
         return mean, factor
 
     def _weight(self, *, has_auxiliary: bool) -> Tensor:

@@ -17,14 +17,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zbv_worker.errors import (
     ChannelTimeout,
@@ -35,11 +35,9 @@ from zbv_worker.errors import (
     naming_errors,
 )
 from zbv_worker.training.checkpoint_files import RankFiles, State, write_index
-from zbv_worker.training.checkpoint_state import RunState
+from zbv_worker.training.checkpoint_state import RunState, Trained
 from zbv_worker.training.checkpoint_writer import BackgroundWriter, HostCopies
 from zbv_worker.training.fence import Claimant, Fence, checkpoints, is_complete
-from zbv_worker.training.ties import Ties
-from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
 
 OLD_INDEX = ".metadata"
@@ -85,37 +83,18 @@ class CheckpointOptions:
 
 
 class Checkpoints:
-    """The checkpoints of a run. :meth:`save`, :meth:`finish` and :meth:`load_newest` are collective.
-
-    Parameters
-    ----------
-    modules
-        This rank's stages.
-    model
-        Fingerprint of the model, its arguments and seed; checkpoints of another model are refused.
-    data
-        The pipeline model, which may have a state itself (:class:`StatefulData`).
-    ties
-        Parameters with several copies, of which only the first is saved.
-    """
+    """The checkpoints of a run. :meth:`save`, :meth:`finish` and :meth:`load_newest` are collective."""
 
     def __init__(
-        self,
-        options: CheckpointOptions,
-        modules: Mapping[int, nn.Module],
-        update: Update,
-        model: str,
-        data: object,
-        transport: Transport,
-        device: torch.device,
-        ties: Ties | None = None,
+        self, options: CheckpointOptions, trained: Trained, transport: Transport, device: torch.device
     ):
         self._options = options
-        self._state = RunState(modules, update, model, data, transport, ties)
-        self._model = model
+        self._state = RunState(trained, transport)
+        self._model = trained.model
         self._transport = transport
         self._saved = 0
         self._fence: Fence | None = None
+        self._notes = ""
         self._writer = BackgroundWriter(transport.rank, options.timeout)
         self._is_writing = False
         self._copies = HostCopies(device)
@@ -158,7 +137,7 @@ class Checkpoints:
         with self._unless_superseded(), naming_errors(rank, "at a checkpoint"):
             self._copies.wait()
             outcome = self._attempt(lambda: files.write(partial))
-            self._transport.post(f"checkpoint/{rank}", json.dumps([step, outcome]))
+            self._transport.post(f"{self._notes}/{rank}", json.dumps([step, outcome]))
             _raise_first([outcome])
             if rank == 0:
                 absent = list(range(ranks))
@@ -169,7 +148,7 @@ class Checkpoints:
     def _without_files(self, absent: list[int], step: int) -> list[int]:
         """Remove the ranks that have written their files; raises the error of one that could not."""
         for rank in tuple(absent):
-            note = json.loads(self._transport.posted(f"checkpoint/{rank}") or "[0, null]")
+            note = json.loads(self._transport.posted(f"{self._notes}/{rank}") or "[0, null]")
             if note[0] == step:
                 _raise_first([note[1]])
                 absent.remove(rank)
@@ -185,6 +164,10 @@ class Checkpoints:
         if self._is_writing:
             self._is_writing = False
             self._on_every_rank(self._writer.wait)
+
+    def complete_alone(self) -> None:
+        """Wait until this rank's part of the last checkpoint is written, on rank 0 until it is complete."""
+        self._writer.wait()
 
     def close(self) -> None:
         """Call when the run ends; gives up a checkpoint that is not complete."""
@@ -205,27 +188,38 @@ class Checkpoints:
         _, newest, name = self._claim()
         if name is None:
             return 0
+        layers = self._all_layers() if self._model is None else None
         with self._unless_superseded():
-            self._state.load(self._options.directory / name)
+            self._state.load(self._options.directory / name, layers)
         self._saved = newest
         return newest
 
+    def _all_layers(self) -> list[str]:
+        """The layers of the whole model, to refuse the checkpoint of a model with more. Collective."""
+        with naming_errors(self._transport.rank, "looking for checkpoints"):
+            found = self._transport.gather(self._state.layers, self._options.timeout)
+        return [name for names in found for name in names]
+
     def _claim(self) -> tuple[Fence, int, str | None]:
         """Claim the directory; returns its fence, and step and name of its newest checkpoint, if any."""
-        generation, newest, name = self._on_rank_0(self._claim_alone)
+        generation, newest, name, token = self._on_rank_0(self._claim_alone)
         self._fence = Fence(self._options.directory, generation)
+        self._notes = f"checkpoint/{token}"
         self._require_visible(self._fence)
         return self._fence, newest, name
 
     def _claim_alone(self) -> list[Any]:
-        """Claim as rank 0; returns the generation, and step and name of the newest checkpoint."""
+        """Claim as rank 0; returns the generation, step and name of the newest checkpoint, and a token.
+
+        With the token, several directories of one process do not share their notes.
+        """
         options = self._options
         _require_no_old(options.directory)
         claimant = Claimant(self._model, options.run, options.attempt)
         fence = Fence.claim(options.directory, claimant)
         found = checkpoints(options.directory)
         newest = max(found, default=0)
-        return [fence.generation, newest, found[newest].name if found else None]
+        return [fence.generation, newest, found[newest].name if found else None, uuid.uuid4().hex]
 
     def _require_visible(self, fence: Fence) -> None:
         """Check that every rank sees rank 0's claim; otherwise the directory is not shared."""
@@ -237,7 +231,7 @@ class Checkpoints:
         if not all(seen):
             blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
             raise InvalidRun(
-                f"--checkpoint-dir {self._options.directory}: the ranks see different directories: what rank "
+                f"checkpoints in {self._options.directory}: the ranks see different directories: what rank "
                 f"0 wrote does not exist on rank {blind}. Use a directory on a file system that all nodes "
                 f"share."
             )
@@ -262,7 +256,7 @@ class Checkpoints:
             return [type(error).__name__, str(error)]
         except OSError as error:
             directory = self._options.directory
-            return [InvalidRun.__name__, f"--checkpoint-dir {directory}: {error.strerror or error}."]
+            return [InvalidRun.__name__, f"checkpoints in {directory}: {error.strerror or error}."]
 
     @contextmanager
     def _unless_superseded(self) -> Iterator[None]:
@@ -287,7 +281,7 @@ def _require_no_old(directory: Path) -> None:
     old = checkpoints(directory, lambda path: (path / OLD_INDEX).is_file() and not is_complete(path))
     if old and max(old) > newest:
         raise InvalidRun(
-            f"--checkpoint-dir {directory}: the checkpoint of step {max(old)} was written by an older zbv in "
+            f"checkpoints in {directory}: the checkpoint of step {max(old)} was written by an older zbv in "
             f"a format that can run code when read. If you trust it, convert it: `python -m "
             f"zbv_worker.training.convert_checkpoint {old[max(old)]}`; otherwise remove it."
         )

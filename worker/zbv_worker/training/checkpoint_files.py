@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,6 +163,11 @@ class Reader:
 
     def __contains__(self, name: object) -> bool:
         return name in self._index.tensors or name in self._index.values
+
+    @property
+    def tensors(self) -> Collection[str]:
+        """The names of all tensors."""
+        return self._index.tensors.keys()
 
     def value(self, name: str) -> Any:
         """The value that was saved under this name."""

@@ -6,9 +6,9 @@ Names of parameters do not depend on the partition. Tensors that all replicas ho
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,143 +16,176 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, describe_error
+from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import StatefulData
-from zbv_worker.stage.dtensors import is_dtensor
+from zbv_worker.stage.dtensors import is_dtensor, is_first_holder
 from zbv_worker.training.checkpoint_files import Reader, State
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.tied_names import TiedNames
 from zbv_worker.training.ties import Ties
-from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
 
 
-class RunState:
-    """One rank's state of a run.
+@dataclass(frozen=True)
+class Trained:
+    """What training changes on one rank.
 
-    Parameters
+    Attributes
     ----------
     modules
         This rank's stages.
     model
-        Fingerprint of the model, its arguments and seed; the state of another model is refused.
+        Fingerprint of the model, its arguments and seed; the state of another model is refused. None if the
+        model is known only by the names and shapes of its parameters.
+    optimizers, schedules
+        Those of this rank; none on a rank without parameters.
     data
-        The pipeline model, which may have a state itself (:class:`StatefulData`).
+        It may have a state (:class:`StatefulData`).
     ties
         Parameters with several copies, of which only the first is saved.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        update: Update,
-        model: str,
-        data: object,
-        transport: Transport,
-        ties: Ties | None = None,
-    ):
-        self._whole = _as_one_module(modules)
-        self._update = update
-        self._model = model
-        self._data = data if isinstance(data, StatefulData) else None
+    modules: Mapping[int, nn.Module]
+    model: str | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    schedules: Sequence[Any] = ()
+    loss_scale: LossScale = field(default_factory=LossScale)
+    data: object = None
+    ties: Ties | None = None
+
+
+class RunState:
+    """One rank's state of a run, as checkpoints hold it."""
+
+    def __init__(self, trained: Trained, transport: Transport):
+        self._whole = _as_one_module(trained.modules)
+        self._trained = trained
+        self._data = trained.data if isinstance(trained.data, StatefulData) else None
         self._transport = transport
-        self._names = TiedNames(ties)
+        self._names = TiedNames(trained.ties)
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of this rank's layers, or other children of its stages."""
+        return [whole_name(name) for name, _ in self._whole.named_children()]
 
     def before(self, step: int) -> State:
-        """The state before a step, as far as this rank writes it."""
-        return self._without_creating(lambda: self._mine(step))
+        """The state before a step, as far as this rank writes it.
 
-    def _without_creating(self, work: Callable[[], State]) -> State:
-        """Run something that returns the optimizer's state, and leave a new optimizer without a state.
-
-        To return it, torch creates the state by a step with zero gradients. That would count as a step in
-        Adam's bias correction.
+        A new optimizer is left without a state. To return one, torch creates it by a step with zero
+        gradients, which would count as a step in Adam's bias correction.
         """
-        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
-        found = work()
+        fresh = [optimizer for optimizer in self._trained.optimizers if not optimizer.state]
+        with _bare(self._trained.optimizers):
+            found = self._mine(step)
         for optimizer in fresh:
             optimizer.state.clear()
         return found
 
-    def load(self, folder: Path) -> None:
-        """Continue from a checkpoint; raises :class:`InvalidRun` if it belongs to another model."""
+    def load(self, folder: Path, layers: Sequence[str] | None = None) -> None:
+        """Continue from a checkpoint.
+
+        Parameters
+        ----------
+        layers
+            The names of the whole model's layers, to find others in the checkpoint; None to skip that.
+
+        Raises
+        ------
+        InvalidRun
+            If it belongs to another model.
+        """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-        state = self._trained()
-        model, optimizer = state["model"], state["optimizer"]
-        with self._naming_files(folder):
+        optimizers = self._trained.optimizers
+        with self._naming_files(folder), _bare(optimizers):
             reader = Reader(folder)
-            for kind, place in (("model", ""), ("optimizer", " of the optimizer")):
-                for name in state[kind]:
-                    if self._names.stored(f"{kind}.{name}", reader) not in reader:
-                        raise self._other_model(folder, f"it lacks {name}{place}")
-            if reader.value("progress.model") != self._model:
-                raise self._other_model(folder, "the factory, its arguments or the seed differ")
+            self._require_same_model(folder, reader, layers)
+            state = self._state()
+            self._require_names(folder, reader, state)
             tensors = _named_tensors(state)
             for some in self._names.by_stored(tensors, reader):
                 reader.read_into(some)
-            for name in optimizer:
-                if f"optimizer.{name}" not in tensors:
-                    optimizer[name] = reader.value(self._names.stored(f"optimizer.{name}", reader))
-            set_state_dict(
-                self._whole,
-                self._optimizers,
-                model_state_dict=model,
-                optim_state_dict=optimizer,
-                options=StateDictOptions(flatten_optimizer_state_dict=True),
-            )
+            for name in state["optimizer"]:
+                there = f"optimizer.{whole_name(name)}"
+                if there not in tensors:
+                    state["optimizer"][name] = reader.value(self._names.stored(there, reader))
+            if state["model"]:
+                set_state_dict(
+                    self._whole,
+                    optimizers,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                    options=StateDictOptions(flatten_optimizer_state_dict=True),
+                )
             self._go_on(reader)
 
-    def _trained(self) -> dict[str, dict[str, Any]]:
-        """Parameters, buffers and optimizer state, by name."""
+    def _require_same_model(self, folder: Path, reader: Reader, layers: Sequence[str] | None) -> None:
+        saved, own = reader.value("progress.model"), self._trained.model
+        if None not in (saved, own) and saved != own:
+            raise self._other_model(folder, "the factory, its arguments or the seed differ")
+        known = tuple(f"model.{layer}." for layer in layers or ())
+        for name in reader.tensors if known else ():
+            if name.startswith("model.") and not name.startswith(known):
+                raise self._other_model(folder, f"it has {name.removeprefix('model.')}")
+
+    def _require_names(self, folder: Path, reader: Reader, state: Mapping[str, Mapping[str, Any]]) -> None:
+        for kind, place in (("model", ""), ("optimizer", " of the optimizer")):
+            for name in map(whole_name, state[kind]):
+                if self._names.stored(f"{kind}.{name}", reader) not in reader:
+                    raise self._other_model(folder, f"it lacks {name}{place}")
+
+    def _state(self) -> dict[str, dict[str, Any]]:
+        """Parameters, buffers and optimizer state, by their names in the modules."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+        if not self._whole.state_dict():  # torch's functions refuse that
+            return {"model": {}, "optimizer": {}}
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        model, optimizer = get_state_dict(self._whole, self._optimizers, options=options)
+        model, optimizer = get_state_dict(self._whole, self._trained.optimizers, options=options)
         return {"model": model, "optimizer": optimizer}
 
     def _mine(self, step: int) -> State:
-        """The state that this rank writes; replicas divide tensors that they all hold."""
-        trained, replicas = self._trained(), self._transport.layout.replicas
+        """The state that this rank writes; ranks divide tensors that they all hold."""
+        state, column, columns = self._state(), self._transport.column, self._transport.layout.columns
+        # The first rank with the same stages stands for parts that several of them hold.
+        first = self._transport.layout.global_rank(self._transport.pp_rank, 0)
         tensors = {
             name: tensor
-            for at, (name, tensor) in enumerate(_named_tensors(trained).items())
-            if (is_dtensor(tensor) or at % replicas == self._transport.replica)
+            for at, (name, tensor) in enumerate(_named_tensors(state).items())
+            if (is_first_holder(tensor, first) if is_dtensor(tensor) else at % columns == column)
             and not self._names.is_further(name)
         }
         values: dict[str, Any] = {f"random.{self._transport.rank}": _random_state()}
         if self._data is not None:
             values[f"data.{self._transport.rank}"] = self._data.data_state()
-        if self._transport.replica == 0:
+        if column == 0:
             values |= self._progress(step)
-            for name, value in trained["optimizer"].items():
-                if not isinstance(value, Tensor) and not self._names.is_further(f"optimizer.{name}"):
-                    values[f"optimizer.{name}"] = value
+            for name, value in state["optimizer"].items():
+                there = f"optimizer.{whole_name(name)}"
+                if not isinstance(value, Tensor) and not self._names.is_further(there):
+                    values[there] = value
         return State(tensors, values)
 
     def _progress(self, step: int) -> dict[str, Any]:
-        schedule = self._update.schedule
         progress = {
             "progress.step": step,
-            "progress.model": self._model,
-            "progress.loss_scale": asdict(self._update.loss_scale),
+            "progress.model": self._trained.model,
+            "progress.loss_scale": asdict(self._trained.loss_scale),
         }
-        # A rank without parameters has no schedule.
-        return progress if schedule is None else {**progress, "progress.schedule": schedule.state_dict()}
+        schedules = enumerate(self._trained.schedules)  # none on a rank without parameters
+        return progress | {_schedule(at): schedule.state_dict() for at, schedule in schedules}
 
     def _go_on(self, reader: Reader) -> None:
         rank = self._transport.rank
-        self._update.loss_scale.go_on_from(LossScale(**reader.value("progress.loss_scale")))
-        if self._update.schedule is not None:
-            self._update.schedule.load_state_dict(reader.value("progress.schedule"))
+        self._trained.loss_scale.go_on_from(LossScale(**reader.value("progress.loss_scale")))
+        for at, schedule in enumerate(self._trained.schedules):
+            schedule.load_state_dict(reader.value(_schedule(at)))
         # After a change of the number of ranks, some ranks have no saved random state; they use a new one.
         if f"random.{rank}" in reader:
             _set_random_state(reader.value(f"random.{rank}"))
         if self._data is not None and f"data.{rank}" in reader:
             self._data.load_data_state(reader.value(f"data.{rank}"))
-
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [] if self._update.optimizer is None else [self._update.optimizer]
 
     @contextmanager
     def _naming_files(self, folder: Path) -> Iterator[None]:
@@ -160,14 +193,14 @@ class RunState:
         try:
             yield
         except OSError as error:
-            raise InvalidRun(f"--checkpoint-dir {folder}: {error.strerror or error}.") from error
+            raise InvalidRun(f"checkpoint {folder}: {error.strerror or error}.") from error
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise self._other_model(folder, f"its state does not fit: {describe_error(error)}") from error
 
     def _other_model(self, folder: Path, why: str) -> InvalidRun:
         return InvalidRun(
-            f"--checkpoint-dir: {folder} belongs to another model ({why}). Use one directory per model, or "
-            f"the same --model, --model-args and --seed."
+            f"checkpoint {folder} belongs to another model ({why}). Use one directory per model, or the same "
+            f"layers and optimizer (for zbv-worker run, the same --model, --model-args and --seed)."
         )
 
 
@@ -193,6 +226,34 @@ def _as_one_module(modules: Mapping[int, nn.Module]) -> nn.Module:
     return whole
 
 
+def _schedule(at: int) -> str:
+    """The name of a schedule's state."""
+    return f"progress.schedule.{at}" if at else "progress.schedule"
+
+
+@contextmanager
+def _bare(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Optimizers without what torch's functions for their state cannot handle, within a context.
+
+    A new optimizer whose parameters have gradients would get no state, and the names of a group's parameters
+    depend on the rank.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    gradients = [(each, each.grad) for group in groups for each in group["params"]]
+    names = [group.pop("param_names", None) for group in groups]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        now = [group for optimizer in optimizers for group in optimizer.param_groups]  # loading replaces them
+        for group, known in zip(now, names, strict=True):
+            if known is not None:
+                group["param_names"] = known
+
+
 def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
@@ -209,7 +270,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 def _named_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     return {
-        f"{kind}.{name}": value
+        f"{kind}.{whole_name(name)}": value
         for kind, values in state.items()
         for name, value in values.items()
         if isinstance(value, Tensor)

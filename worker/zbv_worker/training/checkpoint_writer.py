@@ -133,7 +133,7 @@ class BackgroundWriter:
         if thread.is_alive():
             raise ChannelTimeout(
                 f"rank {self._rank}, at a checkpoint: its files were not written within "
-                f"{2 * self._timeout:g} s. Check the file system, or raise --checkpoint-timeout."
+                f"{2 * self._timeout:g} s. Check the file system, or raise the timeout of checkpoints."
             )
         self._thread = None
         if self._error is not None:

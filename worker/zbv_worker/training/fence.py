@@ -59,14 +59,14 @@ class Claimant:
     Attributes
     ----------
     model
-        Fingerprint of the model; a directory belongs to one model.
+        Fingerprint of the model; a directory belongs to one model. None if it is unknown.
     run
         Id of the service's run; None for a run without a service.
     attempt
         The run's generation as counted by the service: an older attempt cannot take over from a newer one.
     """
 
-    model: str
+    model: str | None
     run: str | None = None
     attempt: int = 0
 
@@ -122,7 +122,7 @@ class Fence:
         newest = _newest(self.directory)
         if newest > self.generation:
             raise Superseded(
-                f"--checkpoint-dir {self.directory}: generation {newest} has taken over "
+                f"checkpoints in {self.directory}: generation {newest} has taken over "
                 f"({_about(self.directory, newest)}). This is generation {self.generation}; it ends now and "
                 f"writes nothing more. Use a separate directory for each run that trains at the same time."
             )
@@ -224,16 +224,16 @@ def _require_right(directory: Path, claimant: Claimant, newest: int) -> None:
     if newest == 0:
         return
     model = _claim_of(directory, newest).model
-    if model not in (None, claimant.model) and checkpoints(directory):
+    if None not in (model, claimant.model) and model != claimant.model and checkpoints(directory):
         raise InvalidRun(
-            f"--checkpoint-dir: {directory} belongs to another model (the factory, its arguments or the seed "
-            f"differ). Use one directory per model, or the same --model, --model-args and --seed."
+            f"checkpoints in {directory}: it belongs to another model (the factory, its arguments or the "
+            f"seed differ). Use one directory per model, or the same --model, --model-args and --seed."
         )
     for number in _numbers(directory):
         other = _claim_of(directory, number)
         if claimant.run is not None and other.run == claimant.run and other.attempt > claimant.attempt:
             raise Superseded(
-                f"--checkpoint-dir {directory}: generation {other.attempt} of run {claimant.run} uses it "
+                f"checkpoints in {directory}: generation {other.attempt} of run {claimant.run} uses it "
                 f"({_about(directory, number)}). This is generation {claimant.attempt}, which the service "
                 f"has abandoned; it ends now and has written nothing."
             )

@@ -41,6 +41,8 @@ class TrainingOptions:
         The number of pipelines that train the same model on different microbatches.
     is_sharded
         Whether the replicas divide each stage's parameters among them, instead of each holding all.
+    parts
+        How often a step runs the plan, each time on other microbatches, before the optimizer's step.
     clip_norm
         The longest allowed gradient of the whole model; None for no limit.
     non_finite
@@ -63,6 +65,7 @@ class TrainingOptions:
     precision: Precision = "float32"
     is_compiled: bool = False
     has_main_gradients: bool = True
+    parts: int = 1
     clip_norm: float | None = None
     non_finite: NonFinite = "fail"
     evaluate_every: int | None = None
@@ -88,6 +91,7 @@ class TrainingOptions:
             ("precision", self.precision),
             ("compiling", str(self.is_compiled)),
             ("main gradients", str(self.has_main_gradients)),
+            ("runs of the plan per step", str(self.parts)),
             ("clip norm", str(self.clip_norm)),
             ("non-finite steps", self.non_finite),
             ("evaluation", str(self.evaluate_every)),
@@ -181,6 +185,7 @@ def require_plain(options: TrainingOptions, model: PipelineModel) -> None:
         "--shard": options.is_sharded,
         "--precision": options.precision != "float32",
         "--compile": options.is_compiled,
+        "--accumulate": options.parts > 1,
         "--evaluate-every": options.evaluate_every is not None,
         "--next-plan": options.next_plan is not None,
     }

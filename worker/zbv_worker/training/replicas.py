@@ -12,24 +12,38 @@ from zbv_worker.transport.channels import Transport
 
 
 class DataOfReplica:
-    """A replica's share of a step's microbatches: with m per replica, replica d has those from d·m on.
+    """A replica's share of a step's microbatches.
 
-    Together the replicas train on the same microbatches as one pipeline with as many.
+    A step has N parts, each a run of the plan with m microbatches on each of R replicas. In part e, replica d
+    has the microbatches from (e·R + d)·m on. So N parts, or N replicas, train on the same microbatches as one
+    pipeline with as many.
+
+    Parameters
+    ----------
+    microbatches
+        m.
+    parts
+        N.
     """
 
-    def __init__(self, model: PipelineModel, microbatches: int, replica: int):
+    def __init__(
+        self, model: PipelineModel, microbatches: int, replica: int, replicas: int = 1, parts: int = 1
+    ):
         self._model = model
         self._first = replica * microbatches
+        self._of_part = replicas * microbatches
+        self._parts = parts
 
-    def microbatch(self, step: int, index: int) -> Microbatch | tuple[Any, ...]:
-        """See :meth:`zbv_worker.model.PipelineModel.microbatch`."""
-        return self._model.microbatch(step, self._first + index)
+    def microbatch(self, number: int, index: int) -> Microbatch | tuple[Any, ...]:
+        """A microbatch of a run of the plan; ``number`` counts the runs before it."""
+        step, part = divmod(number, self._parts)
+        return self._model.microbatch(step, part * self._of_part + self._first + index)
 
     def evaluation_microbatch(self, step: int, index: int) -> Microbatch | tuple[Any, ...]:
-        """Like :meth:`microbatch`, for evaluation data if the model has such data."""
+        """A microbatch of an evaluation before a step, of the evaluation data if the model has such data."""
         if isinstance(self._model, Evaluated):
             return self._model.evaluation_microbatch(step, self._first + index)
-        return self.microbatch(step, index)
+        return self._model.microbatch(step, self._first + index)
 
 
 def mean_over_replicas(

@@ -30,9 +30,13 @@ class StepLine:
     loss
         Mean over the microbatches of all replicas; None on ranks without the last stage.
     seconds
-        Time from the start of the rank's first action to the end of its last.
+        Time from the start of the rank's first action to the end of its last; summed over the runs of the
+        plan if a step has several.
     update_seconds
         Time for gradient sums and the optimizer after that; not part of ``seconds``.
+    auxiliary_loss
+        The sum of the auxiliary losses of this rank's stages, averaged over its replica's microbatches (with
+        weights, by these). The loss does not contain them. None without any.
     """
 
     step: int
@@ -41,6 +45,7 @@ class StepLine:
     seconds: float
     update_seconds: float
     updated: Updated = field(default_factory=Updated)
+    auxiliary_loss: float | None = None
 
 
 @dataclass
@@ -94,9 +99,10 @@ class RankReport:
     def document(self) -> dict[str, Any]:
         """The report as JSON.
 
-        Times are in seconds; actions are [text, wait, start, end, bytes received] with nanoseconds. JSON has
-        no infinite numbers, so such a loss or norm is a string: ``nan``, ``inf`` or ``-inf``. The clock is
-        the host's monotonic one: ranks of one host share it, ranks of different hosts do not.
+        Times are in seconds; actions are [text, wait, start, end, bytes received] with nanoseconds, those of
+        the last run of the plan in a step. JSON has no infinite numbers, so such a loss or norm is a string:
+        ``nan``, ``inf`` or ``-inf``. The clock is the host's monotonic one: ranks of one host share it, ranks
+        of different hosts do not.
         """
         records = {result.step: result.records for _, result in self.recent}
         return {
@@ -107,6 +113,7 @@ class RankReport:
                     "step": line.step,
                     "plan_id": line.plan_id,
                     "loss": _number(line.loss),
+                    **_auxiliary(line),
                     "seconds": line.seconds,
                     "optimizer_seconds": line.update_seconds,
                     "gradient_norm": _number(line.updated.gradient_norm),
@@ -118,6 +125,10 @@ class RankReport:
             "events": list(self.events),
             "evaluations": [{"step": step, "loss": _number(loss)} for step, loss in self.evaluations.items()],
         }
+
+
+def _auxiliary(line: StepLine) -> dict[str, Any]:
+    return {} if line.auxiliary_loss is None else {"auxiliary_loss": _number(line.auxiliary_loss)}
 
 
 def _number(value: float | None) -> float | str | None:

@@ -45,6 +45,9 @@ class Reporting:
         """Report a step; raises :class:`NotFinite` if the run must fail."""
         self.report.add(line, result)
         self._say_loss(f"step {line.step}:", line.loss, f", {line.seconds:.3f} s{_outcome(line.updated)}")
+        if line.auxiliary_loss is not None and self._is_speaker:
+            of_rank = f"auxiliary loss {line.auxiliary_loss:.4g} of rank {self._rank}'s stages"
+            _say(f"step {line.step}: {self._label}{of_rank}")
         self._non_finite(line.step, line.updated)
 
     def evaluation(self, step: int, loss: float | None) -> None:

@@ -33,14 +33,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbv_worker.errors import naming_errors
+from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.stage.layers import calls_in_order
 from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
 from zbv_worker.training.buckets import require_dense
 from zbv_worker.training.gradients import Gradients, squares
 from zbv_worker.training.shards import Holders, ShardBucket, Unit, unit_of
+from zbv_worker.training.ties import Ties
 from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.control import ConnectedTransport
 
 
 class ShardedGradients(Gradients):
@@ -233,3 +235,25 @@ def _parts(stage: int, module: nn.Module) -> list[_StagePart]:
     # Recomputation calls the layers, not the module.
     entries = (module, *(child for _, child in children))
     return [_StagePart(f"stage {stage}, all layers", tuple(module.parameters()), entries)]
+
+
+def sharded_gradients_of(
+    modules: Mapping[int, nn.Module],
+    transport: Transport,
+    device: torch.device,
+    timeout: float,
+    *,
+    has_main: bool,
+    ties: Ties,
+) -> ShardedGradients:
+    """The gradients of replicas that divide their parameters; raises :class:`InvalidRun` if they cannot."""
+    if ties:
+        raise InvalidRun(
+            "--shard: found tied parameters on different ranks. Use placement v, which has the first and the "
+            "last stage on one rank, or omit --shard."
+        )
+    if not isinstance(transport, ConnectedTransport) or transport.replica_group is None:
+        raise InvalidRun(
+            "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
+        )
+    return ShardedGradients(modules, transport, transport.replica_group, device, timeout, has_main=has_main)

@@ -15,16 +15,17 @@ from zbv_worker.execution.agreement import Statement, agree, agree_on_keywords
 from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
-from zbv_worker.execution.fetch_ahead import DEFAULT_FETCH_AHEAD
+from zbv_worker.execution.fetch_ahead import fetched_ahead
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.step import Launched
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.layer_list import whole_name
-from zbv_worker.model.protocol import FetchedAhead, PipelineModel, StatefulData, Tied, Weighted
+from zbv_worker.model.protocol import PipelineModel, StatefulData, Tied, Weighted
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.batch_loss import BatchLoss
 from zbv_worker.training.checkpoint import Checkpoints
+from zbv_worker.training.checkpoint_state import Trained
 from zbv_worker.training.gradients import Gradients, gradients_of
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.options import (
@@ -42,10 +43,13 @@ from zbv_worker.training.reporting import Reporting
 from zbv_worker.training.ties import Ties
 from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.control import ConnectedTransport
 
 if TYPE_CHECKING:  # it refuses versions of torch that it does not support
     from zbv_worker.torch_runtime.executor import TorchExecutor
+
+
+_OF_UPDATE = 4
+"""How many numbers :meth:`Update.settle` takes."""
 
 
 class Training:
@@ -86,7 +90,8 @@ class Training:
         self._whole = whole
         self._model = model
         self._stages: dict[int, Stage] = {}
-        self._launched: Launched | None = None
+        self._launched: list[Launched] = []
+        self._is_last_part = True
         self._executor: Executor | TorchExecutor
         self._loss_scale = LossScale.of(options.precision)
         self._agree()
@@ -134,7 +139,9 @@ class Training:
         )
 
     def step(self, step: int) -> None:
-        """Run one step of the plan and the optimizer, after any evaluation, checkpoint or plan change due.
+        """Run one step: the plan, once or several times, and the optimizer.
+
+        Before it, do the evaluation, checkpoint or change of plan that is due.
 
         On a GPU the step's numbers are reported, and raise errors, while the next step is launched.
         """
@@ -143,27 +150,48 @@ class Training:
         for stage in self._stages.values():
             stage.loss_scale = self._loss_scale.value
         self._gradients.begin()
-        launched = self._executor.launch(step)
-        self._settle()  # of the step before: the executor has seen its end
+        launched = []
+        for part in range(self._options.parts):
+            self._is_last_part = part == self._options.parts - 1
+            launched.append(self._executor.launch(step, part))
+            self._settle()  # the step before: the executor has seen its end
+        losses = [loss for each in launched for loss in each.losses.values()]
         with naming_errors(self._rank, f"after step {step}"):
             self._gradients.finish(self._timeout)
             self._require_mean()
-            loss, factor = self._batch_loss.of(launched.losses.values())
-            launched.end(self._update.launch(self._timeout, loss, factor))
+            loss, factor = self._batch_loss.of(losses, self._options.parts)
+            numbers = self._update.launch(self._timeout, loss, factor)
+            auxiliary = self._batch_loss.auxiliary
+            replicas = self._transport.layout.replicas
+            launched[-1].end(numbers if auxiliary is None else [*numbers, auxiliary * replicas])
         self._launched = launched
         if self._update.must_wait:
             self._settle()
 
+    def _stage_done(self, stage: int) -> None:
+        """Let a stage's gradients be summed once the last run of the plan in a step has added to them."""
+        if self._is_last_part:
+            self._gradients.stage_done(stage)
+
     def _settle(self) -> None:
         """Report the newest step, once it is complete on the device; does nothing if that has been done."""
-        launched, self._launched = self._launched, None
-        if launched is None:
+        launched, self._launched = self._launched, []
+        if not launched:
             return
-        step, result = launched.step, launched.result()
-        updated = self._update.settle(result.numbers)
-        loss = result.numbers[0] if launched.losses else None
-        line = StepLine(step, self._plan.plan_id, loss, result.seconds, result.update_seconds, updated)
-        self._reporting.step(line, result)
+        step, results = launched[-1].step, [each.result() for each in launched]
+        newest, seconds = results[-1], sum(each.seconds for each in results)
+        (loss, *_), auxiliary = newest.numbers, newest.numbers[_OF_UPDATE:]
+        updated = self._update.settle(newest.numbers[:_OF_UPDATE])
+        line = StepLine(
+            step,
+            self._plan.plan_id,
+            loss if launched[-1].losses else None,
+            seconds,
+            newest.update_seconds,
+            updated,
+            auxiliary[0] if auxiliary else None,
+        )
+        self._reporting.step(line, newest)
         if step == self.first_step:
             self._reporting.unsplit(step, self._split_shares)
         self._reporting.update_trace()
@@ -280,41 +308,44 @@ class Training:
             require_own_gradients(modules)
             return modules
         require_compilable(options)
-        self._stages = build_stages(
-            self._model, self._plan, device, replicas=options.replicas, program=options.program
-        )
+        copies = options.replicas * options.parts  # the loss is a mean over the microbatches of all of them
+        self._stages = build_stages(self._model, self._plan, device, replicas=copies, program=options.program)
         return {index: stage.module for index, stage in self._stages.items()}
 
     def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
-        has_main = self._options.has_main_gradients
-        if self._options.is_sharded:
-            if self._ties:
-                raise InvalidRun(
-                    "--shard: found tied parameters on different ranks. Use placement v, which has the first "
-                    "and the last stage on one rank, or omit --shard."
-                )
-            return _sharded(modules, self._transport, self._setting.device, self._timeout, has_main=has_main)
-        return gradients_of(modules, self._transport, has_main=has_main, ties=self._ties)
+        has_main, transport = self._options.has_main_gradients, self._transport
+        if not self._options.is_sharded:
+            return gradients_of(modules, transport, has_main=has_main, ties=self._ties)
+        from zbv_worker.training.sharding import sharded_gradients_of  # imports DTensor, which takes a second
+
+        return sharded_gradients_of(
+            modules, transport, self._setting.device, self._timeout, has_main=has_main, ties=self._ties
+        )
 
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""
         self._gradients.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
+        parts, transport = self._options.parts, self._transport
+        last = self._setting.run.steps * parts - 1
         self._executor = Executor(
             self._plan,
             self._stages,
-            DataOfReplica(self._model, self._plan.microbatches, self._transport.replica),
-            self._transport,
+            DataOfReplica(
+                self._model, self._plan.microbatches, transport.replica, transport.layout.replicas, parts
+            ),
+            transport,
             device=self._setting.device,
             timeout=self._timeout,
             options=ExecutorOptions(
                 look_ahead=self._setting.run.receives_ahead,
                 progress=self._setting.progress,
-                on_stage_done=self._gradients.stage_done,
+                on_stage_done=self._stage_done,
                 startup_timeout=self._setting.run.startup_timeout,
                 # The first microbatch runs uncompiled, so of one microbatch the second step compiles.
                 startup_steps=2 if self._options.is_compiled and self._plan.microbatches == 1 else 1,
-                fetch_ahead=_fetch_ahead(self._model, self._setting.device),
-                last_step=None if isinstance(self._model, StatefulData) else self._setting.run.steps - 1,
+                fetch_ahead=fetched_ahead(self._model, self._setting.device),
+                last_step=None if isinstance(self._model, StatefulData) else last,
+                parts=parts,
                 keywords=self._keywords,
             ),
         )
@@ -335,16 +366,17 @@ class Training:
     def _make_checkpoints(self, modules: dict[int, nn.Module]) -> Checkpoints | None:
         if self._options.checkpoint is None:
             return None
-        return Checkpoints(
-            self._options.checkpoint,
+        update = self._update
+        trained = Trained(
             modules,
-            self._update,
             self._setting.run.model.fingerprint(0),
+            [] if update.optimizer is None else [update.optimizer],
+            [] if update.schedule is None else [update.schedule],
+            update.loss_scale,
             self._model,
-            self._transport,
-            self._setting.device,
             self._ties,
         )
+        return Checkpoints(self._options.checkpoint, trained, self._transport, self._setting.device)
 
 
 def _names(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, str]:
@@ -354,13 +386,6 @@ def _names(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, str]:
         for module in modules.values()
         for name, parameter in module.named_parameters()
     }
-
-
-def _fetch_ahead(model: PipelineModel, device: torch.device) -> int:
-    """How many microbatches to fetch ahead on a thread."""
-    if isinstance(model, FetchedAhead):
-        return model.fetch_ahead
-    return DEFAULT_FETCH_AHEAD if device.type == "cuda" else 0
 
 
 def _seed(seed: int, transport: Transport) -> None:
@@ -373,21 +398,3 @@ def _seed(seed: int, transport: Transport) -> None:
     digest = hashlib.sha256(f"{seed}/{place}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7]))
     random.seed(digest)
-
-
-def _sharded(
-    modules: dict[int, nn.Module],
-    transport: Transport,
-    device: torch.device,
-    timeout: float,
-    *,
-    has_main: bool,
-) -> Gradients:
-    from zbv_worker.training.sharding import ShardedGradients  # imports DTensor, which takes a second
-
-    if not isinstance(transport, ConnectedTransport) or transport.replica_group is None:
-        raise InvalidRun(
-            "--shard: found one replica; parameters are divided among several. Pass --data-parallel."
-        )
-    group = transport.replica_group
-    return ShardedGradients(modules, transport, group, device, timeout, has_main=has_main)

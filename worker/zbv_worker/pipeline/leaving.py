@@ -1,0 +1,33 @@
+"""What a pipeline still does when its process ends, or drops it, without :meth:`Pipeline.close`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbv_worker.pipeline.agent_run import RunReports
+from zbv_worker.pipeline.checkpoints import PipelineCheckpoints
+from zbv_worker.pipeline.data import SharedData
+from zbv_worker.pipeline.failures import Failures
+from zbv_worker.pipeline.rank import PipelineRank
+
+_LEAVE_SECONDS = 10.0
+"""How long it waits for its peers to receive what it sent."""
+
+
+def leave(
+    own: PipelineRank,
+    shared: SharedData | None,
+    reports: RunReports | None,
+    saving: Sequence[PipelineCheckpoints],
+    failures: Failures,
+) -> None:
+    """Complete this rank's checkpoints and reports, and let the peers receive what the rank has sent."""
+    if failures.has_failed:
+        return
+    for checkpoints in saving:
+        checkpoints.leave()
+    if shared is not None:
+        shared.leave(_LEAVE_SECONDS)
+    if reports is not None:
+        reports.finish()
+    own.leave(_LEAVE_SECONDS)

@@ -65,8 +65,7 @@ class FullySharded:
                     f"mesh['dp'], or mesh['dp_replicate', 'dp_shard']."
                 )
         for module in self._all:
-            if copies is not None:
-                self._divide(module, len(copies))
+            self._divide(module, None if copies is None else len(copies))
         if self._all:
             from torch.distributed.fsdp import share_comm_ctx
 
@@ -77,11 +76,12 @@ class FullySharded:
             for root in self._roots(modules.values()):
                 root._get_fsdp_state()._lazy_init()
 
-    def _divide(self, module: Any, replicas: int) -> None:
+    def _divide(self, module: Any, replicas: int | None) -> None:
         info = next((group.mesh_info for group in self._groups([module])), None)
         if info is not None:
-            shards = getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
-            module.set_gradient_divide_factor(shards / replicas)
+            if replicas is not None:
+                shards = getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
+                module.set_gradient_divide_factor(shards / replicas)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
     def begin(self) -> None:

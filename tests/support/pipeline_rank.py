@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +181,14 @@ def several() -> nn.ModuleList:
     return nn.ModuleList([Begin(), Between(), Between(), Between(), End()])
 
 
-def passes_values(folder: Path) -> Found:
-    """Tuples with integers between stages, keywords, and auxiliary losses by weight, against a plain loop."""
+def several_batch() -> tuple[Tensor, Tensor, dict[str, Any]]:
     inputs, targets = batch()
-    keywords: dict[str, Any] = {"scale": batch(4)[0][:, :1], "weight": (targets[:, :1] > 0).float()}
+    return inputs, targets, {"scale": batch(4)[0][:, :1], "weight": (targets[:, :1] > 0).float()}
+
+
+def several_trained() -> Any:
+    """The layers after a plain loop over the microbatches, with gradients."""
+    inputs, targets, keywords = several_batch()
     total, weights = torch.zeros(()), torch.zeros(())
     reference: Any = several()
     parts = (torch.split(each, 2) for each in (inputs, targets, keywords["scale"], keywords["weight"]))
@@ -195,6 +200,13 @@ def passes_values(folder: Path) -> Found:
         loss, counted = weighted(reference[-1](y), target)
         total, weights = total + loss, weights + counted
     torch.autograd.backward(total / weights)
+    return reference
+
+
+def passes_values(folder: Path) -> Found:
+    """Tuples with integers between stages, keywords, and auxiliary losses by weight, against a plain loop."""
+    inputs, targets, keywords = several_batch()
+    reference = several_trained()
     with pipeline(folder, layers=several(), loss=weighted) as pipe:
         _, outputs = pipe.step(inputs, targets, outputs=True, **keywords)
         found = Found(apart=apart(pipe, reference), outputs=None if outputs is None else len(outputs))
@@ -205,6 +217,39 @@ def passes_values(folder: Path) -> Found:
         except zbv.InvalidRun as error:
             found["said"] = str(error)
     return found
+
+
+def shares_data(folder: Path) -> Found:
+    """Only one rank has a batch: steps and an evaluation, no batch anywhere, and one on the wrong rank."""
+    inputs, targets, keywords = several_batch()
+    reference, found = several_trained(), Found(apart=[], evaluated=[], said=[])
+    for data_rank in (0, 1):
+        has_data = dist_rank() == data_rank
+        data, more = ((inputs, targets), keywords) if has_data else ((), {})
+        pipe = pipeline(folder, layers=several(), loss=weighted, data_rank=data_rank)
+        for wrong in ((), (inputs[:3], targets[:3]) if has_data else ()):
+            found["said"].append(error_of(partial(pipe.step, *wrong)))
+        loss, outputs = pipe.evaluate(*data, outputs=True, **more)
+        first = pipe.step(*data, **more)
+        found["apart"].append(apart(pipe, reference))
+        # The parameters are the same, so this has the same loss; the microbatches are in another order.
+        parts = zip(*(torch.split(each.flip(0), 2) for each in (*data, *more.values())), strict=True)
+        given = [(x, target, dict(zip(more, rest, strict=True))) for x, target, *rest in parts]
+        second = pipe.step(microbatches=given) if has_data else pipe.step()
+        if loss is not None:
+            found["evaluated"] += [float(abs(each - loss)) for each in (first, second)] + [len(outputs)]
+        pipe.close()
+    pipe = pipeline(folder, data_rank=0)
+    found["said"].append(error_of(lambda: pipe.step(inputs, targets)))
+    return found
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except zbv.WorkerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def own_world(folder: Path) -> Found:
@@ -273,6 +318,8 @@ def refuses(folder: Path) -> Found:
     wrong: tuple[Found, ...] = (
         {"layers": [*model()][:2]},
         {"microbatches": 7},
+        {"data_rank": 2},
+        {"data_rank": dist_rank()},
         {"layers": [*model()][:-1] if dist_rank() else [*model()]},
         {"layers": [*[*model()][:2], (lambda: 3) if dist_rank() else nn.Identity(), *[*model()][3:]]},
     )

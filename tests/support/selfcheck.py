@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.build_stages import build_modules, build_stages
-from zbv_worker.execution.executor import Executor, ExecutorOptions, StepResult
+from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.step import StepResult
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.training.options import Runtime

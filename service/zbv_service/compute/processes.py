@@ -33,6 +33,10 @@ ORPHANED = 70
 logger = logging.getLogger(__name__)
 
 
+class ShutDown(RuntimeError):
+    """The executor was shut down; it takes no more tasks."""
+
+
 def preload(*modules: str) -> None:
     """Have the fork server import these modules, so that forked processes start with them.
 
@@ -70,17 +74,19 @@ class IsolatedProcesses(Executor):
         forkserver.ensure_running()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call in an idle process, or in a new one."""
+        """Run a call in an idle process, or in a new one; raises :class:`ShutDown`."""
         while True:
             with self._lock:
                 if self._is_shut_down:
-                    raise RuntimeError("the executor was shut down; it takes no more tasks.")
+                    raise ShutDown("the executor was shut down; it takes no more tasks.")
                 pool = self._idle.pop() if self._idle else self._new()
             try:
                 future = pool.submit(fn, *args, **kwargs)
             except BrokenExecutor:
                 self._discard(pool)  # it died while idle
                 continue
+            except RuntimeError as error:  # of a pool that was shut down meanwhile
+                raise ShutDown("the executor was shut down; it takes no more tasks.") from error
             with self._lock:
                 self._working[future] = pool
             future.add_done_callback(partial(self._returned, pool))

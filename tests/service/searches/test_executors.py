@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
+from support.fake_searches import fake, immediate
 from zbv_service.compute.executor_choice import ExecutorChoice, parse_choice
+from zbv_service.records.searches import Claim
+from zbv_service.searches.executors.executor import SearchLost
 from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.owners import is_dead, new_owner
 from zbv_service.searches.runner import make_executor
@@ -75,3 +78,15 @@ def test_only_owners_on_this_machine_are_known_to_be_dead() -> None:
     assert not is_dead(elsewhere, mine)
     for rubbish in ("", ":", "a:b", f"{mine.rsplit(':', 2)[0]}:x:y"):
         assert not is_dead(rubbish, mine)
+
+
+@pytest.mark.anyio
+async def test_a_search_whose_process_was_not_started_when_the_service_stopped_is_lost_not_failed() -> None:
+    executor = LocalExecutor(1, preload=False)
+    await executor.start()
+    claim = Claim("a", 1, b"", {}, None, 1, False)
+    computation = executor.expect(claim, fake(immediate), lambda update: None)
+    executor.kill()
+    with pytest.raises(SearchLost, match="the service stopped before"):
+        await computation.plan()
+    await executor.stop()

@@ -11,8 +11,9 @@ from torch import Tensor
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_worker.execution.executor import Executor, ExecutorOptions, Launched
+from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
+from zbv_worker.execution.step import Launched
 from zbv_worker.execution.timeline import CudaTimeline
 from zbv_worker.transport.channels import Reduction, key_of
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD

@@ -19,7 +19,7 @@ from zbv_solver.plans.orders import Action
 from zbv_solver.problem.placement import Placement
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.commands.cli import main
-from zbv_worker.execution.executor import StepResult
+from zbv_worker.execution.step import StepResult
 from zbv_worker.execution.timeline import Record
 from zbv_worker.gpu_report import communicator, gpu_report, pipeline, replicas, streams
 from zbv_worker.gpu_report.check import (

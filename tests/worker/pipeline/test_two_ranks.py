@@ -15,6 +15,7 @@ PROGRAMS = (
     "accumulates",
     "weighs",
     "passes_values",
+    "shares_data",
     "trains",
     "factories",
     "refuses",
@@ -75,6 +76,24 @@ def test_values_keywords_and_auxiliary_losses_reach_every_stage(seen: dict[str, 
         assert "found the keyword 'mask', which no layer takes" in rank["said"]
 
 
+def test_one_rank_has_the_data_of_all(seen: dict[str, Found]) -> None:
+    first, second = seen["shares_data"]
+    assert max(first["apart"] + second["apart"]) < 1e-6
+    assert first["evaluated"] == pytest.approx([0, 0, 4] * 2, abs=1e-6)
+    assert second["evaluated"] == []
+
+
+def test_data_on_the_wrong_rank_or_nowhere_is_refused(seen: dict[str, Found]) -> None:
+    first, second = (rank["said"] for rank in seen["shares_data"])
+    for source, (mine, other) in enumerate(((first[:2], second[:2]), (second[2:4], first[2:4]))):
+        none, uneven = mine
+        assert none.startswith(f"InvalidRun: found no batch; rank {source} is the pipeline's data rank")
+        assert "inputs has 3 rows; must be a multiple" in uneven
+        assert other == [said.replace("InvalidRun: ", f"InvalidRun: rank {source}: ") for said in mine]
+    assert second[4].startswith("InvalidRun: found a batch on rank 1; the pipeline's data rank is 0")
+    assert first[4].startswith("PeerLost: rank 1 lost: found a batch on rank 1")
+
+
 def test_optimizers_schedules_and_clipping_train_the_same_model(seen: dict[str, Found]) -> None:
     for rank in seen["trains"]:
         assert max(rank["norms"]) < 1e-6
@@ -108,9 +127,11 @@ def test_an_error_at_the_start_is_raised_on_all_ranks(seen: dict[str, Found]) ->
     for said in (first, second):
         assert "found 2 layers; the plan has 4 stages" in said[0]
         assert "found microbatches=7; the plan has 4" in said[1]
-        assert said[2].startswith("Disagreement: the ranks differ in model")
-    assert second[3].startswith("InvalidRun: layer 2: the function returned a int")
-    assert first[3] == second[3].replace("InvalidRun: ", "InvalidRun: rank 1 cannot start: ")
+        assert "found data_rank=2; must be a rank of the pipeline, 0 to 1." in said[2]
+        assert said[3].startswith("Disagreement: the ranks differ in data rank (rank 0: 0; rank 1: 1)")
+        assert said[4].startswith("Disagreement: the ranks differ in model")
+    assert second[5].startswith("InvalidRun: layer 2: the function returned a int")
+    assert first[5] == second[5].replace("InvalidRun: ", "InvalidRun: rank 1 cannot start: ")
 
 
 def test_a_failed_rank_fails_its_peers_at_once_with_its_reason(seen: dict[str, Found]) -> None:

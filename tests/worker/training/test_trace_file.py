@@ -11,7 +11,7 @@ import zbv_worker.training.report
 import zbv_worker.training.trace_file
 from support.thread_transport import ThreadHub
 from zbv_solver.plans.orders import Action
-from zbv_worker.execution.executor import StepResult
+from zbv_worker.execution.step import StepResult
 from zbv_worker.execution.timeline import Record
 from zbv_worker.host.state_files import trace_file
 from zbv_worker.training.report import RankReport, StepLine

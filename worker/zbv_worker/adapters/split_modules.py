@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.stage.split_backward import Queueing, is_accumulating, queue_for, queued_linear
+from zbv_worker.stage.queueing_functions import is_accumulating
+from zbv_worker.stage.recorder import Queueing, queue_for
+from zbv_worker.stage.split_backward import queued_linear
 from zbv_worker.stage.weight_grads import GroupedGrad, WeightGrads
 
 

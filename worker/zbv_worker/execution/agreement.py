@@ -90,8 +90,13 @@ def agree_on_keywords(transport: Transport, mine: Keywords, timeout: float) -> K
     TimeoutError
         If a rank does not take part.
     """
+    return Keywords.union(keywords_by_rank(transport, mine, timeout))
+
+
+def keywords_by_rank(transport: Transport, mine: Keywords, timeout: float) -> list[Keywords]:
+    """Like :func:`agree_on_keywords`, for each rank."""
     said = transport.gather(_KEYWORDS.dump_python([mine], mode="json")[0], timeout)
-    return Keywords.union(_KEYWORDS.validate_python(said))
+    return _KEYWORDS.validate_python(said)
 
 
 def _check_common(statements: Sequence[Statement]) -> None:

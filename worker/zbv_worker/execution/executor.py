@@ -8,14 +8,13 @@ next step (:mod:`zbv_worker.execution.timeline`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from zbv_solver.plans.channels import Channel
 
 from zbv_worker.execution.binding import (
@@ -30,6 +29,7 @@ from zbv_worker.execution.binding import (
 from zbv_worker.execution.fetch_ahead import FetchAhead, order_of_need
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, activations, forwards, lower
+from zbv_worker.execution.step import DeviceWaits, Launched, StepResult
 from zbv_worker.execution.timeline import (
     CudaTimeline,
     HostTimeline,
@@ -50,110 +50,6 @@ from zbv_worker.values.packing import Crossing
 from zbv_worker.values.structure import bytes_of
 
 DEFAULT_LOOK_AHEAD = 3
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One step of one rank.
-
-    Attributes
-    ----------
-    losses
-        Losses by microbatch; empty on ranks without the last stage.
-    records
-        One per action, in execution order.
-    update_seconds
-        Time from the end of the last action to the end of what :meth:`Launched.end` concluded.
-    numbers
-        The numbers that were passed to :meth:`Launched.end`.
-    """
-
-    step: int
-    losses: dict[int, float]
-    records: tuple[Record, ...]
-    update_seconds: float = 0.0
-    numbers: tuple[float, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the start of the rank's first action to the end of its last."""
-        return (self.records[-1].end - self.records[0].start) / 1e9
-
-    @property
-    def loss(self) -> float | None:
-        """The mean loss over the microbatches; None on ranks without the last stage."""
-        return sum(self.losses.values()) / len(self.losses) if self.losses else None
-
-
-@dataclass(frozen=True)
-class DeviceWaits:
-    """How the end of a step on a GPU is queued, and waited for; see :class:`Queued`."""
-
-    add_end: Callable[[Any, Any], None]
-    finish: Callable[[], list[float]]
-
-
-class Launched:
-    """A step whose actions are launched; on a GPU they may not be complete.
-
-    Parameters
-    ----------
-    losses
-        Losses by microbatch, on the rank's device; empty on ranks without the last stage.
-    records
-        One per action, with marks of the timeline.
-    waits
-        None if everything launched is complete.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        losses: Mapping[int, Tensor],
-        records: Sequence[Record],
-        timeline: Timeline,
-        waits: DeviceWaits | None = None,
-    ):
-        self.step = step
-        self.losses = losses
-        self._records = records
-        self._timeline = timeline
-        self._waits = waits
-        self._read_losses = timeline.reading([*losses.values()])
-        self._read_numbers: Callable[[], list[float]] = list
-        self._end: list[Record] = []
-        self._result: StepResult | None = None
-
-    def end(self, numbers: Sequence[Tensor] = ()) -> None:
-        """Call once the step's update is launched; does not wait. A second call has no effect.
-
-        Parameters
-        ----------
-        numbers
-            Tensors of one number each, for :attr:`StepResult.numbers`.
-        """
-        if self._end:
-            return
-        self._read_numbers = self._timeline.reading(numbers)
-        last = self._records[-1]
-        end = Record(last.action, last.end, last.end, self._timeline.mark())
-        self._end = [end]
-        if self._waits is not None:
-            self._waits.add_end(end.start, end.end)
-
-    def result(self) -> StepResult:
-        """Wait until the step, and its update if it has one, is complete; raises like :meth:`Executor.step`.
-
-        On a GPU it must be called, or the next step launched, before the step after that is launched.
-        """
-        if self._result is None:
-            self.end()
-            bounds = [] if self._waits is None else self._waits.finish()
-            *records, end = self._timeline.resolved([*self._records, *self._end], bounds)
-            losses = dict(zip(self.losses, self._read_losses(), strict=True))
-            seconds = (end.end - end.start) / 1e9
-            self._result = StepResult(self.step, losses, tuple(records), seconds, tuple(self._read_numbers()))
-        return self._result
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
 
 from zbv_worker.execution.build_stages import build_stages
-from zbv_worker.execution.executor import Executor, ExecutorOptions, Launched, StepResult
+from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.fetch_ahead import DEFAULT_FETCH_AHEAD
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.step import Launched, StepResult
 from zbv_worker.gpu_report.check import Place, largest
 from zbv_worker.measure.live_bytes import watching
 from zbv_worker.measure.profile.profile import (

@@ -21,7 +21,7 @@ class Microbatch(NamedTuple):
         Passed to the loss.
     keywords
         Keyword arguments of the layers: each layer gets those that its ``forward`` names, or all if it takes
-        ``**kwargs``. They never travel between ranks, since every rank loads its own, and have no gradient.
+        ``**kwargs``. They do not travel through the stages, and have no gradient.
     """
 
     input: Any

@@ -34,6 +34,7 @@ class PipelineOptions:
     timeout: float
     startup_timeout: float
     service: str | None
+    data_rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in ("float32", "bfloat16"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, naming_errors
-from zbv_worker.execution.executor import Launched
+from zbv_worker.execution.step import Launched
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import microbatches_of
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
+from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
@@ -86,6 +88,13 @@ class Pipeline:
         Seconds to wait for any one tensor.
     startup_timeout
         Seconds to meet the other ranks, and to wait for any one tensor in the first step.
+    data_rank
+        The only rank of the pipeline that passes batches to ``step`` and ``evaluate``, 0 to p - 1; the others
+        call these without data. Before the step, each rank is sent what its layers need, once per microbatch:
+        the inputs for the first layer, the targets for the last one, the keywords for the layers that take
+        them. Batches then consist of tensors and constants in dicts, lists and tuples. In a mesh, each
+        pipeline has a data rank at this position: those of different replicas pass different batches. By
+        default every rank passes what its own layers need.
     service
         The URL of the service that has the plan. For ``plan=None``, of the service that plans if the planner
         is not installed here.
@@ -119,6 +128,7 @@ class Pipeline:
         timeout: float = 120.0,
         startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
         service: str | None = None,
+        data_rank: int | None = None,
     ):
         options = PipelineOptions(
             plan=plan,
@@ -131,6 +141,7 @@ class Pipeline:
             timeout=timeout,
             startup_timeout=startup_timeout,
             service=service,
+            data_rank=data_rank,
         )
         self._timeout = timeout
         self._transport, place = connected_world(options, mesh)
@@ -138,12 +149,15 @@ class Pipeline:
         with self._failures.watched("starting"):
             prepared = prepare(options, layers, loss, self._transport, place)
             self._own = PipelineRank(options, prepared, self._transport, place)
+        self._shared = None
+        if data_rank is not None:
+            self._shared = SharedData(options, prepared, self._transport, self._failures)
         self._layers, self._keywords = prepared.layers, prepared.keywords
         self.modules: Mapping[int, nn.Module] = MappingProxyType(prepared.modules)
         self._newest: Launched | None = None
         self._is_closed = False
         # A process may end right after its last step, before its peers have received its last tensors.
-        self._finalizer = weakref.finalize(self, _leave, self._own, self._failures)
+        self._finalizer = weakref.finalize(self, _leave, self._own, self._shared, self._failures)
 
     def step(
         self,
@@ -164,7 +178,7 @@ class Pipeline:
         inputs, targets
             A batch; every tensor in them is split along its first dimension into the plan's microbatches.
             Ranks without the first layer do not use the inputs, and ranks without the last layer do not use
-            the targets.
+            the targets. With ``data_rank``, only that rank passes a batch.
         microbatches
             The microbatches themselves, in place of a batch.
         outputs
@@ -180,13 +194,14 @@ class Pipeline:
         Raises
         ------
         InvalidRun
-            If the batch cannot be split, or there is no loss.
+            If the batch cannot be split, or there is no loss. With ``data_rank``, on all ranks if that rank
+            has no batch, and if another rank passes one.
         ChannelTimeout, PeerLost
             If a peer failed.
         """
         own = self._own
         own.loss.require()
-        own.data.microbatches = self._split(inputs, targets, keywords, microbatches)
+        own.data.microbatches = self._microbatches(inputs, targets, keywords, microbatches)
         with self._failures.watched(f"step {own.steps}"):
             own.loss.record(outputs)
             self._newest, loss = own.step()
@@ -206,7 +221,7 @@ class Pipeline:
         Parameters, results and errors are those of :meth:`step`. Without a loss, the loss is None.
         """
         own = self._own
-        own.data.microbatches = self._split(inputs, targets, keywords, microbatches)
+        own.data.microbatches = self._microbatches(inputs, targets, keywords, microbatches)
         with self._failures.watched("evaluating"):
             own.loss.record(outputs)
             loss = own.evaluate()
@@ -294,6 +309,20 @@ class Pipeline:
         else:
             self._failures.end(error)
 
+    def _microbatches(
+        self,
+        inputs: Any,
+        targets: Any,
+        keywords: Mapping[str, Any],
+        given: Sequence[Microbatch | tuple[Any, ...]] | None,
+    ) -> list[Microbatch]:
+        """This rank's microbatches of a call."""
+        split = partial(self._split, inputs, targets, keywords, given)
+        if self._shared is None:
+            return split()
+        has_data = any(each is not None for each in (inputs, targets, given)) or bool(keywords)
+        return self._shared.exchange(has_data, split)
+
     def _split(
         self,
         inputs: Any,
@@ -301,7 +330,7 @@ class Pipeline:
         keywords: Mapping[str, Any],
         given: Sequence[Microbatch | tuple[Any, ...]] | None,
     ) -> list[Microbatch]:
-        """The microbatches of a call."""
+        """The microbatches of a batch."""
         found = microbatches_of(inputs, targets, keywords, given, self._own.microbatches)
         wrong = sorted({name for each in found for name in self._keywords.untaken(each.keywords)})
         if wrong:
@@ -315,7 +344,9 @@ class Pipeline:
         self._transport.close()
 
 
-def _leave(own: PipelineRank, failures: Failures) -> None:
+def _leave(own: PipelineRank, shared: SharedData | None, failures: Failures) -> None:
     """Let the peers receive what this rank has sent, when the process ends or the pipeline is dropped."""
     if not failures.has_failed:
+        if shared is not None:
+            shared.leave(_LEAVE_SECONDS)
         own.leave(_LEAVE_SECONDS)

@@ -6,14 +6,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from zbv_worker.errors import InvalidRun, naming_errors
-from zbv_worker.execution.agreement import Statement, agree, agree_on_keywords
+from zbv_worker.execution.agreement import Statement, agree, keywords_by_rank
 from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.planned_cut import require_layers
@@ -37,8 +37,8 @@ class Prepared:
 
     Attributes
     ----------
-    keywords
-        The keyword arguments that layers of the whole model take.
+    keywords_by_rank
+        The keyword arguments that the layers of each rank take.
     ties
         Pairs of names of parameters that are one parameter.
     """
@@ -46,8 +46,13 @@ class Prepared:
     plan: RankPlan
     stages: dict[int, Stage]
     loss: RecordedLoss
-    keywords: Keywords = field(default_factory=Keywords)
+    keywords_by_rank: Sequence[Keywords] = ()
     ties: Sequence[tuple[str, str]] = ()
+
+    @property
+    def keywords(self) -> Keywords:
+        """The keyword arguments that layers of the whole model take."""
+        return Keywords.union(self.keywords_by_rank)
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -102,7 +107,7 @@ def prepare(
     open_channels(options, plan, transport, place)
     with naming_errors(transport.rank, "exchanging keywords"):
         own = keywords_of(prepared.stages.values())
-        return replace(prepared, keywords=agree_on_keywords(transport, own, options.patience))
+        return replace(prepared, keywords_by_rank=keywords_by_rank(transport, own, options.patience))
 
 
 def _planned(
@@ -144,6 +149,10 @@ def own_part(given: PlanLike, options: PipelineOptions, transport: Transport) ->
             f"found microbatches={options.microbatches}; the plan has {plan.microbatches}. Omit the "
             f"argument, or plan for {options.microbatches}."
         )
+    if options.data_rank is not None and not 0 <= options.data_rank < needed:
+        raise InvalidRun(
+            f"found data_rank={options.data_rank}; must be a rank of the pipeline, 0 to {needed - 1}."
+        )
     return plan
 
 
@@ -176,7 +185,11 @@ def open_channels(options: PipelineOptions, plan: RankPlan, transport: Transport
         steps=0,
         channels=plan.channels,
         replicas=transport.layout.replicas,
-        options=(("precision", options.precision), ("compiling", str(options.is_compiled))),
+        options=(
+            ("precision", options.precision),
+            ("compiling", str(options.is_compiled)),
+            ("data rank", str(options.data_rank)),
+        ),
     )
     keys = agree(transport, statement, options.patience)
     with naming_errors(transport.rank, "opening the channels"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,16 @@ from torch import Tensor
 from zbv_solver.documents.files import write
 
 from zbv_worker.errors import WorkerError, naming_errors
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, Launched, StepResult
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
+from zbv_worker.execution.step import Launched, StepResult
 from zbv_worker.pipeline.batch import StepData
-from zbv_worker.pipeline.batch_loss import BatchLoss
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.stage.dtensors import local_of
 from zbv_worker.tracing.clocks import Alignment, find_offsets
 from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
 from zbv_worker.training.accumulation import Accumulation
+from zbv_worker.training.batch_loss import BatchLoss
 from zbv_worker.training.gradients import gradients_of, multiply
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
@@ -88,7 +89,7 @@ class PipelineRank:
         launched = self._executor.launch(self.steps)
         with naming_errors(self._transport.rank, f"after step {self.steps}"):
             self._gradients.finish(self._timeout)
-            loss, factor = self._batch_loss.of(launched.losses.values())
+            loss, factor = self._mean(launched.losses.values())
         if self._batch_loss.must_repeat:
             self.loss.restart()
             self._accumulation.cancel()
@@ -104,7 +105,12 @@ class PipelineRank:
         self._gradients.free_parameters()
         found = torch.tensor([*losses.values()], device=self._device)
         with naming_errors(self._transport.rank, "evaluating"):
-            return self._batch_loss.of(found.unbind())[0] if self.loss.is_given else None
+            return self._mean(found.unbind())[0] if self.loss.is_given else None
+
+    def _mean(self, losses: Collection[Tensor]) -> tuple[Tensor | None, Tensor | float]:
+        """The batch's loss, in the dtype of the microbatches' losses, and the factor of the gradients."""
+        mean, factor = self._batch_loss.of(losses)
+        return None if mean is None else mean.to(next(iter(losses)).dtype), factor
 
     @property
     def crossings(self) -> Mapping[int, Crossing]:

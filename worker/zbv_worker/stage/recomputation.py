@@ -13,17 +13,21 @@ Side effects of a module's forward, such as running statistics, happen twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import string_at
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from zbv_worker.errors import ModelError
 from zbv_worker.stage.auxiliary_loss import AuxiliaryLosses
 from zbv_worker.stage.boundary import Gradient, as_list, enter, marked_without_graph, take_gradient
+from zbv_worker.stage.layers import call
+from zbv_worker.stage.weight_grads import has_hooks
 from zbv_worker.values.structure import device_of, is_plain, map_tensors, tensors_of
 
 Segment = Callable[[Any], Any]
@@ -124,6 +128,43 @@ class Recomputed:
         if edges:
             torch.autograd.backward(edges, gradients)
         return take_gradient(leaves, is_single=is_single) if leaves else ()
+
+
+def checked_segment(layer: nn.Module, keywords: Mapping[str, Any], stage: int) -> Segment:
+    """A layer as a segment, which raises :class:`ModelError` if the layer writes to its input."""
+
+    def run(x: Any) -> Any:
+        tensors = list(tensors_of(x))
+        versions = [tensor._version for tensor in tensors]
+        output = call(layer, x, keywords)
+        # Without a graph autograd does not notice a changed input, and the recomputation would differ.
+        if [tensor._version for tensor in tensors] != versions:
+            raise ModelError(
+                f"stage {stage}: a {type(layer).__name__} modified its input, from which the layer "
+                f"is recomputed. Do not write to a layer's input (no inplace=True), or plan without "
+                f"recomputing the stage."
+            )
+        return output
+
+    return run
+
+
+def parameters_of_several(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The trainable parameters that several of these layers share."""
+    users = Counter(parameter for layer in layers for parameter in layer.parameters())
+    return [parameter for parameter, count in users.items() if count > 1 and parameter.requires_grad]
+
+
+def require_no_hooks(shared: Iterable[nn.Parameter], stage: int) -> None:
+    """Refuse hooks of parameters that several layers share.
+
+    The backward runs layer by layer, so it would call a hook once per layer with a partial gradient.
+    """
+    if any(map(has_hooks, shared)):
+        raise ModelError(
+            f"stage {stage}: a parameter that several layers share has hooks, and the plan "
+            f"recomputes the stage. Remove the hooks, or plan without recomputing the stage."
+        )
 
 
 def _flags(output: Any) -> tuple[bool, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from zbv_worker.stage.split_backward import Queueing
+from zbv_worker.stage.recorder import Queueing
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ join, not even at the turn of the V where one rank hosts both.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -31,12 +30,18 @@ from zbv_worker.stage.boundary import Gradient, as_list, enter, leave, take_grad
 from zbv_worker.stage.compiled import CompiledLayer
 from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, prepare_layers
 from zbv_worker.stage.loss import Loss, Objective, WeightedLoss
-from zbv_worker.stage.recomputation import Recomputed, Segment
+from zbv_worker.stage.recomputation import (
+    Recomputed,
+    Segment,
+    checked_segment,
+    parameters_of_several,
+    require_no_hooks,
+)
 from zbv_worker.stage.self_deferring import SelfDeferring, delayed_parameters
 from zbv_worker.stage.split_backward import defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.split_share import SplitShare
-from zbv_worker.stage.weight_grads import WeightGrads, has_hooks
-from zbv_worker.values.structure import Structure, device_of, is_plain, tensors_of
+from zbv_worker.stage.weight_grads import WeightGrads
+from zbv_worker.values.structure import Structure, device_of, is_plain
 
 
 class _Forward(NamedTuple):
@@ -133,7 +138,7 @@ class Stage:
         self._is_checked = False
         self._has_split = False
         self._split_share: SplitShare | None = None
-        self._shared = _parameters_of_several(self._layers)
+        self._shared = parameters_of_several(self._layers)
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
 
@@ -243,13 +248,7 @@ class Stage:
         keywords: Mapping[str, Any],
         weight_grads: WeightGrads | None,
     ) -> Any:
-        if any(has_hooks(parameter) for parameter in self._shared):
-            # The backward runs layer by layer, so a hook would be called once per layer with a partial
-            # gradient.
-            raise ModelError(
-                f"stage {self.index}: a parameter that several layers share has hooks, and the plan "
-                f"recomputes the stage. Remove the hooks, or plan without recomputing the stage."
-            )
+        require_no_hooks(self._shared, self.index)
         x, leaves = enter(input, is_data=self._is_first)
         seed = None if self._objective is None else self._loss_seed
         recomputed = Recomputed(self._computing, seed, self._auxiliary)
@@ -262,29 +261,13 @@ class Stage:
 
     def _segments(self, target: Any, keywords: Mapping[str, Any]) -> list[Segment]:
         """The segments to recompute in sequence; the loss belongs to the segment of the last layer."""
-        segments: list[Segment] = [self._checked(layer, keywords) for layer in self._layers]
+        segments = [checked_segment(layer, keywords, self.index) for layer in self._layers]
         if self._objective is None:
             return segments
         # Otherwise the last layer's output would be kept from F on: with a large vocabulary, the largest
         # tensor.
         last, objective = segments.pop(), self._objective
         return [*segments, lambda x: objective(last(x), target)]
-
-    def _checked(self, layer: nn.Module, keywords: Mapping[str, Any]) -> Segment:
-        def run(x: Any) -> Any:
-            tensors = list(tensors_of(x))
-            versions = [tensor._version for tensor in tensors]
-            output = call(layer, x, keywords)
-            # Without a graph autograd does not notice a changed input, and the recomputation would differ.
-            if [tensor._version for tensor in tensors] != versions:
-                raise ModelError(
-                    f"stage {self.index}: a {type(layer).__name__} modified its input, from which the layer "
-                    f"is recomputed. Do not write to a layer's input (no inplace=True), or plan without "
-                    f"recomputing the stage."
-                )
-            return output
-
-        return run
 
     def _computing(self, x: Any) -> AbstractContextManager[object]:
         """The context in which a forward runs."""
@@ -392,9 +375,3 @@ class Stage:
             if edges:
                 torch.autograd.backward(edges, gradients)
         return None if self._is_first else take_gradient(held.inputs, is_single=held.is_single)
-
-
-def _parameters_of_several(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The trainable parameters that several of these layers share."""
-    users = Counter(parameter for layer in layers for parameter in layer.parameters())
-    return [parameter for parameter, count in users.items() if count > 1 and parameter.requires_grad]

@@ -36,7 +36,7 @@ from zbv_solver.problem.problem import LETTERS
 from zbv_solver.verify.communication import verify_comms
 
 from zbv_worker.errors import ChannelTimeout, InvalidRun, ModelError, PeerLost, WorkerError
-from zbv_worker.execution.executor import Launched, StepResult
+from zbv_worker.execution.step import Launched, StepResult
 from zbv_worker.execution.timeline import HostTimeline, Record
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.checks import checked_microbatch

@@ -21,7 +21,7 @@ from zbv_solver.export.palette import NAMES
 from zbv_solver.plans.orders import Action
 
 from zbv_worker.errors import InvalidRun, naming_errors
-from zbv_worker.execution.executor import StepResult
+from zbv_worker.execution.step import StepResult
 from zbv_worker.tracing.clocks import Alignment, Offset, find_offsets
 from zbv_worker.transport.channels import Transport
 

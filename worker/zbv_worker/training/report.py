@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zbv_worker.execution.executor import StepResult
+from zbv_worker.execution.step import StepResult
 from zbv_worker.execution.timeline import Record
 from zbv_worker.training.update import Updated
 

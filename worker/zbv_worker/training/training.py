@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import random
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from zbv_worker.errors import InvalidRun, ModelError, NotFinite, naming_errors
+from zbv_worker.errors import InvalidRun, ModelError, naming_errors
 from zbv_worker.execution.agreement import Statement, agree, agree_on_keywords
 from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_modules, build_stages
-from zbv_worker.execution.executor import Executor, ExecutorOptions, Launched
+from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.fetch_ahead import DEFAULT_FETCH_AHEAD
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.step import Launched
 from zbv_worker.execution.whole_plan import WholePlan
-from zbv_worker.host.state_files import events_file, write_json
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import FetchedAhead, PipelineModel, StatefulData, Tied, Weighted
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
+from zbv_worker.training.batch_loss import BatchLoss
 from zbv_worker.training.checkpoint import Checkpoints
 from zbv_worker.training.gradients import Gradients, gradients_of
 from zbv_worker.training.loss_scale import LossScale
@@ -37,11 +36,11 @@ from zbv_worker.training.options import (
 )
 from zbv_worker.training.plan_change import Swaps
 from zbv_worker.training.program_warning import warn_of_another_program
-from zbv_worker.training.replicas import DataOfReplica, mean_over_replicas
+from zbv_worker.training.replicas import DataOfReplica
 from zbv_worker.training.report import RankReport, StepLine
+from zbv_worker.training.reporting import Reporting
 from zbv_worker.training.ties import Ties
-from zbv_worker.training.trace_file import TraceFile
-from zbv_worker.training.update import Update, Updated
+from zbv_worker.training.update import Update
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.control import ConnectedTransport
 
@@ -86,7 +85,6 @@ class Training:
         self._plan = plan
         self._whole = whole
         self._model = model
-        self._label = label
         self._stages: dict[int, Stage] = {}
         self._launched: Launched | None = None
         self._executor: Executor | TorchExecutor
@@ -100,6 +98,14 @@ class Training:
             taken = keywords_of(self._stages.values())
             self._keywords = agree_on_keywords(self._transport, taken, setting.run.startup_patience)
         self._gradients = self._make_gradients(modules)
+        self._batch_loss = BatchLoss(
+            self._stages.values(),
+            plan.microbatches,
+            setting.transport,
+            setting.device,
+            self._timeout,
+            is_weighted=isinstance(model, Weighted),
+        )
         if whole is None:
             self._walk()
         else:
@@ -120,11 +126,9 @@ class Training:
         _seed(setting.run.model.seed, transport)
         self._checkpoints = self._make_checkpoints(modules)
         self.first_step = 0 if self._checkpoints is None else self._checkpoints.load_newest()
-        self.report = RankReport(plan.plan_id, transport.rank)
-        self._unsplit: set[int] = set()
+        self._reporting = Reporting(plan, transport, options.trace_dir, label, self._timeout)
         expected = {index: stage.expected_share for index, stage in self._stages.items()}
-        self._report_unsplit(self.first_step, expected)
-        self._trace = TraceFile(options.trace_dir, transport, self._timeout) if options.trace_dir else None
+        self._reporting.unsplit(self.first_step, expected)
         self._swaps = (
             Swaps(transport, options.next_plan, plan, is_late=is_late) if options.next_plan else None
         )
@@ -143,7 +147,8 @@ class Training:
         self._settle()  # of the step before: the executor has seen its end
         with naming_errors(self._rank, f"after step {step}"):
             self._gradients.finish(self._timeout)
-            loss, factor = self._weighted(self._mean(launched.losses.values()))
+            self._require_mean()
+            loss, factor = self._batch_loss.of(launched.losses.values())
             launched.end(self._update.launch(self._timeout, loss, factor))
         self._launched = launched
         if self._update.must_wait:
@@ -158,13 +163,15 @@ class Training:
         updated = self._update.settle(result.numbers)
         loss = result.numbers[0] if launched.losses else None
         line = StepLine(step, self._plan.plan_id, loss, result.seconds, result.update_seconds, updated)
-        self.report.add(line, result)
-        self._say_loss(f"step {step}:", loss, f", {result.seconds:.3f} s{_outcome(updated)}")
-        self._report_non_finite(step, updated)
+        self._reporting.step(line, result)
         if step == self.first_step:
-            self._report_unsplit(step, {at: stage.split_share for at, stage in self._stages.items()})
-        if self._trace is not None:
-            self._trace.update(self.report)
+            self._reporting.unsplit(step, self._split_shares)
+        self._reporting.update_trace()
+
+    @property
+    def report(self) -> RankReport:
+        """The results so far."""
+        return self._reporting.report
 
     def end(self) -> None:
         """After the last step, report it, run the evaluation, and write the checkpoint and trace due."""
@@ -172,8 +179,7 @@ class Training:
         self._evaluate_and_save(self._setting.run.steps)
         if self._checkpoints is not None:
             self._checkpoints.finish()
-        if self._trace is not None:
-            self._trace.update(self.report, is_last=True)
+        self._reporting.update_trace(is_last=True)
 
     def close(self) -> None:
         """Stop background threads."""
@@ -184,70 +190,17 @@ class Training:
         if self._swaps is not None:
             self._swaps.close()
 
-    def _mean(self, losses: Collection[Tensor]) -> Tensor | None:
-        """The mean over microbatches and replicas, a float64 scalar; None without losses. Collective."""
-        mean = None
-        if losses:
-            mean = torch.cat([loss.detach().reshape(1) for loss in losses]).double().sum() / len(losses)
-        return mean_over_replicas(self._transport, mean, self._timeout, self._setting.device)
-
-    def _weighted(self, loss: Tensor | None) -> tuple[Tensor | None, Tensor | float]:
-        """Convert a mean over microbatches to a mean over weights; returns loss and factor of the gradients.
-
-        Collective if the model weights its microbatches.
-        """
-        if not isinstance(self._model, Weighted):
-            if any(stage.is_weighted for stage in self._stages.values()):
-                raise ModelError(
-                    f"loss of a {type(self._model).__name__} returned a pair of sum and weight; must be the "
-                    f"mean over a microbatch. Rename the method to loss_sum, and let loss return the mean."
-                )
-            return loss, 1.0
-        mine = sum(stage.take_weight() for stage in self._stages.values())
-        weights = torch.zeros((), dtype=torch.float64, device=self._setting.device) + mine
-        whole = self._transport.sum_over_ranks(weights.reshape(1), self._timeout)[0]
-        # The inner ranks of a replica have the same weights.
-        layout = self._transport.layout
-        whole, microbatches = whole / layout.inner, self._plan.microbatches * layout.replicas
-        # If all weights are 0, there is nothing to learn from, and the mean is undefined.
-        factor = torch.where(whole > 0, microbatches / whole, 0.0)
-        return (None if loss is None else torch.where(whole > 0, loss * factor, math.nan)), factor
-
-    def _report_non_finite(self, step: int, updated: Updated) -> None:
-        """Report values that are not finite; raises :class:`NotFinite` if the run must fail."""
-        for what, value in updated.non_finite:
-            if what != "loss" or self._transport.column == 0:  # all columns have the same loss
-                self._note("non_finite", step, what=what, value=str(value))
-                _say(f"step {step}: {self._label}the {what} is {value}")
-        if updated.is_failed:
-            said = " and ".join(f"the {what} is {value}" for what, value in updated.non_finite)
-            raise NotFinite(
-                f"rank {self._rank}, step {step}: {said or 'the loss or the gradient norm is not finite'}. "
-                f"Check the data and the learning rate, or pass --non-finite skip to skip such steps."
+    def _require_mean(self) -> None:
+        """Refuse a loss with weights if the model does not say that it has one."""
+        if not self._batch_loss.is_weighted and any(stage.is_weighted for stage in self._stages.values()):
+            raise ModelError(
+                f"loss of a {type(self._model).__name__} returned a pair of sum and weight; must be the "
+                f"mean over a microbatch. Rename the method to loss_sum, and let loss return the mean."
             )
 
-    def _report_unsplit(self, step: int, shares: Mapping[int, SplitShare | None]) -> None:
-        """Report, once, stages whose W computes little although the plan splits them: bubbles stay."""
-        split = {action.stage for action in self._plan.actions if action.letter == "I"} - self._unsplit
-        for index in sorted(split):
-            found = shares.get(index)
-            if found is not None and found.is_small and self._transport.column == 0:
-                self._unsplit.add(index)
-                share, modules = round(found.share, 3), list(found.unsplit[:20])
-                self._note("little_to_split", step, stage=index, share=share, modules=modules)
-                _say(
-                    f"{self._label}stage {index}: {found}. The plan relies on W: measure the costs with "
-                    f"zbv-worker profile, or use plain nn.Linear and nn.Embedding there."
-                )
-
-    def _note(self, kind: str, step: int, **more: object) -> None:
-        """Record an event in the report, and in a file if the service knows its kind."""
-        event = {"kind": kind, "step": step, **more}
-        self.report.events.append(event)
-        if self._options.trace_dir is not None and kind == "non_finite":
-            known = [event for event in self.report.events if event["kind"] == kind]
-            document = {"rank": self._rank, "events": known}
-            write_json(events_file(self._options.trace_dir, self._rank), document)
+    @property
+    def _split_shares(self) -> dict[int, SplitShare | None]:
+        return {index: stage.split_share for index, stage in self._stages.items()}
 
     def _evaluate_and_save(self, step: int) -> None:
         """Run the evaluation and the checkpoint due before a step, or after the last one."""
@@ -269,11 +222,9 @@ class Training:
         device = self._setting.device
         with naming_errors(self._rank, f"evaluating before step {step}"):
             found = torch.tensor(list(losses.values()), dtype=torch.float64, device=device)
-            mean, _ = self._weighted(self._mean(found.unbind()))
-        loss = None if mean is None else float(mean)
-        if loss is not None:
-            self.report.evaluations[step] = loss
-        self._say_loss(f"before step {step}: evaluation", loss)
+            self._require_mean()
+            mean, _ = self._batch_loss.of(found.unbind())
+        self._reporting.evaluation(step, None if mean is None else float(mean))
 
     def _change_plan(self, step: int) -> None:
         """Change to another plan if one was announced for this step."""
@@ -285,18 +236,17 @@ class Training:
                 return
             self._settle()
             self._transport.flush(self._timeout)
-        before, self._plan = self._plan, plan
+        self._plan = plan
         self._agree()
         for index, stage in self._stages.items():
             stage.is_recomputed = plan.cut.recomputes(index)
         if isinstance(self._executor, Executor):
             self._executor.close()
         self._walk()
+        self._reporting.plan_changed(step, plan)
         if self._rank == 0:
-            _say(f"step {step}: changing from plan {before.plan_id[:12]} to {plan.plan_id[:12]}")
             warn_of_another_program(plan, self._options.program, self._setting.device)
-        self._unsplit.clear()  # a plan may rely on the W of other stages
-        self._report_unsplit(step, {index: stage.split_share for index, stage in self._stages.items()})
+        self._reporting.unsplit(step, self._split_shares)
 
     def _agree(self) -> None:
         """Check that all ranks have the same plan, and open its channels."""
@@ -396,10 +346,6 @@ class Training:
             self._ties,
         )
 
-    def _say_loss(self, begin: str, loss: float | None, end: str = "") -> None:
-        if loss is not None and self._transport.column == 0:
-            _say(f"{begin} {self._label}loss {loss:.4f}{end}")
-
 
 def _names(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, str]:
     """The parameters' names in the whole model."""
@@ -445,14 +391,3 @@ def _sharded(
         )
     group = transport.replica_group
     return ShardedGradients(modules, transport, group, device, timeout, has_main=has_main)
-
-
-def _outcome(updated: Updated) -> str:
-    """What became of a step whose numbers are not finite, for its line."""
-    if updated.is_failed:
-        return ", not finite"
-    return ", not finite: skipped" if updated.is_skipped else ""
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log

@@ -67,6 +67,13 @@ class ControlPlane(ABC):
         """Send a contiguous CPU tensor to any rank; waits until the peer receives it."""
 
     @abstractmethod
+    def start_send(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        """Like :meth:`send` without waiting; the result waits, at most that many seconds.
+
+        Until then the tensor must not change.
+        """
+
+    @abstractmethod
     def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
         """Receive the next tensor that ``peer`` sends, of the same shape and dtype."""
 
@@ -213,29 +220,40 @@ class GlooControl(ControlPlane):
 
     @override
     def tell(self, peer: int, value: int, timeout: float) -> None:
-        self._message(dist.isend, torch.tensor([value]), peer, timeout)
+        self.send(torch.tensor([value]), peer, timeout)
 
     @override
     def hear(self, peer: int, timeout: float) -> int:
         heard = torch.empty(1, dtype=torch.int64)
-        self._message(dist.irecv, heard, peer, timeout)
+        self.receive(heard, peer, timeout)
         return int(heard)
 
     @override
     def send(self, tensor: Tensor, peer: int, timeout: float) -> None:
-        self._message(dist.isend, tensor, peer, timeout)
+        self.start_send(tensor, peer)(timeout)
+
+    @override
+    def start_send(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        return self._message(dist.isend, tensor, peer)
 
     @override
     def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
-        self._message(dist.irecv, tensor, peer, timeout)
+        self._message(dist.irecv, tensor, peer)(timeout)
 
     def _message(
-        self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, timeout: float
-    ) -> None:
-        with classifying(f"a control message between ranks {self.rank} and {peer}"):
+        self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int
+    ) -> Callable[[float], None]:
+        """Start an operation; the result waits for it."""
+        what = f"a control message between ranks {self.rank} and {peer}"
+        with classifying(what):
             work = operation(tensor, peer, self._group)
+
+        def wait(timeout: float) -> None:
             if work is not None:
-                work.wait(timedelta(seconds=timeout))
+                with classifying(what):
+                    work.wait(timedelta(seconds=timeout))
+
+        return wait
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:

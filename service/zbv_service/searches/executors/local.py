@@ -7,10 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
 from functools import partial
 
-from zbv_service.compute.processes import IsolatedProcesses
+from zbv_service.compute.processes import IsolatedProcesses, ShutDown
 from zbv_service.records.searches import Claim, NewPlan, Update
 from zbv_service.searches.executors.connection import run_connected
-from zbv_service.searches.executors.executor import SearchCrashed
+from zbv_service.searches.executors.executor import SearchCrashed, SearchLost
 from zbv_service.searches.executors.progress import ProgressServer, TaskConnection
 from zbv_service.searches.executors.task import SearchFunction
 
@@ -95,12 +95,14 @@ class LocalComputation(TaskConnection):
         return self.writer is not None
 
     async def plan(self) -> NewPlan:
-        """Compute the plan; raises :class:`SearchCrashed`, or the search's own error."""
+        """Compute the plan; raises :class:`SearchCrashed`, :class:`SearchLost`, or the search's own error."""
         try:
             # Starting a process takes some milliseconds, so another thread does it.
             start = partial(self._processes.submit, self._run, self._progress.address, self.token)
             self._future = await asyncio.to_thread(start)
             return await asyncio.wrap_future(self._future)
+        except ShutDown as error:
+            raise SearchLost("the service stopped before a process was started for it.") from error
         except BrokenExecutor as error:
             how = "did not stop on request and was killed" if self._was_killed else "died"
             raise SearchCrashed(f"it {how}") from error

@@ -18,9 +18,10 @@ from zbv_solver.documents.files import write
 
 from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions, StepResult
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.step import StepResult
 from zbv_worker.execution.timeline import HostTimeline
 from zbv_worker.execution.whole_plan import SECONDS, WholePlan
 from zbv_worker.host.cores import keep_freed_memory

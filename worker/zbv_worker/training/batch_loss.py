@@ -17,18 +17,21 @@ from zbv_worker.transport.channels import Transport
 class BatchLoss:
     """Combines losses over microbatches, replicas and, if they have weights, over these.
 
-    Whether a loss has weights is known on ranks with the last stage, after its first call. All ranks learn it
-    in the first step or evaluation. From then on, only losses with weights need a sum over the ranks.
+    Whether a plain function returns weights is known on ranks with the last stage, after its first call. All
+    ranks learn it in the first step or evaluation. From then on, only losses with weights need a sum over the
+    ranks.
 
     Parameters
     ----------
     microbatches
         The number of microbatches of one replica; gradients are divided by that of all replicas.
+    is_weighted
+        Whether the loss has weights; None if it is not known.
 
     Attributes
     ----------
     is_weighted
-        None before the first step.
+        As the parameter, and known after the first step.
     must_repeat
         Whether the first step must run again: its auxiliary losses were not weighted.
     auxiliary
@@ -42,18 +45,22 @@ class BatchLoss:
         transport: Transport,
         device: torch.device,
         timeout: float,
+        *,
+        is_weighted: bool | None = None,
     ):
         self._stages = tuple(stages)
         self._count = microbatches * transport.layout.replicas
         self._transport = transport
         self._device = device
         self._timeout = timeout
-        self.is_weighted: bool | None = None
+        self.is_weighted = is_weighted
         self.must_repeat = False
         self.auxiliary: Tensor | None = None
 
     def of(self, losses: Collection[Tensor]) -> tuple[Tensor | None, Tensor | float]:
         """The batch's loss on ranks that have losses, and the factor of the step's gradients. Collective.
+
+        The loss is a float64 scalar.
 
         Raises
         ------
@@ -62,9 +69,8 @@ class BatchLoss:
         ModelError
             If the loss has weights now, and had none in the first step.
         """
-        mean, dtype = None, torch.float32
+        mean = None
         if losses:
-            dtype = next(iter(losses)).dtype
             mean = torch.cat([loss.detach().reshape(1) for loss in losses]).double().sum() / len(losses)
         mean = mean_over_replicas(self._transport, mean, self._timeout, self._device)
         factor: Tensor | float = 1.0
@@ -82,7 +88,7 @@ class BatchLoss:
                 "in every step. Return (loss, 1.0) for a mean."
             )
         self.auxiliary = auxiliary * factor / self._count if isinstance(auxiliary, Tensor) else None
-        return None if mean is None else mean.to(dtype), factor
+        return mean, factor
 
     def _weight(self, *, has_auxiliary: bool) -> Tensor:
         """The sum of the weights of all replicas; in the first step, also learn whether there are weights."""

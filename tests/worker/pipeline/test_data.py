@@ -1,0 +1,139 @@
+"""What each rank receives of a batch that only one rank of its pipeline has; ranks are threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from random import Random
+from typing import Any, cast
+
+import pytest
+import torch
+from support.plans import unit_problem
+from support.selfcheck import random_orders
+from support.thread_transport import ThreadHub
+from torch import Tensor
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.model.protocol import Microbatch
+from zbv_worker.pipeline.connecting import PipelineOptions
+from zbv_worker.pipeline.data import SharedData
+from zbv_worker.pipeline.failures import Failures
+from zbv_worker.pipeline.preparing import Prepared
+from zbv_worker.pipeline.recorded_loss import RecordedLoss
+from zbv_worker.stage.layers import Keywords
+
+MASK = Keywords(frozenset({"x", "mask"}), frozenset({"mask"}))
+EMBEDDED = Keywords(frozenset({"x"}))
+
+
+class Control:
+    """Messages between threads."""
+
+    def __init__(self, rank: int, queues: dict[tuple[int, int], Queue[Tensor]], sent: list[int]):
+        self._rank = rank
+        self._queues = queues
+        self._sent = sent
+
+    def start_send(self, tensor: Tensor, peer: int) -> Any:
+        self._sent.append(tensor.nbytes)
+        self._queues[self._rank, peer].put(tensor.clone())
+        return lambda timeout: None
+
+    def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        tensor.copy_(self._queues[peer, self._rank].get(timeout=timeout))
+
+    def hear(self, peer: int, timeout: float) -> int:
+        number = torch.empty(1, dtype=torch.int64)
+        self.receive(number, peer, timeout)
+        return int(number)
+
+
+class World:
+    """Ranks in two dimensions: ``p`` positions × ``replicas``."""
+
+    def __init__(self, p: int, replicas: int, data_rank: int, keywords: list[Keywords], kind: str = "v"):
+        problem = unit_problem(p, 4, kind)
+        orders = random_orders(problem, Random(0))
+        hub, ranks = ThreadHub(p, replicas), range(p * replicas)
+        queues: dict[tuple[int, int], Queue[Tensor]] = {(a, b): Queue() for a in ranks for b in ranks}
+        self.sent: list[list[int]] = [[] for _ in ranks]
+        options = PipelineOptions(
+            "plan", None, None, None, None, "float32", False, 5.0, 5.0, None, data_rank=data_rank
+        )
+        self._shared = []
+        for rank in ranks:
+            transport: Any = hub.transport(rank)
+            transport.control = Control(rank, queues, self.sent[rank])
+            plan = RankPlan.of("0" * 64, problem, orders, hub.layout.pp_rank(rank))
+            prepared = Prepared(plan, {}, RecordedLoss(None, is_recomputed=False), keywords)
+            self._shared.append(SharedData(options, prepared, transport, Failures(transport, lambda: None)))
+        self._pool = ThreadPoolExecutor(len(ranks))
+
+    def exchange(self, batches: dict[int, list[Microbatch]]) -> list[Any]:
+        """What the ranks get, or their errors."""
+
+        def run(rank: int) -> Any:
+            try:
+                return self._shared[rank].exchange(rank in batches, lambda: batches[rank])
+            except InvalidRun as error:
+                return str(error)
+
+        return list(self._pool.map(run, range(len(self._shared))))
+
+
+def microbatches(seed: int = 0) -> list[Microbatch]:
+    numbers = torch.Generator().manual_seed(seed)
+    return [
+        Microbatch(
+            {"tokens": torch.randint(9, (2, 3), generator=numbers), "kind": 3},
+            (torch.rand(3, 2, generator=numbers).T, None),
+            {"mask": torch.rand(2, generator=numbers).bfloat16()},
+        )
+        for _ in range(4)
+    ]
+
+
+def flat(found: list[Microbatch]) -> list[Any]:
+    return [tuple(each) for each in found]
+
+
+def test_a_rank_receives_what_its_layers_need_and_nothing_else() -> None:
+    batch = microbatches()
+    first, second, third = World(3, 1, 1, [MASK, MASK, EMBEDDED], "single").exchange({1: batch})
+    torch.testing.assert_close(flat(first), [(each.input, None, each.keywords) for each in batch])
+    assert second is batch
+    torch.testing.assert_close(flat(third), [(None, each.target, {}) for each in batch])
+
+
+def test_in_a_v_only_keywords_travel_and_their_structure_only_once() -> None:
+    world = World(2, 1, 0, [EMBEDDED, MASK])
+    for seed in (1, 2):
+        batch = microbatches(seed)
+        _, other = world.exchange({0: batch})
+        torch.testing.assert_close(flat(other), [(None, None, each.keywords) for each in batch])
+    _, _, payload, announced, again = world.sent[0]
+    assert (announced, again) == (8, payload)
+    assert payload == 4 * 16  # four masks, each aligned
+
+
+def test_every_replica_has_a_data_rank() -> None:
+    world = World(2, 2, 1, [MASK] * 4)
+    given = {rank: microbatches(rank) for rank in (2, 3)}  # the second rank of each pipeline
+    for replica, found in enumerate(world.exchange(given)[:2]):
+        torch.testing.assert_close(flat(found), flat(given[2 + replica]))
+
+
+def test_a_batch_that_cannot_be_sent_is_refused_on_all_ranks() -> None:
+    world = World(2, 1, 0, [MASK, MASK])
+    wrong = [Microbatch(None, None, {"mask": cast("Any", {1, 2})})] * 4
+    mine, other = world.exchange({0: wrong})
+    assert mine.startswith("the batch cannot be sent to other ranks: found a set")
+    assert other == f"rank 0: {mine}"
+    assert len(world.exchange({0: microbatches()})[1]) == 4
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_constants_need_no_tensors(count: int) -> None:
+    batch = [Microbatch(None, None, {"mask": index}) for index in range(count)]
+    assert World(2, 1, 0, [MASK, MASK]).exchange({0: batch})[1] == batch

@@ -153,7 +153,7 @@ class PlanSchedule:
             self._require_sharded(self._sharded.parameters)
             self._executor = Executor(
                 self._plan,
-                {index: self._stage(index, module) for index, module in self._parts.items()},
+                {index: self._stage(index, module, self._sharded) for index, module in self._parts.items()},
                 self._data,
                 self._transport,
                 device=self._place.device,
@@ -166,9 +166,10 @@ class PlanSchedule:
             )
         return self._executor, self._sharded
 
-    def _stage(self, index: int, module: nn.Module) -> Stage:
+    def _stage(self, index: int, module: nn.Module, sharded: FullySharded) -> Stage:
         n_stages = self._plan.placement.n_stages
-        return Stage(
+        return _ShardedStage(
+            sharded,
             index,
             n_stages,
             module,
@@ -193,6 +194,18 @@ class PlanSchedule:
                         f"would not be summed over the {self._transport.layout.columns} ranks of the stage. "
                         f"Apply fully_shard to it in the spec's parallelize_fn."
                     )
+
+
+class _ShardedStage(Stage):
+    """A stage whose W's are added up in the dtype in which ``fully_shard`` sums over ranks."""
+
+    def __init__(self, sharded: FullySharded, index: int, *arguments: Any, **options: Any):
+        super().__init__(index, *arguments, **options)
+        self._sharded = sharded
+
+    def backward_weight(self, microbatch: int) -> None:
+        super().backward_weight(microbatch)
+        self._sharded.widen(self.index)
 
 
 def _input(arguments: tuple[Any, ...]) -> Any:

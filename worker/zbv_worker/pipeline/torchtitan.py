@@ -1,12 +1,12 @@
 """torchtitan's trainer runs a plan: :func:`with_plan`.
 
 A model spec of torchtitan has a ``pipelining_fn``. It cuts the model into stages, applies the spec's
-``parallelize_fn`` to each, and returns a schedule whose ``step`` the trainer calls. The one made here cuts the
-model as the plan requires, and returns a schedule that runs the plan's lists. Data, loss, parallelism inside
-a stage, initialization, optimizer, checkpoints and metrics stay torchtitan's.
+``parallelize_fn`` to each, and returns a schedule whose ``step`` the trainer calls. The one made here cuts
+the model as the plan requires, and returns a schedule that runs the plan's lists. Data, loss, parallelism
+inside a stage, initialization, optimizer, checkpoints and metrics stay torchtitan's.
 
-Nothing here imports torchtitan. Written for torchtitan 0.3; ``tests/worker/pipeline/titan.py`` lists what it
-uses of that library, and ``make torchtitan`` compares the list with the installed one.
+Nothing here imports torchtitan. Written for torchtitan 0.3: ``tests/support/titan.py`` has what is used of
+that library, and ``make torchtitan`` compares it with the library.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ def _pipelined(
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Callable[..., Any],
 ) -> tuple[PlanSchedule, list[nn.Module], bool, bool]:
-    """What torchtitan's trainer calls: the schedule, this rank's stages, and which ends it has. Collective."""
+    """What torchtitan's trainer calls. Collective.
+
+    Returns the schedule, this rank's stages, and whether they include the first and the last one.
+    """
     assert options.plan is not None
     columns = parallel_dims.world_size // degree
     # Ranks of a stage follow the plan in lock-step; fully_shard sums their gradients.

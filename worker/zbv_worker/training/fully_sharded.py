@@ -99,8 +99,20 @@ class FullySharded:
             module.set_is_last_backward(True)
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
+        self.widen(stage)  # torch sums only gradients of equal dtypes
         for group in self._groups(reversed(modules)):
             group.post_backward()
+
+    def widen(self, stage: int) -> None:
+        """Call after W: add its gradients to those that are collected, in the dtype of their sum.
+
+        ``fully_shard`` does so after each backward, when W has not computed them yet.
+        """
+        for group in self._groups(self._of_stage[stage]):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
     def finish(self) -> None:
         """Call after a step's last action: make the device wait for the sums."""

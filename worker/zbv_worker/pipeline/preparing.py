@@ -96,15 +96,15 @@ def prepare(
     ChannelTimeout, PeerLost
         If a rank does not take part.
     """
-    with _starting_together(transport, options.patience):
+    with starting_together(transport, options.patience):
         layered = as_layered(layers)
         names = layer_names(layered)
     given = _planned(options, layered, loss, transport, place) if options.plan is None else options.plan
-    with _starting_together(transport, options.patience):
-        plan = cut_evenly(_own_part(given, options, transport), names)
+    with starting_together(transport, options.patience):
+        plan = cut_evenly(own_part(given, options, transport), names)
         require_layers(layered, plan.cut, _REMEDY)
         prepared = _build(options, plan, layered, loss, transport.layout.replicas, place.device)
-    _open(options, plan, transport, place)
+    open_channels(options, plan, transport, place)
     with naming_errors(transport.rank, "exchanging keywords"):
         own = keywords_of(prepared.stages.values())
         return replace(prepared, keywords_by_rank=keywords_by_rank(transport, own, options.patience))
@@ -134,7 +134,7 @@ def _planned(
     )
 
 
-def _own_part(given: PlanLike, options: PipelineOptions, transport: Transport) -> RankPlan:
+def own_part(given: PlanLike, options: PipelineOptions, transport: Transport) -> RankPlan:
     """This rank's part of a plan, checked against the ranks."""
     service = None if options.plan is None else options.service
     plan = rank_plan(given, transport.pp_rank, service, options.patience)
@@ -172,7 +172,7 @@ def _build(
     return Prepared(plan, stages, recorded, ties=LayersWithLoss(layers, recorded).tied_parameters())
 
 
-def _open(options: PipelineOptions, plan: RankPlan, transport: Transport, place: RankDevice) -> None:
+def open_channels(options: PipelineOptions, plan: RankPlan, transport: Transport, place: RankDevice) -> None:
     """Check that all ranks have the same plan, and open its channels."""
     layers = json.dumps(plan.cut.partition)
     statement = Statement(
@@ -197,7 +197,7 @@ def _open(options: PipelineOptions, plan: RankPlan, transport: Transport, place:
 
 
 @contextmanager
-def _starting_together(transport: Transport, timeout: float) -> Iterator[None]:
+def starting_together(transport: Transport, timeout: float) -> Iterator[None]:
     """A block that a rank runs alone; if it fails on one rank, all ranks raise an error after it."""
     error: Exception | None = None
     try:

@@ -17,13 +17,15 @@ from torch import Tensor
 MICROBATCHES, ROWS, LENGTH = 8, 16, 64
 DOCS = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
 
-parser = argparse.ArgumentParser(description=__doc__.partition(".")[0])
+parser = argparse.ArgumentParser(description="Train a small Llama on text.")
 parser.add_argument("--steps", type=int, default=60, help="training steps in total (default 60)")
 parser.add_argument("--checkpoints", type=Path, help="save checkpoints in this folder, and resume from it")
 parser.add_argument("--text", type=Path, nargs="+", default=DOCS, help="text files (default: docs/*.md)")
 options = parser.parse_args()
 
 text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in options.text)), dtype=torch.uint8)
+if len(text) < 20 * LENGTH:
+    parser.error(f"--text: found {len(text)} bytes of text; must be at least {20 * LENGTH}")
 training, held_out = text.long().split([len(text) * 9 // 10, len(text) - len(text) * 9 // 10])
 
 

@@ -18,7 +18,7 @@ from zbv_solver.problem.writing import problem_json
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.stage.precision import Precision
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
-from zbv_worker.training.checkpoint_state import Trained
+from zbv_worker.training.checkpoint_state import TrainedState
 from zbv_worker.training.fence import checkpoints
 from zbv_worker.training.gradients import Gradients
 from zbv_worker.training.loss_scale import LossScale
@@ -128,7 +128,7 @@ class Alone:
         update = Update(StepwiseAdam(), gradients, transport, scale, None)  # type: ignore[arg-type]  # as far as it goes
         options = CheckpointOptions(directory, every=1, is_synchronous=is_synchronous)
         assert update.optimizer is not None
-        trained = Trained({0: module}, "model", [update.optimizer], [update.schedule], scale)
+        trained = TrainedState({0: module}, "model", [update.optimizer], [update.schedule], scale)
         checkpoints = Checkpoints(options, trained, transport, CPU)
         return cls(directory, module, update, checkpoints)
 

@@ -1,7 +1,7 @@
 """Starts ranks by forking, so that torch is imported once and not by every rank.
 
 ``python -m support.fork_server FD``, where FD is a socket. Each line on it requests a rank: ``{"id",
-"module", "arguments", "environment", "log"}``. The server answers ``{"id", "pid"}``, and
+"module", "arguments", "environment", "folder", "log"}``. The server answers ``{"id", "pid"}``, and
 ``{"id", "status"}`` when the rank has ended. The server ends when the socket closes, and its ranks end too.
 
 Nothing here may start a thread, a process group or a backward, because a fork would not copy them correctly.
@@ -104,6 +104,7 @@ def _be_rank(order: dict[str, Any]) -> int:
     log = os.open(order["log"], os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
+    os.chdir(order["folder"])
     return run_program(order["module"], order["arguments"], order["environment"])
 
 

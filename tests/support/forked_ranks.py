@@ -46,6 +46,7 @@ def fork_module(
         "module": module,
         "arguments": arguments,
         "environment": dict(environment),
+        "folder": os.getcwd(),
         "log": str(log.absolute()),
     }
     return server().start(order)

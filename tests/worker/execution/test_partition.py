@@ -29,6 +29,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model.checks import build_layers
+from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import Layered
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import GPT as Gpt
@@ -372,7 +373,7 @@ def test_changing_the_partition_by_a_checkpoint_changes_no_bit_of_the_training(f
     train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(config, seed=0))
     changed = Reader(folder / "checkpoints" / "step-00000006.g2")
     states = {p: state for optimizer in Kept.optimizers for p, state in optimizer.state.items()}
-    named = [(n, p) for module in Kept.modules for n, p in module.named_parameters()]
+    named = [(whole_name(n), p) for module in Kept.modules for n, p in module.named_parameters()]
     assert len(named) == len(states)
     for name, parameter in named:
         assert torch.equal(read(changed, f"model.{name}", parameter), parameter)

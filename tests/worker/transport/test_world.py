@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zbv_worker.errors import InvalidRun
-from zbv_worker.transport.world import Layout, World, create_early
+from zbv_worker.transport.world import Layout, World, create_early, default_backend
 
 
 def test_a_product_runs_forward_and_backward_before_the_device_is_awaited(
@@ -114,3 +114,32 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(InvalidRun, match="environment variable RANK: found None"):
         World.current()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has_nccl", "ranks", "expected", "said"),
+    [
+        (0, True, 2, "gloo", "found no GPU: computing on CPUs with gloo"),
+        (2, True, 2, "nccl", "found 2 GPUs for 2 ranks: computing on GPUs with nccl"),
+        (8, True, 4, "nccl", "found 8 GPUs for 4 ranks: computing on GPUs with nccl"),
+        (1, True, 2, "gloo", "found 1 GPU for 2 ranks: computing on CPUs with gloo"),
+        (2, False, 2, "gloo", "found no GPU: computing on CPUs with gloo"),
+    ],
+)
+def test_nccl_is_the_default_if_every_rank_has_a_gpu(
+    gpus: int,
+    has_nccl: bool,
+    ranks: int,
+    expected: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert default_backend(ranks) == expected
+    assert f"{said}; --backend changes this" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert default_backend(ranks) == expected
+    assert capsys.readouterr().err == ""

@@ -38,7 +38,7 @@ def positive_number(text: str) -> float:
 
 MODEL_HELP = (
     "the model: a function of a module in the working directory, PYTHONPATH or an installed package, or "
-    "transformers:PATH for the folder or configuration of a transformers model; see docs/training.md"
+    "transformers:PATH for the folder or configuration of a transformers model; see docs/your-model.md"
 )
 
 

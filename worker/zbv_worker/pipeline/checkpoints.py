@@ -13,7 +13,7 @@ from torch import nn
 from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
-from zbv_worker.training.checkpoint_state import Trained
+from zbv_worker.training.checkpoint_state import TrainedState
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.control import ConnectedTransport
 
@@ -42,7 +42,7 @@ class PipelineCheckpoints:
     def __init__(
         self,
         options: CheckpointOptions,
-        trained: Trained,
+        trained: TrainedState,
         transport: ConnectedTransport,
         device: torch.device,
         failures: Failures,
@@ -136,7 +136,7 @@ def trained_by(
     schedule: Stateful | Sequence[Stateful] | None,
     data: Stateful | None,
     ties: Ties,
-) -> Trained:
+) -> TrainedState:
     """What checkpoints hold of a pipeline's rank.
 
     Raises
@@ -159,7 +159,7 @@ def trained_by(
                 f"load_state_dict."
             )
     has_parameters = any(True for module in modules.values() for _ in module.parameters())
-    return Trained(
+    return TrainedState(
         modules,
         optimizers=optimizers if has_parameters else [],
         schedules=[each for each in schedules if each is not None],

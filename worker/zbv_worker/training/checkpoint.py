@@ -35,7 +35,7 @@ from zbv_worker.errors import (
     naming_errors,
 )
 from zbv_worker.training.checkpoint_files import RankFiles, State, write_index
-from zbv_worker.training.checkpoint_state import RunState, Trained
+from zbv_worker.training.checkpoint_state import RunState, TrainedState
 from zbv_worker.training.checkpoint_writer import BackgroundWriter, HostCopies
 from zbv_worker.training.fence import Claimant, Fence, checkpoints, is_complete
 from zbv_worker.transport.channels import Transport
@@ -86,7 +86,7 @@ class Checkpoints:
     """The checkpoints of a run. :meth:`save`, :meth:`finish` and :meth:`load_newest` are collective."""
 
     def __init__(
-        self, options: CheckpointOptions, trained: Trained, transport: Transport, device: torch.device
+        self, options: CheckpointOptions, trained: TrainedState, transport: Transport, device: torch.device
     ):
         self._options = options
         self._state = RunState(trained, transport)

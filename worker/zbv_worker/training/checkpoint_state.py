@@ -27,7 +27,7 @@ from zbv_worker.transport.channels import Transport
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedState:
     """What training changes on one rank.
 
     Attributes
@@ -57,7 +57,7 @@ class Trained:
 class RunState:
     """One rank's state of a run, as checkpoints hold it."""
 
-    def __init__(self, trained: Trained, transport: Transport):
+    def __init__(self, trained: TrainedState, transport: Transport):
         self._whole = _as_one_module(trained.modules)
         self._trained = trained
         self._data = trained.data if isinstance(trained.data, StatefulData) else None

@@ -25,7 +25,7 @@ from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.batch_loss import BatchLoss
 from zbv_worker.training.checkpoint import Checkpoints
-from zbv_worker.training.checkpoint_state import Trained
+from zbv_worker.training.checkpoint_state import TrainedState
 from zbv_worker.training.gradients import Gradients, gradients_of
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.options import (
@@ -367,7 +367,7 @@ class Training:
         if self._options.checkpoint is None:
             return None
         update = self._update
-        trained = Trained(
+        trained = TrainedState(
             modules,
             self._setting.run.model.fingerprint(0),
             [] if update.optimizer is None else [update.optimizer],

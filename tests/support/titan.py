@@ -16,7 +16,7 @@ WIDTH, WORDS, BLOCKS = 8, 12, 4
 
 
 class Linear(nn.Linear):
-    """As in torchtitan, a subclass without a forward of its own."""
+    """As in torchtitan, a subclass that inherits the forward."""
 
 
 class Embedding(nn.Embedding):

@@ -1,7 +1,7 @@
 """A rank that does with a plan what torchtitan's trainer does, on the stand-ins of :mod:`support.titan`.
 
 Under torchrun's environment, two ranks in each of two pipelines: ``python -m support.titan_rank FOLDER``. The
-folder has the plan, and gets what the rank saw.
+folder has the plans, and gets what the rank saw.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from zbv_worker.stage.recorder import Queueing
 from support import titan
 
 MICROBATCHES, LENGTH, TIMEOUT = 4, 6, 30.0
-DTYPES = ("float32", "bfloat16")
+CASES = {
+    "float32": ("plan.json", "float32"),
+    "bfloat16": ("plan.json", "bfloat16"),
+    "recomputed": ("layers.json", "float32"),
+}
+"""The plan, and the dtype in which the parameters compute."""
 
 
 def microbatches(replica: int, step: int) -> list[tuple[Tensor, dict[str, Tensor], Tensor]]:
@@ -138,9 +143,11 @@ def refused(plan: Path, dims: titan.ParallelDims) -> dict[str, str]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    dims, plan = titan.ParallelDims(2, 4), folder / "plan.json"
-    found: dict[str, Any] = {dtype: trained(plan, dtype, dims) for dtype in DTYPES}
-    found["refused"] = refused(plan, dims)
+    dims = titan.ParallelDims(2, 4)
+    found: dict[str, Any] = {
+        name: trained(folder / plan, dtype, dims) for name, (plan, dtype) in CASES.items()
+    }
+    found["refused"] = refused(folder / "plan.json", dims)
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
 

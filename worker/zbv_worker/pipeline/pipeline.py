@@ -147,7 +147,7 @@ class Pipeline:
         )
         self._timeout = timeout
         self._transport, place = connected_world(options, mesh)
-        self._failures = Failures(self._transport, self._close_connections)
+        self._failures = Failures(self._transport, self._transport.close)
         with self._failures.watched("starting"):
             prepared = prepare(options, layers, loss, self._transport, place)
             self._reports = RunReports.of_environment(prepared.plan, self._transport, options.patience)
@@ -349,9 +349,6 @@ class Pipeline:
                 f"or leave it out."
             )
         return found
-
-    def _close_connections(self) -> None:
-        self._transport.close()
 
 
 def _leave(

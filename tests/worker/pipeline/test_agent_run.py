@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import zbv_worker as zbv
 from support.plans import unit_problem
 from torch import nn
@@ -29,7 +30,9 @@ def train(plan: Plan, steps: int, *, closes: bool) -> list[float]:
     if closes:
         pipe.close()
     del pipe
-    gc.collect()
+    gc.collect()  # as at the end of the process
+    if not closes:
+        dist.destroy_process_group()
     return losses
 
 

@@ -136,6 +136,18 @@ def test_an_agent_sends_its_policy_unless_the_service_is_too_old(tmp_path: Path)
     assert agent._timeout_seconds == 30.0
 
 
+def test_an_agent_sends_no_scripts_to_a_service_that_does_not_know_them(tmp_path: Path) -> None:
+    def register(body: dict[str, Any]) -> Registration:
+        if "scripts" in body["allows"]:
+            raise InvalidRequest({"errors": [{"pointer": "/allows/scripts", "detail": "is not permitted"}]})
+        return Registration(2.0, 30.0)
+
+    agent = Agent(replace(allowing(), state_dir=tmp_path, allowed_scripts=("/shared/*",)))
+    agent._client = cast(Any, SimpleNamespace(register_agent=register))
+    agent._register()
+    assert agent._timeout_seconds == 30.0
+
+
 def commands(document: str) -> list[list[str]]:
     """The commands in a document that start agents, runs and profiles, without their comments."""
     text = (REPOSITORY / document).read_text().replace("\\\n", " ")

@@ -17,7 +17,7 @@ from zbv_worker.agent.rank_failure import FAILED, WRONG_INPUT, failure_of, say, 
 from zbv_worker.errors import WorkerError, describe_error
 from zbv_worker.host.cores import threads_per_rank
 from zbv_worker.host.script_environment import script_environment
-from zbv_worker.host.state_files import failure_file, progress_file, read_json, write_json
+from zbv_worker.host.state_files import failure_file, progress_file, write_json
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -44,15 +44,16 @@ def run_script(spec: dict[str, Any], folder: Path) -> int:
         if status:
             kind = "invalid" if status == WRONG_INPUT else "error"
             detail = f"rank {rank}: {name} ended with exit status {status}. Its log may say why."
-            _record(folder, {"kind": kind, "rank": rank, **_place(folder, rank), "detail": detail})
+            _record(folder, {"kind": kind, "rank": rank, "detail": detail})
         return status
     except Exception as error:
         traceback.print_exception(error)
         from zbv_worker.execution.progress import Progress
 
-        found = str(error) if isinstance(error, WorkerError) else describe_error(error)
-        detail = f"rank {rank}: {name}: {found.rstrip('.')}. The rank's log has the traceback."
-        _record(folder, failure_of(rank, error, detail, Progress(_place(folder, rank)["step"])))
+        detail = f"rank {rank}: {name}: {describe_error(error)}. Its log has the traceback."
+        if isinstance(error, WorkerError):
+            detail = str(error)  # names the rank, where that matters
+        _record(folder, failure_of(rank, error, detail, Progress()))
         return status_of(error)
     return 0
 
@@ -72,12 +73,6 @@ def _status(end: SystemExit) -> int:
         return end.code or 0
     say(str(end.code))
     return FAILED
-
-
-def _place(folder: Path, rank: int) -> dict[str, Any]:
-    """The step and action that a Pipeline of the script reported last."""
-    found = read_json(progress_file(folder, rank)) or {}
-    return {"step": found.get("step"), "action": found.get("action")}
 
 
 def _record(folder: Path, failure: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, train
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
-from zbv_worker.pipeline.leaving import leave
+from zbv_worker.pipeline.leaving import disconnect, leave
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
@@ -149,7 +149,7 @@ class Pipeline:
         self._timeout = timeout
         self._transport, place = connected_world(options, mesh)
         self._saving: list[PipelineCheckpoints] = []
-        self._failures = Failures(self._transport, self._close_connections)
+        self._failures = Failures(self._transport, partial(disconnect, self._saving, self._transport))
         with self._failures.watched("starting"):
             prepared = prepare(options, layers, loss, self._transport, place)
             self._reports = RunReports.of_environment(prepared.plan, self._transport, options.patience)
@@ -401,8 +401,3 @@ class Pipeline:
                 f"or leave it out."
             )
         return found
-
-    def _close_connections(self) -> None:
-        for checkpoints in self._saving:
-            checkpoints.give_up()
-        self._transport.close()

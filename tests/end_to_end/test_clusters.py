@@ -17,22 +17,20 @@ from typing import Any
 
 import pytest
 import yaml
-from support.agents import FACTORY, a_plan
-from support.agents import MODEL as UNHURRIED
-from support.paths import ROOT, TESTS
+from support.agents import MODEL, a_plan
+from support.paths import ROOT
 from support.trained import train_in_threads
-from support.unhurried_gpt import gpt
 from zbv_service.commands.cli import _parser as service_parser
 from zbv_solver import __version__
 from zbv_solver.plans.plan import plan_json
 from zbv_worker.commands.cli import _parser as worker_parser
 from zbv_worker.host.local_ranks import free_port
+from zbv_worker.models.gpt import gpt
 from zbv_worker.training.options import TrainingOptions
 
 SCRIPT = ROOT / "examples" / "slurm.sbatch"
 BIN = Path(sys.executable).parent
 DEADLINE = 120.0
-MODEL = UNHURRIED | {"pause": 0.0}
 BEGUN, ALL = 2, 4
 """Steps: the Slurm job runs the first ones, and the Kubernetes job resumes from its checkpoint."""
 
@@ -64,7 +62,7 @@ def executables(folder: Path, **texts: str) -> Path:
 
 def environment(*search_path: Path, **values: object) -> dict[str, str]:
     path = os.pathsep.join([*map(str, search_path), os.environ["PATH"]])
-    fixed = {"PATH": path, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    fixed = {"PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZBV_", "SLURM_"))}
     return {**kept, **fixed, **{name: str(value) for name, value in values.items()}}
 
@@ -130,7 +128,6 @@ def trained_by_slurm(plan_file: Path, tmp_path_factory: pytest.TempPathFactory) 
     return sbatch(
         tmp_path_factory.mktemp("slurm"),
         ZBV_PLAN_FILE=plan_file,
-        ZBV_MODEL=FACTORY,
         ZBV_MODEL_ARGS=json.dumps(MODEL),
         ZBV_STEPS=BEGUN,
         ZBV_CHECKPOINT_EVERY=BEGUN,
@@ -207,7 +204,6 @@ def test_kubernetes_pods_resume_from_the_checkpoint(
         "RENDEZVOUS_HOST": "127.0.0.1",
         "RENDEZVOUS_PORT": free_port(),
         "PLAN_FILE": plan_file,
-        "MODEL": FACTORY,
         "MODEL_ARGS": json.dumps(MODEL),
         "STEPS": ALL,
         "BACKEND": "gloo",

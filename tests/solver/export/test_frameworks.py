@@ -16,6 +16,11 @@ from hypothesis import strategies as st
 from support.layered import NAMES, RECOMPUTED
 from support.orders import random_orders
 from support.problems import problems, uniform
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.export import export
 from zbv_solver.export.torch_csv import relabelled
@@ -66,11 +71,9 @@ def test_the_settings_fit_the_plan(plan: Plan) -> None:
     assert settings["training"]["local_batch_size"] == microbatch * problem.microbatches
     assert parallelism["pipeline_parallel_schedule_csv"] == f"plan-{plan.plan_id[:12]}.csv"
 
-    from torch.distributed.pipelining import schedules  # takes seconds to import
-
-    cut_by = schedules.get_schedule_class(parallelism["pipeline_parallel_schedule"])
-    assert (cut_by is schedules.ScheduleZBVZeroBubble) == (problem.placement.kind == "v")
-    assert issubclass(cut_by, schedules.PipelineScheduleSingle) == (problem.placement.chunks == 1)
+    cut_by = get_schedule_class(parallelism["pipeline_parallel_schedule"])
+    assert (cut_by is ScheduleZBVZeroBubble) == (problem.placement.kind == "v")
+    assert issubclass(cut_by, PipelineScheduleSingle) == (problem.placement.chunks == 1)
 
 
 def test_a_split_backward_turns_off_what_cannot_be_split() -> None:

@@ -99,11 +99,11 @@ class Cluster:
         """Start an agent for one rank."""
         folder = self.folder / name
         folder.mkdir()
-        arguments = ["--server", self.address, "--name", name, "--slots", "1"]
+        arguments = ["agent", "--server", self.address, "--name", name, "--slots", "1"]
         arguments += ["--state-dir", str(folder / "state")]
         arguments += ["--allow-checkpoint-dir", tempfile.gettempdir(), *more]
         arguments += [] if allow is None else ["--allow-model", allow]
-        process = fork_module("support.forked_agent", arguments, os.environ, folder / "agent.log")
+        process = fork_module("support.forking_worker", arguments, os.environ, folder / "agent.log")
         agent = AgentProcess(name, folder, process)
         self.stack.callback(_end, process)
         self.agents.append(agent)

@@ -1,7 +1,7 @@
-"""An agent that forks its launchers, which fork their ranks: ``python -m support.forked_agent ARGUMENTS``.
+"""``zbv-worker``, but it forks its child processes: ``python -m support.forking_worker ARGUMENTS``.
 
-Like ``zbv-worker agent ARGUMENTS``, with the same tree of processes, but no process imports torch if
-:mod:`support.fork_server` has forked the agent.
+An agent forks its launchers, which fork their ranks; other commands fork their ranks. The tree of processes
+is the usual one, but no process imports torch if :mod:`support.fork_server` has forked the first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from zbv_worker.agent import generation
 from zbv_worker.commands.cli import main
+from zbv_worker.host import local_ranks
 
 from support.fork_server import run_program
 
@@ -97,8 +98,14 @@ def _redirect(stdout: IO[Any] | None, stderr: IO[Any] | int | None) -> None:
     os.closerange(_FIRST_DESCRIPTOR, _LAST_DESCRIPTOR)
 
 
-if __name__ == "__main__":
+def fork_children() -> None:
+    """Let agents, torch elastic and commands with ranks fork, from now on."""
     forking = SimpleNamespace(Popen=ForkedPopen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    generation.subprocess = forking  # type: ignore[attr-defined,assignment]
+    for module in (generation, local_ranks):
+        module.subprocess = forking  # type: ignore[attr-defined]
     subprocess_handler.Popen = ForkedPopen  # type: ignore[attr-defined,assignment]
-    sys.exit(main(["agent", *sys.argv[1:]]))
+
+
+if __name__ == "__main__":
+    fork_children()
+    sys.exit(main(sys.argv[1:]))

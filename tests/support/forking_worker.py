@@ -1,4 +1,4 @@
-"""``zbv-worker``, with an agent that forks its child processes: ``python -m support.forking_worker ARGUMENTS``.
+"""``zbv-worker``, whose agent forks its child processes: ``python -m support.forking_worker ARGUMENTS``.
 
 An agent forks its launchers, which fork their ranks. The tree of processes is the usual one, but no process
 imports torch if :mod:`support.fork_server` has forked the agent.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from support.forked_ranks import fork_module
 from support.thread_transport import ThreadHub
 from zbv_solver.problem.reading import parse_problem
 from zbv_worker.commands.cli import main
+from zbv_worker.host.local_ranks import python_command
 from zbv_worker.measure.profile.profile import (
     ProfileOptions,
     RankProfile,
@@ -160,18 +162,20 @@ def test_a_terminated_profile_ends_its_ranks_and_removes_its_files(tmp_path: Pat
     output = ["-o", str(tmp_path / "problem.json")]
     arguments = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL), *output]
     numbers = ["--pp", "2", "--microbatches", "4", "--repeats", "1000000"]
+    command = python_command("zbv_worker.commands.cli", "profile", *arguments, *numbers)
     folder = tmp_path / "temporary"
     folder.mkdir()
-    environment, log = {**os.environ, "TMPDIR": str(folder)}, tmp_path / "log"
-    profiler = fork_module("support.forking_worker", ["profile", *arguments, *numbers], environment, log)
-    deadline = time.monotonic() + 120
-    while not any("measured" in log.read_text() for log in folder.glob("*/rank-0.log")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    children = Path(f"/proc/{profiler.pid}/task/{profiler.pid}/children").read_text().split()
-    profiler.terminate()
-    assert profiler.wait(timeout=60) == 130
-    assert log.read_text().splitlines()[-1] == "zbv-worker: interrupted."
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as profiler:
+        deadline = time.monotonic() + 120
+        while not any("measured" in log.read_text() for log in folder.glob("*/rank-0.log")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = Path(f"/proc/{profiler.pid}/task/{profiler.pid}/children").read_text().split()
+        profiler.send_signal(signal.SIGTERM)
+        _, said = profiler.communicate(timeout=60)
+    assert profiler.returncode == 130
+    assert said.splitlines()[-1] == "zbv-worker: interrupted."
     assert [*folder.glob("zbv-*")] == []
     assert len(children) == 2
     assert not any(Path(f"/proc/{child}").exists() for child in children)

@@ -20,7 +20,7 @@ from zbv_worker.stage.split_backward import QUEUEING
 def split_subclasses(module: nn.Module, *, without: Collection[str] = ()) -> None:
     """Change the classes of modules, so that their weight gradients can be queued. Idempotent.
 
-    Parameters, buffers and names stay the same. Subclasses that define ``forward`` stay as they are; I computes
+    Parameters, buffers and names stay the same. Subclasses that define ``forward`` stay unchanged; I computes
     their gradients. Call it before ``fully_shard``, which changes the classes too.
 
     Parameters

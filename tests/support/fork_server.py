@@ -113,6 +113,7 @@ def run_program(module: str, arguments: Sequence[str], environment: Mapping[str,
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[0] = os.getcwd()
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)  # it runs as __main__, as in a new interpreter
     try:

@@ -65,9 +65,7 @@ class RunReports:
             str(progress_file(folder, transport.rank)), transport.rank, self.progress
         )
         self._writer.__enter__()
-        trace = TraceFile(folder, transport, timeout)
-        # The ranks of a tensor-parallel group do the same; one of them stands for all.
-        self._trace = trace if transport.column % transport.layout.inner == 0 else None
+        self._trace = TraceFile(folder, transport, timeout)
         self._report = RankReport(plan.plan_id, transport.rank)
         self._newest: tuple[Launched, Tensor | None] | None = None
 
@@ -97,5 +95,4 @@ class RunReports:
         number = None if loss is None else float(loss)
         line = StepLine(result.step, self._plan_id, number, result.seconds, result.update_seconds)
         self._report.add(line, result)
-        if self._trace is not None:
-            self._trace.update(self._report, is_last=is_last)
+        self._trace.update(self._report, is_last=is_last)

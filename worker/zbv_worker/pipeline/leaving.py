@@ -1,4 +1,7 @@
-"""What a pipeline still does when its process ends, or drops it, without :meth:`Pipeline.close`."""
+"""What a pipeline does when it ends without :meth:`Pipeline.close`.
+
+The functions do not refer to the pipeline, so that it can be dropped.
+"""
 
 from __future__ import annotations
 

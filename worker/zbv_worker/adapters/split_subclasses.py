@@ -13,15 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from zbv_worker.stage.recorder import Queueing
 from zbv_worker.stage.split_backward import QUEUEING
 
 
 def split_subclasses(module: nn.Module, *, without: Collection[str] = ()) -> None:
     """Change the classes of modules, so that their weight gradients can be queued. Idempotent.
 
-    Parameters, buffers and names stay the same. Subclasses that define ``forward`` stay unchanged; I computes
-    their gradients. Call it before ``fully_shard``, which changes the classes too.
+    Parameters, buffers and names stay the same. Subclasses that define ``forward`` stay as they are; I
+    computes their gradients. Call it before ``fully_shard``, which changes the classes too.
 
     Parameters
     ----------
@@ -29,14 +28,16 @@ def split_subclasses(module: nn.Module, *, without: Collection[str] = ()) -> Non
         The names of modules that stay as they are, with all modules inside.
     """
     excluded = {child for name in without for child in _children(module, name)}
-    child: Any
     for child in module.modules():
-        if child in excluded or isinstance(child, Queueing):
-            continue
-        for queueing in QUEUEING:
-            base = queueing.__mro__[1]
-            if isinstance(child, base) and type(child).forward is base.forward:
-                child.__class__ = _queueing(type(child), queueing)
+        kind: Any = type(child)
+        queueing = _BY_FORWARD.get(kind.forward)
+        if queueing is not None and child not in excluded:
+            child.__class__ = _queueing(kind, queueing)
+
+
+_BY_FORWARD: dict[Any, type[Any]] = dict(
+    zip((nn.Linear.forward, nn.Embedding.forward), QUEUEING, strict=True)
+)
 
 
 def _children(module: nn.Module, name: str) -> list[nn.Module]:

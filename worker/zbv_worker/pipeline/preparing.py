@@ -101,7 +101,7 @@ def prepare(
         names = layer_names(layered)
     given = _planned(options, layered, loss, transport, place) if options.plan is None else options.plan
     with starting_together(transport, options.patience):
-        plan = cut_evenly(own_part(given, options, transport), names)
+        plan = cut_evenly(_own_part(given, options, transport), names)
         require_layers(layered, plan.cut, _REMEDY)
         prepared = _build(options, plan, layered, loss, transport.layout.replicas, place.device)
     open_channels(options, plan, transport, place)
@@ -134,7 +134,7 @@ def _planned(
     )
 
 
-def own_part(given: PlanLike, options: PipelineOptions, transport: Transport) -> RankPlan:
+def _own_part(given: PlanLike, options: PipelineOptions, transport: Transport) -> RankPlan:
     """This rank's part of a plan, checked against the ranks."""
     service = None if options.plan is None else options.service
     plan = rank_plan(given, transport.pp_rank, service, options.patience)

@@ -26,8 +26,8 @@ from zbv_worker.execution.planned_cut import Partition, PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.plan_schedule import PlanSchedule
-from zbv_worker.pipeline.plans import PlanLike
-from zbv_worker.pipeline.preparing import open_channels, own_part, starting_together
+from zbv_worker.pipeline.plans import PlanLike, rank_plan
+from zbv_worker.pipeline.preparing import open_channels, starting_together
 from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.transport.control import ConnectedTransport
 from zbv_worker.transport.world import Layout
@@ -124,8 +124,8 @@ def _pipelined(
     transport, place = connected_world(options, layout=Layout(degree, inner=columns))
     with starting_together(transport, options.patience):
         _require_order(parallel_dims.get_mesh("pp").mesh.tolist(), transport)
-        plan = own_part(options.plan, options, transport)
-        _require_fit(plan, training, parallelism, compile_config)
+        plan = rank_plan(options.plan, transport.pp_rank, options.service, options.patience)
+        _require_fit(plan, degree, training, parallelism, compile_config)
         plan = _cut(plan, model, parallelism.module_fqns_per_model_part)
         parts = {}
         for stage in sorted(plan.stages):
@@ -224,8 +224,14 @@ def _require_order(own: list[int], transport: ConnectedTransport) -> None:
         )
 
 
-def _require_fit(plan: RankPlan, training: Any, parallelism: Any, compile_config: Any) -> None:
+def _require_fit(plan: RankPlan, degree: int, training: Any, parallelism: Any, compile_config: Any) -> None:
     """Check torchtitan's configuration; raises :class:`InvalidRun`."""
+    planned = plan.placement.pp_degree
+    if planned != degree:
+        raise InvalidRun(
+            f"found pipeline_parallel_degree {degree}; the plan is for {planned} ranks. Set "
+            f"parallelism.pipeline_parallel_degree to {planned}, or plan for {degree}."
+        )
     size = parallelism.pipeline_parallel_microbatch_size
     microbatches = training.local_batch_size // size
     if microbatches != plan.microbatches:

@@ -127,9 +127,9 @@ class FullySharded:
             module.reshard()
 
     @classmethod
-    def _roots(cls, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    def _roots(cls, modules: Iterable[nn.Module]) -> list[Any]:
         """The outermost modules with ``fully_shard``."""
-        found: list[nn.Module] = []
+        found: list[Any] = []
         for module in modules:
             found += [module] if module in fully_sharded_modules(module) else cls._roots(module.children())
         return list(dict.fromkeys(found))

@@ -35,9 +35,7 @@ def split_subclasses(module: nn.Module, *, without: Collection[str] = ()) -> Non
             child.__class__ = _queueing(kind, queueing)
 
 
-_BY_FORWARD: dict[Any, type[Any]] = dict(
-    zip((nn.Linear.forward, nn.Embedding.forward), QUEUEING, strict=True)
-)
+_BY_FORWARD: dict[Any, Any] = dict(zip((nn.Linear.forward, nn.Embedding.forward), QUEUEING, strict=True))
 
 
 def _children(module: nn.Module, name: str) -> list[nn.Module]:

@@ -98,8 +98,7 @@ class PipelineRank:
         """Find the parameters that the user has added, removed, frozen or unfrozen since the last step."""
         trained = trained_by(self._modules)
         if _identities(trained) != _identities(self._trained):
-            self._gradients.rest(forget=True)
-            self._accumulation.gradients = self._gradients_of(trained)
+            self._accumulation.replace(lambda: self._gradients_of(trained))
 
     def take(self, call: Call, microbatches: list[Microbatch], given: Given | int) -> None:
         """Set the microbatches of the next step or evaluation. Collective if their shapes are new.

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.pipeline.state import gather_state, load_state
 from zbv_worker.stage.distributed_grads import add_linear_gradients
 from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.options import RunOptions, TrainingOptions
@@ -265,6 +266,9 @@ def trained(case: Case, saved: Path | None) -> dict[str, Any]:
         again = Model(case, mesh)
         (resumed,) = train(run, [plan], again, transport, CPU)  # has no step left
         found["resumed"] = whole(parameters_of(again)), len(resumed.lines)
+    found["whole"] = gather_state(dict(enumerate(model.built)), transport, TIMEOUT)
+    load_state(dict(enumerate(model.built)), {n: -tensor for n, tensor in found["parameters"].items()}, {})
+    found["negative"] = all(torch.equal(t, -found["parameters"][n]) for n, t in whole(named).items())
     transport.barrier(TIMEOUT)
     transport.close()
     return found
@@ -275,6 +279,7 @@ def parameters_of(model: Model) -> dict[str, Tensor]:
 
 
 def whole(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole of divided parameters. Collective."""
     return {
         n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in parameters.items()
     }

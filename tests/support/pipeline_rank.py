@@ -47,8 +47,9 @@ def weighted_whole(output: Tensor, target: Tensor) -> Tensor:
 
 
 def pipeline(folder: Path, **more: Any) -> zbv.Pipeline:
-    given = {"loss": nnf.mse_loss, "timeout": TIMEOUT, "startup_timeout": TIMEOUT, **more}
-    return zbv.Pipeline(folder / "plan.json", given.pop("layers", None) or model(), **given)
+    given = {"plan": folder / "plan.json", "loss": nnf.mse_loss, "timeout": TIMEOUT, **more}
+    layers = given.pop("layers", None) or model()
+    return zbv.Pipeline(given.pop("plan"), layers, startup_timeout=TIMEOUT, **given)
 
 
 def apart(pipe: zbv.Pipeline, reference: nn.Module) -> float:
@@ -293,6 +294,58 @@ def error_of(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
+def changes_shapes(folder: Path) -> Found:
+    """Batches of several sizes, and evaluations of others; then ranks that disagree."""
+    reference, found = model(), Found(apart=[], loss=[], said=[])
+    with pipeline(folder) as pipe:
+        for rows in (8, 16, 8, 16, 8):
+            inputs, targets = (torch.cat([each, each])[:rows] for each in batch(rows))
+            expected = nnf.mse_loss(reference(inputs), targets)
+            torch.autograd.backward(expected)
+            losses = pipe.step(inputs, targets), pipe.evaluate(inputs[: rows // 2], targets[: rows // 2])
+            found["apart"].append(apart(pipe, reference))
+            if losses[0] is not None:
+                half = nnf.mse_loss(reference(inputs[: rows // 2]), targets[: rows // 2])
+                found["loss"] += [abs(float(losses[0] - expected)), abs(float(losses[1] - half))]
+    for more in ({"data_rank": 0}, {}):  # without a data rank, a rank without data would not see it
+        pipe = pipeline(folder, **more)
+        for rows in (8, 8, 4):
+            given = () if dist_rank() else tuple(each[:rows] for each in batch())
+            found["said"].append(said_by(pipe, *given))
+        pipe.close()
+    pipe = pipeline(folder)
+    for rows in (8, 4):
+        x, y = (each[:rows] for each in batch())
+        found["said"].append(said_by(pipe, x, y.double() if dist_rank() and rows == 4 else y))
+    return found
+
+
+def lacks_keyword(folder: Path) -> Found:
+    """Only one rank is given a keyword that layers of both take."""
+    layers = [Scaled() for _ in range(5)]
+    with pipeline(folder, layers=layers) as pipe:
+        return Found(said=said_by(pipe, *batch(), **({} if dist_rank() else {"scale": 2.0})))
+
+
+def said_by(pipe: zbv.Pipeline, *args: Any, **keywords: Any) -> str:
+    """The error of a step."""
+    try:
+        pipe.step(*args, **keywords)
+    except zbv.WorkerError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Scaled(nn.Linear):
+    """A layer with an optional keyword."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x * scale)
+
+
 def own_world(folder: Path) -> Found:
     """The user's process group stays usable, and the pipeline works inside it."""
     dist.init_process_group("gloo")
@@ -363,6 +416,8 @@ def refuses(folder: Path) -> Found:
         {"data_rank": dist_rank()},
         {"layers": [*model()][:-1] if dist_rank() else [*model()]},
         {"layers": [*[*model()][:2], (lambda: 3) if dist_rank() else nn.Identity(), *[*model()][3:]]},
+        {"layers": [model()[0]] * 5 if dist_rank() else [*model()]},
+        {"plan": None, "microbatches": 4, "example": batch()} if dist_rank() else {},
     )
     for more in wrong:
         try:

@@ -90,6 +90,6 @@ def naming_errors(rank: int, what: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise ChannelTimeout(f"rank {rank}, {what}: {error}.") from error
+        raise ChannelTimeout(f"rank {rank}, {what}: {str(error).rstrip('.')}.") from error
     except ConnectionError as error:
-        raise PeerLost(f"rank {rank}, {what}: {error}.") from error
+        raise PeerLost(f"rank {rank}, {what}: {str(error).rstrip('.')}.") from error

@@ -348,6 +348,11 @@ class TestSources:
         with pytest.raises(InvalidRun, match="must be a configuration, a model"):
             from_transformers(source)
 
+    def test_models_without_a_language_model_head_are_refused(self) -> None:
+        for kind in (transformers.LlamaModel, transformers.LlamaForSequenceClassification):
+            with pytest.raises(InvalidRun, match=f"found a {kind.__name__}, .* Use LlamaForCausalLM"):
+                from_transformers(kind)
+
     def test_a_missing_folder_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidRun, match="Nothing is downloaded"):
             from_transformers(tmp_path / "absent")

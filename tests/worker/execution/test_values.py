@@ -91,6 +91,38 @@ def test_training_and_evaluation_have_the_same_losses(replicas: int) -> None:
     assert evaluations[1] < evaluations[0]
 
 
+class Silent(nn.Module):
+    """Passes on nothing."""
+
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+class Speaking(nn.Linear):
+    """Needs no input."""
+
+    def forward(self, nothing: None) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.ones(1, self.in_features))
+
+
+class Nothing(Remembering):
+    """Its stages pass on None."""
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        self.built.append(nn.Sequential(Speaking(3, 2)) if stage == n_stages - 1 else nn.Sequential(Silent()))
+        return self.built[-1]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return output.square().mean()
+
+
+def test_a_stage_may_pass_on_nothing() -> None:
+    problem = unit_problem(2, MICROBATCHES)
+    orders = random_orders(problem, Random(0))
+    found = train_in_threads(problem, orders, TrainingOptions(), 2, model=Nothing)
+    assert found.losses[1] < found.losses[0]
+
+
 @pytest.mark.parametrize(
     ("microbatch", "message"),
     [

@@ -133,6 +133,18 @@ def test_a_pipeline_without_a_plan_trains(capsys: pytest.CaptureFixture[str]) ->
     assert "planned 2 microbatches on 1 rank:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"microbatches": 0, "example": EXAMPLE}, "found microbatches=0; must be at least 1"),
+        ({"microbatches": 2, "example": EXAMPLE[0]}, "found a Tensor as the example; must be a tuple"),
+    ],
+)
+def test_a_pipeline_without_a_plan_checks_what_it_gets(given: Any, said: str) -> None:
+    with pytest.raises(InvalidRun, match=said):
+        Pipeline(None, layers_of(2), nn.functional.mse_loss, **given)
+
+
 @pytest.mark.parametrize("given", [{}, {"microbatches": 2}, {"example": EXAMPLE}])
 def test_a_pipeline_without_a_plan_needs_an_example_and_a_number_of_microbatches(given: Any) -> None:
     with pytest.raises(InvalidRun, match=r"needs microbatches= .* and example="):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,6 +48,17 @@ def test_microbatches_share_the_memory_of_the_batch() -> None:
     inputs = torch.zeros(4, 2)
     split_batch(inputs, None, {}, 2)[1].input.fill_(1.0)
     assert inputs.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
+@dataclass
+class Rows:
+    tokens: Tensor
+
+
+@pytest.mark.parametrize("whole", [UserDict(x=torch.zeros(4)), Rows(torch.zeros(4)), torch.zeros(4).numpy()])
+def test_what_would_reach_every_microbatch_unsplit_is_refused(whole: Any) -> None:
+    with pytest.raises(InvalidRun, match=rf"inputs\['a'\]: found a {type(whole).__name__}; a batch is split"):
+        split_batch({"a": whole}, torch.zeros(4), {}, 2)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class World:
             transport.control = Control(rank, queues, self.sent[rank])
             plan = RankPlan.of("0" * 64, problem, orders, hub.layout.pp_rank(rank))
             prepared = Prepared(plan, {}, RecordedLoss(None, is_recomputed=False), keywords)
-            self._shared.append(SharedData(options, prepared, transport, Failures(transport, lambda: None)))
+            self._shared.append(SharedData(options, prepared, transport, Failures(transport)))
         self._pool = ThreadPoolExecutor(len(ranks))
 
     def exchange(self, batches: dict[int, list[Microbatch]]) -> list[Any]:
@@ -113,7 +113,7 @@ def test_in_a_v_only_keywords_travel_and_their_structure_only_once() -> None:
         _, other = world.exchange({0: batch})
         torch.testing.assert_close(flat(other), [(None, None, each.keywords) for each in batch])
     _, _, payload, announced, again = world.sent[0]
-    assert (announced, again) == (8, payload)
+    assert (announced, again) == (16, payload)  # two numbers
     assert payload == 4 * 16  # four masks, each aligned
 
 

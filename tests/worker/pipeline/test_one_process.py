@@ -99,6 +99,91 @@ def test_bfloat16_parameters_accumulate_over_steps(plan: Plan) -> None:
             torch.testing.assert_close(own.grad.double(), exact.grad, rtol=0.05, atol=0.05)
 
 
+def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output - target).square().sum(), 3 * len(output)
+
+
+def test_parameters_may_be_added_frozen_and_unfrozen_between_steps(plan: Plan) -> None:
+    inputs, targets = batch()
+    layers = model()
+    layers[0].requires_grad_(False)
+    with zbv.Pipeline(plan, layers, loss=weighted) as pipe:
+        pipe.step(inputs, targets)
+        layers[0].requires_grad_(True)
+        layers[2].requires_grad_(False)
+        layers[3].register_parameter("more", nn.Parameter(torch.ones(3)))
+        layers.zero_grad()
+        pipe.step(inputs, targets)
+        total, weight = weighted(layers(inputs), targets)
+        found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+        layers.zero_grad()
+        torch.autograd.backward(total / weight)
+    assert found["2.weight"] is None
+    torch.testing.assert_close(found, {name: p.grad for name, p in layers.named_parameters()})
+
+
+def test_a_backward_of_the_user_adds_to_the_gradients_of_a_step(plan: Plan) -> None:
+    inputs, targets = (tensor.bfloat16() for tensor in batch())
+    layers = model().bfloat16()
+    with zbv.Pipeline(plan, layers, loss=nnf.mse_loss) as pipe:
+        for _ in range(2):
+            pipe.step(inputs, targets)
+            torch.autograd.backward(nnf.mse_loss(layers(inputs), targets))
+        four = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+        layers.zero_grad()
+        pipe.step(inputs, targets)
+        one = [parameter.grad for parameter in pipe.parameters()]
+    torch.testing.assert_close(four, [4 * each for each in one if each is not None], rtol=0.05, atol=0.02)
+
+
+def test_a_step_without_gradients_is_refused(plan: Plan) -> None:
+    with zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
+        with torch.no_grad(), pytest.raises(zbv.InvalidRun, match=r"found step within torch\.no_grad"):
+            pipe.step(*batch())
+        with torch.inference_mode():
+            pipe.evaluate(*batch())
+        assert pipe.step(*batch()) is not None
+
+
+def test_a_default_device_does_not_matter(plan: Plan) -> None:
+    inputs, targets = batch()
+    layers = model()
+    with torch.device("meta"), zbv.Pipeline(plan, layers, loss=nnf.mse_loss) as pipe:
+        assert pipe.step(inputs, targets).device.type == "cpu"
+        assert pipe.full_state_dict() is not None
+
+
+class Auxiliary(nn.BatchNorm1d):
+    """Has running means, random numbers and an auxiliary loss."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = super().forward(input) + torch.rand(())
+        return zbv.add_auxiliary_loss(x, 0.1 * x.square().mean(), weight=1.0)
+
+
+def test_a_first_step_that_is_repeated_has_no_side_effects(plan: Plan) -> None:
+    """It is repeated because the auxiliary losses did not know that the loss has weights."""
+    layer = Auxiliary(3)
+    inputs, targets = batch()
+    with zbv.Pipeline(plan, [layer, nn.Linear(3, 2)], loss=weighted) as pipe:
+        torch.manual_seed(0)
+        pipe.step(inputs, targets)
+        drawn = torch.rand(())
+    torch.manual_seed(0)
+    torch.testing.assert_close(drawn, torch.rand(3)[2])
+    assert layer.num_batches_tracked == 2
+
+
+def test_a_closed_pipeline_says_so(plan: Plan) -> None:
+    pipe = zbv.Pipeline(plan, model(), loss=nnf.mse_loss)
+    pipe.step(*batch())
+    pipe.close()
+    pipe.close()
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(zbv.WorkerError, match=r"this pipeline is closed\. Make a new one"):
+            call(*batch())
+
+
 def test_shared_parameters_count_once(plan: Plan) -> None:
     shared = nn.Linear(3, 3)
     layers = [shared, shared, nn.Tanh(), nn.Linear(3, 2)]
@@ -124,6 +209,11 @@ def test_shared_parameters_count_once(plan: Plan) -> None:
         ({"plan": 3}, "found a int as the plan; must be a plan"),
         ({"plan": "http://localhost/plan"}, "a plan's URL must end with /plans/ID"),
         ({"plan": {"problem": 1}}, "the plan: "),
+        ({"plan": '{"problem": 1}'}, "found the text of a plan; must be decoded"),
+        (
+            {"plan": "a/plan.json", "service": "http://localhost"},
+            "found a/plan.json as the plan, and service=",
+        ),
         ({"precision": "float16"}, "found precision 'float16'; must be 'float32' or 'bfloat16'"),
         ({"backend": "mpi"}, "found backend 'mpi'; must be 'gloo' or 'nccl'"),
         ({"device": "cpu", "backend": "nccl"}, "found device cpu and backend 'nccl'"),

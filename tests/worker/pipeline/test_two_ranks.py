@@ -16,6 +16,8 @@ PROGRAMS = (
     "accumulates",
     "weighs",
     "passes_values",
+    "changes_shapes",
+    "lacks_keyword",
     "shares_data",
     "trains",
     "saves",
@@ -97,6 +99,23 @@ def test_data_on_the_wrong_rank_or_nowhere_is_refused(seen: dict[str, Found]) ->
     assert first[4].startswith("PeerLost: rank 1 lost: found a batch on rank 1")
 
 
+def test_batches_may_have_other_shapes_if_all_ranks_see_them(seen: dict[str, Found]) -> None:
+    first, second = seen["changes_shapes"]
+    assert max(first["apart"] + second["apart"]) < 1e-6
+    assert len(first["loss"]) == 10
+    assert max(first["loss"]) < 1e-6
+    for rank, found in enumerate((first, second)):
+        assert found["said"][:5] == [""] * 5
+        assert "A stage's output must keep its shape" in found["said"][5]
+        assert found["said"][6] == ""
+        assert f"Disagreement: the batches of ranks {rank} and {1 - rank} have" in found["said"][7]
+
+
+def test_a_rank_that_lacks_a_keyword_is_named(seen: dict[str, Found]) -> None:
+    for rank in seen["lacks_keyword"]:
+        assert "rank 1 was not given the keyword 'scale', which its layers take and rank 0" in rank["said"]
+
+
 def test_optimizers_schedules_and_clipping_train_the_same_model(seen: dict[str, Found]) -> None:
     for rank in seen["trains"]:
         assert max(rank["norms"]) < 1e-6
@@ -147,6 +166,8 @@ def test_an_error_at_the_start_is_raised_on_all_ranks(seen: dict[str, Found]) ->
         assert "found data_rank=2; must be a rank of the pipeline, 0 to 1." in said[2]
         assert said[3].startswith("Disagreement: the ranks differ in data rank (rank 0: 0; rank 1: 1)")
         assert said[4].startswith("Disagreement: the ranks differ in model")
+        assert said[6].startswith("Disagreement: the ranks differ in model")  # only one shares parameters
+        assert "found a plan on rank 0, and no plan on rank 1" in said[7]
     assert second[5].startswith("InvalidRun: layer 2: the function returned a int")
     assert first[5] == second[5].replace("InvalidRun: ", "InvalidRun: rank 1 cannot start: ")
 

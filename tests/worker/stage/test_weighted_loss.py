@@ -139,7 +139,7 @@ def test_pytorchs_runtime_refuses_weighted_losses() -> None:
 @pytest.mark.parametrize(
     ("loss", "is_weighted", "message"),
     [
-        (lambda x, y: (x.sum(), 1, 2), False, "the loss returned a tuple; .*define loss_sum"),
+        (lambda x, y: (x.sum(), 1, 2), False, "the loss returned a tuple; .*a pair of a sum and its weight"),
         (lambda x, y: x, False, r"the loss returned a torch.float32 tensor of 12 numbers"),
         (lambda x, y: x.sum(), True, r"must return \(sum, weight\)"),
         (lambda x, y: (x.sum(), y), True, r"must return \(sum, weight\)"),

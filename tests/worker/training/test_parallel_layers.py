@@ -86,6 +86,16 @@ def test_parameters_are_those_of_one_process(found: Found, case: str) -> None:
     assert seen >= set(wanted) - {"head.logits.weight"}
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_state_of_divided_layers_is_gathered_and_loaded(found: Found, case: str) -> None:
+    whole = found[0][case]["whole"]
+    parameters = {n: p for rank in RANKS for n, p in found[rank][case]["parameters"].items()}
+    torch.testing.assert_close(whole, parameters, rtol=0, atol=0)
+    for rank in RANKS:
+        assert found[rank][case]["negative"]
+        assert rank == 0 or found[rank][case]["whole"] is None
+
+
 @pytest.mark.parametrize("case", ["tp", "sp", "fsdp and tp", "tp, recomputed"])
 def test_w_multiplies_only_local_parts(found: Found, case: str) -> None:
     for rank in RANKS:

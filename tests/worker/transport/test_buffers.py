@@ -27,6 +27,14 @@ def allocated(buffers: ReceiveBuffers) -> int:
     return sum(buffer.tensor.nbytes for pool in buffers._pools.values() for buffer in pool)
 
 
+def test_buffers_of_shapes_that_no_step_uses_any_more_are_freed() -> None:
+    """Every step may have another length of sequences."""
+    buffers = ReceiveBuffers(CPU)
+    for length in range(1, 500):
+        buffers.take(TensorSpec((length,), torch.float32))
+    assert allocated(buffers) <= 4 * 64 * 500
+
+
 def test_a_free_buffer_is_reused() -> None:
     buffers = ReceiveBuffers(CPU)
     places = set()

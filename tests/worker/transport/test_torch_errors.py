@@ -17,6 +17,10 @@ from zbv_worker.transport.torch_errors import classified
             "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 100ms",
             "receive: Timed out waiting 100ms",
         ),
+        (
+            "Read error [::1]: Connection reset. This is typically caused by a remote worker. GLHF!",
+            "receive: Read error [::1]: Connection reset",
+        ),
         ("Connection reset\nException raised from x", "receive: Connection reset"),
     ],
 )

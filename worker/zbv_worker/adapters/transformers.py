@@ -88,6 +88,7 @@ def from_transformers(
     from transformers import PreTrainedModel
 
     if isinstance(source, PreTrainedModel):
+        _require_language_model(type(source), _supported(source.config))
         return TransformersLayers(
             _on_meta(type(source), source.config, source.dtype, attention), seed, own=source
         )
@@ -332,7 +333,9 @@ def _resolved(source: Any) -> tuple[Any, Any, Path | None]:
                 f"from_transformers: found the class {made.__name__}, which has no configuration. "
                 f"Pass a class as LlamaForCausalLM, or a configuration."
             )
-        return made, _supported(made.config_class()), None
+        config = _supported(made.config_class())
+        _require_language_model(made, config)
+        return made, config, None
     if isinstance(source, str | Path):
         path = Path(source)
         folder = path if path.is_dir() else None
@@ -345,6 +348,17 @@ def _resolved(source: Any) -> tuple[Any, Any, Path | None]:
             f"class, a folder, or the path of a config.json."
         )
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(_supported(config))], config, folder
+
+
+def _require_language_model(model_class: type, config: Any) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    needed = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not issubclass(model_class, needed):
+        raise InvalidRun(
+            f"from_transformers: found a {model_class.__name__}, which is no causal language model. Use "
+            f"{needed.__name__}, or pass the layers as a list of modules."
+        )
 
 
 def _read_config(path: Path) -> Any:

@@ -172,12 +172,14 @@ class Executor:
         )
         self._program = self._binding.of_step(program)
         # With separate headers, because nothing requires a gradient in an evaluation.
-        evaluated = dict[int, Crossing]()
+        self._evaluated = dict[int, Crossing]()
         self._evaluation = replace(
             self._binding,
-            inboxes=inboxes(map(activations, incoming), evaluated),
-            outboxes=outboxes(evaluated),
+            inboxes=inboxes(map(activations, incoming), self._evaluated),
+            outboxes=outboxes(self._evaluated),
         )
+        self._remembered = dict[tuple[bool, int], dict[int, Crossing]]()
+        self._shapes = {False: 0, True: 0}
         self._forwards = forwards(program)
         self._data = FetchAhead(
             batches.microbatch,
@@ -192,6 +194,24 @@ class Executor:
     def crossings(self) -> Mapping[int, Crossing]:
         """What crosses the boundaries between this rank and others, by boundary, as far as it is known."""
         return self._crossings
+
+    def expect(self, shapes: int, *, evaluation: bool = False) -> None:
+        """Call before a step or evaluation if its data may have other shapes. All ranks must do so.
+
+        Otherwise the shapes of what crosses boundaries must not change.
+
+        Parameters
+        ----------
+        shapes
+            A number that stands for the shapes of the data; initially 0.
+        """
+        before = self._shapes[evaluation]
+        if shapes != before:
+            current = self._evaluated if evaluation else self._crossings
+            self._remembered[evaluation, before] = current.copy()
+            self._shapes[evaluation] = shapes
+            current.clear()
+            current.update(self._remembered.get((evaluation, shapes), {}))
 
     @property
     def is_late(self) -> bool:
@@ -296,7 +316,7 @@ class Executor:
                 end = mark()
                 if queued is not None:
                     queued.add(QueuedWork(walk, step, instruction, start, end, patience))
-                if pass_on is not None and output is not None:
+                if pass_on is not None:
                     pass_on(output, state)
                 if done is not None and instruction.completes_stage:
                     done(instruction.action.stage)

@@ -159,7 +159,7 @@ class CudaTimeline:
         if not tensors:
             return list
         numbers = torch.cat([tensor.detach().reshape(1).double() for tensor in tensors])
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=self._pin)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=self._pin)
         host.copy_(numbers, non_blocking=True)
         return host.tolist
 

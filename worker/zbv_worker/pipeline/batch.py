@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -64,9 +65,12 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
     Raises
     ------
     InvalidRun
-        If the tensors have different numbers of rows, or ``count`` does not divide them.
+        If the tensors have different numbers of rows, or ``count`` does not divide them, or there is another
+        container or an array of NumPy.
     """
     leaves, structure = tree_flatten_with_path((inputs, targets, dict(keywords)))
+    for path, leaf in leaves:
+        _require_no_container(leaf, path)
     _check_rows({_name(path): leaf.shape[0] for path, leaf in leaves if _is_split(leaf)}, count)
     parts = [leaf.split(leaf.shape[0] // count) if _is_split(leaf) else (leaf,) * count for _, leaf in leaves]
     return [Microbatch(*tree_unflatten([part[at] for part in parts], structure)) for at in range(count)]
@@ -89,6 +93,23 @@ def _check_rows(rows: Mapping[str, int], count: int) -> None:
             f"{first} has {expected} rows; must be a multiple of the plan's {count} microbatches. Change the "
             f"batch size, for instance with drop_last=True in the DataLoader, or plan for another number of "
             f"microbatches."
+        )
+
+
+def _require_no_container(leaf: object, path: tuple[Any, ...]) -> None:
+    """Refuse what seems to have rows and would be passed whole to every microbatch."""
+    remedy = None
+    if isinstance(leaf, Mapping):
+        remedy = "Pass dict(…) of it"
+    elif is_dataclass(leaf) and not isinstance(leaf, type):
+        remedy = "Pass its fields in a dict"
+    elif type(leaf).__module__ == "numpy" and bool(getattr(leaf, "shape", None)):
+        remedy = "Pass torch.from_numpy(…) of it"
+    if remedy is not None:
+        raise InvalidRun(
+            f"{_name(path)}: found a {type(leaf).__name__}; a batch is split where it has tensors in lists, "
+            f"tuples and dicts. {remedy}, or split the batch yourself: "
+            f"step(microbatches=[Microbatch(input, target, keywords), …])."
         )
 
 

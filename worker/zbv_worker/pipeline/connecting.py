@@ -47,6 +47,13 @@ class PipelineOptions:
                 "plan=None plans the layers, and needs microbatches= (the number per step) and "
                 "example=(input, target) of one microbatch, to measure them. Pass both, or a plan."
             )
+        if self.microbatches is not None and self.microbatches < 1:
+            raise InvalidRun(f"found microbatches={self.microbatches}; must be at least 1.")
+        if self.plan is None and not isinstance(self.example, tuple):
+            raise InvalidRun(
+                f"found a {type(self.example).__name__} as the example; must be a tuple of the input, the "
+                f"target and perhaps the keywords of one microbatch."
+            )
         if self.backend not in (None, "gloo", "nccl"):
             raise InvalidRun(f"found backend {self.backend!r}; must be 'gloo' or 'nccl'.")
 

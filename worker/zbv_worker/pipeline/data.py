@@ -20,6 +20,7 @@ from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.connecting import PipelineOptions
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.preparing import Prepared
+from zbv_worker.pipeline.shapes import Given
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.control import ConnectedTransport
 from zbv_worker.transport.messages import MAX_BYTES
@@ -65,6 +66,11 @@ class SharedData:
         Their ``data_rank`` is a position in the pipeline.
     failures
         Those of this rank's pipeline.
+
+    Attributes
+    ----------
+    shapes
+        A number that stands for the shapes of the newest batch, equal on all ranks of the pipeline.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class SharedData:
             for at, rank in enumerate(ranks)
             if rank != self._source
         }
+        self.shapes = 0
         self._failures = failures
         self._timeout, self._patience = options.timeout, options.patience
         self._sent = dict[int, Structure]()
@@ -131,6 +138,7 @@ class SharedData:
                     f"step and evaluate."
                 )
             microbatches = split()
+            self.shapes = Given.of(tuple(microbatches[:1]), ()).shapes
             parts = {rank: _part(microbatches, needs) for rank, needs in self._needs.items()}
         except WorkerError as error:
             with self._failures.watched("passing on that there is no batch"):
@@ -160,7 +168,7 @@ class SharedData:
             self._start(_bytes(own.contiguous()), rank)
 
     def _announce(self, length: int, rank: int) -> None:
-        self._start(torch.tensor([length]), rank)
+        self._start(torch.tensor([length, self.shapes], device=_CPU), rank)
 
     def _start(self, tensor: Tensor, rank: int) -> None:
         self._pending.append(self._control.start_send(tensor, rank))
@@ -173,7 +181,9 @@ class SharedData:
                     f"other ranks must call step and evaluate without data. Omit the batch, or omit "
                     f"data_rank= to let every rank load its own."
                 )
-            length = self._control.hear(self._source, self._patience)
+            announced = torch.empty(2, dtype=torch.int64, device=_CPU)
+            self._control.receive(announced, self._source, self._patience)
+            length, self.shapes = announced.tolist()
             if length < 0:
                 refusal = self._receive(-length).numpy().tobytes().decode()
             else:
@@ -189,7 +199,7 @@ class SharedData:
         tensors: list[Tensor] = []
         if structure.specs:
             packing = Packing(structure.specs)
-            received = torch.empty(packing.spec.shape, dtype=packing.spec.dtype)
+            received = torch.empty(packing.spec.shape, dtype=packing.spec.dtype, device=_CPU)
             self._control.receive(_bytes(received), self._source, self._patience)
             tensors = packing.unpack(received)
         found: list[Microbatch] = structure.build(tensors)
@@ -198,7 +208,7 @@ class SharedData:
     def _receive(self, length: int) -> Tensor:
         if length > MAX_BYTES:
             raise ModelError(f"rank {self._source} sent a message of {length:,} bytes.")
-        received = torch.empty(length, dtype=torch.uint8)
+        received = torch.empty(length, dtype=torch.uint8, device=_CPU)
         self._control.receive(received, self._source, self._patience)
         return received
 

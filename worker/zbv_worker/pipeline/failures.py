@@ -21,18 +21,18 @@ _READ_SECONDS, _POLL_SECONDS = 1.0, 0.05
 class Failures:
     """The failures of one rank's pipeline.
 
-    Parameters
+    Attributes
     ----------
-    close
-        Closes the rank's connections after a failure.
+    on_end
+        Called once, after a failure. Must not refer to the pipeline, which would then never be freed.
     """
 
-    def __init__(self, transport: ConnectedTransport, close: Callable[[], None]):
+    def __init__(self, transport: ConnectedTransport):
         self._rank = transport.rank
         self._notes = FailureNotes(transport, transport.rank)
         self._transport = transport
-        self._close = close
-        self.has_failed = False
+        self.on_end: Callable[[], None] = lambda: None
+        self.has_failed = self.is_closed = False
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:
@@ -43,8 +43,10 @@ class Failures:
         ChannelTimeout, PeerLost
             If a peer failed, with the reason of the rank that failed first.
         WorkerError
-            If the pipeline has failed before.
+            If the pipeline is closed, or has failed before.
         """
+        if self.is_closed:
+            raise WorkerError(f"rank {self._rank}, {what}: this pipeline is closed. Make a new one.")
         if self.has_failed:
             raise WorkerError(
                 f"rank {self._rank}, {what}: this pipeline has failed in an earlier call. Make a new one; "
@@ -53,10 +55,13 @@ class Failures:
         try:
             yield
         except (ChannelTimeout, PeerLost) as error:
-            raise self._blamed(error, what) from error
+            blamed = self._blamed(error, what)
+            if blamed is error:
+                raise
+            raise blamed from None  # the other rank's log has the trace that matters
         except (TimeoutError, ConnectionError) as error:
             kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
-            raise self._blamed(kind(f"rank {self._rank}, {what}: {error}."), what) from error
+            raise self._blamed(kind(f"rank {self._rank}, {what}: {str(error).rstrip('.')}."), what) from error
         except BaseException as error:
             self.end(error)
             raise
@@ -84,11 +89,12 @@ class Failures:
         return None
 
     def _end(self, loss: Loss) -> None:
-        if self.has_failed:
+        if self.has_failed or self.is_closed:
             return
         self.has_failed = True
         with suppress(ConnectionError):  # of the ranks' store: it may have ended with rank 0
             self._notes.publish(loss)
         self._transport.abort(ABORT_SECONDS)
         self._transport.control.abort()
-        self._close()
+        self._transport.close()
+        self.on_end()

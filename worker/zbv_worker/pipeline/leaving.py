@@ -12,7 +12,6 @@ from zbv_worker.pipeline.checkpoints import PipelineCheckpoints
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.rank import PipelineRank
-from zbv_worker.transport.channels import Transport
 
 _LEAVE_SECONDS = 10.0
 """How long it waits for its peers to receive what it sent."""
@@ -37,8 +36,8 @@ def leave(
     own.leave(_LEAVE_SECONDS)
 
 
-def disconnect(saving: Sequence[PipelineCheckpoints], transport: Transport) -> None:
-    """Give up what is being saved, and close the connections: the pipeline has failed."""
+def give_up(saving: Sequence[PipelineCheckpoints], own: PipelineRank) -> None:
+    """Give up what is being saved, and release the user's modules: the pipeline has failed."""
     for checkpoints in saving:
         checkpoints.give_up()
-    transport.close()
+    own.release()

@@ -22,10 +22,11 @@ from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, train
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
-from zbv_worker.pipeline.leaving import disconnect, leave
+from zbv_worker.pipeline.leaving import give_up, leave
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
+from zbv_worker.pipeline.shapes import Given
 from zbv_worker.pipeline.state import gather_state, load_state, named_parameters, state_of
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
@@ -51,7 +52,9 @@ class Pipeline:
             optimizer.zero_grad()
 
     The ranks come from ``torch.distributed`` if it is initialised, otherwise from torchrun's environment. A
-    process without both is a world of one rank. Creating a pipeline, and its methods ``step``, ``evaluate``,
+    process without both is a world of one rank. Until the pipeline is closed, some of the layers' modules are
+    of subclasses that can queue weight gradients. Parameters may be added to layers, frozen or unfrozen
+    between steps, alike on all replicas. Creating a pipeline, and its methods ``step``, ``evaluate``,
     ``full_state_dict``, ``clip_grad_norm_``, ``checkpoints``, ``trace`` and ``close``, are collective: every
     rank calls them, in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used
     any more.
@@ -149,12 +152,13 @@ class Pipeline:
         self._timeout = timeout
         self._transport, place = connected_world(options, mesh)
         self._saving: list[PipelineCheckpoints] = []
-        self._failures = Failures(self._transport, partial(disconnect, self._saving, self._transport))
+        self._failures = Failures(self._transport)
         with self._failures.watched("starting"):
             prepared = prepare(options, layers, loss, self._transport, place)
             self._reports = RunReports.of_environment(prepared.plan, self._transport, options.patience)
             progress = None if self._reports is None else self._reports.progress
             self._own = PipelineRank(options, prepared, self._transport, place, progress)
+        self._failures.on_end = partial(give_up, self._saving, self._own)
         self._shared = None
         if data_rank is not None:
             self._shared = SharedData(options, prepared, self._transport, self._failures)
@@ -162,7 +166,6 @@ class Pipeline:
         self.modules: Mapping[int, nn.Module] = MappingProxyType(prepared.modules)
         self._no_parameter = ("no_parameter", nn.Parameter(torch.empty(0, device=place.device)))
         self._newest: Launched | None = None
-        self._is_closed = False
         # A process may end right after its last step, before its peers have received its last tensors.
         self._finalizer = weakref.finalize(
             self, leave, self._own, self._shared, self._reports, self._saving, self._failures
@@ -187,13 +190,16 @@ class Pipeline:
         inputs, targets
             A batch; every tensor in them is split along its first dimension into the plan's microbatches.
             Ranks without the first layer do not use the inputs, and ranks without the last layer do not use
-            the targets. With ``data_rank``, only that rank passes a batch.
+            the targets. With ``data_rank``, only that rank passes a batch. The shapes may change from one
+            call to the next, if all ranks or only the data rank are given the whole batch. All microbatches
+            of a call have the same shapes.
         microbatches
             The microbatches themselves, in place of a batch.
         outputs
             Whether to return the last layer's outputs too.
         keywords
-            For the layers with parameters of these names; split like the inputs.
+            For the layers with parameters of these names; split like the inputs. Every rank with such layers
+            needs them.
 
         Returns
         -------
@@ -210,8 +216,14 @@ class Pipeline:
         """
         own = self._own
         own.loss.require()
-        own.data.microbatches = self._microbatches(inputs, targets, keywords, microbatches)
+        if not torch.is_grad_enabled():
+            raise InvalidRun(
+                "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a gradient. "
+                "Call step outside of it, or call evaluate."
+            )
+        found, given = self._microbatches(inputs, targets, keywords, microbatches)
         with self._failures.watched(f"step {own.steps}"):
+            own.take("step", found, given)
             own.loss.record(outputs)
             self._newest, loss = own.step()
             if self._reports is not None:
@@ -232,8 +244,9 @@ class Pipeline:
         Parameters, results and errors are those of :meth:`step`. Without a loss, the loss is None.
         """
         own = self._own
-        own.data.microbatches = self._microbatches(inputs, targets, keywords, microbatches)
+        found, given = self._microbatches(inputs, targets, keywords, microbatches)
         with self._failures.watched("evaluating"):
+            own.take("evaluate", found, given)
             own.loss.record(outputs)
             loss = own.evaluate()
         return (loss, own.outputs()) if outputs else loss
@@ -346,13 +359,11 @@ class Pipeline:
     def close(self) -> None:
         """Wait until all ranks are done, and close the connections. A second call has no effect.
 
-        A ``torch.distributed`` that the user has initialised stays as it is.
+        The layers are ordinary modules again. A ``torch.distributed`` that the user has initialised stays as
+        it is.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
         self._finalizer.detach()
-        if self._failures.has_failed:
+        if self._failures.has_failed or self._failures.is_closed:
             return
         for checkpoints in self._saving:
             checkpoints.finish()
@@ -360,7 +371,9 @@ class Pipeline:
             if self._reports is not None:
                 self._reports.finish()
             self._own.finish()
+        self._failures.is_closed = True
         self._transport.close()
+        self._own.release()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -377,13 +390,15 @@ class Pipeline:
         targets: Any,
         keywords: Mapping[str, Any],
         given: Sequence[Microbatch | tuple[Any, ...]] | None,
-    ) -> list[Microbatch]:
-        """This rank's microbatches of a call."""
+    ) -> tuple[list[Microbatch], Given | int]:
+        """This rank's microbatches of a call, and what it was given, or with a data rank the shapes."""
         split = partial(self._split, inputs, targets, keywords, given)
         if self._shared is None:
-            return split()
+            found = split()
+            first = found[0]  # the others have the same shapes, or cannot cross boundaries
+            return found, Given.of(tuple(first), first.keywords)
         has_data = any(each is not None for each in (inputs, targets, given)) or bool(keywords)
-        return self._shared.exchange(has_data, split)
+        return self._shared.exchange(has_data, split), self._shared.shapes
 
     def _split(
         self,

@@ -59,7 +59,7 @@ class PlanSchedule:
         self._place = place
         self._data = StepData()
         self._steps = 0
-        self._failures = Failures(transport, transport.close)
+        self._failures = Failures(transport)
         self._sharded: FullySharded | None = None
         self._executor: Executor | None = None
         self._finalizer = weakref.finalize(self, _leave, self._failures, transport)

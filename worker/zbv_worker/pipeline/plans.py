@@ -51,11 +51,19 @@ def rank_plan(plan: PlanLike, rank: int, service: str | None, timeout: float) ->
             f"found a {type(plan).__name__} as the plan; must be a plan (zbv_solver.plan), a decoded plan "
             f"file, a path, a plan's URL, or a plan's id with service=URL."
         )
+    text = str(plan)
+    if text.lstrip().startswith("{"):
+        raise InvalidRun(
+            "found the text of a plan; must be decoded. Pass json.loads(text), or the file's path."
+        )
+    is_address = text.startswith(("http://", "https://"))
+    if service is not None and (is_address or len(Path(text).parts) > 1):
+        raise InvalidRun(
+            f"found {text} as the plan, and service=; with a service, the plan must be an id. Omit service=."
+        )
     if service is not None:
-        return PlanSource(server=service, plan_id=str(plan)).rank_plan(rank, timeout)
-    if str(plan).startswith(("http://", "https://")):
-        return _of_url(str(plan)).rank_plan(rank, timeout)
-    return _of_file(Path(plan), rank)
+        return PlanSource(server=service, plan_id=text).rank_plan(rank, timeout)
+    return _of_url(text).rank_plan(rank, timeout) if is_address else _of_file(Path(plan), rank)
 
 
 def cut_evenly(plan: RankPlan, names: Sequence[str]) -> RankPlan:

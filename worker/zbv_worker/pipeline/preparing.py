@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.errors import Disagreement, InvalidRun, naming_errors
 from zbv_worker.execution.agreement import Statement, agree, keywords_by_rank
 from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_stages
@@ -96,7 +96,8 @@ def prepare(
     ChannelTimeout, PeerLost
         If a rank does not take part.
     """
-    with starting_together(transport, options.patience):
+    given_plan = "no plan" if options.plan is None else "a plan"
+    with starting_together(transport, options.patience, given_plan):
         layered = as_layered(layers)
         names = layer_names(layered)
     given = _planned(options, layered, loss, transport, place) if options.plan is None else options.plan
@@ -104,7 +105,7 @@ def prepare(
         plan = cut_evenly(_own_part(given, options, transport), names)
         require_layers(layered, plan.cut, _REMEDY)
         prepared = _build(options, plan, layered, loss, transport.layout.replicas, place.device)
-    open_channels(options, plan, transport, place)
+    open_channels(options, plan, transport, place, prepared.ties)
     with naming_errors(transport.rank, "exchanging keywords"):
         own = keywords_of(prepared.stages.values())
         return replace(prepared, keywords_by_rank=keywords_by_rank(transport, own, options.patience))
@@ -172,9 +173,15 @@ def _build(
     return Prepared(plan, stages, recorded, ties=LayersWithLoss(layers, recorded).tied_parameters())
 
 
-def open_channels(options: PipelineOptions, plan: RankPlan, transport: Transport, place: RankDevice) -> None:
-    """Check that all ranks have the same plan, and open its channels."""
-    layers = json.dumps(plan.cut.partition)
+def open_channels(
+    options: PipelineOptions,
+    plan: RankPlan,
+    transport: Transport,
+    place: RankDevice,
+    ties: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Check that all ranks have the same plan and equally shared parameters, and open the channels."""
+    layers = json.dumps([plan.cut.partition, [*map(list, ties)]])
     statement = Statement(
         plan_id=plan.plan_id,
         pp_rank=plan.rank,
@@ -197,17 +204,28 @@ def open_channels(options: PipelineOptions, plan: RankPlan, transport: Transport
 
 
 @contextmanager
-def starting_together(transport: Transport, timeout: float) -> Iterator[None]:
-    """A block that a rank runs alone; if it fails on one rank, all ranks raise an error after it."""
+def starting_together(transport: Transport, timeout: float, found: str = "") -> Iterator[None]:
+    """A block that a rank runs alone; if it fails on one rank, all ranks raise an error after it.
+
+    Parameters
+    ----------
+    found
+        What this rank was given, in words; must be equal on all ranks.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as raised:
         error = raised
     with naming_errors(transport.rank, "starting"):
-        texts = transport.gather(None if error is None else str(error), timeout)
+        said = transport.gather([found, None if error is None else str(error)], timeout)
     if error is not None:
         raise error
-    for rank, text in enumerate(texts):
+    for rank, (_, text) in enumerate(said):
         if text is not None:
             raise InvalidRun(f"rank {rank} cannot start: {text}")
+    for rank, (other, _) in enumerate(said):
+        if other != said[0][0]:
+            raise Disagreement(
+                f"found {said[0][0]} on rank 0, and {other} on rank {rank}; give all ranks the same."
+            )

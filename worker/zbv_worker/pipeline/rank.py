@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from zbv_solver.documents.files import write
 
 from zbv_worker.errors import WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.step import Launched, StepResult
+from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.preparing import Prepared
+from zbv_worker.pipeline.shapes import AgreedShapes, Call, Given
 from zbv_worker.stage.dtensors import local_of
+from zbv_worker.stage.split_backward import stop_deferring
 from zbv_worker.tracing.clocks import Alignment, find_offsets
 from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
 from zbv_worker.training.accumulation import Accumulation
 from zbv_worker.training.batch_loss import BatchLoss
-from zbv_worker.training.gradients import gradients_of, multiply
+from zbv_worker.training.gradients import Gradients, gradients_of, multiply, trained_by
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.control import ConnectedTransport
@@ -43,7 +46,7 @@ class PipelineRank:
     device
         Where it computes.
     data
-        The microbatches of the next step or evaluation; set by the caller.
+        The microbatches of the step or evaluation.
     ties
         The parameters with copies.
     loss
@@ -66,13 +69,13 @@ class PipelineRank:
         self._transport = transport
         self.device = place.device
         self.data = StepData()
+        self._agreed = AgreedShapes(transport, prepared.keywords_by_rank, options.timeout, options.patience)
         self.loss = prepared.loss
         self.steps = 0
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
             self.ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
-        self._gradients = gradients_of(prepared.modules, transport, ties=self.ties)
-        self._gradients.follow(list(dict.fromkeys(action.stage for action in plan.actions)))
-        self._accumulation = Accumulation(self._gradients)
+        self._modules = prepared.modules
+        self._accumulation = Accumulation(self._gradients_of(trained_by(prepared.modules)))
         self._batch_loss = BatchLoss(
             stages.values(), plan.microbatches, transport, place.device, options.timeout
         )
@@ -85,7 +88,7 @@ class PipelineRank:
             timeout=options.timeout,
             options=ExecutorOptions(
                 look_ahead=NCCL_LOOK_AHEAD if place.backend == "nccl" else DEFAULT_LOOK_AHEAD,
-                on_stage_done=self._gradients.stage_done,
+                on_stage_done=lambda stage: self._gradients.stage_done(stage),
                 startup_timeout=options.startup_timeout,
                 keywords=prepared.keywords,
                 progress=progress,
@@ -97,8 +100,39 @@ class PipelineRank:
         """The plan's number of microbatches."""
         return self._plan.microbatches
 
+    @property
+    def _gradients(self) -> Gradients:
+        return self._accumulation.gradients
+
+    def _gradients_of(self, trained: list[tuple[int, nn.Parameter]]) -> Gradients:
+        self._trained = trained
+        found = gradients_of(self._modules, self._transport, ties=self.ties)
+        found.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
+        return found
+
+    def _follow_parameters(self) -> None:
+        """Find the parameters that the user has added, removed, frozen or unfrozen since the last step."""
+        trained = trained_by(self._modules)
+        if _identities(trained) != _identities(self._trained):
+            self._accumulation.replace(lambda: self._gradients_of(trained))
+
+    def take(self, call: Call, microbatches: list[Microbatch], given: Given | int) -> None:
+        """Set the microbatches of the next step or evaluation. Collective if their shapes are new.
+
+        Parameters
+        ----------
+        given
+            What this rank was given, or the number of the shapes on which the ranks agree already.
+        """
+        self.data.microbatches = microbatches
+        with naming_errors(self._transport.rank, "comparing the batches of all ranks"):
+            shapes = given if isinstance(given, int) else self._agreed.agree(call, given)
+        self._executor.expect(shapes, evaluation=call == "evaluate")
+
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
+        self._follow_parameters()
+        before = self._side_effects() if self._batch_loss.is_weighted is None else None
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
         is_final = not self._gradients.sums_over_ranks and self._batch_loss.is_weighted is False
         self._accumulation.begin(in_place=is_final)
@@ -109,11 +143,28 @@ class PipelineRank:
         if self._batch_loss.must_repeat:
             self.loss.restart()
             self._accumulation.cancel()
+            if before is not None:
+                before()
             return self.step()
         self._accumulation.end(factor)
         launched.end()
         self.steps += 1
         return launched, loss
+
+    def _side_effects(self) -> Callable[[], None]:
+        """How to undo a step's changes of buffers, such as running means, and of random numbers."""
+        buffers = [(each, each.clone()) for module in self._modules.values() for each in module.buffers()]
+        state = torch.get_rng_state()
+        of_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+
+        def undo() -> None:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            torch.set_rng_state(state)
+            if of_device is not None:
+                torch.cuda.set_rng_state(of_device, self.device)
+
+        return undo
 
     def evaluate(self) -> Tensor | None:
         """Run the forwards; returns the loss on ranks with the last stage. Collective."""
@@ -174,7 +225,19 @@ class PipelineRank:
         self._transport.barrier(self._timeout)
 
     def leave(self, timeout: float) -> None:
-        """Let the peers receive what this rank has sent, as far as they do within ``timeout`` seconds."""
+        """Let the peers receive what this rank has sent, within ``timeout`` seconds, and disconnect."""
+        self.release()
         with suppress(TimeoutError, ConnectionError, WorkerError):
             self._executor.close()
             self._transport.flush(timeout)
+            self._transport.close()
+
+    def release(self) -> None:
+        """Undo the changes to the user's modules. Afterwards they work without zbv."""
+        self._gradients.rest(forget=True)
+        for module in self._modules.values():
+            stop_deferring(module)
+
+
+def _identities(trained: list[tuple[int, nn.Parameter]]) -> list[tuple[int, int]]:
+    return [(stage, id(parameter)) for stage, parameter in trained]  # == would compare values

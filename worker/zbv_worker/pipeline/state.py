@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.layer_list import whole_name
+from zbv_worker.stage.dtensors import is_dtensor
 from zbv_worker.transport.control import ConnectedTransport
 
 Modules = Mapping[int, nn.Module]
@@ -63,7 +64,8 @@ def load_state(modules: Modules, state: Mapping[str, Any], layers: Mapping[int, 
         )
     try:
         for module in modules.values():
-            module.load_state_dict({name: state[whole_name(name)] for name in module.state_dict()})
+            known = module.state_dict()
+            module.load_state_dict({name: _fitting(state[whole_name(name)], known[name]) for name in known})
     except RuntimeError as error:
         raise InvalidRun(f"the state dict does not fit: {error}") from error
 
@@ -71,15 +73,26 @@ def load_state(modules: Modules, state: Mapping[str, Any], layers: Mapping[int, 
 def gather_state(modules: Modules, transport: ConnectedTransport, timeout: float) -> dict[str, Any] | None:
     """The whole model's state on the CPU of rank 0; None on other ranks. Collective.
 
-    The tensors travel one by one, so rank 0 needs memory for the model once.
+    The tensors travel one by one, so rank 0 needs memory for the model once. Divided tensors are put together
+    by the ranks that have their parts.
 
     Raises
     ------
+    InvalidRun
+        If a module has an extra state that is no tensor.
     TimeoutError, ConnectionError
         If a rank does not take part.
     """
-    own = state_of(modules) if transport.column == 0 else {}
-    tensors = {name: value.detach().cpu().contiguous() for name, value in own.items()}
+    own = state_of(modules)
+    other = [name for name, value in own.items() if not isinstance(value, Tensor)]
+    if other:
+        raise InvalidRun(
+            f"{other[0]} is not a tensor, and full_state_dict gathers only tensors. Save the state_dict() of "
+            f"every rank instead."
+        )
+    tensors = {name: _whole(value) for name, value in own.items()}
+    if transport.column != 0:
+        tensors = {}
     listed = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
     announced = transport.gather(listed, timeout)
     if transport.rank != 0:
@@ -92,9 +105,25 @@ def gather_state(modules: Modules, transport: ConnectedTransport, timeout: float
             if rank == 0:
                 whole[name] = tensors[name].clone()
                 continue
-            whole[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            whole[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             transport.control.receive(_bytes(whole[name]), rank, timeout)
     return whole
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A tensor on the CPU; collective for a divided one."""
+    whole = value.full_tensor() if is_dtensor(value) else value
+    return whole.detach().cpu().contiguous()
+
+
+def _fitting(value: Any, own: Any) -> Any:
+    """A value for a tensor of this rank: the rank's part, if that is divided and the value is whole."""
+    if not is_dtensor(own) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != own.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Without a source, every rank takes its part of the value that it has.
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Objective:
         if not isinstance(weight, Tensor | int | float) or (
             isinstance(weight, Tensor) and weight.numel() != 1
         ):
-            raise ModelError(f"loss_sum returned {shown(weight)} as the weight; must return (sum, weight).")
+            raise ModelError(f"the loss returned {shown(weight)} as the weight; must return (sum, weight).")
         # float64, because float32 counts exactly only to 16 million.
         self._last_weight = weight.detach().double() if isinstance(weight, Tensor) else float(weight)
         return checked_loss(found)
@@ -83,7 +83,7 @@ def checked_loss(loss: object) -> Tensor:
         of_several = f" of {loss.numel()} numbers" if isinstance(loss, Tensor) else ""
         raise ModelError(
             f"the loss returned {shown(loss)}{of_several}; must be one floating-point number, the mean "
-            f"over a microbatch. If microbatches have different weights, define loss_sum."
+            f"over a microbatch, or a pair of a sum and its weight (from loss_sum, if the model has that)."
         )
     return loss
 

@@ -43,7 +43,10 @@ def is_half(parameter: Tensor) -> bool:
 
 
 def use_main_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give trainable parameters in half precision a main gradient, initially None. Idempotent."""
+    """Give trainable parameters in half precision a main gradient, initially None. Idempotent.
+
+    From now on every backward adds to it, until :func:`rest_main_gradients`.
+    """
     for parameter in parameters:
         if not (is_half(parameter) and parameter.requires_grad):
             continue
@@ -51,11 +54,41 @@ def use_main_gradients(parameters: Iterable[Tensor]) -> None:
         if any(not isinstance(hook, OwnHook) for hook in hooks.values()):
             if has_main_gradient(parameter):
                 delattr(parameter, _NAME)
-                for at in [at for at, hook in hooks.items() if hook is _MOVE]:
-                    del hooks[at]
-        elif not has_main_gradient(parameter):
+                _remove_move(parameter)
+            continue
+        if not has_main_gradient(parameter):
             setattr(parameter, _NAME, None)
-            parameter.register_post_accumulate_grad_hook(_MOVE)  # type: ignore[no-untyped-call]  # torch's own
+        resume_main_gradients([parameter])
+
+
+def resume_main_gradients(parameters: Iterable[Tensor]) -> None:
+    """Undo :func:`rest_main_gradients`, for parameters that have a main gradient."""
+    for parameter in parameters:
+        if has_main_gradient(parameter):
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            if not any(hook is _MOVE for hook in hooks.values()):
+                parameter.register_post_accumulate_grad_hook(_MOVE)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def rest_main_gradients(parameters: Iterable[Tensor], *, forget: bool = False) -> None:
+    """Let backwards outside of the worker accumulate into ``.grad`` again.
+
+    Parameters
+    ----------
+    forget
+        Whether to remove the main gradients too.
+    """
+    for parameter in parameters:
+        if has_main_gradient(parameter):
+            _remove_move(parameter)
+            if forget:
+                delattr(parameter, _NAME)
+
+
+def _remove_move(parameter: Tensor) -> None:
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    for at in [at for at, hook in hooks.items() if hook is _MOVE]:
+        del hooks[at]
 
 
 def has_main_gradient(parameter: Tensor) -> bool:

@@ -70,6 +70,15 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
     return recorder
 
 
+def stop_deferring(module: nn.Module) -> None:
+    """Undo :func:`defer_weight_gradients`: the modules of a tree get back the classes that they had."""
+    for child in module.modules():
+        if isinstance(child, Queueing):
+            vars(child).pop("recorder", None)
+            # The class that queues is a subclass of the one before, made for nothing else.
+            child.__class__ = type(child).__bases__[0]
+
+
 def deferred_parameters(module: nn.Module) -> set[Tensor]:
     """The parameters of a prepared tree whose gradients W will compute, as far as known before F."""
     found: set[Tensor] = set()

@@ -8,10 +8,12 @@ float32 too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.stage.main_gradients import gradient_of, has_main_gradient, set_gradient
+from zbv_worker.stage.main_gradients import gradient_of, has_main_gradient, is_half, set_gradient
 from zbv_worker.training.gradients import Gradients
 
 
@@ -19,9 +21,15 @@ class Accumulation:
     """The gradients of one rank over several steps."""
 
     def __init__(self, gradients: Gradients):
-        self._gradients = gradients
+        self.gradients = gradients
         self._before: list[tuple[nn.Parameter, Tensor]] = []
         self._rounded: dict[nn.Parameter, tuple[Tensor, int]] = {}
+
+    def replace(self, make: Callable[[], Gradients]) -> None:
+        """Call between steps when other parameters are trained: go on with the gradients that this makes."""
+        self.gradients.rest(forget=True)
+        self._rounded.clear()  # copies of main gradients that are forgotten now
+        self.gradients = make()
 
     def begin(self, *, in_place: bool) -> None:
         """Call before a step's first action.
@@ -32,42 +40,43 @@ class Accumulation:
             Whether the step adds to the earlier gradients. Otherwise they are kept separately, because the
             step's own gradients are still to be scaled, or summed over replicas.
         """
-        before = [(p, total) for p in self._gradients.parameters if (total := self._total(p)) is not None]
-        if not in_place and self._gradients.reuses_memory:
+        before = [(p, total) for p in self.gradients.parameters if (total := self._total(p)) is not None]
+        if not in_place and self.gradients.reuses_memory:
             before = [(parameter, total.clone()) for parameter, total in before]
         self._rounded.clear()
-        self._gradients.begin()
+        self.gradients.begin()
         if in_place:
             for parameter, total in before:
-                set_gradient(parameter, total)
+                _set(parameter, total)
         self._before = [] if in_place else before
 
     def end(self, factor: Tensor | float = 1.0) -> None:
         """Call once the step's gradients are complete: scale them, add the earlier ones, set ``.grad``."""
-        self._gradients.scale(factor)
+        self.gradients.scale(factor)
         before, self._before = self._before, []
         for parameter, total in before:
             own = gradient_of(parameter)
             if own is None:
-                set_gradient(parameter, total)
+                _set(parameter, total)
             else:
                 own.add_(total)
         self._hand_over()
 
     def cancel(self) -> None:
         """Discard a step that was not added in place; ``.grad`` is as before the step."""
-        self._gradients.begin()
+        self.gradients.begin()
         before, self._before = self._before, []
         for parameter, total in before:
-            set_gradient(parameter, total)
+            _set(parameter, total)
         self._hand_over()
 
     def _hand_over(self) -> None:
-        self._gradients.hand_over(keep=True)
-        for parameter in self._gradients.parameters:
+        self.gradients.hand_over(keep=True)
+        for parameter in self.gradients.parameters:
             grad = parameter.grad
             if grad is not None and has_main_gradient(parameter):
                 self._rounded[parameter] = grad, grad._version
+        self.gradients.rest()
 
     def _total(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum of a parameter's gradients so far; None if the user has zeroed it, or there is none."""
@@ -78,3 +87,10 @@ class Accumulation:
         if rounded is grad and version == grad._version:
             return gradient_of(parameter)
         return grad.to(torch.float32)
+
+
+def _set(parameter: nn.Parameter, total: Tensor) -> None:
+    """Make a sum the gradient; whether that is a main gradient may have changed since the step before."""
+    if is_half(parameter):
+        total = total.to(torch.float32 if has_main_gradient(parameter) else parameter.dtype)
+    set_gradient(parameter, total)

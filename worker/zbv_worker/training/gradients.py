@@ -17,6 +17,8 @@ from zbv_worker.stage.dtensors import local_of, parts_of
 from zbv_worker.stage.main_gradients import (
     gradient_of,
     is_half,
+    rest_main_gradients,
+    resume_main_gradients,
     round_main_gradients,
     set_gradient,
     use_main_gradients,
@@ -26,6 +28,23 @@ from zbv_worker.training.fully_sharded import FullySharded
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.channels import Reduction, Transport
 from zbv_worker.transport.world import Layout
+
+
+def trained_by(modules: Mapping[int, nn.Module]) -> list[tuple[int, nn.Parameter]]:
+    """The parameters that require a gradient, with their stages; a shared one more than once.
+
+    Much faster than ``parameters()``, so that every step can look for changes.
+    """
+    found = []
+    for stage, module in modules.items():
+        waiting: list[nn.Module | None] = [module]
+        while waiting:
+            current = waiting.pop()
+            if current is not None:
+                waiting.extend(reversed(current._modules.values()))
+                some = current._parameters.values()
+                found += [(stage, each) for each in some if each is not None and each.requires_grad]
+    return found
 
 
 class Gradients:
@@ -64,10 +83,8 @@ class Gradients:
         self._ties = ties
         self._fully_sharded = FullySharded(modules, layout.copies_of(rank))
         self.stages_of: dict[nn.Parameter, frozenset[int]] = {}
-        for stage, module in modules.items():
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    self.stages_of[parameter] = self.stages_of.get(parameter, frozenset()) | {stage}
+        for stage, parameter in trained_by(modules):
+            self.stages_of[parameter] = self.stages_of.get(parameter, frozenset()) | {stage}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -138,6 +155,16 @@ class Gradients:
         ]
         return torch.stack(shares).sum() if shares else None
 
+    def rest(self, *, forget: bool = False) -> None:
+        """Call between steps: backwards of the user accumulate into ``.grad``.
+
+        Parameters
+        ----------
+        forget
+            Whether no step follows.
+        """
+        rest_main_gradients(self.stages_of, forget=forget)
+
     def scale(self, factor: Tensor | float) -> None:
         """Multiply every gradient by a factor, which may be a float64 scalar on their device."""
         multiply(self._present(), factor)
@@ -206,6 +233,7 @@ class SummedGradients(Gradients):
         self._open = {at: set(bucket.stages) for at, bucket in enumerate(self._buckets)}
         for parameter in self._fully_sharded.parameters:
             parameter.grad = None
+        resume_main_gradients(self._own)
         self._fully_sharded.begin()
         for bucket in self._buckets:
             bucket.zero()

@@ -24,4 +24,4 @@ def break_connections(group: dist.ProcessGroup) -> None:
         peer = (group.rank() + 1) % group.size()
         with suppress(RuntimeError):
             backend: Any = group._get_backend(torch.device("cpu"))
-            backend.recv([torch.empty(1)], peer, _TAG).wait(_AT_ONCE)
+            backend.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(_AT_ONCE)

@@ -11,7 +11,7 @@ was taken (:mod:`zbv_worker.transport.receives`). The caching allocator relies o
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from sys import getrefcount
 from typing import NamedTuple
 
@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from zbv_worker.values.structure import TensorSpec
+
+_SHAPES = 64
+"""More than one step uses; steps with other lengths of sequences add more and more."""
 
 
 class _Buffer(NamedTuple):
@@ -33,16 +36,17 @@ class _Buffer(NamedTuple):
 class ReceiveBuffers:
     """The receive buffers of one rank, by shape and dtype; channels with equal tensors share them.
 
-    Buffers are never freed: a step needs as many at once as the step before.
+    A step needs as many at once as the step before, so buffers stay until :data:`_SHAPES` other shapes and
+    dtypes have been used.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._pools: defaultdict[TensorSpec, deque[_Buffer]] = defaultdict(deque)
+        self._pools: dict[TensorSpec, deque[_Buffer]] = {}
 
     def take(self, spec: TensorSpec) -> Tensor:
         """Return a tensor of undefined content whose memory nothing else uses."""
-        pool = self._pools[spec]
+        pool = self._pools.get(spec) or self._new_pool(spec)
         # Least recently taken first: most buffers are released in about the order in which they were taken.
         for _ in range(len(pool)):
             buffer = pool[0]
@@ -50,6 +54,12 @@ class ReceiveBuffers:
             if _held(buffer.storage) == buffer.idle:
                 return buffer.tensor.detach()
         return self._make(spec, pool)
+
+    def _new_pool(self, spec: TensorSpec) -> deque[_Buffer]:
+        if len(self._pools) == _SHAPES:
+            del self._pools[next(iter(self._pools))]
+        pool = self._pools[spec] = deque()
+        return pool
 
     def clear(self) -> None:
         """Release every buffer; those in use stay alive with their users."""

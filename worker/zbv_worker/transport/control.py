@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -137,12 +138,31 @@ def _naming_the_store() -> Iterator[None]:
         raise ConnectionError(f"the ranks' common store is gone ({host}): {first_line(error)}") from error
 
 
+@dataclass
+class _DefaultGroup:
+    """A default group that the worker has made.
+
+    Attributes
+    ----------
+    users
+        The number of open control planes in it.
+    """
+
+    group: dist.ProcessGroup | None
+    users: int = 0
+
+
+_MADE: list[_DefaultGroup] = []
+"""The newest, because a process has one default group."""
+
+
 class GlooControl(ControlPlane):
     """The control plane over ``torch.distributed``, with a gloo group on every device.
 
     If the user has initialised ``torch.distributed``, that stays as it is: the control plane has an own group
-    and an own part of the store. Otherwise the group is the default one, and ends with the control plane. A
-    world of one rank needs no address and no port.
+    and an own part of the store. Otherwise the first control plane makes the default group, later ones have
+    own groups inside it, and the last one that closes destroys it. A world of one rank needs no address and
+    no port.
 
     Parameters
     ----------
@@ -174,6 +194,11 @@ class GlooControl(ControlPlane):
         self.ranks_on_host = ranks_on_this_host(self._store)
         with classifying(f"the {world.world_size} ranks did not meet"):
             self._group = self._new_group(world, timedelta(seconds=timeout))
+        if not self._is_guest:
+            _MADE[:] = [_DefaultGroup(dist.group.WORLD)]
+        self._shared = next((made for made in _MADE if made.group is dist.group.WORLD), None)
+        if self._shared is not None:
+            self._shared.users += 1
 
     def _new_group(self, world: World, timeout: timedelta) -> dist.ProcessGroup | None:
         """A group of all ranks; None for the default group."""
@@ -220,11 +245,11 @@ class GlooControl(ControlPlane):
 
     @override
     def tell(self, peer: int, value: int, timeout: float) -> None:
-        self.send(torch.tensor([value]), peer, timeout)
+        self.send(torch.tensor([value], device="cpu"), peer, timeout)
 
     @override
     def hear(self, peer: int, timeout: float) -> int:
-        heard = torch.empty(1, dtype=torch.int64)
+        heard = torch.empty(1, dtype=torch.int64, device="cpu")
         self.receive(heard, peer, timeout)
         return int(heard)
 
@@ -314,13 +339,16 @@ class GlooControl(ControlPlane):
 
     @override
     def close(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.users -= 1
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError, ValueError):  # a group may be broken, or destroyed already
-            if self._group is None:
+            if shared is not None and shared.users == 0 and shared.group is dist.group.WORLD:
                 dist.destroy_process_group()  # also those of the channels
                 return
-            for group in (*groups, self._group):
+            for group in groups if self._group is None else (*groups, self._group):
                 dist.destroy_process_group(group)
 
 

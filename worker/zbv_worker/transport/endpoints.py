@@ -58,7 +58,7 @@ def encode_header(structure: Structure) -> list[Tensor]:
 
 
 def _numbers(*values: int) -> Tensor:
-    return torch.tensor([*values, *[0] * (_MAX_DIMENSIONS + 2 - len(values))])
+    return torch.tensor([*values, *[0] * (_MAX_DIMENSIONS + 2 - len(values))], device=CPU)
 
 
 def decode_header(header: Tensor) -> Structure | int:
@@ -115,7 +115,8 @@ class Outbox:
             elif not known.fits(value):
                 raise ModelError(
                     f"{label}: the output is {Structure.of(value)}, but it was {known.structure} before. A "
-                    f"stage's output must keep its shape; drop or pad the incomplete microbatch."
+                    f"stage's output must keep its shape; drop or pad the incomplete microbatch. With "
+                    f"zbv.Pipeline it may change between steps, if all ranks or the data_rank have the batch."
                 )
             send(value if known.is_plain else known.packed(value, device), label)
 

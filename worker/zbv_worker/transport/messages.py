@@ -33,13 +33,13 @@ def gather_json(value: Any, gather: GatherTensors) -> list[Any]:
         On every rank, if a message is too long or is not JSON.
     """
     content = bytearray(json.dumps(value).encode())
-    lengths = [int(length) for length in gather(torch.tensor([len(content)]))]
+    lengths = [int(length) for length in gather(torch.tensor([len(content)], device="cpu"))]
     for rank, length in enumerate(lengths):
         if not 0 < length <= MAX_BYTES:
             raise ValueError(
                 f"rank {rank} sent a message of {length:,} bytes; must be between 1 and {MAX_BYTES:,}"
             )
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
     parts = gather(padded)
     return [_decoded(rank, part[: lengths[rank]]) for rank, part in enumerate(parts)]

@@ -34,7 +34,7 @@ class Staging:
 
     def host_memory(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
         """A host tensor for one copy."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pin)
 
     def here(self) -> CudaEvent:
         """An event at the current end of the compute stream's queue."""

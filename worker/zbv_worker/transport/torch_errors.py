@@ -37,5 +37,5 @@ def classifying(what: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; what follows is a C++ trace."""
-    return str(error).strip().partition("\n")[0]
+    """The first line of an error's text, without gloo's advice; what follows is a C++ trace."""
+    return str(error).strip().partition("\n")[0].partition(". This is typically caused by")[0]

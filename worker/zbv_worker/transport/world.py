@@ -211,5 +211,5 @@ def create_early(device: torch.device) -> None:
     """
     matrix = torch.ones(8, 8, device=device, requires_grad=True)
     (matrix @ matrix).sum().backward()  # type: ignore[no-untyped-call]  # torch's own
-    torch.empty(1, pin_memory=device.type == "cuda")
+    torch.empty(1, device="cpu", pin_memory=device.type == "cuda")
     torch.cuda.synchronize(device)

@@ -1,0 +1,122 @@
+"""A pipeline that is closed, fails or is dropped leaves nothing behind in the process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import zbv_worker as zbv
+from support.plans import unit_problem
+from torch import nn
+from torch.nn import functional as nnf
+from zbv_solver.plans.plan import Plan
+from zbv_solver.search.search import SearchOptions, search
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert not dist.is_initialized()
+    assert "sends to" not in str(threading.enumerate())
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return search(unit_problem(1, 2), SearchOptions(effort="quick"))
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+
+
+def batch(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(4), torch.ones(4, 2, dtype=dtype)
+
+
+def interrupted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
+
+
+def require_plain(layers: nn.Sequential) -> None:
+    """The modules have torch's classes, can be copied and saved, and accumulate into ``.grad``."""
+    assert [type(layer) for layer in layers] == [nn.Embedding, nn.Linear, nn.Linear]
+    assert vars(layers[1]).keys() == vars(nn.Linear(1, 1)).keys()
+    torch.save(copy.deepcopy(layers), io.BytesIO())
+    layers.zero_grad()
+    inputs, targets = batch(layers.get_parameter("1.weight").dtype)
+    torch.autograd.backward(nnf.mse_loss(layers(inputs), targets))
+    for parameter in layers.parameters():
+        assert parameter.grad is not None
+        assert not vars(parameter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_a_closed_pipeline_are_ordinary_modules(plan: Plan, dtype: torch.dtype) -> None:
+    layers = model(dtype)
+    with zbv.Pipeline(plan, layers, loss=nnf.mse_loss) as pipe:
+        pipe.step(*batch(dtype))
+    require_plain(layers)
+
+
+def test_layers_of_a_failed_pipeline_are_ordinary_modules(plan: Plan) -> None:
+    layers = model()
+    pipe = zbv.Pipeline(plan, layers, loss=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(*batch())
+    require_plain(layers)
+
+
+def test_an_error_after_close_is_only_raised(plan: Plan) -> None:
+    with pytest.raises(ZeroDivisionError), zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
+        raise _closed(pipe)
+
+
+def _closed(pipe: zbv.Pipeline) -> Exception:
+    pipe.close()
+    return ZeroDivisionError()
+
+
+def test_a_dropped_pipeline_is_freed(plan: Plan) -> None:
+    """A cell of a notebook makes the same pipeline twice."""
+    layers = model()
+    pipe = zbv.Pipeline(plan, layers, loss=nnf.mse_loss)
+    pipe.step(*batch())
+    first = weakref.ref(pipe)
+    pipe = zbv.Pipeline(plan, model(), loss=nnf.mse_loss)
+    gc.collect()
+    assert first() is None
+    require_plain(layers)
+    pipe.step(*batch())
+    pipe.close()
+
+
+def test_pipelines_close_in_any_order(plan: Plan) -> None:
+    first, second = (zbv.Pipeline(plan, model(), loss=nnf.mse_loss) for _ in range(2))
+    first.close()
+    second.step(*batch())
+    third = zbv.Pipeline(plan, model(), loss=nnf.mse_loss)
+    second.close()
+    third.step(*batch())
+    assert third.clip_grad_norm_(1.0) > 0
+    third.close()
+
+
+def test_the_default_group_of_the_user_outlives_pipelines(plan: Plan) -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    for _ in range(2):
+        with zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
+            pipe.step(*batch())
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()

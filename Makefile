@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test tested programs suite lint style scripts types format docs prose bench soak explore browser postgres picture \
+.PHONY: help run test tested programs suite lint style scripts types format docs prose bench soak explore torchtitan browser postgres picture \
   pictures openapi client freeze clean install
 
 help: ## List the targets
@@ -77,6 +77,21 @@ explore: install ## Run property tests with random seeds until one fails or the 
 	  HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -q --exitfirst --numprocesses 2 -m hypothesis \
 	    --hypothesis-seed=$$seed $(or $(ARGS),tests/solver) || exit 1; \
 	done
+
+# torchtitan has many large dependencies, some of other versions than zbv is tested with. So it gets its own virtual
+# environment, and `make test` does not include this check.
+TITAN := build/torchtitan
+torchtitan: $(TITAN)/.installed ## Check that torchtitan runs plans; downloads about 500 MB at first
+	PYTHONPATH=tests:examples $(TITAN)/bin/python -m support.titan_check
+
+$(TITAN)/.installed: constraints.txt pyproject.toml
+	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
+	grep -vE '^(fsspec|huggingface_hub)==' constraints.txt > $(TITAN)/constraints.txt
+	PIP_CONSTRAINT=$(CURDIR)/$(TITAN)/constraints.txt $(TITAN)/bin/python -m pip --disable-pip-version-check install \
+	  --quiet --no-compile hatchling editables
+	PIP_CONSTRAINT=$(CURDIR)/$(TITAN)/constraints.txt $(TITAN)/bin/python -m pip --disable-pip-version-check install \
+	  --quiet --no-compile --no-build-isolation --editable '.[worker]' 'torchtitan==0.3.0' triton
+	@touch $@
 
 lint: style types ## Check only style and types
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from zbv_solver.problem.problem import Costs, Memory, Problem
 from zbv_solver.search.search import make_plan
 from zbv_worker.demo.local_service import LocalService
 
+from support.forked_ranks import ForkedProcess, fork_module
 from support.paths import TESTS
 from support.selfcheck import random_orders
 
@@ -46,11 +46,11 @@ def a_plan() -> Plan:
 
 @dataclass
 class AgentProcess:
-    """``zbv-worker agent``."""
+    """``zbv-worker agent``, forked with torch already imported."""
 
     name: str
     folder: Path
-    process: subprocess.Popen[bytes]
+    process: ForkedProcess
 
     @property
     def log(self) -> str:
@@ -66,21 +66,21 @@ class AgentProcess:
         (path,) = (self.folder / "state" / run_id / "0").glob("progress-*.json")
         return int(json.loads(path.read_text())["step"] or 0)
 
-    def descendants(self) -> dict[int, str]:
-        """Its launcher and ranks, with their command lines, by process id."""
-        parents = dict(_parents())
-        found = {}
-        for pid in parents:
-            ancestor = parents[pid]
-            while ancestor not in (self.process.pid, 0, 1):
-                ancestor = parents.get(ancestor, 0)
-            if ancestor == self.process.pid:
-                found[pid] = _command(pid)
-        return found
+    def descendants(self) -> list[int]:
+        """The process ids of its launcher and ranks."""
+        return [*self._launchers(), *self.ranks()]
+
+    def ranks(self) -> list[int]:
+        """The process ids of its ranks: children of its launchers."""
+        launchers = self._launchers()
+        return [pid for pid, parent in _parents() if parent in launchers]
+
+    def _launchers(self) -> list[int]:
+        return [pid for pid, parent in _parents() if parent == self.process.pid]
 
     def rank(self) -> int:
         """The process id of its one rank."""
-        (found,) = [pid for pid, command in self.descendants().items() if "zbv_worker.agent.rank" in command]
+        (found,) = self.ranks()
         return found
 
 
@@ -99,12 +99,11 @@ class Cluster:
         """Start an agent for one rank."""
         folder = self.folder / name
         folder.mkdir()
-        command = [sys.executable, "-m", "zbv_worker", "agent", "--server", self.address, "--name", name]
-        command += ["--slots", "1", "--state-dir", str(folder / "state")]
-        command += ["--allow-checkpoint-dir", tempfile.gettempdir(), *more]
-        command += [] if allow is None else ["--allow-model", allow]
-        with (folder / "agent.log").open("wb") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        arguments = ["agent", "--server", self.address, "--name", name, "--slots", "1"]
+        arguments += ["--state-dir", str(folder / "state")]
+        arguments += ["--allow-checkpoint-dir", tempfile.gettempdir(), *more]
+        arguments += [] if allow is None else ["--allow-model", allow]
+        process = fork_module("support.forking_worker", arguments, os.environ, folder / "agent.log")
         agent = AgentProcess(name, folder, process)
         self.stack.callback(_end, process)
         self.agents.append(agent)
@@ -224,7 +223,7 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: ForkedProcess) -> None:
     for sign in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(sign)

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zbv_solver.plans.orders import Orders
@@ -100,15 +101,19 @@ def _fork(order: dict[str, Any], requests: socket.socket) -> int:
 
 
 def _be_rank(order: dict[str, Any]) -> int:
-    """Run a module as ``python -m`` does; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(order["log"], os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    os.environ.clear()
-    os.environ.update(order["environment"])
     os.chdir(order["folder"])
-    module, arguments = order["module"], order["arguments"]
+    return run_program(order["module"], order["arguments"], order["environment"])
+
+
+def run_program(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a module as ``python -m`` does, in a fork; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[0] = os.getcwd()
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)  # it runs as __main__, as in a new interpreter
     try:

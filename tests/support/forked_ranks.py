@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import count
@@ -23,6 +24,7 @@ from zbv_worker.host.local_ranks import Process, rank_environment, start_process
 from support.paths import TESTS
 
 _START_SECONDS = 120.0
+_POLL_SECONDS = 0.02
 
 
 def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
@@ -32,10 +34,17 @@ def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Pa
         command = command[3:]
     if tuple(command[:2]) != (sys.executable, "-m"):
         return start_process(command, environment, log)
-    log.write_bytes(b"")  # exists from the start, even before the rank opens it
+    return fork_module(command[2], command[3:], environment, log)
+
+
+def fork_module(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+) -> ForkedProcess:
+    """Run ``python -m MODULE`` in a fork."""
+    log.write_bytes(b"")  # exists from the start, even before the process opens it
     order = {
-        "module": command[2],
-        "arguments": command[3:],
+        "module": module,
+        "arguments": arguments,
         "environment": dict(environment),
         "folder": os.getcwd(),
         "log": str(log.absolute()),
@@ -65,6 +74,23 @@ class ForkedProcess:
         """Signal the process unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, sig)
+
+    def wait(self, timeout: float) -> int:
+        """The exit status, once it has ended."""
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the fork", timeout)
+            time.sleep(_POLL_SECONDS)
+        return status
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:

@@ -266,10 +266,9 @@ def trained(case: Case, saved: Path | None) -> dict[str, Any]:
         again = Model(case, mesh)
         (resumed,) = train(run, [plan], again, transport, CPU)  # has no step left
         found["resumed"] = whole(parameters_of(again)), len(resumed.lines)
-    modules = dict(enumerate(model.built))
-    found["whole"] = gather_state(modules, transport, TIMEOUT)
-    load_state(modules, {n: -tensor for n, tensor in found["parameters"].items()}, {})
-    found["negative"] = all(torch.equal(full(p), -found["parameters"][n]) for n, p in named.items())
+    found["whole"] = gather_state(dict(enumerate(model.built)), transport, TIMEOUT)
+    load_state(dict(enumerate(model.built)), {n: -tensor for n, tensor in found["parameters"].items()}, {})
+    found["negative"] = all(torch.equal(t, -found["parameters"][n]) for n, t in whole(named).items())
     transport.barrier(TIMEOUT)
     transport.close()
     return found
@@ -280,12 +279,10 @@ def parameters_of(model: Model) -> dict[str, Tensor]:
 
 
 def whole(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {n: full(p).clone() for n, p in parameters.items()}
-
-
-def full(parameter: Tensor) -> Tensor:
-    """The whole of a divided parameter. Collective."""
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+    """The whole of divided parameters. Collective."""
+    return {
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in parameters.items()
+    }
 
 
 def counting(calls: Counter[str]) -> Any:

@@ -57,11 +57,11 @@ class HardModel:
 
     def layer_names(self) -> Sequence[str]:
         """The eight layers."""
-        return [f"layer.{at}" for at in range(_LAYERS)]
+        return [f"layer{at}" for at in range(_LAYERS)]
 
     def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
         """Some of them."""
-        numbers = [int(name.removeprefix("layer.")) for name in names]
+        numbers = [int(name.removeprefix("layer")) for name in names]
         return nn.Sequential(OrderedDict((f"layer{at}", self._layer(at)) for at in numbers)).to(device)
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:

@@ -64,12 +64,14 @@ def a_run(name: str, nodes: int, **changes: Any) -> NewRun:
     return replace(NewRun(name, PLAN, None, None, model, nodes, 1, 5, {}, datetime.now(UTC)), **changes)
 
 
-async def begin(database: Database, run_id: str, nodes: int, **changes: Any) -> list[str]:
+async def begin(
+    database: Database, run_id: str, nodes: int, agent: dict[str, Any] | None = None, **changes: Any
+) -> list[str]:
     """Register agents and start a run of all of them; the ids of the agents, by node rank."""
     await PlanTable(database).add(a_plan(PLAN))
     agents, runs = AgentTable(database), RunTable(database)
     for index in range(nodes):
-        await agents.add(an_agent(f"{run_id}-{index}"))
+        await agents.add(an_agent(f"{run_id}-{index}", **agent or {}))
     await runs.add(a_run(run_id, nodes, **changes))
     assert await runs.assign(scheduler) == [run_id]
     run = await runs.get(run_id)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zbv_worker.adapters.transformers import from_transformers
     from zbv_worker.model.model import Model
     from zbv_worker.model.protocol import Microbatch
+    from zbv_worker.pipeline.agent_run import run_plan
     from zbv_worker.pipeline.pipeline import Pipeline
     from zbv_worker.stage.auxiliary_loss import add_auxiliary_loss
 
@@ -47,6 +48,7 @@ __all__ = [
     "WorkerError",
     "add_auxiliary_loss",
     "from_transformers",
+    "run_plan",
 ]
 
 _HOMES = {
@@ -55,6 +57,7 @@ _HOMES = {
     "Pipeline": "pipeline.pipeline",
     "add_auxiliary_loss": "stage.auxiliary_loss",
     "from_transformers": "adapters.transformers",
+    "run_plan": "pipeline.agent_run",
 }
 
 

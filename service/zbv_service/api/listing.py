@@ -104,7 +104,9 @@ class RunListQuery(PageQuery):
     """The filters of a list of runs."""
 
     q: Text | None = Field(
-        None, description="Prefix of the id of the run, its plan or its search, or a part of the factory."
+        None,
+        description="Prefix of the id of the run, its plan or its search, or a part of the factory or of the "
+        "script's path.",
     )
     state: list[RunState] = Field([], description=_ANY_STATE)
     created_after: Moment = None

@@ -29,7 +29,10 @@ class Registration:
 
 @dataclass(frozen=True)
 class NodeWork:
-    """The part of one node in one generation of a run; ``document`` is the whole answer."""
+    """The part of one node in one generation of a run; ``document`` is the whole answer.
+
+    ``script`` is the path of the script that the ranks run; ``factory`` is that of the model otherwise.
+    """
 
     run_id: str
     generation: int
@@ -38,8 +41,9 @@ class NodeWork:
     ranks_per_node: int
     rendezvous: str
     plan_id: str
-    factory: str
+    factory: str | None
     document: dict[str, Any]
+    script: str | None = None
 
 
 @dataclass(frozen=True)
@@ -128,5 +132,7 @@ def _work_or_none(response: httpx.Response) -> NodeWork | None:
     if response.status_code == 204:
         return None
     answer = parse(dict[str, Any], decoded(response))
-    factory = member(member(answer, "model"), "factory")
-    return parse(NodeWork, {**answer, "factory": factory, "document": answer})
+    of_script = answer.get("script")  # older services do not send it
+    script = None if of_script is None else member(of_script, "path")
+    factory = None if script is not None else member(member(answer, "model"), "factory")
+    return parse(NodeWork, {**answer, "factory": factory, "script": script, "document": answer})

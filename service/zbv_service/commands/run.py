@@ -7,6 +7,7 @@ the command ends.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ examples:
   zbv-service run plan.json --model mypackage.models:gpt --nodes 4 --steps 1000
   zbv-service run problem.json --model mypackage.models:gpt --nodes 4 --steps 1000 \\
       --checkpoint-dir /shared/run --checkpoint-every 100 --replan auto
+  zbv-service run plan.json --script train.py --nodes 2 -- --learning-rate 0.001
   zbv-service run --plan 5f3c… --model mypackage.models:gpt --model-args '{"layers": 8}' --nodes 2 --steps 10
 
 exit status: 0 the run succeeded; 1 it failed or was cancelled, or the service cannot be reached;
@@ -86,6 +88,8 @@ _SOURCES = {
     "/model/factory": "--model",
     "/model/arguments": "--model-args",
     "/model/seed": "--model-seed",
+    "/script/path": "--script",
+    "/script/arguments": "arguments after --",
     "/nodes": "--nodes",
     "/steps": "--steps",
     **{f"/options/{name}": flag_of(name) for name in _OPTIONS},
@@ -109,17 +113,20 @@ def add_run(commands: Any) -> None:
     )
     run.add_argument("file", nargs="?", help="plan or problem file (JSON); - is standard input")
     run.add_argument("--plan", metavar="ID", help="id of a plan in the service, instead of a file")
-    run.add_argument(
-        "--model", required=True, metavar="PACKAGE.MODULE:FACTORY", help="callable that makes the model"
+    program = run.add_mutually_exclusive_group(required=True)
+    program.add_argument("--model", metavar="PACKAGE.MODULE:FACTORY", help="callable that makes the model")
+    program.add_argument(
+        "--script",
+        metavar="FILE",
+        help="Python script that every rank runs instead; arguments for it follow after --. All nodes must "
+        "have it at the same absolute path",
     )
     run.add_argument(
-        "--model-args", type=json_object, default={}, metavar="JSON", help="keyword arguments of the factory"
+        "--model-args", type=json_object, metavar="JSON", help="keyword arguments of the factory"
     )
-    run.add_argument(
-        "--model-seed", type=int, default=0, metavar="N", help="random seed of the model (default: 0)"
-    )
+    run.add_argument("--model-seed", type=int, metavar="N", help="random seed of the model (default: 0)")
     run.add_argument("--nodes", type=int, required=True, metavar="N", help="number of agents to run on")
-    run.add_argument("--steps", type=int, required=True, metavar="N", help="number of training steps")
+    run.add_argument("--steps", type=int, metavar="N", help="number of training steps, with --model")
     add_server(run)
     run.add_argument(
         "--cancel-on-interrupt", action="store_true", help="Ctrl-C cancels the run instead of leaving it"
@@ -144,6 +151,7 @@ def add_run(commands: Any) -> None:
     add_effort(search, default=None)
     search.add_argument("--time-limit", type=finite, metavar="SECONDS", help="end the search after this time")
     search.add_argument("--seed", type=int, metavar="N", help="random seed of the search (default: 0)")
+    run.rest = "script_arguments"
     run.set_defaults(run=execute)
 
 
@@ -201,12 +209,27 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
         if parsed.checkpoint_sync:
             options["checkpoint"]["sync"] = True
     return {
-        "model": {"factory": parsed.model, "arguments": parsed.model_args, "seed": parsed.model_seed},
+        **_program(parsed),
         "nodes": parsed.nodes,
         "steps": parsed.steps,
         "options": options,
         "search_options": _given(parsed, _SEARCH) or None,
     }
+
+
+def _program(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The model or the script; raises :class:`WrongInput`."""
+    if parsed.script is None:
+        if parsed.script_arguments:
+            raise WrongInput("found arguments after --, which are for a script; give --script.")
+        if parsed.steps is None:
+            raise WrongInput("--model needs the number of training steps; give --steps.")
+        arguments, seed = parsed.model_args or {}, parsed.model_seed or 0
+        return {"model": {"factory": parsed.model, "arguments": arguments, "seed": seed}}
+    for name in ("model_args", "model_seed"):
+        if getattr(parsed, name) is not None:
+            raise WrongInput(f"{flag_of(name)} is for a model; pass arguments of the script after --.")
+    return {"script": {"path": os.path.abspath(parsed.script), "arguments": parsed.script_arguments}}
 
 
 def _given(parsed: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -282,7 +305,8 @@ def progress(run: Run) -> str:
     """The last step that the slowest rank reported; empty before the first report."""
     steps = [rank["step"] for node in run.document["members"] for rank in node["ranks"]]
     known = [step for step in steps if step is not None]
-    return f"last reported step {min(known)} of {run.document['steps']}" if known else ""
+    of_all = "" if run.document["steps"] is None else f" of {run.document['steps']}"
+    return f"last reported step {min(known)}{of_all}" if known else ""
 
 
 def _say(text: str) -> None:

@@ -24,16 +24,35 @@ _KINDS = {"host": "ADDRESS", "database": "URL", "cert": "FILE", "key": "FILE", "
 
 
 class Command(argparse.ArgumentParser):
-    """A command whose flags are added when it is used."""
+    """A command whose flags are added when it is used.
+
+    Attributes
+    ----------
+    rest
+        The name of a list that gets everything after ``--``; None leaves ``--`` to argparse, which cannot
+        tell an optional argument before it from those after it.
+    """
 
     on_use: Callable[[Command], None] | None = None
+    rest: str | None = None
 
-    def parse_known_args(self, *arguments: Any, **more: Any) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Add the missing flags and parse."""
         if self.on_use is not None:
             add, self.on_use = self.on_use, None
             add(self)
-        return super().parse_known_args(*arguments, **more)
+        if self.rest is None or args is None:
+            return super().parse_known_args(args, namespace)
+        own, _, rest = _partition(list(args), "--")
+        found, unknown = super().parse_known_args(own, namespace)
+        setattr(found, self.rest, rest)
+        return found, unknown
+
+
+def _partition(words: list[str], at: str) -> tuple[list[str], list[str], list[str]]:
+    """As ``str.partition``, for lists."""
+    place = words.index(at) if at in words else len(words)
+    return words[:place], words[place : place + 1], words[place + 1 :]
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,13 @@ _PLACES = (
 _FOUND = select(_AGENTS.c.id, _AGENTS.c.name, _AGENTS.c.state).where(
     _AGENTS.c.id.in_(bindparam("agents", expanding=True))
 )
-_ORDERS = select(RunRow.id, RunRow.state, RunRow.generation, *columns_of(RunOrders, RunRow)).where(
-    RunRow.id.in_(bindparam("runs", expanding=True))
-)
+_ORDERS = select(
+    RunRow.id,
+    RunRow.state,
+    RunRow.generation,
+    RunRow.script.is_not(None).label("is_script"),
+    *columns_of(RunOrders, RunRow),
+).where(RunRow.id.in_(bindparam("runs", expanding=True)))
 
 
 class HeartbeatTable(BaseTable):
@@ -84,7 +88,7 @@ class HeartbeatTable(BaseTable):
                 "run": beat.run_id,
                 "current": runs[str(beat.run_id)].generation,
                 "places": list(beat.ranks),
-                "is_running": beat.is_running,
+                "is_running": beat.is_running(is_script=runs[str(beat.run_id)].is_script),
             }
             for beat in beats
             if runs[str(beat.run_id)].state in _WORKING
@@ -112,7 +116,8 @@ class HeartbeatTable(BaseTable):
                     continue
                 now = await self._database.now(session)
                 run.state, run.started_at, run.updated_at = "running", now, now
-                add_event(session, run_id, "running", "every node has reported a step")
+                begun = "begun its script" if run.script is not None else "reported a step"
+                add_event(session, run_id, "running", f"every node has {begun}")
 
 
 def _nodes_not_running(run_id: str) -> Select[Any]:

@@ -14,6 +14,7 @@ from zbv_service.database.models import Base
 class RunRow(Base):
     """A run; this row is the source of truth about it.
 
+    It has either a model and steps, or a script.
     ``failures`` has the cause of each failed generation, ``refusals`` the agents that refused the run, and
     ``waits_for`` says what a waiting run lacks.
     """
@@ -28,10 +29,11 @@ class RunRow(Base):
     target_plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
     offer: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     replanning: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    model: Mapped[dict[str, Any]]
+    model: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    script: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     nodes: Mapped[int]
     ranks_per_node: Mapped[int]
-    steps: Mapped[int]
+    steps: Mapped[int | None]
     options: Mapped[dict[str, Any]]
     generation: Mapped[int]
     stop_requested: Mapped[bool]
@@ -71,6 +73,7 @@ class AgentRow(Base):
     devices: Mapped[list[str]] = mapped_column(JSON)
     versions: Mapped[dict[str, Any]]
     allowed_models: Mapped[list[str]] = mapped_column(JSON)
+    allowed_scripts: Mapped[list[str]] = mapped_column(JSON)
     checkpoint_directories: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     state: Mapped[str] = mapped_column(String(16))
     run_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("runs.id"))

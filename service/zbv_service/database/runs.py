@@ -241,9 +241,9 @@ def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
     if wanted.states:
         found.append(RunRow.state.in_(sorted(wanted.states)))
     if wanted.text:
-        factory = RunRow.model["factory"].as_string()
+        programs = (RunRow.model["factory"].as_string(), RunRow.script["path"].as_string())
         ids = begins(wanted.text, RunRow.id, RunRow.plan_id, RunRow.search_id)
-        found.append(or_(*ids, factory.icontains(wanted.text, autoescape=True)))
+        found.append(or_(*ids, *(each.icontains(wanted.text, autoescape=True) for each in programs)))
     return found + created_between(wanted, RunRow)
 
 
@@ -306,7 +306,8 @@ def _waiting_run(run: RunRow) -> WaitingRun:
         run.id,
         run.nodes,
         run.ranks_per_node,
-        run.model["factory"],
+        None if run.model is None else run.model["factory"],
+        script=None if run.script is None else run.script["path"],
         checkpoint_directory=None if checkpoint is None else checkpoint["directory"],
         refused_by=frozenset(refusal["agent_id"] for refusal in run.refusals),
     )
@@ -321,6 +322,7 @@ def _available_agent(agent: AgentRow) -> AvailableAgent:
         tuple(agent.allowed_models),
         agent.owner,
         checkpoint_directories=None if directories is None else tuple(directories),
+        allowed_scripts=tuple(agent.allowed_scripts),
     )
 
 

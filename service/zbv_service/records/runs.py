@@ -45,9 +45,9 @@ class NewAgent:
         The rendezvous of a run with this agent as its first node.
     slots
         The most ranks of the node at the same time.
-    allowed_models, checkpoint_directories
-        Patterns of models that the node may load, and of directories for checkpoints (None if the agent did
-        not report any). The node itself enforces both.
+    allowed_models, allowed_scripts, checkpoint_directories
+        Patterns of models that the node may load and of scripts that it may run, and directories for
+        checkpoints (None if the agent did not report any). The node itself enforces them.
     owner
         The token that registered it (:attr:`zbv_service.security.grants.Grant.owner`); None for agents of
         versions that did not store owners.
@@ -61,6 +61,7 @@ class NewAgent:
     devices: list[str]
     versions: dict[str, str]
     allowed_models: list[str]
+    allowed_scripts: list[str] = field(default_factory=list, kw_only=True)
     checkpoint_directories: list[str] | None = field(default=None, kw_only=True)
     owner: str | None = field(default=None, kw_only=True)
 
@@ -92,10 +93,9 @@ class Beat:
     run_id: str | None = None
     ranks: tuple[dict[str, Any], ...] = ()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether all of its ranks have begun a step."""
-        return bool(self.ranks) and all(place["step"] is not None for place in self.ranks)
+    def is_running(self, *, is_script: bool) -> bool:
+        """Whether all of its ranks have begun a step, or a script, which need not have steps."""
+        return bool(self.ranks) and (is_script or all(place["step"] is not None for place in self.ranks))
 
 
 @dataclass(frozen=True)
@@ -127,26 +127,36 @@ class NewRun:
     search_options
         Options of that search and of later searches for measured costs; None for the defaults.
     model
-        ``factory``, ``arguments`` and ``seed``.
+        ``factory``, ``arguments`` and ``seed``; None for a run of a script.
+    steps
+        None for a run of a script.
     nodes, ranks_per_node
         Their product is the number of ranks of all replicas.
     options
         The fields of :class:`zbv_service.runs.options.RunOptionsDocument`.
     created_by
         Name of the token that submitted it; None without authentication.
+    script
+        ``path`` and ``arguments``; None for a run of a model.
     """
 
     id: str
     plan_id: str | None
     search_id: str | None
     search_options: dict[str, Any] | None
-    model: dict[str, Any]
+    model: dict[str, Any] | None
     nodes: int
     ranks_per_node: int
-    steps: int
+    steps: int | None
     options: dict[str, Any]
     created_at: datetime
     created_by: str | None = field(default=None, kw_only=True)
+    script: dict[str, Any] | None = field(default=None, kw_only=True)
+
+    @property
+    def program(self) -> str:
+        """The factory of its model, or the path of its script."""
+        return str(self.model["factory"] if self.model else (self.script or {})["path"])
 
 
 @dataclass(frozen=True)
@@ -218,7 +228,8 @@ class RunFilter:
     Attributes
     ----------
     text
-        The beginning of the id of the run, its plan or its search, or a part of the model's factory.
+        The beginning of the id of the run, its plan or its search, or a part of the model's factory or the
+        script's path.
     """
 
     states: frozenset[str] = frozenset()
@@ -350,6 +361,8 @@ class WaitingRun:
 
     Attributes
     ----------
+    factory, script
+        The run's model, or the path of its script.
     checkpoint_directory
         None if the run saves no checkpoints.
     refused_by
@@ -359,7 +372,8 @@ class WaitingRun:
     run_id: str
     nodes: int
     ranks_per_node: int
-    factory: str
+    factory: str | None
+    script: str | None = field(default=None, kw_only=True)
     checkpoint_directory: str | None = None
     refused_by: frozenset[str] = frozenset()
 
@@ -382,3 +396,4 @@ class AvailableAgent:
     allowed_models: tuple[str, ...]
     owner: str | None = None
     checkpoint_directories: tuple[str, ...] | None = None
+    allowed_scripts: tuple[str, ...] = ()

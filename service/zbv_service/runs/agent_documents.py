@@ -16,7 +16,7 @@ from zbv_service.records.runs import (
     StopCause,
     Work,
 )
-from zbv_service.runs.documents import ModelDocument, RecordDocument
+from zbv_service.runs.documents import ModelDocument, RecordDocument, ScriptDocument
 from zbv_service.runs.options import RunOptionsDocument
 
 Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -31,10 +31,13 @@ MAX_RANK_EVENTS = 100
 
 
 class AllowsDocument(RequestDocument):
-    """The runs that a node accepts. Runs with other models or directories wait for other agents."""
+    """The runs that a node accepts. Runs with other models, scripts or directories wait for other agents."""
 
     models: Annotated[list[Line], Field(max_length=100)] = Field(
-        [], description="Patterns such as mypackage.models.*; without any, the node accepts no run."
+        [], description="Patterns such as mypackage.models.*; without any, the node loads no model."
+    )
+    scripts: Annotated[list[Line], Field(max_length=100)] = Field(
+        [], description="Patterns of paths such as /shared/*; without any, the node runs no script."
     )
     checkpoint_directories: Annotated[list[Directory], Field(max_length=100)] | None = Field(
         None, description="Ranks may save checkpoints in or below these; null if the node does not say."
@@ -65,6 +68,7 @@ class AgentRequest(RequestDocument):
         return NewAgent(
             **self.model_dump(exclude={"allowed_models", "allows"}),
             allowed_models=allows.models,
+            allowed_scripts=allows.scripts,
             checkpoint_directories=allows.checkpoint_directories,
         )
 
@@ -80,6 +84,7 @@ class AgentDocument(RecordDocument):
     devices: list[str]
     versions: dict[str, str]
     allowed_models: list[str]
+    allowed_scripts: list[str] = Field([], description="Patterns of paths of scripts that it may run.")
     checkpoint_directories: list[str] | None = Field(
         description="Where its ranks may save checkpoints; null if the agent did not say."
     )
@@ -117,8 +122,9 @@ class WorkDocument(BaseModel):
     ranks_per_node: int
     rendezvous: str = Field(description="host:port of the first node.")
     plan_id: str = Field(description="SHA-256 of the plan; ranks with different ones refuse to start.")
-    model: ModelDocument
-    steps: int
+    model: ModelDocument | None = Field(description="null if the ranks run a script.")
+    script: ScriptDocument | None = None
+    steps: int | None = Field(description="null if the ranks run a script.")
     options: RunOptionsDocument
 
     @classmethod
@@ -133,7 +139,8 @@ class WorkDocument(BaseModel):
             ranks_per_node=run.ranks_per_node,
             rendezvous=node.rendezvous,
             plan_id=run.plan_id,
-            model=ModelDocument.model_validate(run.model),
+            model=None if run.model is None else ModelDocument.model_validate(run.model),
+            script=None if run.script is None else ScriptDocument.model_validate(run.script),
             steps=run.steps,
             options=RunOptionsDocument.model_validate(run.options),
         )

@@ -16,6 +16,7 @@ from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
 MAX_NODES = 4096
 
 PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_SCRIPT = r"^/[^\x00-\x1f\x7f]*$"
 _FACTORY = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*|transformers:/[^\s:]+)$"
 
 
@@ -35,19 +36,38 @@ class ModelDocument(RequestDocument):
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] = 0
 
 
+class ScriptDocument(RequestDocument):
+    """A Python script that each rank runs; all nodes must have it and allow it."""
+
+    path: Annotated[str, Field(max_length=1000, pattern=_SCRIPT)] = Field(
+        description="The absolute path of the script on every node, such as /shared/train.py."
+    )
+    arguments: Annotated[list[str], Field(max_length=1000)] = Field(
+        [], description="Command-line arguments. Everyone who may read the run can read them."
+    )
+
+
 class RunRequest(RequestDocument):
-    """A plan to run, or a problem to search a plan for and run it: exactly one of the two."""
+    """A plan to run, or a problem to search a plan for and run it: exactly one of the two.
+
+    What runs is exactly one of ``model`` and ``script``.
+    """
 
     plan_id: PlanId | None = None
     problem: QuestionDocument | None = None
     search_options: OptionsDocument | None = Field(
         None, description="Options of the search for the plan, and of searches for measured costs."
     )
-    model: ModelDocument
+    model: ModelDocument | None = Field(None, description="A model that zbv trains.")
+    script: ScriptDocument | None = Field(
+        None, description="A script that trains by itself; see the options that have an effect on it."
+    )
     nodes: Annotated[int, Field(strict=True, ge=1, le=MAX_NODES)] = Field(
         description="Number of agents; the ranks of all replicas are spread evenly over them."
     )
-    steps: Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
+    steps: Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)] | None = Field(
+        None, description="Required with model; a script decides by itself when it ends."
+    )
     options: RunOptionsDocument = RunOptionsDocument()
 
 
@@ -113,10 +133,11 @@ class RunDocument(RecordDocument):
     search_id: str | None = Field(description="The search for its plan, if it was submitted as a problem.")
     target_plan_id: str | None = Field(description="The plan that it changes to at its next step.")
     offer: OfferDocument | None = Field(description="Accept it with POST /v1/runs/{id}/plan.")
-    model: ModelDocument
+    model: ModelDocument | None = Field(description="null for a run of a script.")
+    script: ScriptDocument | None = None
     nodes: int
     ranks_per_node: int
-    steps: int
+    steps: int | None = Field(description="null for a run of a script.")
     options: RunOptionsDocument
     generation: int = Field(description="Number of restarts, from 0.")
     cancel_requested: bool

@@ -54,10 +54,23 @@ class CheckpointDocument(BaseModel):
     )
 
 
+OF_SCRIPTS = frozenset({"threads", "data_parallel", "retries"})
+"""The options that have an effect on a run of a script."""
+
+
 class RunOptionsDocument(BaseModel):
-    """How the ranks run."""
+    """How the ranks run. Of these options, a run of a script has only threads, data_parallel and retries."""
 
     model_config = ConfigDict(extra="forbid")
+
+    def of_training(self) -> list[str]:
+        """The options with other values than the defaults that have no effect on a script."""
+        fields = type(self).model_fields
+        return [
+            name
+            for name, field in fields.items()
+            if name not in OF_SCRIPTS and getattr(self, name) != field.default
+        ]
 
     backend: Literal["gloo", "nccl"] = Field("gloo", description="gloo: CPU; nccl: CUDA.")
     timeout: Annotated[Number, Field(gt=0, le=86_400)] = Field(

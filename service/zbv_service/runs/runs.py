@@ -24,13 +24,13 @@ from zbv_service.plans.plans import Plans
 from zbv_service.records.runs import RUN_ENDED, EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position
 from zbv_service.runs.dispatch import Dispatcher
-from zbv_service.runs.documents import RunRequest
+from zbv_service.runs.documents import RunRequest, ScriptDocument
 from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
 from zbv_service.searches.searches import Searches, new_search
 from zbv_service.settings import Settings
 
 MAX_ARGUMENTS = 16 * 1024
-"""Bytes of a model's arguments as JSON."""
+"""Bytes of the arguments of a model or a script as JSON."""
 MAX_LEVELS = 32
 """Most nested lists and objects in the arguments: pydantic cannot write more than about 250 levels."""
 LOOK_SECONDS = 1.0
@@ -139,7 +139,8 @@ class Runs:
             plan_id=request.plan_id,
             search_id=None,
             search_options=None if options is None else options.model_dump(),
-            model=request.model.model_dump(),
+            model=None if request.model is None else request.model.model_dump(),
+            script=None if request.script is None else request.script.model_dump(),
             nodes=request.nodes,
             ranks_per_node=_ranks_per_node(request, await self._pp_degree(asked)),
             steps=request.steps,
@@ -224,9 +225,15 @@ class Runs:
         InvalidInput
             The plan does not exist, or its stages or microbatches differ from the run's.
         ProblemError
-            404: the run is unknown. 409: it has ended or has no plan yet.
+            404: the run is unknown. 409: it has ended, has no plan yet, or runs a script.
         """
         record = await self.brief(run_id)
+        if record.script is not None:
+            raise ProblemError(
+                RUN_STATE,
+                f"run {run_id} runs a script, which keeps its plan. Cancel it, and start a run of the other "
+                f"plan.",
+            )
         if record.plan_id is not None:
             await self._require_same_shape(record.plan_id, wanted)
         if not await self._run_plans.change(run_id, wanted):
@@ -271,9 +278,10 @@ def read_run(settings: Settings, body: Any) -> AskedRun:
     if (request.plan_id is None) == (request.problem is None):
         found = "neither" if request.plan_id is None else "both"
         raise InvalidInput.at("/plan_id", f"found {found}; give exactly one of plan_id and problem.")
-    fault = _fault_of(request.model.arguments)
-    if fault is not None:
-        raise InvalidInput.at("/model/arguments", fault)
+    if request.script is None:
+        _check_model(request)
+    else:
+        _check_script(request, request.script)
     fingerprint, problem = fingerprint_of(body), request.problem
     if problem is None:
         return AskedRun(request, fingerprint, None, None)
@@ -283,6 +291,34 @@ def read_run(settings: Settings, body: Any) -> AskedRun:
     except InvalidInput as error:
         raise InvalidInput([*map(_in_run, error.issues)], error.more, error.is_partial) from None
     return AskedRun(request.model_copy(update={"problem": None}), fingerprint, problem.pp_degree, new)
+
+
+def _check_model(request: RunRequest) -> None:
+    """Check a request without a script; raises :class:`InvalidInput`."""
+    if request.model is None:
+        raise InvalidInput.at("/model", "found neither; give exactly one of model and script.")
+    if request.steps is None:
+        raise InvalidInput.at("/steps", "found none; a run of a model needs its number of steps.")
+    fault = _fault_of(request.model.arguments)
+    if fault is not None:
+        raise InvalidInput.at("/model/arguments", fault)
+
+
+def _check_script(request: RunRequest, script: ScriptDocument) -> None:
+    """Check a request with a script; raises :class:`InvalidInput`."""
+    if request.model is not None:
+        raise InvalidInput.at("/script", "found both; give exactly one of model and script.")
+    if ".." in script.path.split("/"):
+        raise InvalidInput.at("/script/path", "found '..'; give the path without it: agents compare it.")
+    remedy = "has no effect on a script, which decides that by itself. Omit it, or pass it as an argument."
+    if request.steps is not None:
+        raise InvalidInput.at("/steps", f"found {request.steps}; it {remedy}")
+    useless = request.options.of_training()
+    if useless:
+        raise InvalidInput([Issue(f"/options/{name}", f"{name} {remedy}") for name in useless])
+    fault = _fault_of(script.arguments)
+    if fault is not None:
+        raise InvalidInput.at("/script/arguments", fault)
 
 
 def _partition(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
@@ -319,10 +355,11 @@ def _in_run(issue: Issue) -> Issue:
     return issue
 
 
-def _fault_of(arguments: dict[str, Any]) -> str | None:
-    """Why a model's arguments cannot be sent to agents as JSON; 1e999, for example, was read as infinity.
+def _fault_of(arguments: dict[str, Any] | list[str]) -> str | None:
+    """Why the arguments of a model or a script cannot be sent to agents as JSON.
 
-    Every list of runs and the work of every agent contain the arguments, so their size and depth are limited.
+    For example, 1e999 was read as infinity. Every list of runs and the work of every agent contain the
+    arguments, so their size and depth are limited.
     """
     if _is_deep(arguments):
         return f"found more than {MAX_LEVELS} levels of lists and objects; send fewer."

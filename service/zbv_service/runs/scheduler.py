@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbv_service.client.admission import is_directory_allowed, is_model_allowed, is_run_allowed
+from zbv_service.client.admission import (
+    is_directory_allowed,
+    is_model_allowed,
+    is_run_allowed,
+    is_script_allowed,
+)
 from zbv_service.records.runs import AvailableAgent, WaitingRun
 
 
 def choose(waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> dict[str, list[str]]:
     """Choose agents for the runs that can start now, by run id; both sequences have the oldest first.
 
-    An agent is suitable if it has enough slots, allows the model and the checkpoint directory, and has not
-    refused the run. All agents of a run have the same owner, because its ranks meet at the address of the
-    first agent and trust each other.
+    An agent is suitable if it has enough slots, allows the model or the script, allows the checkpoint
+    directory, and has not refused the run. All agents of a run have the same owner, because its ranks meet at
+    the address of the first agent and trust each other.
 
     If there are enough suitable agents for a run but some of them are busy, the run reserves the idle ones;
     otherwise younger runs could delay a large run forever. A run without enough suitable agents reserves
@@ -39,11 +44,12 @@ def choose(waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> d
 def lack(run: WaitingRun, agents: Sequence[AvailableAgent]) -> str:
     """A sentence that says what a waiting run needs, and why the present agents are not enough."""
     suitable, directory = _suitable(run, agents), run.checkpoint_directory
+    kind = "model" if run.script is None else "script"
     found = f"{len(suitable)} of {_count(len(agents), 'agent')} can take it"
     obstacles = {
         "of these busy": [not agent.is_idle for agent in suitable],
         "with too few slots": [agent.slots < run.ranks_per_node for agent in agents],
-        "not allowing the model": [not is_model_allowed(run.factory, a.allowed_models) for a in agents],
+        f"not allowing the {kind}": [not _allows_program(run, agent) for agent in agents],
         "not allowing the checkpoint directory": [
             not is_directory_allowed(directory, agent.checkpoint_directories) for agent in agents
         ],
@@ -56,8 +62,8 @@ def lack(run: WaitingRun, agents: Sequence[AvailableAgent]) -> str:
     each = " that allows" if run.nodes == 1 else " each that allow"
     checkpoints = "" if directory is None else f" and checkpoints in {directory}"
     return (
-        f"{_count(run.nodes, 'agent')} with {_count(run.ranks_per_node, 'slot')}{each} model "
-        f"{run.factory}{checkpoints}; {found}{', ' if reasons else ''}{', '.join(reasons)}"
+        f"{_count(run.nodes, 'agent')} with {_count(run.ranks_per_node, 'slot')}{each} {kind} "
+        f"{run.script or run.factory}{checkpoints}; {found}{', ' if reasons else ''}{', '.join(reasons)}"
     )
 
 
@@ -72,8 +78,16 @@ def _suitable(run: WaitingRun, agents: Sequence[AvailableAgent]) -> list[Availab
             run.checkpoint_directory,
             models=agent.allowed_models,
             checkpoint_directories=agent.checkpoint_directories,
+            script=run.script,
+            scripts=agent.allowed_scripts,
         )
     ]
+
+
+def _allows_program(run: WaitingRun, agent: AvailableAgent) -> bool:
+    if run.script is not None:
+        return is_script_allowed(run.script, agent.allowed_scripts)
+    return run.factory is not None and is_model_allowed(run.factory, agent.allowed_models)
 
 
 def _by_owner(agents: Sequence[AvailableAgent]) -> list[list[AvailableAgent]]:

@@ -161,6 +161,33 @@ def test_every_flag_sets_the_option_of_the_same_name(service: Service) -> None:
     }
 
 
+def test_a_script_gets_the_arguments_after_two_dashes(service: Service) -> None:
+    flags = ["--plan", "f" * 64, "--script", "train.py", "--nodes", "2", "--threads", "3"]
+    assert main(["run", *flags, "--", "--threads", "4", "--", "x"]) == 0
+    ((_, sent),) = service.requests
+    script = {"path": str(Path.cwd() / "train.py"), "arguments": ["--threads", "4", "--", "x"]}
+    assert (sent["script"], sent["options"]) == (script, {"threads": 3})
+    assert not {"model", "steps"}.intersection(sent)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "a:b"], "--model needs the number of training steps; give --steps"),
+        (["--model", "a:b", "--steps", "1", "--", "x"], "found arguments after --, which are for a script"),
+        (["--script", "a.py", "--model-seed", "1"], "--model-seed is for a model"),
+        (["--script", "a.py", "--model", "a:b"], "not allowed with argument"),
+        ([], "one of the arguments --model --script is required"),
+    ],
+)
+def test_a_model_has_steps_and_a_script_arguments(
+    service: Service, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert exit_status("run", "--plan", "e", "--nodes", "1", *flags) == 2
+    assert message in capsys.readouterr().err
+    assert service.requests == []
+
+
 @pytest.mark.parametrize("last", ["failed", "cancelled"])
 def test_a_run_that_does_not_succeed_exits_with_1(service: Service, last: str) -> None:
     service.last = last

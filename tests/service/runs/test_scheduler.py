@@ -40,7 +40,7 @@ def takes(agent: AvailableAgent, run: WaitingRun) -> bool:
     """Whether an agent is suitable for a run, busy or not."""
     return (
         agent.slots >= run.ranks_per_node
-        and is_model_allowed(run.factory, agent.allowed_models)
+        and is_model_allowed(str(run.factory), agent.allowed_models)
         and is_directory_allowed(run.checkpoint_directory, agent.checkpoint_directories)
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
-from support.fake_searches import fake, immediate
+from support.fake_searches import immediate
 from zbv_service.compute.executor_choice import ExecutorChoice, parse_choice
 from zbv_service.records.searches import Claim
 from zbv_service.searches.executors.executor import SearchLost
@@ -85,7 +85,7 @@ async def test_a_search_whose_process_was_not_started_when_the_service_stopped_i
     executor = LocalExecutor(1, preload=False)
     await executor.start()
     claim = Claim("a", 1, b"", {}, None, 1, False)
-    computation = executor.expect(claim, fake(immediate), lambda update: None)
+    computation = executor.expect(claim, immediate, lambda update: None)
     executor.kill()
     with pytest.raises(SearchLost, match="the service stopped before"):
         await computation.plan()

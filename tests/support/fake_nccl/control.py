@@ -80,6 +80,10 @@ class FakeControl(ControlPlane):
         raise NotImplementedError
 
     @override
+    def start_send(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        raise NotImplementedError
+
+    @override
     def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
         raise NotImplementedError
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support.agents import DEADLINE, AgentProcess, Cluster, cluster, read_losses, until
+from support.agents import DEADLINE, AgentProcess, Cluster, a_plan, cluster, read_losses, until
+from support.paths import TESTS
 from zbv_service.client import Run
+from zbv_solver.plans.plan import plan_json
 from zbv_worker.commands.cli import main
 
 pytestmark = pytest.mark.timeout(900)
@@ -109,6 +111,23 @@ def test_a_run_survives_an_outage_of_the_service_and_a_drained_agent(pair: Pair)
     pair.one.process.terminate()  # it is idle, so it ends at once
     assert pair.one.process.wait(timeout=DEADLINE) == 0, pair.one.log
     assert started.names() == set()
+
+
+def test_an_agent_runs_a_script_on_two_ranks_with_the_plan_of_the_run(started: Cluster) -> None:
+    client, plan, path = started.client, a_plan(), TESTS / "support" / "run_train.py"
+    client.import_plan(plan_json(plan))
+    script = {"path": str(path), "arguments": ["--steps", "7"]}
+    run = client.submit_run(plan.plan_id, script=script, nodes=1, options={"retries": 0})
+    started.start("single", "--slots", "2", "--allow-script", str(path.parent / "run_*.py"), allow=None)
+    ended = client.wait_run(run.id, DEADLINE)
+    assert (ended.state, ended.error) == ("succeeded", None), started.story()
+    logs = [client.rank_log(run.id, rank) for rank in range(2)]
+    assert "trained run_train.py 7 steps, loss tensor(" in logs[0]
+    assert "trained run_train.py 7 steps, loss None" in logs[1]
+    ranks = [rank for node in ended.document["members"] for rank in node["ranks"]]
+    assert [rank["step"] for rank in ranks] == [6, 6]
+    measured = {event["name"] for event in client.run_trace(run.id)["traceEvents"] if event["ph"] == "X"}
+    assert measured.issuperset(action for actions in plan.orders.all_text() for action in actions)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from zbv_solver.plans.orders import Action
-from zbv_worker.agent.rank import _failure, _options
+from zbv_worker.agent.rank import _options
+from zbv_worker.agent.rank_failure import failure_of
 from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded, WorkerError
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.stage.program import Program
@@ -23,7 +24,7 @@ class At(CurrentProgress):
 
 
 def failure(error: Exception, at: CurrentProgress) -> tuple[object, ...]:
-    found = _failure(4, error, "what happened", at)
+    found = failure_of(4, error, "what happened", at.read())
     assert found["detail"] == "what happened"
     return tuple(found[name] for name in ("kind", "rank", "step", "action", "peer"))
 

@@ -129,7 +129,7 @@ def disturbed(three: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Distu
     run = three.submit(model=model, retries=1, checkpoint={"directory": str(saved), "every": 3})
     until_generation(three, run, 0, 3)
     stopped = busy(three)[0]
-    ranks = [pid for pid, command in stopped.descendants().items() if "agent.rank" in command]
+    ranks = stopped.ranks()
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
         until(lambda: not any(map(is_alive, ranks)), three.story)
@@ -214,7 +214,7 @@ def test_the_launcher_and_the_rank_of_a_killed_agent_die_with_it(three: Cluster)
     run = three.submit()
     until(lambda: any(len(agent.descendants()) == 2 for agent in busy(three)), three.story)
     agent = next(agent for agent in busy(three) if len(agent.descendants()) == 2)
-    processes = list(agent.descendants())
+    processes = agent.descendants()
     agent.process.kill()
     agent.process.wait(timeout=DEADLINE)
     until(lambda: not any(map(is_alive, processes)), three.story)

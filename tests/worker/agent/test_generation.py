@@ -72,6 +72,16 @@ def test_a_ranks_own_report_counts_more_than_its_status(launching: Any) -> None:
     assert end.failures[1]["detail"].startswith("rank 3 ended with status 4; it reported no step.")
 
 
+def test_ranks_that_the_launcher_ended_after_a_failure_are_no_cause(launching: Any) -> None:
+    (failure,) = ended(launching(outcome_of(**{"2": -15, "3": 1}))).failures
+    assert failure["rank"] == 3
+
+
+def test_ranks_that_somebody_ended_are_named(launching: Any) -> None:
+    (failure,) = ended(launching(outcome_of(**{"2": -15}))).failures
+    assert "rank 2 was killed by SIGTERM" in failure["detail"]
+
+
 def test_a_launcher_that_fails_shows_its_log(launching: Any) -> None:
     (failure,) = ended(launching("echo no such port; exit 3")).failures
     assert failure["kind"] == "launch"

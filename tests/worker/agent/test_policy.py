@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 from support.paths import ROOT
 from zbv_service.client import InvalidRequest, NodeWork, Registration
-from zbv_service.client.admission import is_model_allowed
+from zbv_service.client.admission import is_model_allowed, is_script_allowed
 from zbv_worker.agent.daemon import Agent
 from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.commands.cli import _parser
@@ -83,6 +84,33 @@ def test_without_an_allowed_directory_only_runs_with_checkpoints_are_refused(tmp
     assert "it allows none" in str(allowing().refusal_of(work(str(tmp_path))))
 
 
+def script(path: Path | str) -> NodeWork:
+    return NodeWork("r" * 32, 0, 0, 1, 1, "h:1", "p", None, {}, script=str(path))
+
+
+def test_scripts_run_from_allowed_paths_and_nowhere_else(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "shared", tmp_path / "secret"
+    for folder in (inside, outside):
+        (folder / "deep").mkdir(parents=True)
+        for name in ("train.py", "deep/other.py"):
+            (folder / name).write_text("")
+    (inside / "link.py").symlink_to(outside / "train.py")
+    (tmp_path / "mount").symlink_to(inside)
+    options = replace(allowing(), allowed_scripts=(str(tmp_path / "mount" / "*.py"),))
+    assert options.allows["scripts"] == [str(tmp_path / "mount" / "*.py")]
+    for path in ("mount/train.py", "mount/deep/other.py"):
+        assert options.refusal_of(script(tmp_path / path)) is None
+    for path, message in (
+        ("secret/train.py", "does not run script"),
+        ("mount/link.py", f"which is {outside / 'train.py'}: it allows {tmp_path}/mount"),
+        ("mount/../secret/train.py", "does not run script"),
+        ("mount/absent.py", "has no file"),
+    ):
+        assert message in str(options.refusal_of(script(f"{tmp_path}/{path}")))
+    refusal = str(allowing().refusal_of(script(inside / "train.py")))
+    assert f"it allows none. Start it with --allow-script '{inside / 'train.py'}'" in refusal
+
+
 def test_an_agent_sends_its_policy_unless_the_service_is_too_old(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -108,6 +136,18 @@ def test_an_agent_sends_its_policy_unless_the_service_is_too_old(tmp_path: Path)
     assert agent._timeout_seconds == 30.0
 
 
+def test_an_agent_sends_no_scripts_to_a_service_that_does_not_know_them(tmp_path: Path) -> None:
+    def register(body: dict[str, Any]) -> Registration:
+        if "scripts" in body["allows"]:
+            raise InvalidRequest({"errors": [{"pointer": "/allows/scripts", "detail": "is not permitted"}]})
+        return Registration(2.0, 30.0)
+
+    agent = Agent(replace(allowing(), state_dir=tmp_path, allowed_scripts=("/shared/*",)))
+    agent._client = cast(Any, SimpleNamespace(register_agent=register))
+    agent._register()
+    assert agent._timeout_seconds == 30.0
+
+
 def commands(document: str) -> list[list[str]]:
     """The commands in a document that start agents, runs and profiles, without their comments."""
     text = (REPOSITORY / document).read_text().replace("\\\n", " ")
@@ -125,8 +165,14 @@ def test_the_documents_agents_run_the_models_and_checkpoints_that_the_documents_
                 runs.append(words)
     assert len(agents) >= 2
     assert runs
+    for words in runs:
+        if "--script" in words:
+            path = words[words.index("--script") + 1]
+            assert any(is_script_allowed(path, agent.allow_script) for agent in agents), path
     for agent in agents:
         for words in runs:
+            if "--script" in words:
+                continue
             factory = words[words.index("--model") + 1]
             if factory.startswith("mypackage."):
                 assert is_model_allowed(factory, agent.allow_model), (factory, agent.allow_model)

@@ -165,9 +165,9 @@ class Misnamed:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ([*NAMES, "layer.8"], r"at layer 8 it has nothing, the model 'layer\.8'"),
-        (NAMES[:-1], r"at layer 7 it has 'layer\.7', the model nothing"),
-        ([NAMES[1], NAMES[0], *NAMES[2:]], r"at layer 0 it has 'layer\.0', the model 'layer\.1'"),
+        ([*NAMES, "layer8"], r"at layer 8 it has nothing, the model 'layer8'"),
+        (NAMES[:-1], r"at layer 7 it has 'layer7', the model nothing"),
+        ([NAMES[1], NAMES[0], *NAMES[2:]], r"at layer 0 it has 'layer0', the model 'layer1'"),
     ],
 )
 def test_a_plan_of_other_layers_is_refused(own: list[str], message: str) -> None:
@@ -194,7 +194,7 @@ def test_wrong_results_of_build_layers_are_refused(module: nn.Module, found: str
             return module  # type: ignore[return-value]  # that is the point
 
     model: Layered = Wrong(NAMES)
-    with pytest.raises(ModelError, match=rf"build_layers of layer\.0, layer\.1 returned {found} must be"):
+    with pytest.raises(ModelError, match=rf"build_layers of layer0, layer1 returned {found} must be"):
         build_layers(model, NAMES[:2], CPU)
 
 

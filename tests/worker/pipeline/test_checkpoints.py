@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import zbv_worker as zbv
 from support.plans import unit_problem
 from torch import nn
@@ -155,4 +156,5 @@ def test_a_pipeline_that_is_dropped_completes_its_checkpoint(plan: Plan, tmp_pat
     pipe = zbv.Pipeline(plan, layers(), nnf.mse_loss)
     pipe.checkpoints(tmp_path, torch.optim.SGD(pipe.parameters(), lr=0.1)).save(1)
     del pipe
+    assert not dist.is_initialized()
     assert (tmp_path / "step-00000001.g1" / "index.json").exists()

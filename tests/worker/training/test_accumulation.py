@@ -91,3 +91,20 @@ def test_half_precision_is_summed_in_float32_over_steps(kind: str) -> None:
     assert found is not None
     assert found.dtype == torch.bfloat16
     assert found.tolist() == [[1.125, 1.125]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replaced_gradients_go_on_with_the_sum(dtype: torch.dtype) -> None:
+    made, transport = module(dtype), ThreadHub(1, 1).transport(0)
+    accumulation = Accumulation(SummedGradients({0: made}, transport))
+    (parameter,) = made.parameters()
+    for number in (1.0, 2.0):
+        accumulation.begin(in_place=False)
+        add_gradient(parameter, torch.full_like(parameter, number))
+        accumulation.gradients.stage_done(0)
+        accumulation.gradients.finish(1.0)
+        accumulation.end()
+        accumulation.replace(lambda: SummedGradients({0: made}, transport))
+    assert parameter.grad is not None
+    assert parameter.grad.dtype == dtype
+    assert parameter.grad.tolist() == [[3.0, 3.0]]

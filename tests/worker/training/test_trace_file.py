@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from zbv_worker.execution.timeline import Record
 from zbv_worker.host.state_files import trace_file
 from zbv_worker.training.report import RankReport, StepLine
 from zbv_worker.training.trace_file import TraceFile
+from zbv_worker.transport.world import Layout
 
 
 def result(step: int, actions: int = 2) -> StepResult:
@@ -86,3 +88,15 @@ def test_the_newest_steps_are_written_to_a_file_with_the_ranks_own_times(
     steps = json.loads(trace_file(tmp_path, 0).read_text())["steps"]
     assert [step["step"] for step in steps] == [13, 14]  # two of two actions fit into five
     assert [step["loss"] for step in steps] == [None, None]  # JSON has no NaN
+
+
+def test_ranks_that_compute_a_replica_together_send_a_trace_each(tmp_path: Path) -> None:
+    hub = ThreadHub(1)
+    hub.layout = Layout(1, replicas=2, inner=2)
+
+    def write(rank: int) -> int:
+        TraceFile(tmp_path, hub.transport(rank), timeout=5.0).update(report("a"), is_last=True)
+        return int(json.loads(trace_file(tmp_path, rank).read_text())["replica"])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(write, range(4))] == [0, 1, 2, 3]

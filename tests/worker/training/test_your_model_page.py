@@ -85,6 +85,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [*sys.path])
+        patch.delitem(sys.modules, "mymodel", raising=False)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             patch.delenv(name, raising=False)
         found = Reader(folder)

@@ -147,13 +147,18 @@ class Agent:
                 return
 
     def _offer(self, body: dict[str, Any]) -> Registration:
-        """Register; without ``allows`` if the service is too old to know it."""
+        """Register; without ``allows``, or its scripts, if the service is too old to know them."""
         try:
             return self._client.register_agent(body)
         except InvalidRequest as error:
-            if "allows" not in body or not any(issue.pointer == "/allows" for issue in error.issues):
+            unknown = {issue.pointer for issue in error.issues}
+            if "/allows" in unknown and "allows" in body:
+                del body["allows"]
+            elif "/allows/scripts" in unknown:
+                del body["allows"]["scripts"]
+                logger.warning("%s is too old for runs of scripts", self._options.server)
+            else:
                 raise
-            del body["allows"]
             return self._client.register_agent(body)
 
     def _wait_for_work(self) -> NodeWork | None:

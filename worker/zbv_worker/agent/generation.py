@@ -163,7 +163,8 @@ class Generation:
 
     def _failures(self, outcome: Any) -> list[dict[str, Any]]:
         """The failures that ranks reported, or that the launcher saw if a rank could not report."""
-        failures = []
+        failures: list[dict[str, Any]] = []
+        ended: list[dict[str, Any]] = []
         failed = outcome["failed"] if isinstance(outcome, dict) else {}
         for rank in self.ranks:
             reported = read_json(failure_file(self.folder, rank))
@@ -171,8 +172,11 @@ class Generation:
                 detail = str(reported["detail"]).replace("\0", "")[:_MAX_DETAIL]
                 failures.append({**reported, "detail": detail})
             elif str(rank) in failed:
-                failures.append(self._silent_failure(rank, int(failed[str(rank)])))
-        return failures
+                status = int(failed[str(rank)])
+                found = self._silent_failure(rank, status)
+                (ended if status == -signal.SIGTERM else failures).append(found)
+        # The launcher ends the other ranks so after a failure; they are no cause of it.
+        return failures or ended
 
     def _silent_failure(self, rank: int, status: int) -> dict[str, Any]:
         progress = read_json(progress_file(self.folder, rank)) or {}

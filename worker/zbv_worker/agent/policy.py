@@ -1,4 +1,4 @@
-"""An agent's options, and what they allow runs to do: load models, and keep checkpoints in directories.
+"""An agent's options, and what they allow runs to do: load models, run scripts, and keep checkpoints.
 
 A run writes, reads and removes checkpoints as the agent's user, in a directory that its owner chooses. So the
 node restricts the choice.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from glob import escape, has_magic
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from zbv_service.client import NodeWork
-from zbv_service.client.admission import how_to_allow, is_model_allowed
+from zbv_service.client.admission import how_to_allow, is_model_allowed, is_script_allowed
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,11 @@ class AgentOptions:
     Attributes
     ----------
     allowed_models
-        Patterns; see :func:`zbv_service.client.admission.is_model_allowed`. Without any, every run is
+        Patterns; see :func:`zbv_service.client.admission.is_model_allowed`. Without any, every model is
         refused.
+    allowed_scripts
+        Patterns of absolute paths; see :func:`zbv_service.client.admission.is_script_allowed`. Without any,
+        every script is refused.
     checkpoint_directories
         Absolute paths; runs may keep checkpoints in and below these. Without any, runs with checkpoints are
         refused.
@@ -47,6 +53,7 @@ class AgentOptions:
     state_dir: Path
     allowed_models: tuple[str, ...] = ()
     checkpoint_directories: tuple[Path, ...] = ()
+    allowed_scripts: tuple[str, ...] = field(default=(), kw_only=True)
     path: tuple[Path, ...] = ()
     devices: tuple[str, ...] = ()
     port: int | None = None
@@ -62,22 +69,50 @@ class AgentOptions:
         directories = {
             str(path) for given in self.checkpoint_directories for path in (given, given.resolve())
         }
-        return {"models": list(self.allowed_models), "checkpoint_directories": sorted(directories)}
+        found = {"models": list(self.allowed_models), "checkpoint_directories": sorted(directories)}
+        # Older services do not know scripts.
+        return found | ({"scripts": list(self.allowed_scripts)} if self.allowed_scripts else {})
 
     def refusal_of(self, work: NodeWork) -> str | None:
         """Why the agent refuses its part of a run; None if it accepts.
 
-        Directories are compared with symbolic links and ``..`` resolved.
+        Directories and scripts are compared with symbolic links and ``..`` resolved.
         """
-        if not is_model_allowed(work.factory, self.allowed_models):
+        if work.script is not None:
+            return _refusal_of_script(work.script, self.name, self.allowed_scripts)
+        if work.factory is None or not is_model_allowed(work.factory, self.allowed_models):
             return (
                 f"agent {self.name} does not load model {work.factory}: it allows "
-                f"{', '.join(self.allowed_models) or 'none'}. {how_to_allow(work.factory)}"
+                f"{', '.join(self.allowed_models) or 'none'}. {how_to_allow(str(work.factory))}"
             )
         checkpoint = (work.document.get("options") or {}).get("checkpoint")
         if checkpoint is None:
             return None
         return _refusal_of_directory(str(checkpoint["directory"]), self.name, self.checkpoint_directories)
+
+
+def _refusal_of_script(given: str, agent: str, patterns: Sequence[str]) -> str | None:
+    resolved = str(Path(given).resolve())
+    is_allowed = is_script_allowed(given, patterns) and any(
+        fnmatchcase(resolved, _resolved(pattern)) for pattern in patterns
+    )
+    if not is_allowed:
+        target = "" if resolved == given else f", which is {resolved}"
+        return (
+            f"agent {agent} does not run script {given}{target}: it allows "
+            f"{', '.join(patterns) or 'none'}. Start it with --allow-script '{resolved}' if its code may "
+            f"run on this node."
+        )
+    if not Path(given).is_file():
+        return f"agent {agent} has no file {given}. Put the script at this path on every node."
+    return None
+
+
+def _resolved(pattern: str) -> str:
+    """A pattern with symbolic links resolved in the directories before its first wildcard."""
+    parts = Path(pattern).parts
+    plain = list(takewhile(lambda part: not has_magic(part), parts))
+    return "/".join([escape(str(Path(*plain).resolve())).rstrip("/"), *parts[len(plain) :]])
 
 
 def _refusal_of_directory(given: str, agent: str, allowed_directories: Sequence[Path]) -> str | None:

@@ -1,24 +1,23 @@
 """One rank under an agent: ``python -m zbv_worker.agent.rank FOLDER``, started by torch elastic.
 
-It does the same as ``zbv-worker run``, and also writes its progress, and the reason if it fails.
+It does the same as ``zbv-worker run``, or runs a user's script. It also writes its progress, and the reason
+if it fails.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbv_worker.agent.orphans import end_with_parent, end_with_pulse
+from zbv_worker.agent.rank_failure import described, failure_of, report, say
 from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, progress_file, read_json, write_json
 
 if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
-    from zbv_worker.execution.progress import CurrentProgress
     from zbv_worker.training.options import RunOptions
 
-_FAILED, _WRONG_INPUT = 1, 2
 _PATIENCE = 0.8
 """Share of the service's patience after which ranks of a silent agent end: before the run is given away."""
 
@@ -28,6 +27,10 @@ def main(folder: Path) -> int:
     end_with_parent()
     spec = read_json(folder / SPEC)
     end_with_pulse(folder, _PATIENCE * spec["patience"], lambda silent: _report_silence(folder, silent))
+    if spec["work"].get("script") is not None:
+        from zbv_worker.agent.script import run_script
+
+        return run_script(spec, folder)
     from zbv_worker.execution.progress import CurrentProgress, ProgressWriter
     from zbv_worker.training.ending import Ending
     from zbv_worker.training.run import run
@@ -36,10 +39,10 @@ def main(folder: Path) -> int:
     world, progress = World.from_environment(), CurrentProgress()
 
     def record(error: Exception) -> None:
-        failure = _failure(world.rank, error, _described(world.rank, error), progress)
+        failure = failure_of(world.rank, error, described(world.rank, error), progress.read())
         write_json(failure_file(folder, world.rank), failure)
 
-    ending = Ending(record, lambda error: _report(world.rank, error))
+    ending = Ending(record, report)
     try:
         with ProgressWriter(str(progress_file(folder, world.rank)), world.rank, progress):
             run(_options(spec, folder), world, progress, ending)
@@ -47,28 +50,8 @@ def main(folder: Path) -> int:
         if ending.is_needed:
             ending.fail(error)
         record(error)
-        return _report(world.rank, error)
+        return report(error)
     return 0
-
-
-def _described(rank: int, error: Exception) -> str:
-    from zbv_worker.errors import WorkerError
-
-    if isinstance(error, WorkerError):
-        return str(error)
-    detail = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-    return f"rank {rank} failed in the model or in torch: {detail}. Its log has the traceback."
-
-
-def _report(rank: int, error: Exception) -> int:
-    """Describe a failure in the rank's log; returns the exit status."""
-    from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
-
-    if not isinstance(error, WorkerError):
-        traceback.print_exception(error)
-        return _FAILED
-    _print(f"zbv-worker: {error}")
-    return _WRONG_INPUT if isinstance(error, InvalidRun | Disagreement) else _FAILED
 
 
 def _options(spec: Any, folder: Path) -> RunOptions:
@@ -124,36 +107,8 @@ def _report_silence(folder: Path, seconds: float) -> None:
         f"rank {rank} ended because its agent has been silent for {seconds:.0f} s (it was stopped, or "
         f"hangs); the service will soon give the run to other agents."
     )
-    _print(f"zbv-worker: {detail}")
+    say(f"zbv-worker: {detail}")
     write_json(failure_file(folder, rank), {"kind": "agent-lost", "rank": rank, "detail": detail})
-
-
-def _failure(rank: int, error: Exception, detail: str, current: CurrentProgress) -> dict[str, Any]:
-    """A failure in the agent's format. One that a peer caused has its own kind.
-
-    An error between two actions, for instance in the update, has only a step.
-    """
-    from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded
-    from zbv_worker.execution.progress import Progress, progress_of_error
-
-    progress = progress_of_error(error) or Progress(current.read().step)
-    kind = "error"
-    if isinstance(error, ChannelTimeout | PeerLost):
-        kind = "peer"
-    elif isinstance(error, InvalidRun | Disagreement | Superseded):
-        kind = "invalid"
-    return {
-        "kind": kind,
-        "rank": rank,
-        "step": progress.step,
-        "action": progress.action,
-        "peer": progress.peer,
-        "detail": detail,
-    }
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the rank's log
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ examples:
 
 A pattern is compared with the module of a run's model, or with module:factory if it contains a colon. *
 matches anything: mypackage.models.* allows mypackage.models and all modules below it. A model's module is
-code, and matching modules are executed on this node.
+code, and matching modules are executed on this node. So are scripts: their absolute path is compared, links
+resolved, and * matches slashes too.
 """
 _DEFAULT_STATE = Path("zbv-agent")
 
@@ -43,7 +45,16 @@ def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="PATTERN",
         action="append",
         default=[],
-        help="a model that may be loaded here; may be repeated. Without any, this node runs nothing",
+        help="a model that may be loaded here; may be repeated. Without any, this node loads none",
+    )
+    agent.add_argument(
+        "--allow-script",
+        metavar="PATTERN",
+        action="append",
+        type=os.path.abspath,
+        default=[],
+        help="the path of a script that may be run here, such as /shared/train.py or '/shared/*'; may be "
+        "repeated. Without any, this node runs none",
     )
     agent.add_argument(
         "--allow-checkpoint-dir",
@@ -148,6 +159,7 @@ def execute(parsed: argparse.Namespace) -> int:
         slots=parsed.slots or slots,
         state_dir=parsed.state_dir.resolve(),
         allowed_models=tuple(parsed.allow_model),
+        allowed_scripts=tuple(parsed.allow_script),
         checkpoint_directories=tuple(directory.absolute() for directory in parsed.allow_checkpoint_dir),
         path=_search_path(parsed.path),
         devices=tuple(devices),

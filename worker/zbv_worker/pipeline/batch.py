@@ -103,7 +103,7 @@ def _require_no_container(leaf: object, path: tuple[Any, ...]) -> None:
         remedy = "Pass dict(…) of it"
     elif is_dataclass(leaf) and not isinstance(leaf, type):
         remedy = "Pass its fields in a dict"
-    elif type(leaf).__module__ == "numpy" and getattr(leaf, "shape", ()):
+    elif type(leaf).__module__ == "numpy" and bool(getattr(leaf, "shape", None)):
         remedy = "Pass torch.from_numpy(…) of it"
     if remedy is not None:
         raise InvalidRun(

@@ -77,9 +77,14 @@ class RankDevice:
 
 
 def connected_world(
-    options: PipelineOptions, mesh: DeviceMesh | None
+    options: PipelineOptions, mesh: DeviceMesh | None = None, *, layout: Layout | None = None
 ) -> tuple[ConnectedTransport, RankDevice]:
     """Meet the other ranks; returns the transport, still without channels. Collective.
+
+    Parameters
+    ----------
+    layout
+        The places of the ranks, without a mesh; by default one pipeline.
 
     Raises
     ------
@@ -89,7 +94,7 @@ def connected_world(
         If the ranks do not meet.
     """
     world = World.current()
-    layout = Layout(world.world_size)
+    layout = layout or Layout(world.world_size)
     if mesh is not None:
         layout = Layout.of_mesh(mesh.mesh_dim_names, mesh.mesh, world.world_size)
     place = _place(options, world.local_rank)

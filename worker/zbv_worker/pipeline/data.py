@@ -33,7 +33,7 @@ _AS_BEFORE = 0
 
 
 @dataclass(frozen=True)
-class Needs:
+class DataNeeds:
     """What the layers of one rank need of a microbatch."""
 
     input: bool
@@ -51,10 +51,10 @@ class Needs:
         )
 
 
-def needs_of(plan: RankPlan, position: int, keywords: Keywords) -> Needs:
+def needs_of(plan: RankPlan, position: int, keywords: Keywords) -> DataNeeds:
     """What the rank at a position of a pipeline needs, if its layers take some keywords."""
     stages = plan.placement.stages_of[position]
-    return Needs(0 in stages, plan.placement.n_stages - 1 in stages, keywords)
+    return DataNeeds(0 in stages, plan.placement.n_stages - 1 in stages, keywords)
 
 
 class SharedData:
@@ -213,7 +213,7 @@ class SharedData:
         return received
 
 
-def _part(microbatches: Sequence[Microbatch], needs: Needs) -> tuple[Structure, list[Tensor]]:
+def _part(microbatches: Sequence[Microbatch], needs: DataNeeds) -> tuple[Structure, list[Tensor]]:
     """What a rank needs of all microbatches: its structure, and its tensors."""
     needed = [needs.part_of(each) for each in microbatches]
     try:

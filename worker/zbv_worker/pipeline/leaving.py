@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.checkpoints import PipelineCheckpoints
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
@@ -17,23 +18,26 @@ _LEAVE_SECONDS = 10.0
 
 
 def leave(
-    own: PipelineRank, shared: SharedData | None, saving: Sequence[PipelineCheckpoints], failures: Failures
+    own: PipelineRank,
+    shared: SharedData | None,
+    reports: RunReports | None,
+    saving: Sequence[PipelineCheckpoints],
+    failures: Failures,
 ) -> None:
-    """Complete this rank's checkpoints, and disconnect once the peers have what the rank sent.
-
-    For a process that ends, or drops its pipeline.
-    """
+    """Complete this rank's checkpoints and reports, and let the peers receive what the rank has sent."""
     if failures.has_failed:
         return
     for checkpoints in saving:
         checkpoints.leave()
     if shared is not None:
         shared.leave(_LEAVE_SECONDS)
+    if reports is not None:
+        reports.finish()
     own.leave(_LEAVE_SECONDS)
 
 
-def give_up(own: PipelineRank, saving: Sequence[PipelineCheckpoints]) -> None:
-    """Leave checkpoints in progress incomplete, and the layers as ordinary modules, after a failure."""
+def give_up(saving: Sequence[PipelineCheckpoints], own: PipelineRank) -> None:
+    """Give up what is being saved, and release the user's modules: the pipeline has failed."""
     for checkpoints in saving:
         checkpoints.give_up()
     own.release()

@@ -16,8 +16,9 @@ from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.step import Launched
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.protocol import Microbatch
+from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import microbatches_of
-from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, training_state
+from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, trained_by
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
@@ -55,13 +56,15 @@ class Pipeline:
     of subclasses that can queue weight gradients. Parameters may be added to layers, frozen or unfrozen
     between steps, alike on all replicas. Creating a pipeline, and its methods ``step``, ``evaluate``,
     ``full_state_dict``, ``clip_grad_norm_``, ``checkpoints``, ``trace`` and ``close``, are collective: every
-    rank calls them, in the same order. If one rank fails, all ranks raise, and the pipeline is unusable.
+    rank calls them, in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used
+    any more.
 
     Parameters
     ----------
     plan
         A plan (``zbv_solver.plan``), a plan file, the URL of a plan, the id of a plan with ``service``, or
-        None: then the layers are measured on the ranks for a few seconds, with ``example``, and planned.
+        the plan of the agent's run (:func:`zbv_worker.run_plan`). With None, the layers are measured on the
+        ranks for a few seconds, with ``example``, and planned.
     layers
         The model's layers in order: a list of modules, or of functions without arguments that build one; a
         mapping of names to these; an ``nn.Sequential``; or an object that builds layers by name
@@ -152,8 +155,10 @@ class Pipeline:
         self._failures = Failures(self._transport)
         with self._failures.watched("starting"):
             prepared = prepare(options, layers, loss, self._transport, place)
-            self._own = PipelineRank(options, prepared, self._transport, place)
-        self._failures.on_end = partial(give_up, self._own, self._saving)
+            self._reports = RunReports.of_environment(prepared.plan, self._transport, options.patience)
+            progress = None if self._reports is None else self._reports.progress
+            self._own = PipelineRank(options, prepared, self._transport, place, progress)
+        self._failures.on_end = partial(give_up, self._saving, self._own)
         self._shared = None
         if data_rank is not None:
             self._shared = SharedData(options, prepared, self._transport, self._failures)
@@ -162,7 +167,9 @@ class Pipeline:
         self._no_parameter = ("no_parameter", nn.Parameter(torch.empty(0, device=place.device)))
         self._newest: Launched | None = None
         # A process may end right after its last step, before its peers have received its last tensors.
-        self._finalizer = weakref.finalize(self, leave, self._own, self._shared, self._saving, self._failures)
+        self._finalizer = weakref.finalize(
+            self, leave, self._own, self._shared, self._reports, self._saving, self._failures
+        )
 
     def step(
         self,
@@ -219,6 +226,8 @@ class Pipeline:
             own.take("step", found, given)
             own.loss.record(outputs)
             self._newest, loss = own.step()
+            if self._reports is not None:
+                self._reports.add(self._newest, loss)
         return (loss, own.outputs()) if outputs else loss
 
     def evaluate(
@@ -261,7 +270,8 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters with their names in the whole model, each parameter once.
 
-        A rank without parameters gets one without elements: torch's optimizers refuse an empty list.
+        A rank with layers that have no parameters gets one without elements, because torch's optimizers
+        refuse an empty list.
         """
         return iter([*named_parameters(self.modules)] or [self._no_parameter])
 
@@ -302,30 +312,36 @@ class Pipeline:
     ) -> PipelineCheckpoints:
         """Resume from the newest checkpoint of a directory, if it has one, and save others there.
 
-        A checkpoint has parameters, buffers, optimizers, schedules, the states of random number generators
-        and data, and the number of steps. It fits other plans and numbers of ranks, and ``zbv-worker run``.
+        A checkpoint has the parameters, buffers, optimizers, schedules, random number generators (of torch
+        and Python), the state of the data, and the number of steps. Its format, and the rules of its
+        directory, are those of ``zbv-worker run``. It fits other plans and other numbers of ranks.
 
         Parameters
         ----------
         directory
             All ranks must share it. A pipeline that uses it later takes it over.
-        optimizer, schedule
-            Of this rank's parameters; one or several of each.
+        optimizer
+            The optimizer of this rank's parameters, or several.
+        schedule
+            The learning-rate schedule, or several.
         data
             A data loader with a state, such as torchdata's ``StatefulDataLoader``; saved per rank.
-        kept, timeout
-            How many checkpoints to keep, and the seconds to wait for the slowest rank's files.
+        kept
+            How many of the newest checkpoints to keep.
+        timeout
+            Seconds to wait for the slowest rank's files.
 
         Raises
         ------
         InvalidRun
-            If it belongs to another model, or the ranks see different directories.
+            If the newest checkpoint belongs to another model, or the ranks see different directories.
         """
         options = CheckpointOptions(Path(directory), every=1, kept=kept, timeout=timeout)
-        trained = training_state(self.modules, optimizer, schedule, data, self._own.ties)
-        device, failures = self._own.device, self._failures
-        self._saving.append(PipelineCheckpoints(options, trained, self._transport, device, failures))
-        return self._saving[-1]
+        own = self._own
+        trained = trained_by(self.modules, optimizer, schedule, data, own.ties)
+        made = PipelineCheckpoints(options, trained, self._transport, own.device, self._failures)
+        self._saving.append(made)
+        return made
 
     def trace(self, path: str | Path | None = None) -> tuple[RankTrace, ...]:
         """When every rank's actions of the newest step happened, on rank 0's clock; by rank.
@@ -352,6 +368,8 @@ class Pipeline:
         for checkpoints in self._saving:
             checkpoints.finish()
         with self._failures.watched("closing"), naming_errors(self._transport.rank, "closing"):
+            if self._reports is not None:
+                self._reports.finish()
             self._own.finish()
         self._failures.is_closed = True
         self._transport.close()

@@ -18,8 +18,8 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.whole_plan import WholePlan, naming_plan_file, require_rank
 from zbv_worker.model.layer_list import even_partition
 
-PlanLike = Plan | WholePlan | Mapping[str, Any] | str | Path
-"""A plan, a decoded plan file, a path, a plan's URL, or a plan's id."""
+PlanLike = Plan | WholePlan | PlanSource | Mapping[str, Any] | str | Path
+"""A plan, the plan of an agent's run, a decoded plan file, a path, a plan's URL, or a plan's id."""
 
 
 def rank_plan(plan: PlanLike, rank: int, service: str | None, timeout: float) -> RankPlan:
@@ -42,6 +42,8 @@ def rank_plan(plan: PlanLike, rank: int, service: str | None, timeout: float) ->
     if isinstance(plan, Plan | WholePlan):
         require_rank(rank, plan.problem.pp_degree)
         return RankPlan.of(plan.plan_id, plan.problem, plan.orders, rank)
+    if isinstance(plan, PlanSource):
+        return plan.rank_plan(rank, timeout)
     if isinstance(plan, Mapping):
         return _of_document(plan, rank)
     if not isinstance(plan, str | Path):

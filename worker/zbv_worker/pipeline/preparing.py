@@ -97,15 +97,15 @@ def prepare(
         If a rank does not take part.
     """
     given_plan = "no plan" if options.plan is None else "a plan"
-    with _starting_together(transport, options.patience, given_plan):
+    with starting_together(transport, options.patience, given_plan):
         layered = as_layered(layers)
         names = layer_names(layered)
     given = _planned(options, layered, loss, transport, place) if options.plan is None else options.plan
-    with _starting_together(transport, options.patience):
+    with starting_together(transport, options.patience):
         plan = cut_evenly(_own_part(given, options, transport), names)
         require_layers(layered, plan.cut, _REMEDY)
         prepared = _build(options, plan, layered, loss, transport.layout.replicas, place.device)
-    _open(options, prepared, transport, place)
+    open_channels(options, plan, transport, place, prepared.ties)
     with naming_errors(transport.rank, "exchanging keywords"):
         own = keywords_of(prepared.stages.values())
         return replace(prepared, keywords_by_rank=keywords_by_rank(transport, own, options.patience))
@@ -173,10 +173,15 @@ def _build(
     return Prepared(plan, stages, recorded, ties=LayersWithLoss(layers, recorded).tied_parameters())
 
 
-def _open(options: PipelineOptions, prepared: Prepared, transport: Transport, place: RankDevice) -> None:
+def open_channels(
+    options: PipelineOptions,
+    plan: RankPlan,
+    transport: Transport,
+    place: RankDevice,
+    ties: Sequence[tuple[str, str]] = (),
+) -> None:
     """Check that all ranks have the same plan and equally shared parameters, and open the channels."""
-    plan = prepared.plan
-    layers = json.dumps([plan.cut.partition, [*map(list, prepared.ties)]])
+    layers = json.dumps([plan.cut.partition, [*map(list, ties)]])
     statement = Statement(
         plan_id=plan.plan_id,
         pp_rank=plan.rank,
@@ -199,7 +204,7 @@ def _open(options: PipelineOptions, prepared: Prepared, transport: Transport, pl
 
 
 @contextmanager
-def _starting_together(transport: Transport, timeout: float, found: str = "") -> Iterator[None]:
+def starting_together(transport: Transport, timeout: float, found: str = "") -> Iterator[None]:
     """A block that a rank runs alone; if it fails on one rank, all ranks raise an error after it.
 
     Parameters

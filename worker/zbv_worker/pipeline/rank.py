@@ -13,6 +13,7 @@ from zbv_solver.documents.files import write
 
 from zbv_worker.errors import WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.step import Launched, StepResult
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import StepData
@@ -35,6 +36,11 @@ from zbv_worker.values.packing import Crossing
 class PipelineRank:
     """Runs the steps of one rank.
 
+    Parameters
+    ----------
+    progress
+        Updated with every action.
+
     Attributes
     ----------
     device
@@ -50,7 +56,12 @@ class PipelineRank:
     """
 
     def __init__(
-        self, options: PipelineOptions, prepared: Prepared, transport: ConnectedTransport, place: RankDevice
+        self,
+        options: PipelineOptions,
+        prepared: Prepared,
+        transport: ConnectedTransport,
+        place: RankDevice,
+        progress: CurrentProgress | None = None,
     ):
         plan, stages = prepared.plan, prepared.stages
         self._plan = plan
@@ -63,7 +74,7 @@ class PipelineRank:
         self.steps = 0
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
             self.ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
-        self._modules, self._stages = prepared.modules, stages
+        self._modules = prepared.modules
         self._accumulation = Accumulation(self._gradients_of(trained_by(prepared.modules)))
         self._batch_loss = BatchLoss(
             stages.values(), plan.microbatches, transport, place.device, options.timeout
@@ -80,6 +91,7 @@ class PipelineRank:
                 on_stage_done=lambda stage: self._gradients.stage_done(stage),
                 startup_timeout=options.startup_timeout,
                 keywords=prepared.keywords,
+                progress=progress,
             ),
         )
 
@@ -102,8 +114,7 @@ class PipelineRank:
         """Find the parameters that the user has added, removed, frozen or unfrozen since the last step."""
         trained = trained_by(self._modules)
         if _identities(trained) != _identities(self._trained):
-            self._gradients.rest(forget=True)
-            self._accumulation.gradients = self._gradients_of(trained)
+            self._accumulation.replace(lambda: self._gradients_of(trained))
 
     def take(self, call: Call, microbatches: list[Microbatch], given: Given | int) -> None:
         """Set the microbatches of the next step or evaluation. Collective if their shapes are new.

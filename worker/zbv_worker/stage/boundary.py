@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.dtensors import arrived, is_dtensor
-from zbv_worker.values.structure import is_plain, map_tensors, tensors_of
+from zbv_worker.values.structure import FLOATS, is_plain, map_tensors, tensors_of
 
 Gradient = Tensor | tuple[Tensor, ...]
 """Of a value that is one floating tensor, one tensor; otherwise one per tensor that requires a gradient."""
@@ -27,7 +27,7 @@ def enter(value: Any, *, is_data: bool) -> tuple[Any, list[Tensor]]:
     """
     if isinstance(value, Tensor):
         x = value.detach()
-        if is_data or not (value.requires_grad or is_plain(value)):
+        if is_data or not (x.dtype in FLOATS or value.requires_grad):
             return x, []
         return x, [x.requires_grad_()]
     leaves: list[Tensor] = []
@@ -50,6 +50,8 @@ def leave(output: Any) -> tuple[Any, list[GradientEdge]]:
     """
     if isinstance(output, Tensor):
         edges = [get_gradient_edge(output)] if output.requires_grad else []
+        if type(output) is Tensor and output.dtype in FLOATS:  # the usual case; every F comes here
+            return output.detach(), edges
         x = _local(output.detach())
         return (x if is_plain(x) else x.requires_grad_(bool(edges))), edges
     edges = []
@@ -81,11 +83,14 @@ def as_list(gradient: Gradient | None) -> Sequence[Tensor]:
 
 def take_gradient(leaves: Sequence[Tensor], *, is_single: bool) -> Gradient:
     """The gradients that a backward left at the tensors of an input; zeros where it left none."""
-    found = []
-    for leaf in leaves:
-        gradient, leaf.grad = leaf.grad, None
-        found.append(torch.zeros_like(leaf) if gradient is None else arrived(gradient))
-    return found[0] if is_single else tuple(found)
+    if is_single:
+        return _taken(leaves[0])
+    return tuple(map(_taken, leaves))
+
+
+def _taken(leaf: Tensor) -> Tensor:
+    gradient, leaf.grad = leaf.grad, None
+    return torch.zeros_like(leaf) if gradient is None else arrived(gradient)
 
 
 def marked_without_graph(output: Any, input: Any) -> Any:

@@ -8,6 +8,8 @@ float32 too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -16,18 +18,18 @@ from zbv_worker.training.gradients import Gradients
 
 
 class Accumulation:
-    """The gradients of one rank over several steps.
-
-    Attributes
-    ----------
-    gradients
-        May be replaced between steps, when other parameters are trained.
-    """
+    """The gradients of one rank over several steps."""
 
     def __init__(self, gradients: Gradients):
         self.gradients = gradients
         self._before: list[tuple[nn.Parameter, Tensor]] = []
         self._rounded: dict[nn.Parameter, tuple[Tensor, int]] = {}
+
+    def replace(self, make: Callable[[], Gradients]) -> None:
+        """Call between steps when other parameters are trained: go on with the gradients that this makes."""
+        self.gradients.rest(forget=True)
+        self._rounded.clear()  # copies of main gradients that are forgotten now
+        self.gradients = make()
 
     def begin(self, *, in_place: bool) -> None:
         """Call before a step's first action.

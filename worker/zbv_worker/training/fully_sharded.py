@@ -19,7 +19,7 @@ torch 2.13): by methods that are not public, because there is no public one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -38,6 +38,7 @@ class FullySharded:
     copies
         The global ranks of the replicas, this rank included. The loss is divided by all of them, so
         gradients are added up over them; over further ranks of ``fully_shard``'s mesh they are averaged.
+        None if the caller has set the factors of the sums.
 
     Attributes
     ----------
@@ -50,35 +51,37 @@ class FullySharded:
         If a mesh lacks a replica, which would train on without the others.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], copies: tuple[int, ...]):
+    def __init__(self, modules: Mapping[int, nn.Module], copies: tuple[int, ...] | None):
         self._of_stage = {stage: fully_sharded_modules(module) for stage, module in modules.items()}
         self._all: list[Any] = list(dict.fromkeys(m for some in self._of_stage.values() for m in some))
         self.parameters: set[nn.Parameter] = set()
         for group in self._groups(self._all):
             self.parameters.update(each.sharded_param for each in group.fsdp_params)
             ranks = set(group.mesh_info.mesh.mesh.flatten().tolist())
-            if not ranks.issuperset(copies):
+            if not ranks.issuperset(copies or ()):
                 raise InvalidRun(
                     f"found fully_shard over the ranks {sorted(ranks)}; the replicas of this rank are "
-                    f"{sorted(copies)}. Pass it all data-parallel dimensions of the mesh, for example "
+                    f"{sorted(copies or ())}. Pass it all data-parallel dimensions of the mesh, for example "
                     f"mesh['dp'], or mesh['dp_replicate', 'dp_shard']."
                 )
         for module in self._all:
-            self._divide(module, len(copies))
-            # By default the backward gathers the layer that ran before, from a list that the end of another
-            # stage's backward clears. Its own parameters are whole, so to gather these does nothing.
-            module.set_modules_to_backward_prefetch([module])
+            self._divide(module, None if copies is None else len(copies))
         if self._all:
             from torch.distributed.fsdp import share_comm_ctx
 
             # Streams per layer could share a CUDA stream with a receive that waits.
             share_comm_ctx(self._all)
+            # Now, because the first forward of a stage would empty what the stages share, such as the order
+            # of the forwards, after another stage has used it.
+            for root in self._roots(modules.values()):
+                root._get_fsdp_state()._lazy_init()
 
-    def _divide(self, module: Any, replicas: int) -> None:
+    def _divide(self, module: Any, replicas: int | None) -> None:
         info = next((group.mesh_info for group in self._groups([module])), None)
         if info is not None:
-            shards = getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
-            module.set_gradient_divide_factor(shards / replicas)
+            if replicas is not None:
+                shards = getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
+                module.set_gradient_divide_factor(shards / replicas)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
     def begin(self) -> None:
@@ -96,8 +99,20 @@ class FullySharded:
             module.set_is_last_backward(True)
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
+        self.widen(stage)  # torch sums only gradients of equal dtypes
         for group in self._groups(reversed(modules)):
             group.post_backward()
+
+    def widen(self, stage: int) -> None:
+        """Call after W: add its gradients to those that are collected, in the dtype of their sum.
+
+        ``fully_shard`` does so after each backward, when W has not computed them yet.
+        """
+        for group in self._groups(self._of_stage[stage]):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
     def finish(self) -> None:
         """Call after a step's last action: make the device wait for the sums."""
@@ -111,7 +126,16 @@ class FullySharded:
         for module in self._all:
             module.reshard()
 
+    @classmethod
+    def _roots(cls, modules: Iterable[nn.Module]) -> list[Any]:
+        """The outermost modules with ``fully_shard``."""
+        found: list[Any] = []
+        for module in modules:
+            found += [module] if module in fully_sharded_modules(module) else cls._roots(module.children())
+        return list(dict.fromkeys(found))
+
     @staticmethod
     def _groups(modules: Any) -> list[Any]:
-        """The groups of parameters that are gathered at once."""
-        return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+        """The groups of parameters that are gathered at once; several modules may share one."""
+        found = (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups)
+        return list(dict.fromkeys(found))

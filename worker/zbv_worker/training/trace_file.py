@@ -29,7 +29,8 @@ class TraceFile:
         self._head: dict[str, Any] = {
             "rank": transport.rank,
             "pp_rank": transport.pp_rank,
-            "replica": transport.replica,
+            # Ranks that compute a replica together send a trace each, and the service tells them apart.
+            "replica": transport.column,
             "clock_offset_ns": offset.ahead,
             "uncertainty_ns": offset.uncertainty,
         }

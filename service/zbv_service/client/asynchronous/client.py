@@ -201,10 +201,11 @@ class AsyncClient(AsyncConnection):
     async def submit_run(
         self,
         plan_id: str | None,
-        model: Mapping[str, Any],
+        model: Mapping[str, Any] | None = None,
         *,
         nodes: int,
-        steps: int,
+        steps: int | None = None,
+        script: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         problem: Any = None,
         search_options: Mapping[str, Any] | None = None,
@@ -217,7 +218,9 @@ class AsyncClient(AsyncConnection):
         plan_id, problem
             Exactly one of them: a stored plan, or a problem document to be planned first.
         model
-            ``factory``, and optionally ``arguments`` and ``seed``.
+            ``factory``, and optionally ``arguments`` and ``seed``; needs ``steps``.
+        script
+            In place of a model: ``path``, absolute, and optionally ``arguments``, a list of texts.
         key
             The Idempotency-Key: requests with the same key start one run. Random by default.
 
@@ -229,11 +232,13 @@ class AsyncClient(AsyncConnection):
         body = {
             "plan_id": plan_id,
             "search_options": None if search_options is None else dict(search_options),
-            "model": dict(model),
             "nodes": nodes,
-            "steps": steps,
             "options": dict(options or {}),
         }
+        # Older services do not know scripts.
+        body |= {"model": dict(model)} if model is not None else {}
+        body |= {"script": dict(script)} if script is not None else {}
+        body |= {"steps": steps} if steps is not None else {}
         if problem is not None:
             body["problem"] = problem
         return await self._post(as_json(read_run), "runs", json=body, key=key or uuid.uuid4().hex)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +16,7 @@ from zbv_service.pages.views.run_charts import LossChart, StepChart, duration, l
 from zbv_service.pages.views.words import reached_step
 from zbv_service.records.runs import RUN_ENDED, PartInfo, RunRecord, place_of
 from zbv_service.records.searches import PlanSummary
+from zbv_service.runs.options import OF_SCRIPTS
 from zbv_service.runs.steps import StepLine
 
 
@@ -54,7 +56,7 @@ class RunView:
     step
         The step that all ranks have reached.
     share
-        The completed share of the steps, from 0 to 1.
+        The completed share of the steps, from 0 to 1; None for a script, whose number of steps is unknown.
     gain
         The gain of the plan that is better with the measured costs; empty if there is none.
     earlier
@@ -65,7 +67,7 @@ class RunView:
 
     is_open: bool
     step: int | None
-    share: float
+    share: float | None
     facts: tuple[Card, ...]
     steps: StepChart | None
     losses: LossChart | None
@@ -110,7 +112,9 @@ def run_view(
     )
 
 
-def _share(run: RunRecord, step: int | None) -> float:
+def _share(run: RunRecord, step: int | None) -> float | None:
+    if run.steps is None:
+        return None
     if run.state == "succeeded":
         return 1.0
     return 0.0 if step is None else min(1.0, step / run.steps)
@@ -129,10 +133,9 @@ def _facts(
     lines: Sequence[StepLine],
     step: int | None,
 ) -> Iterator[Card]:
-    done = run.steps if run.state == "succeeded" else step
-    yield Card(
-        "Step", "–" if done is None else quantities.figure(done, 12), f"of {quantities.figure(run.steps, 12)}"
-    )
+    done = run.steps if run.state == "succeeded" and run.steps is not None else step
+    total = "" if run.steps is None else f"of {quantities.figure(run.steps, 12)}"
+    yield Card("Step", "–" if done is None else quantities.figure(done, 12), total)
     if lines:
         middle = sorted(line.seconds for line in lines)[(len(lines) - 1) // 2]
         note = "median of the latest steps"
@@ -204,11 +207,15 @@ def _failure(failure: Mapping[str, Any]) -> Failure:
 
 
 def _options(run: RunRecord) -> Iterator[tuple[str, str]]:
-    yield "Model", str(run.model["factory"])
-    for name, value in run.model.get("arguments", {}).items():
+    yield "Model" if run.script is None else "Script", run.program
+    if run.script is not None and run.script["arguments"]:
+        yield "Arguments", shlex.join(run.script["arguments"])[:1000]
+    for name, value in (run.model or {}).get("arguments", {}).items():
         yield f"Argument {name}", _text(value)
     yield "Submitted by", run.created_by or "–"
     for name, value in run.options.items():
+        if run.script is not None and name not in OF_SCRIPTS:
+            continue
         if value is not None and not isinstance(value, dict):
             yield name.replace("_", " ").capitalize(), _text(value)
     checkpoint = run.options.get("checkpoint")

@@ -1,13 +1,15 @@
-"""The columns that version 5 fills in for earlier searches and plans."""
+"""The columns that new versions fill in for earlier rows."""
 
 from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import create_engine, text
-from zbv_service.database import Database, PlanTable, SearchEventTable, SearchTable
+from sqlalchemy import Connection, create_engine, text
+from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchEventTable, SearchTable
 from zbv_service.database.migrate import upgrade
 from zbv_service.database.url import async_url
 from zbv_service.documents.packing import problem_key
@@ -33,18 +35,51 @@ def _searches() -> str:
     return f"INSERT INTO searches ({columns}) VALUES {', '.join(rows)}"
 
 
-async def test_rows_of_earlier_versions_are_found_and_followed_like_new_ones(
-    empty_database_url: str,
-) -> None:
-    url = async_url(empty_database_url)
+@contextmanager
+def version(database_url: str, revision: str) -> Iterator[Connection]:
+    """An empty database of an earlier version."""
+    url = async_url(database_url)
     is_sqlite = url.get_backend_name() == "sqlite"
     engine = create_engine(url.set(drivername="sqlite" if is_sqlite else url.drivername))
     with engine.connect() as connection, connection.begin():
-        upgrade(connection, "0004")
+        upgrade(connection, revision)
+        yield connection
+    engine.dispose()
+
+
+async def test_earlier_agents_allow_no_scripts_and_earlier_runs_have_none(empty_database_url: str) -> None:
+    agent = {
+        "id, name, address, port, slots": "'a', 'a', 'h', 1, 1",
+        "devices, versions, allowed_models": "'[]', '{}', '[]'",
+        "state, created_at, seen_at": f"'live', {_AT}, {_AT}",
+    }
+    run = {
+        "id, state, model, options": """'r', 'failed', '{"factory": "a.b:c"}', '{}'""",
+        "nodes, ranks_per_node, steps, generation": "1, 1, 5, 0",
+        "stop_requested, cancel_requested, failures, refusals": ":no, :no, '[]', '[]'",
+        "created_at, updated_at": f"{_AT}, {_AT}",
+    }
+    with version(empty_database_url, "0008") as connection:
+        for table, row in (("agents", agent), ("runs", run)):
+            query = f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join(row.values())})"
+            connection.exec_driver_sql(query.replace(":no", "false"))
+    database = Database(empty_database_url)
+    await database.migrate()
+    found, kept = await AgentTable(database).get("a"), await RunTable(database).get("r")
+    assert found is not None
+    assert found.allowed_scripts == []
+    assert kept is not None
+    assert (kept.script, kept.program, kept.steps) == (None, "a.b:c", 5)
+    await database.close()
+
+
+async def test_rows_of_earlier_versions_are_found_and_followed_like_new_ones(
+    empty_database_url: str,
+) -> None:
+    with version(empty_database_url, "0004") as connection:
         columns = "'p', :plan, 8, 4, 'v', 'makespan', 3, 2, 0.5, 'feasible', 0, 'm', NULL"
         connection.execute(text(f"INSERT INTO plans VALUES ({columns}, {_AT})"), {"plan": _PLAN})
         connection.execute(text(_searches()), {"bytes": b"", "no": False})
-    engine.dispose()
     database = Database(empty_database_url)
     await database.migrate()
     table = SearchTable(database)

@@ -13,7 +13,7 @@ from sqlalchemy import update
 from support.stored import an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.run_models import AgentRow, ListenerRow
-from zbv_service.records.runs import AgentFilter, Beat, BeatAnswer, NodeReport, RunOrders
+from zbv_service.records.runs import AgentFilter, Beat, BeatAnswer, NodeReport, RunFilter, RunOrders
 from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
@@ -109,6 +109,26 @@ async def test_first_steps_reported_to_many_services_at_once_start_a_run_once(an
     assert [event.kind for event in events].count("running") == 1
     for database in databases:
         await database.close()
+
+
+async def test_a_script_runs_once_it_has_begun_and_is_found_by_its_path(database: Database) -> None:
+    """Its run has no model and no steps, and only an agent that allows it gets it."""
+    script = {"path": "/shared/train.py", "arguments": []}
+    await AgentTable(database).add(an_agent("other"))
+    (agent,) = await begin(
+        database, "run", 1, agent={"allowed_scripts": ["/shared/*"]}, model=None, steps=None, script=script
+    )
+    assert agent == "run-0"
+    await HeartbeatTable(database).store([Beat(agent, None, "run")])
+    assert await state_of(database, "run") == "starting"
+    await HeartbeatTable(database).store([in_step(agent, "run", None)])
+    assert await state_of(database, "run") == "running"
+    for text, count in (("SHARED/tr", 1), ("a.b", 0)):
+        page = await RunTable(database).page(RunFilter(text=text), 9)
+        assert len(page.items) == count
+    found = await RunTable(database).get("run")
+    assert found is not None
+    assert (found.model, found.steps, found.script, found.program) == (None, None, script, script["path"])
 
 
 async def test_a_heartbeat_during_the_end_of_a_node_does_not_revive_it(any_database_url: str) -> None:

@@ -18,7 +18,7 @@ from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import microbatches_of
-from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, trained_by
+from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, training_state
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
@@ -338,7 +338,7 @@ class Pipeline:
         """
         options = CheckpointOptions(Path(directory), every=1, kept=kept, timeout=timeout)
         own = self._own
-        trained = trained_by(self.modules, optimizer, schedule, data, own.ties)
+        trained = training_state(self.modules, optimizer, schedule, data, own.ties)
         made = PipelineCheckpoints(options, trained, self._transport, own.device, self._failures)
         self._saving.append(made)
         return made

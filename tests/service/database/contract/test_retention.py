@@ -101,7 +101,14 @@ def a_run(now: datetime, name: str, state: str, plan_id: str | None, **more: Any
 def an_agent(now: datetime, name: str, state: str) -> AgentRow:
     values: dict[str, Any] = {"name": name, "address": "h", "port": 1, "slots": 1, "devices": []}
     return AgentRow(
-        id=name, state=state, versions={}, allowed_models=[], created_at=now, seen_at=now, **values
+        id=name,
+        state=state,
+        versions={},
+        allowed_models=[],
+        allowed_scripts=[],
+        created_at=now,
+        seen_at=now,
+        **values,
     )
 
 

@@ -110,6 +110,8 @@ def load_plan_document(path: str | Path) -> PlanDocument:
 
 def parse_plan_document(document: Any) -> PlanDocument:
     """Check a decoded plan document's shape; raises :class:`InvalidInput`."""
+    if isinstance(document, dict) and "pp_degree" in document and "ranks" not in document:
+        raise InvalidInput.at("", "this is a problem, not a plan. Plan it: `zbv plan FILE -o plan.json`.")
     return validated(PlanDocument, document)
 
 

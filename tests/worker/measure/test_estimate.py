@@ -417,6 +417,7 @@ def test_a_model_without_layers_gives_a_problem_of_stages(
         (["zbv_worker.models.gpt:gpt", "-o", "x.json"], "--output: a problem needs a number of ranks"),
         (["zbv_worker.models.gpt:gpt", "--pp-degree", "2", "--latency", "3"], "--latency: without --tflops"),
         (["nowhere.at:all"], "found no module 'nowhere'"),
+        (["mine.py:all"], "found 'mine.py:all'; must name a module, not a file: mine:all"),
         (
             ["zbv_worker.models.gpt:gpt", "--model-args", '{"deep": 3}'],
             "TypeError: .* keyword argument 'deep'",

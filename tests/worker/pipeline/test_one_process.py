@@ -216,6 +216,11 @@ def test_shared_parameters_count_once(plan: Plan) -> None:
         ),
         ({"precision": "float16"}, "found precision 'float16'; must be 'float32' or 'bfloat16'"),
         ({"backend": "mpi"}, "found backend 'mpi'; must be 'gloo' or 'nccl'"),
+        ({"device": "gpu"}, "found device 'gpu'; must be 'cpu', 'cuda' or 'cuda:N'"),
+        ({"microbatches": "8"}, "found microbatches='8'; must be an integer of at least 1"),
+        ({"loss": "mse"}, "loss: found 'mse'; must be a function of output and target"),
+        ({"loss": nn.MSELoss}, "loss: found <class .*; must be a function of output and target"),
+        ({"plan": {"pp_degree": 1}}, "this is a problem, not a plan. Plan it: `zbv plan"),
         ({"device": "cpu", "backend": "nccl"}, "found device cpu and backend 'nccl'"),
     ],
 )
@@ -249,7 +254,7 @@ def test_an_error_inside_the_block_ends_the_pipeline(plan: Plan) -> None:
     with pytest.raises(ZeroDivisionError), zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
         raise ZeroDivisionError
     assert not dist.is_initialized()
-    with pytest.raises(zbv.WorkerError, match="this pipeline has failed in an earlier call"):
+    with pytest.raises(zbv.WorkerError, match=r"has failed in an earlier call \(rank 0: ZeroDiv"):
         pipe.step(*batch())
 
 

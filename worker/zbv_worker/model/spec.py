@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -138,6 +139,11 @@ class ModelSpec:
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
+            if name.endswith(".py"):
+                raise InvalidRun(
+                    f"--model: found {self.factory!r}; must name a module, not a file: "
+                    f"{Path(name).stem}:{attribute}, from the directory of the file."
+                ) from None
             raise InvalidRun(
                 f"--model {self.factory}: found no module {error.name!r}; looked in {searched()}. "
                 f"Install it, or add its directory to PYTHONPATH (for an agent: --path DIR)."

@@ -47,8 +47,8 @@ class PipelineOptions:
                 "plan=None plans the layers, and needs microbatches= (the number per step) and "
                 "example=(input, target) of one microbatch, to measure them. Pass both, or a plan."
             )
-        if self.microbatches is not None and self.microbatches < 1:
-            raise InvalidRun(f"found microbatches={self.microbatches}; must be at least 1.")
+        if self.microbatches is not None and not (type(self.microbatches) is int and self.microbatches >= 1):
+            raise InvalidRun(f"found microbatches={self.microbatches!r}; must be an integer of at least 1.")
         if self.plan is None and not isinstance(self.example, tuple):
             raise InvalidRun(
                 f"found a {type(self.example).__name__} as the example; must be a tuple of the input, the "
@@ -112,8 +112,13 @@ def _place(options: PipelineOptions, local_rank: int) -> RankDevice:
     backend = options.backend or ("nccl" if has_nccl else "gloo")
     if options.device is None:
         return RankDevice(select_device(backend, local_rank), backend)
-    device = torch.device(options.device)
+    try:
+        device = torch.device(options.device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidRun(f"found device {options.device!r}; must be 'cpu', 'cuda' or 'cuda:N'.") from error
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InvalidRun(f"found device {device}, but torch sees no GPU. Omit device=, or pass 'cpu'.")
         device = torch.device("cuda", device.index if device.index is not None else local_rank)
         torch.cuda.set_device(device)
     elif backend == "nccl":

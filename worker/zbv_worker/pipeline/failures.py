@@ -33,6 +33,7 @@ class Failures:
         self._transport = transport
         self.on_end: Callable[[], None] = lambda: None
         self.has_failed = self.is_closed = False
+        self._loss: Loss | None = None
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:
@@ -48,9 +49,11 @@ class Failures:
         if self.is_closed:
             raise WorkerError(f"rank {self._rank}, {what}: this pipeline is closed. Make a new one.")
         if self.has_failed:
+            loss = self._loss
+            why = "" if loss is None else f" (rank {loss.rank}: {loss.reason.rstrip('.')})"
             raise WorkerError(
-                f"rank {self._rank}, {what}: this pipeline has failed in an earlier call. Make a new one; "
-                f"every rank must take part."
+                f"rank {self._rank}, {what}: this pipeline has failed in an earlier call{why}. Make a new "
+                f"one; every rank must take part."
             )
         try:
             yield
@@ -91,7 +94,7 @@ class Failures:
     def _end(self, loss: Loss) -> None:
         if self.has_failed or self.is_closed:
             return
-        self.has_failed = True
+        self.has_failed, self._loss = True, loss
         with suppress(ConnectionError):  # of the ranks' store: it may have ended with rank 0
             self._notes.publish(loss)
         self._transport.abort(ABORT_SECONDS)

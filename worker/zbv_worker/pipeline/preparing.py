@@ -166,6 +166,11 @@ def _build(
     device: torch.device,
 ) -> Prepared:
     given = loss if loss is not None else getattr(layers, "loss", None)
+    if given is not None and (isinstance(given, type) or not callable(given)):
+        raise InvalidRun(
+            f"loss: found {given!r}; must be a function of output and target, such as "
+            f"torch.nn.functional.mse_loss or torch.nn.MSELoss()."
+        )
     last = plan.placement.n_stages - 1
     recorded = RecordedLoss(given, is_recomputed=plan.cut.recomputes(last))
     model = cast("PipelineModel", LayersWithLoss(layers, recorded))

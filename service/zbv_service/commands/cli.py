@@ -22,15 +22,24 @@ from zbv_service.commands.token import add_token
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parsed = _parser().parse_args(arguments)
-    apply_credentials(parsed)
     try:
+        parsed = _parser().parse_args(arguments)
+        apply_credentials(parsed)
         status: int = parsed.run(parsed)
     except Stop as stop:
         print(f"zbv-service: {stop}", file=sys.stderr)
         return stop.status
     except CredentialsUnusable as error:
         print(f"zbv-service: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("zbv_"):
+            raise
+        print(
+            f"zbv-service: found no module {error.name!r}; this command needs the service. "
+            f"Install it: pip install 'zbv[service]' (from a checkout: pip install '.[service]').",
+            file=sys.stderr,
+        )
         return WRONG_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -382,3 +382,14 @@ def test_the_command_needs_no_web_framework() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert made.stdout.strip() == "[]"
+
+
+def test_a_missing_part_of_the_installation_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
+
+    monkeypatch.setattr("zbv_service.commands.settings.declared", without)
+    assert main(["serve"]) == 2
+    assert "found no module 'uvicorn'; this command needs the service. Install it" in capsys.readouterr().err

@@ -47,7 +47,7 @@ class PipelineStepWorkload:
     pp_degrees: tuple[int, ...] = (1, 2)
     microbatches: int = 32
     rows: int = 256
-    width: int = 256
+    width: int = 512
     rounds: int = 20
     warm_up: int = 2
 

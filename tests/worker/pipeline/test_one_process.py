@@ -85,6 +85,12 @@ def test_an_evaluation_needs_no_loss_and_leaves_no_gradients(plan: Plan) -> None
             pipe.step(*batch())
 
 
+def test_a_step_without_the_targets_that_its_loss_needs_says_so(plan: Plan) -> None:
+    pipe = zbv.Pipeline(plan, model(), loss=nnf.mse_loss)
+    with pytest.raises(zbv.InvalidRun, match=r"the loss got None as target and failed: .*Pass targets"):
+        pipe.step(batch()[0])
+
+
 def test_bfloat16_parameters_accumulate_over_steps(plan: Plan) -> None:
     inputs, targets = (tensor.bfloat16() for tensor in batch())
     reference = model().double()

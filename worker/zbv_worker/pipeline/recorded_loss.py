@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import InvalidRun, describe_error
 
 
 class RecordedLoss:
@@ -29,11 +29,21 @@ class RecordedLoss:
         self._outputs: list[Any] | None = None
 
     def __call__(self, output: Any, target: Any) -> Any:
-        """The loss of a microbatch."""
+        """The loss of a microbatch; raises :class:`InvalidRun` if it fails without a target."""
         # F of a recomputed stage runs without a graph, the second run with one.
         if self._outputs is not None and not (self._is_recomputed and torch.is_grad_enabled()):
             self._outputs.append(tree_map(_detached, output))
-        return torch.zeros(()) if self._loss is None else self._loss(output, target)
+        if self._loss is None:
+            return torch.zeros(())
+        try:
+            return self._loss(output, target)
+        except (AttributeError, TypeError) as error:
+            if target is not None:
+                raise
+            raise InvalidRun(
+                f"the loss got None as target and failed: {describe_error(error)}. Pass targets to step and "
+                f"evaluate on ranks with the last layer, or use a loss that needs none."
+            ) from error
 
     @property
     def is_given(self) -> bool:

@@ -136,7 +136,7 @@ def test_a_pipeline_without_a_plan_trains(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"microbatches": 0, "example": EXAMPLE}, "found microbatches=0; must be at least 1"),
+        ({"microbatches": 0, "example": EXAMPLE}, "found microbatches=0; must be an integer of at least 1"),
         ({"microbatches": 2, "example": EXAMPLE[0]}, "found a Tensor as the example; must be a tuple"),
     ],
 )

@@ -74,7 +74,7 @@ class Reader:
 def require_extras(package: str) -> None:
     """The package of a ``pip install`` has these extras; it is not installed here."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    found = re.fullmatch(r"zbv\[([\w,]+)\]", package)
+    found = re.fullmatch(r"\.\[([\w,]+)\]", package)
     assert found is not None
     assert set(found[1].split(",")) <= set(known)
 

@@ -217,6 +217,7 @@ class Agent:
     def _finish_sync(self, generation: Generation, sync: FolderSync) -> None:
         """Wait a limited time until the last files are sent, sending heartbeats."""
         until = time.monotonic() + _LAST_FILES_SECONDS
+        self._try(lambda: self._beat(generation, sync))  # the last progress, also of a short run
         while not sync.wait(min(self._heartbeat_seconds, 1.0)):
             if time.monotonic() > until or self._ending.is_overdue:
                 return

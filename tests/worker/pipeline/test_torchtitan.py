@@ -92,6 +92,8 @@ def test_a_part_has_only_its_modules_with_their_names() -> None:
 def test_models_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(InvalidRun, match="without a pipelining_fn"):
         with_plan(titan.ModelSpec(pipelining_fn=None), "plan.json")
+    with pytest.raises(InvalidRun, match=r"found no plan; .* Pass a plan, its file, or its id"):
+        with_plan(titan.ModelSpec(), None)
     with pytest.raises(InvalidRun, match="found a Linear with 0 ModuleDicts"):
         module_names(titan.Linear(2, 2))
     model: Any = titan.Decoder()

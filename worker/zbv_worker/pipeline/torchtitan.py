@@ -38,7 +38,7 @@ _V_SCHEDULE = "ZBVZeroBubble"
 
 def with_plan(
     spec: Any,
-    plan: PlanLike,
+    plan: PlanLike | None,
     *,
     timeout: float = 120.0,
     startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
@@ -61,7 +61,7 @@ def with_plan(
     spec
         The spec of a decoder: a model whose blocks are in one ``ModuleDict``.
     plan, service
-        As of :class:`~zbv_worker.pipeline.pipeline.Pipeline`. Names of a plan's layers are those of
+        As of :class:`~zbv_worker.pipeline.pipeline.Pipeline`, but not None. A plan's layers have the names of
         torchtitan's ``module_fqns_per_model_part``: ``tok_embeddings``, ``layers.0``, …, ``norm``,
         ``lm_head``. A plan without layers divides the blocks evenly, unless that setting divides them.
     timeout, startup_timeout
@@ -70,13 +70,18 @@ def with_plan(
     Raises
     ------
     InvalidRun
-        If torchtitan cannot pipeline the model. The trainer's constructor raises it if plan, model and
-        configuration do not fit together.
+        If there is no plan, or torchtitan cannot pipeline the model. The trainer's constructor raises it if
+        plan, model and configuration do not fit together.
     """
     if getattr(spec, "pipelining_fn", None) is None:
         raise InvalidRun(
             f"found a {type(spec).__name__} without a pipelining_fn; torchtitan cannot pipeline this model. "
             f"Pass the spec of another model."
+        )
+    if plan is None:
+        raise InvalidRun(
+            "found no plan; torchtitan's trainer needs one. Pass a plan, its file, or its id with "
+            "service=URL."
         )
 
     def pipelining_fn(model: nn.Module, **arguments: Any) -> tuple[PlanSchedule, list[nn.Module], bool, bool]:
@@ -93,13 +98,14 @@ def with_plan(
             startup_timeout=startup_timeout,
             service=service,
         )
-        return _pipelined(options, degree, model, **arguments)
+        return _pipelined(options, plan, degree, model, **arguments)
 
     return replace(spec, pipelining_fn=pipelining_fn)
 
 
 def _pipelined(
     options: PipelineOptions,
+    given: PlanLike,
     degree: int,
     model: nn.Module,
     *,
@@ -118,13 +124,12 @@ def _pipelined(
 
     Returns the schedule, this rank's stages, and whether they include the first and the last one.
     """
-    assert options.plan is not None
     columns = parallel_dims.world_size // degree
     # Ranks of a stage follow the plan in lock-step; fully_shard sums their gradients.
     transport, place = connected_world(options, layout=Layout(degree, inner=columns))
     with starting_together(transport, options.patience):
         _require_order(parallel_dims.get_mesh("pp").mesh.tolist(), transport)
-        plan = rank_plan(options.plan, transport.pp_rank, options.service, options.patience)
+        plan = rank_plan(given, transport.pp_rank, options.service, options.patience)
         _require_fit(plan, degree, training, parallelism, compile_config)
         plan = _cut(plan, model, parallelism.module_fqns_per_model_part)
         parts = {}

@@ -33,8 +33,10 @@ from zbv_solver.errors import (
 
 if TYPE_CHECKING:
     from zbv_solver.frontiers.frontier import FrontierPoint
+    from zbv_solver.jitter.noise import Jitter
     from zbv_solver.plans.orders import Orders
     from zbv_solver.plans.plan import Baseline, Metrics, Plan
+    from zbv_solver.plans.simulation import Simulation
     from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
     from zbv_solver.problem.problem import Problem
     from zbv_solver.problem.reading import load_problem
@@ -53,6 +55,7 @@ __all__ = [
     "InvalidInput",
     "InvalidPlan",
     "Issue",
+    "Jitter",
     "LayeredProblem",
     "Metrics",
     "MissingDependency",
@@ -60,6 +63,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Progress",
+    "Simulation",
     "ZbvError",
     "__version__",
     "check",
@@ -69,18 +73,21 @@ __all__ = [
     "load_problem",
     "parse",
     "plan",
+    "simulate",
 ]
 
 _HOMES = {
     "Baseline": "plans.plan.Baseline",
     "CheckedPlan": "search.claims.CheckedPlan",
     "FrontierPoint": "frontiers.frontier.FrontierPoint",
+    "Jitter": "jitter.noise.Jitter",
     "LayeredProblem": "problem.layered_problem.LayeredProblem",
     "Metrics": "plans.plan.Metrics",
     "Orders": "plans.orders.Orders",
     "Plan": "plans.plan.Plan",
     "Problem": "problem.problem.Problem",
     "Progress": "search.pipeline.Progress",
+    "Simulation": "plans.simulation.Simulation",
     "compare": "search.assemble.compare",
     "load_problem": "problem.reading.load_problem",
     "parse": "problem.reading.parse_any_problem",
@@ -220,6 +227,33 @@ def frontier(
     _show_plans_in_notebooks()
     options = SearchOptions(effort, time_limit, seed, workers)
     return frontier_points(problem, lambda limited: search(limited, options))
+
+
+def simulate(plan: Plan, jitter: Jitter | str, *, scenarios: int = 256, seed: int = 0) -> Simulation:
+    """How a plan and the classical schedules behave when durations vary.
+
+    The orders are fixed and the times are not: every action and transfer takes longer or shorter than
+    planned, by random factors that all schedules share.
+
+    Parameters
+    ----------
+    jitter
+        Relative standard deviations: ``Jitter.of(action=0.05, transfer=0.2)``, or text such as
+        ``"action=5%,transfer=20%"``.
+    scenarios
+        Number of simulated iterations.
+
+    Raises
+    ------
+    InvalidInput
+        When the jitter is not one of this plan's ranks, or a number is out of range.
+    """
+    from zbv_solver.jitter.reading import parse_jitter
+    from zbv_solver.search.simulate import simulate
+
+    return simulate(
+        plan, parse_jitter(jitter) if isinstance(jitter, str) else jitter, scenarios=scenarios, seed=seed
+    )
 
 
 def _show_plans_in_notebooks() -> None:

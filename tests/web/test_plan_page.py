@@ -17,6 +17,7 @@ from zbv_solver.export.palette import KIND_FILLS, rgb
 from zbv_solver.export.per_rank import idle_shares
 from zbv_solver.export.timeline import timeline
 from zbv_solver.plans.plan import Plan
+from zbv_solver.search.simulate import DEFAULT_JITTER, simulate
 from zbv_solver.timing.start_times import earliest_times, evaluate, memory_profile
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -55,6 +56,14 @@ def point(look: Look, plan: Plan, at: int) -> None:
     look.page.mouse.move(x, y)
 
 
+def test_it_shows_how_schedules_behave_when_durations_vary(opened: Look, plan: Plan) -> None:
+    section = opened.page.get_by_role("region", name="When durations vary").first
+    rows = section.locator("tbody tr")
+    assert rows.locator("th").all_inner_texts() == ["this plan", *(each.name for each in plan.baselines)]
+    expected = simulate(plan, DEFAULT_JITTER).spans.p95_span
+    assert rows.first.locator("td").nth(2).inner_text() == quantities.figure(expected)
+
+
 def test_it_shows_the_schedule_and_what_it_achieves(opened: Look, plan: Plan) -> None:
     page = opened.page
     assert page.locator("h1").inner_text() == "4 ranks × 8 microbatches"
@@ -62,7 +71,8 @@ def test_it_shows_the_schedule_and_what_it_achieves(opened: Look, plan: Plan) ->
     assert page.get_attribute("#chart", "data-bars") == str(len(plan.orders))
     cards = page.locator(".card").all_inner_texts()
     assert [card.split("\n")[0] for card in cards[:3]] == ["Span", "Makespan", "Bubble"]
-    rows = page.locator("tbody th").all_inner_texts()
+    table = page.get_by_role("region", name="Compared with classical schedules").first
+    rows = table.locator("tbody th").all_inner_texts()
     assert rows == ["this plan", *(baseline.name for baseline in plan.baselines)]
     opened.keep("plan-light")
 

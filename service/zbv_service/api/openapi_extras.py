@@ -79,6 +79,7 @@ _OF_PLAN = (
     ("get_plan", "plan_id", "$response.body#/plan_id"),
     ("export_plan", "plan_id", "$response.body#/plan_id"),
     ("get_rank", "plan_id", "$response.body#/plan_id"),
+    ("simulate_plan", "plan_id", "$response.body#/plan_id"),
 )
 _OF_AGENT = (
     ("get_work", "agent_id", "$response.body#/agent/id"),

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
-from zbv_solver.plans.reading import BaselineDocument, CutDocument, MetricsDocument, ProvenanceDocument
+from zbv_solver.jitter.noise import Jitter
+from zbv_solver.jitter.reading import parse_jitter
+from zbv_solver.plans.reading import (
+    BaselineDocument,
+    CutDocument,
+    MetricsDocument,
+    ProvenanceDocument,
+    SimulationDocument,
+)
 from zbv_solver.problem.problem import Objective
 from zbv_solver.search.claims import Claim
 
+from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import QuestionDocument
-from zbv_service.documents.shared import NEXT, PREVIOUS
+from zbv_service.documents.shared import MAX_SEED, NEXT, PREVIOUS, RequestDocument
 from zbv_service.records.searches import PlanSummary
+
+MAX_JITTER = 4096
+"""Most characters of a jitter in an address."""
+MAX_SCENARIOS = 4096
+DEFAULT_JITTER = "action=5%,transfer=20%"
 
 
 class PlanSummaryDocument(BaseModel):
@@ -63,9 +77,35 @@ class PlanDocument(BaseModel):
     recompute: list[bool] | None = Field(
         None, description="Which stages are recomputed in their backward, if a layer has an alternative."
     )
+    simulation: SimulationDocument | None = Field(
+        None, description="The plan and its baselines when durations vary; only if the search asked for it."
+    )
     cut: CutDocument | None = Field(
         None, description="How the layers were cut, and a bound on the plans of all cuts."
     )
+
+
+class PlanSimulation(SimulationDocument):
+    """A plan and the classical schedules when durations vary."""
+
+    plan_id: str
+
+
+class SimulationQuery(RequestDocument):
+    """By how much durations vary, and how many iterations are simulated."""
+
+    jitter: Annotated[str, Field(max_length=MAX_JITTER)] = Field(
+        DEFAULT_JITTER,
+        description="Relative standard deviations, such as 5% or action=5%,transfer=20% (keys: action, F, I, "
+        "W, B, rank, transfer); or a jitter document as JSON text.",
+    )
+    scenarios: Annotated[int, Field(ge=1, le=MAX_SCENARIOS)] = 256
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
+
+    def read(self) -> Jitter:
+        """The jitter; raises :class:`InvalidInput`, or :class:`ProblemError` 400 for JSON that is none."""
+        is_document = self.jitter.startswith("{")
+        return parse_jitter(parse_json(bytearray(self.jitter.encode())) if is_document else self.jitter)
 
 
 class ClaimDocument(BaseModel):

@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zbv_solver import __version__
+from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
-from zbv_solver.plans.reading import parse_orders, parse_plan_document
+from zbv_solver.plans.reading import parse_orders, parse_plan_document, to_plan
 from zbv_solver.search.claims import Claim
 
 from zbv_service.compute.cache import Cache
@@ -20,9 +21,17 @@ from zbv_service.database import PlanTable
 from zbv_service.documents.packing import pack_plan, unpack_text
 from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import require_size
-from zbv_service.errors import NOT_FOUND, ProblemError
-from zbv_service.plans.documents import ClaimDocument, ImportedPlan
-from zbv_service.plans.renderings import actions_of, export_of, plan_of, ranks_of, thumbnail_of, view_of
+from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND, ProblemError
+from zbv_service.plans.documents import ClaimDocument, ImportedPlan, SimulationQuery
+from zbv_service.plans.renderings import (
+    actions_of,
+    export_of,
+    plan_of,
+    ranks_of,
+    simulation_of,
+    thumbnail_of,
+    view_of,
+)
 from zbv_service.records.searches import NewPlan, Page, PlanFilter, PlanSummary, Position
 from zbv_service.settings import Settings
 
@@ -66,6 +75,7 @@ class Plans:
         self._actions: Cache[bytes] = Cache(CACHED_PLANS, CACHED_BYTES, len)
         self._exports: Cache[bytes] = Cache(CACHED_EXPORTS, CACHED_BYTES, len)
         self._thumbnails: Cache[bytes] = Cache(CACHED_THUMBNAILS)
+        self._simulations: Cache[bytes] = Cache(CACHED_THUMBNAILS)
 
     async def newest(self, limit: int) -> list[PlanSummary]:
         """The newest plans, newest first."""
@@ -155,6 +165,27 @@ class Plans:
         """The content of a plan's page, without links; raises :class:`ProblemError` 404."""
         return await self._views.get(plan_id, lambda: self.compute(view_of, plan_id))
 
+    async def simulation(self, plan_id: str, asked: SimulationQuery) -> bytes:
+        """A plan when durations vary, as JSON text.
+
+        Raises
+        ------
+        ProblemError
+            404: there is no such plan. 422: the jitter breaks a rule, or there are too many scenarios.
+        """
+        simulate = partial(simulation_of, asked)
+        key = f"{plan_id} {asked.model_dump_json()}"
+        try:
+            return await self._simulations.get(key, lambda: self.compute(simulate, plan_id))
+        except InvalidInput as error:
+            (issue,) = error.issues[:1]
+            name = "scenarios" if issue.pointer == "/scenarios" else "jitter"
+            place = "" if name == issue.pointer[1:] or not issue.pointer else f"{issue.pointer}: "
+            detail = f"{place}{issue.detail}"
+            raise ProblemError(
+                INVALID_PARAMETER, f"{name}: {detail}", [{"parameter": name, "detail": detail}]
+            ) from None
+
     async def actions(self, plan_id: str) -> bytes:
         """A plan's actions for the script of its page; raises :class:`ProblemError` 404."""
         return await self._actions.get(plan_id, lambda: self.compute(actions_of, plan_id))
@@ -199,7 +230,9 @@ def import_plan(body: Any, max_cells: int) -> tuple[NewPlan, tuple[Claim, ...]]:
         seed=provenance.seed,
         seconds=provenance.seconds,
     )
-    return pack_plan(replace(plan, baselines=compare(problem))), checked.claims
+    is_simulated = any(claim.pointer == "/simulation" and claim.is_verified for claim in checked.claims)
+    simulation = to_plan(document).simulation if is_simulated else None
+    return pack_plan(replace(plan, baselines=compare(problem), simulation=simulation)), checked.claims
 
 
 def _bytes_of(plan: Plan) -> int:

@@ -11,15 +11,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zbv_solver.documents.text import canonical_json
+from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.channels import Channel, channels
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
+from zbv_solver.plans.simulation import simulation_json
 from zbv_solver.problem.problem import Problem
 
 from zbv_service.documents.packing import unpack
+from zbv_service.documents.shared import json_bytes
+from zbv_service.plans.documents import SimulationQuery
 
 if TYPE_CHECKING:
     from zbv_solver.export.report import PlanView
+
+
+MOST_SIMULATED = 100_000_000
+"""Largest number of scenarios times actions that the service simulates; about fifteen seconds."""
 
 
 def plan_of(packed: bytes) -> Plan:
@@ -34,6 +42,22 @@ def view_of(packed: bytes) -> PlanView:
     from zbv_solver.export.report import plan_view
 
     return plan_view(plan_of(packed))
+
+
+def simulation_of(asked: SimulationQuery, packed: bytes) -> bytes:
+    """A simulation of a packed plan, as JSON text; raises :class:`InvalidInput`."""
+    from zbv_solver.search.simulate import simulate
+
+    plan = plan_of(packed)
+    most = MOST_SIMULATED // max(1, len(plan.orders))
+    if asked.scenarios > max(1, most):
+        raise InvalidInput.at(
+            "/scenarios",
+            f"found {asked.scenarios}; for a plan with {len(plan.orders)} actions, this service simulates at "
+            f"most {max(1, most)}. `zbv simulate` has no such limit.",
+        )
+    found = simulate(plan, asked.read(), scenarios=asked.scenarios, seed=asked.seed)
+    return json_bytes({"plan_id": plan.plan_id, **simulation_json(found)})
 
 
 def actions_of(packed: bytes) -> bytes:

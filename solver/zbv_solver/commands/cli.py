@@ -35,6 +35,7 @@ MODULES = {
     "plan": "searches",
     "compare": "searches",
     "frontier": "searches",
+    "simulate": "simulate",
     "check": "check",
     "export": "convert",
     "refit": "convert",
@@ -150,6 +151,26 @@ def _parser() -> argparse.ArgumentParser:
     frontier.add_argument("-o", "--output", metavar="DIR", help="keep the plans and frontier.json here")
     _add_search(frontier, "quick", "of every limit")
     _add_json(frontier, "a table")
+
+    simulated = add(
+        "simulate",
+        "simulate a plan whose durations vary",
+        "Simulate iterations of a plan and of the classical schedules in which actions and transfers take "
+        "longer or shorter than planned. All schedules meet the same random scenarios.",
+    )
+    _add_plan(simulated)
+    simulated.add_argument(
+        "--jitter",
+        metavar="JITTER",
+        help="relative standard deviations, such as 5%% or action=5%%,transfer=20%% (keys: action, F, I, W, "
+        "B, rank, transfer); or a JSON file with a jitter document; or the trace files of ranks that ran "
+        "the plan, separated by commas (default: action=5%%,transfer=20%%)",
+    )
+    simulated.add_argument(
+        "--scenarios", type=int, default=256, metavar="N", help="simulated iterations (default: 256)"
+    )
+    simulated.add_argument("--seed", type=int, default=0, help="seed of the scenarios (default: 0)")
+    _add_json(simulated, "a table")
 
     exported = add("export", "convert a plan for another tool")
     _add_plan(exported)

@@ -45,7 +45,7 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
     InvalidInput
         When a trace belongs to another problem, or no trace has a step.
     """
-    samples = _collect(problem, traces)
+    samples = collect(problem, traces)
     medians = _medians(samples, problem.n_stages)
     scale = NANOSECONDS.get(problem.units.time or "") or _fitted_unit(problem, samples)
     forward, inputs, weights, fused = medians / scale
@@ -79,7 +79,7 @@ def relative_change(planned: float, measured: float) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class _Samples:
+class Samples:
     """The n actions of all traces; ``run`` numbers the pairs of replica and step. Times are in ns."""
 
     run: IntArray
@@ -94,7 +94,8 @@ class _Samples:
         return (self.times[:, END] - self.times[:, START]).astype(np.float64)
 
 
-def _collect(problem: Problem, traces: Sequence[RankTrace]) -> _Samples:
+def collect(problem: Problem, traces: Sequence[RankTrace]) -> Samples:
+    """The actions of all traces; raises :class:`InvalidInput` like :func:`refit`."""
     runs: dict[tuple[int, int], int] = {}
     parts: list[tuple[IntArray, ...]] = []
     for trace in traces:
@@ -105,7 +106,7 @@ def _collect(problem: Problem, traces: Sequence[RankTrace]) -> _Samples:
             parts.append((run, orders.stage, orders.letter, orders.microbatch, step.times))
     if not any(len(times) for *_, times in parts):
         raise InvalidInput.at("/steps", "found no measured action; let the ranks finish a step first.")
-    return _Samples(*(np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True)))
+    return Samples(*(np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True)))
 
 
 def _require_of(problem: Problem, trace: RankTrace, orders: Orders) -> None:
@@ -126,14 +127,14 @@ def _require_of(problem: Problem, trace: RankTrace, orders: Orders) -> None:
             )
 
 
-def _medians(samples: _Samples, n_stages: int) -> FloatArray:
+def _medians(samples: Samples, n_stages: int) -> FloatArray:
     """(4, S): median duration by letter and stage, in nanoseconds; nan without measurements."""
-    return _grouped_medians(
+    return grouped_medians(
         samples.letter * n_stages + samples.stage, samples.duration, len(LETTERS) * n_stages
     ).reshape(len(LETTERS), n_stages)
 
 
-def _grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatArray:
+def grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatArray:
     """The median of every group of values; nan for an empty group."""
     by_group = np.argsort(group, kind="stable")
     begins = np.searchsorted(group[by_group], np.arange(groups + 1))
@@ -143,7 +144,7 @@ def _grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatA
     return found
 
 
-def _fitted_unit(problem: Problem, samples: _Samples) -> float:
+def _fitted_unit(problem: Problem, samples: Samples) -> float:
     """Nanoseconds per unit of the problem, such that the measured actions took as long as planned."""
     planned = problem.arrays.duration[samples.letter, samples.stage].sum()
     measured = samples.duration.sum()
@@ -187,8 +188,14 @@ def _ratio(measured: FloatArray, planned: FloatArray) -> FloatArray:
     return np.divide(measured, planned, out=np.ones_like(measured), where=planned > 0)
 
 
-def _latencies(problem: Problem, samples: _Samples) -> FloatArray:
+def _latencies(problem: Problem, samples: Samples) -> FloatArray:
     """(S-1,): median latency of every boundary in ns, over both directions; nan without measurements."""
+    boundary, latency = latencies(problem, samples)
+    return grouped_medians(boundary, latency, max(problem.n_stages - 1, 0))
+
+
+def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray]:
+    """Boundary, and latency in ns, of every transfer that its receiver waited for; both (k,)."""
     n_stages, m = problem.n_stages, problem.microbatches
     down = samples.letter == F
     shape = (int(samples.run.max()) + 1, 2, n_stages, m)
@@ -205,7 +212,7 @@ def _latencies(problem: Problem, samples: _Samples) -> FloatArray:
     times = samples.times[taken]
     waited_for = (sent > np.iinfo(np.int64).min) & (times[:, WAIT] < sent)
     latency = np.maximum(times[waited_for, START] - sent[waited_for], 0).astype(np.float64)
-    return _grouped_medians(boundary[taken][waited_for], latency, max(n_stages - 1, 0))
+    return boundary[taken][waited_for], latency
 
 
 def _or_planned(measured: FloatArray, planned: tuple[float, ...]) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from zbv_solver.documents.files import write
 from zbv_solver.documents.text import canonical_json, plain
 from zbv_solver.plans.certificate import Status
 from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.simulation import Simulation, simulation_json
 from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.problem.writing import problem_json
 
@@ -91,7 +92,10 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem's answer, made by :func:`zbv_solver.plan` or read by :func:`zbv_solver.load_plan`."""
+    """A problem's answer, made by :func:`zbv_solver.plan` or read by :func:`zbv_solver.load_plan`.
+
+    ``simulation`` is set if the plan was searched for durations that vary.
+    """
 
     problem: Problem
     orders: Orders
@@ -99,6 +103,7 @@ class Plan:
     baselines: tuple[Baseline, ...] = ()
     provenance: Provenance = Provenance(method="unknown")
     cut: CutCertificate | None = None
+    simulation: Simulation | None = None
 
     @cached_property
     def plan_id(self) -> str:
@@ -161,6 +166,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             **provenance.extra,
         },
     }
+    if plan.simulation is not None:
+        document["simulation"] = simulation_json(plan.simulation)
     if cut_model is not None:
         document["partition"] = plain(cut_model.partition)
         if cut_model.model.can_recompute:

@@ -10,14 +10,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zbv_solver.documents.fields import MAX_NAME, MAX_TEXT, AtMost, Number
+from zbv_solver.documents.fields import MAX_NAME, MAX_TEXT, AtMost, Count, Number
 from zbv_solver.documents.files import load
 from zbv_solver.documents.text import plain
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
+from zbv_solver.jitter.reading import JitterDocument, parse_jitter
 from zbv_solver.plans.certificate import Status, gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, CutCertificate, Metrics, Plan, Provenance, identity
+from zbv_solver.plans.simulation import SimulatedBaseline, Simulation, Spans
 from zbv_solver.problem.limits import MAX_ACTIONS, MAX_LAYERS, MAX_PP_DEGREE, MAX_STAGES
 from zbv_solver.problem.problem import Objective, Problem, objective_value
 from zbv_solver.problem.reading import parse_problem
@@ -78,6 +80,31 @@ class CutDocument(_Lenient):
     gap: Stated | None = None
 
 
+class SpansDocument(_Lenient):
+    """Stated times of an iteration over many scenarios."""
+
+    expected_span: Stated
+    p95_span: Stated
+    expected_makespan: Stated
+    p95_makespan: Stated
+
+
+class SimulatedBaselineDocument(SpansDocument):
+    """Stated times of a baseline in the same scenarios."""
+
+    name: _Line
+    fits: bool
+
+
+class SimulationDocument(SpansDocument):
+    """How a plan and its baselines behave when durations vary, by simulation."""
+
+    jitter: JitterDocument
+    scenarios: Count
+    seed: int = 0
+    baselines: Annotated[list[SimulatedBaselineDocument], AtMost(MAX_BASELINES)] = []
+
+
 class PlanDocument(_Lenient):
     """A plan file. Only ``problem`` and ``ranks`` are required."""
 
@@ -91,6 +118,7 @@ class PlanDocument(_Lenient):
     partition: _StatedPartition | None = None
     recompute: Annotated[list[bool], AtMost(MAX_STAGES)] | None = None
     cut: CutDocument | None = None
+    simulation: SimulationDocument | None = None
 
 
 def load_plan_document(path: str | Path) -> PlanDocument:
@@ -201,4 +229,18 @@ def to_plan(parsed: PlanDocument) -> Plan:
             dict(provenance.model_extra or {}),
         ),
         certificate,
+        None if parsed.simulation is None else _simulation(parsed.simulation),
     )
+
+
+def _simulation(stated: SimulationDocument) -> Simulation:
+    try:
+        jitter = parse_jitter(stated.jitter)
+    except InvalidInput as error:
+        raise error.below("/simulation/jitter") from None
+    baselines = tuple(SimulatedBaseline(each.name, _spans(each), each.fits) for each in stated.baselines)
+    return Simulation(jitter, stated.scenarios, stated.seed, _spans(stated), baselines)
+
+
+def _spans(stated: SpansDocument) -> Spans:
+    return Spans(stated.expected_span, stated.p95_span, stated.expected_makespan, stated.p95_makespan)

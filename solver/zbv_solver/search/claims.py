@@ -25,6 +25,8 @@ from zbv_solver.problem.numeric import OPTIMAL_GAP, SAME_METRIC
 from zbv_solver.problem.problem import Problem
 from zbv_solver.verify.verifier import compare, verify, verify_orders
 
+MOST_SIMULATED = 200_000_000
+"""Largest number of scenarios times actions that is simulated again; about 30 seconds."""
 PROOF_EFFORT = 16.0
 """CP-SAT's deterministic time for a proof: twice what a thorough search spends."""
 
@@ -112,6 +114,7 @@ def check_plan(
     if plan is not None:
         claims += _bound_claims(plan, parsed, prove, cancelled)
         claims += _cut_claims(plan, asked, prove)
+        claims += _simulation_claims(plan)
     elif parsed.cut is not None:
         raise InvalidInput.at(
             "/cut", "states a bound, but the plan states no metrics. State `metrics`, or leave `cut` out."
@@ -190,6 +193,34 @@ def _baseline_claims(parsed: PlanDocument, problem: Problem) -> Iterator[Claim]:
         if stated.fits != found.fits:
             raise InvalidPlan(f"the stated fits of {text} is {stated.fits}; recomputed it is {found.fits}.")
         yield Claim(pointer, text, True, "recomputed")
+
+
+def _simulation_claims(plan: Plan) -> Iterator[Claim]:
+    """The claim of a simulation, which is repeated: the draws follow from the stated seed."""
+    stated = plan.simulation
+    if stated is None:
+        return
+    text = f"simulation of {stated.scenarios} scenarios"
+    cost = stated.scenarios * len(plan.orders)
+    if not can_compile() or cost > MOST_SIMULATED:
+        needs = "needs numba; install zbv[solver]" if cost <= MOST_SIMULATED else "would take too long"
+        yield Claim("/simulation", text, False, f"simulating again {needs}")
+        return
+    from zbv_solver.search.simulate import simulate
+
+    try:
+        found = simulate(plan, stated.jitter, scenarios=stated.scenarios, seed=stated.seed)
+    except InvalidInput as error:
+        raise error.below("/simulation") from None
+    known = {"the plan": found.spans, **{each.name: each.spans for each in found.baselines}}
+    for name, spans in [("the plan", stated.spans), *((each.name, each.spans) for each in stated.baselines)]:
+        if name not in known:
+            raise InvalidPlan(
+                f"the stated simulation has the baseline {name!r}; zbv knows none of this name."
+            )
+        for metric, value in vars(spans).items():
+            compare(f"{metric} of {name} in the simulation", value, getattr(known[name], metric))
+    yield Claim("/simulation", text, True, "simulated again")
 
 
 def _bound_claims(

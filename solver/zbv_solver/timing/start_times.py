@@ -107,6 +107,11 @@ def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, floa
     return _makespan(executed, orders), float(window.max(initial=0.0))
 
 
+def execution_graph(problem: Problem, orders: Orders) -> Graph:
+    """An order as it executes, for longest paths; raises :class:`InvalidPlan` like :func:`evaluate`."""
+    return _execute_orders(problem, orders).graph
+
+
 def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
     """Start times (n,) with which every rank finishes within the exact span.
 

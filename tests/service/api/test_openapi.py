@@ -31,6 +31,7 @@ OPERATIONS = {
     "import_plan": ("post", "/v1/plans"),
     "get_plan": ("get", "/v1/plans/{plan_id}"),
     "get_rank": ("get", "/v1/plans/{plan_id}/ranks/{rank}"),
+    "simulate_plan": ("get", "/v1/plans/{plan_id}/simulation"),
     "export_plan": ("get", "/v1/plans/{plan_id}/export/{format_name}"),
     "submit_run": ("post", "/v1/runs"),
     "list_runs": ("get", "/v1/runs"),

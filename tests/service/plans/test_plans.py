@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ from zbv_service import app
 from zbv_service.pages import shell
 from zbv_service.plans import plans
 from zbv_solver.documents.text import plain
+from zbv_solver.jitter.noise import Jitter
 from zbv_solver.plans.channels import Channel, Transfer, channels
+from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import baseline_plan, compare
+from zbv_solver.search.search import baseline_plan, compare, make_plan
+from zbv_solver.search.simulate import simulate
 from zbv_solver.verify.verifier import verify
 
 pytestmark = pytest.mark.anyio
@@ -232,3 +236,52 @@ def false_baseline(plan: dict[str, Any]) -> dict[str, Any]:
     """A baseline with a span that is too large by 1."""
     (gpipe, *_) = compare(parse_problem(plan["problem"]))
     return {**plain(gpipe), "span": gpipe.span + 1}
+
+
+async def test_a_plan_is_simulated_with_durations_that_vary(serving: Serving, ranks: list[list[str]]) -> None:
+    async with serving("immediate") as service:
+        address = f"/v1/plans/{await imported(service, {'problem': PROBLEM, 'ranks': ranks})}/simulation"
+        answer = await service.http.get(address, params={"jitter": "5%", "scenarios": 32})
+        found = answer.json()
+        assert found["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.05}
+        assert 48 < found["expected_makespan"] < found["p95_makespan"]
+        assert {row["name"] for row in found["baselines"]} >= {"1f1b", "interleaved-1f1b"}
+        same = {"if-none-match": answer.headers["etag"]}
+        again = await service.http.get(address, params={"jitter": "5%", "scenarios": 32}, headers=same)
+        assert again.status_code == 304
+        other = await service.http.get(address, params={"jitter": "6%", "scenarios": 32}, headers=same)
+        assert other.status_code == 200
+        document = await service.http.get(address, params={"jitter": '{"rank": 0.1}', "scenarios": 32})
+        assert document.json()["jitter"] == {"action": 0, "rank": 0.1, "transfer": 0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "said"),
+    [
+        ({"jitter": "much"}, 422, "jitter: found 'much'"),
+        ({"jitter": '{"rank": [0, 0, 0]}'}, 422, "/rank: found 3 values"),
+        ({"jitter": '{"rank"'}, 400, "not JSON"),
+        ({"scenarios": 0}, 422, "scenarios: found '0'"),
+        ({"scenarios": 5000}, 422, "scenarios: found '5000'"),
+        ({"seed": -1}, 422, "seed: found '-1'"),
+    ],
+)
+async def test_a_wrong_simulation_is_refused(
+    serving: Serving, ranks: list[list[str]], asked: dict[str, Any], status: int, said: str
+) -> None:
+    async with serving("immediate") as service:
+        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+        answer = await service.http.get(f"/v1/plans/{plan_id}/simulation", params=asked)
+    assert answer.status_code == status, answer.text
+    assert said in answer.json()["detail"]
+
+
+async def test_an_imported_simulation_is_repeated_and_kept(serving: Serving, ranks: list[list[str]]) -> None:
+    problem = parse_problem(PROBLEM)
+    plan = make_plan(problem, Orders.from_text(ranks), method="by hand")
+    simulation = simulate(plan, Jitter.of(action=0.05), scenarios=16)
+    document = plan_json(replace(plan, simulation=simulation))
+    async with serving("immediate") as service:
+        plan_id = await imported(service, document)
+        stored = (await service.http.get(f"/v1/plans/{plan_id}")).json()
+    assert stored["simulation"] == document["simulation"]

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 from support.problems import uniform_document
+from support.rank_traces import trace_documents
 from zbv_solver.commands.cli import main
 from zbv_solver.plans.plan import Plan
+from zbv_solver.search.assemble import load_plan
 from zbv_solver.search.search import search
 
 Capture = pytest.CaptureFixture[str]
@@ -226,3 +228,51 @@ def test_help_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert made.stdout.splitlines()[-1] == "[]"
+
+
+def test_simulate_compares_schedules_in_the_same_scenarios(plan: Path, capsys: Capture) -> None:
+    assert main(["simulate", str(plan), "--jitter", "action=5%,transfer=20%", "--scenarios", "32"]) == 0
+    shown = capsys.readouterr().out
+    assert "span in 32 scenarios" in shown
+    assert all(name in shown for name in ("zbv", "1f1b", "interleaved-1f1b", "p95"))
+    assert main(["simulate", str(plan), "--scenarios", "32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.2}
+    assert found["expected_span"] > 24
+    assert found["plan_id"] == json.loads(plan.read_text())["plan_id"]
+
+
+def test_simulate_reads_a_jitter_document_and_traces(plan: Path, tmp_path: Path, capsys: Capture) -> None:
+    document = {"action": {"samples": [0.9, 1.1]}, "rank": 0.01, "transfer": 0}
+    path = write(tmp_path / "jitter.json", document)
+    assert main(["simulate", str(plan), "--jitter", str(path), "--scenarios", "32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["jitter"] == document
+    known = load_plan(plan)
+    paths = [
+        str(write(tmp_path / f"trace-{rank}.json", trace))
+        for rank, trace in enumerate(
+            trace_documents(known.problem, known.orders, plan_id=known.plan_id, steps=2)
+        )
+    ]
+    command = ["simulate", str(plan), "--scenarios", "32", "--json", "--jitter"]
+    assert main([*command, ",".join(paths)]) == 0
+    assert set(json.loads(capsys.readouterr().out)["jitter"]["rank"]["samples"]) == {1}
+    other = json.loads(Path(paths[0]).read_text())
+    assert main([*command, str(write(tmp_path / "other.json", {**other, "plan_id": "a" * 64}))]) == 2
+    assert "the plan given is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--jitter", "much"], "--jitter: found 'much'; jitter is written as 5%"),
+        (["--jitter", "-5%"], "--jitter"),
+        (["--jitter", "absent.json"], "absent.json: No such file"),
+        (["--scenarios", "0"], "--scenarios: found 0; must be"),
+        (["--seed", "-1"], "--seed: found -1; must be"),
+    ],
+)
+def test_simulate_refuses_wrong_flags(plan: Path, flags: list[str], said: str, capsys: Capture) -> None:
+    flags = [f"{flags[0]}={flags[1]}"]
+    assert main(["simulate", str(plan), *flags]) == 2
+    assert said in capsys.readouterr().err

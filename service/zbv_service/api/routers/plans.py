@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -13,13 +14,15 @@ from zbv_service.api.listing import PlanListQuery, list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, content_of, operation_id
 from zbv_service.api.state import state_of
-from zbv_service.errors import INVALID_BODY, INVALID_PLAN, NOT_IMPLEMENTED
+from zbv_service.errors import INVALID_BODY, INVALID_PLAN, MALFORMED_JSON, NOT_IMPLEMENTED
 from zbv_service.plans.documents import (
     ImportedPlan,
     PlanDocument,
     PlanList,
+    PlanSimulation,
     PlanSummaryDocument,
     RankDocument,
+    SimulationQuery,
 )
 from zbv_service.plans.plans import rank_tag
 from zbv_service.security.scheme import READ, needs
@@ -112,6 +115,24 @@ async def get_rank(request: Request, plan_id: str, rank: int) -> Response:
     text = await found.plans.rank(plan_id, rank)
     found.metrics.rank_fetches.inc()
     headers, known = cached(request, rank_tag(plan_id, rank), REVALIDATED)
+    return known or Response(text, headers=headers, media_type="application/json")
+
+
+@router.get(
+    "/{plan_id}/simulation",
+    dependencies=[READ],
+    summary="Simulate a plan whose durations vary",
+    response_model=PlanSimulation,
+    response_description="Expected and p95 times of an iteration, of the plan and the classical schedules.",
+    responses={**_NOT_MODIFIED, **documented(MALFORMED_JSON)},
+)
+async def simulate_plan(
+    request: Request, plan_id: str, query: Annotated[SimulationQuery, Query()]
+) -> Response:
+    """All schedules meet the same random scenarios; ``zbv simulate`` computes the same."""
+    text = await state_of(request).plans.simulation(plan_id, query)
+    tag = hashlib.sha256(query.model_dump_json().encode()).hexdigest()[:16]
+    headers, known = derived(request, f"{plan_id}-simulation-{tag}")
     return known or Response(text, headers=headers, media_type="application/json")
 
 

@@ -170,6 +170,14 @@ class Client(Connection):
         """A plan as its JSON document."""
         return self._get(as_type(dict[str, Any]), "plans", plan_id)
 
+    def simulation(
+        self, plan_id: str, jitter: str | None = None, *, scenarios: int | None = None, seed: int = 0
+    ) -> dict[str, Any]:
+        """A plan and the classical schedules when durations vary; ``jitter`` such as ``"5%"``."""
+        given = {"jitter": jitter, "scenarios": scenarios, "seed": seed}
+        query = {name: value for name, value in given.items() if value is not None}
+        return self._get(as_type(dict[str, Any]), "plans", plan_id, "simulation", params=query)
+
     def plan(self, plan_id: str) -> Plan:
         """A plan; raises :class:`InvalidAnswer` when it does not hash to its id."""
         return read_plan(plan_id, self.plan_document(plan_id))

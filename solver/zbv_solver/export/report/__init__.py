@@ -34,6 +34,7 @@ from zbv_solver.export.report.figures import (
     schedule_rows,
 )
 from zbv_solver.export.report.layers import LayersView, layers_view
+from zbv_solver.export.report.simulated import SimulationView, simulation_view
 from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import MAX_GLYPHS, timeline_facts
 from zbv_solver.plans.plan import Plan
@@ -143,6 +144,8 @@ class PlanView:
         JSON for the script; see :func:`~zbv_solver.export.timeline_data.timeline_facts`.
     layers
         The cut of the model; None if the problem gives stages.
+    simulation
+        The plan and the classical schedules when durations vary; None for very large plans.
     exports, links, json_url
         Set on a page of the service.
     actions_url, data
@@ -167,6 +170,7 @@ class PlanView:
     facts: tuple[tuple[str, str], ...]
     timeline: Markup
     layers: LayersView | None = None
+    simulation: SimulationView | None = None
     exports: tuple[PageLink, ...] = ()
     links: tuple[PageLink, ...] = ()
     json_url: str | None = None
@@ -231,6 +235,7 @@ def plan_view(plan: Plan) -> PlanView:
         facts=tuple(facts_of(plan)),
         timeline=script_json(timeline_facts(timeline(plan), problem)),
         layers=layers_view(plan),
+        simulation=simulation_view(plan),
     )
 
 

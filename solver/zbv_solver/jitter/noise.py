@@ -1,0 +1,221 @@
+"""A model of jitter: by which factors the durations of a problem vary from iteration to iteration.
+
+In a scenario, that is one iteration, an action takes its planned duration, times its own factor, times a
+factor that all actions of its rank share; a transfer takes its planned latency times its own factor. All
+factors are independent. A factor of a :class:`Spread` with a deviation is lognormal with mean 1, so that the
+mean duration stays the planned one.
+
+Draws are common random numbers: they depend on the seed, the chain, the iteration, the stage, the kind of
+action and the microbatch, but not on the order. So all orders of a problem meet the same scenarios, and their
+differences have little sampling error. I and B of a microbatch share their draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from zbv_solver.errors import InvalidInput
+from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
+
+MAX_DEVIATION = 10.0
+"""Largest relative standard deviation."""
+MAX_SAMPLES = 10_000
+MAX_FACTOR = 1e6
+FACTOR_BITS = 20
+"""Factors are multiples of 2 ** -FACTOR_BITS. Exponential functions differ in their last bit between
+processors, and rounding keeps plans equal all the same."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The distribution of a factor.
+
+    Attributes
+    ----------
+    deviation
+        Relative standard deviation of a lognormal factor with mean 1; 0 for a factor that is always 1.
+    samples
+        If there are any, the factor is one of them, all with the same probability; ``deviation`` is then 0.
+
+    Raises
+    ------
+    InvalidInput
+        When a number is out of range.
+    """
+
+    deviation: float = 0.0
+    samples: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.deviation <= MAX_DEVIATION:
+            raise InvalidInput.at(
+                "",
+                f"found {self.deviation:g}; a relative standard deviation must be from 0 to "
+                f"{MAX_DEVIATION:g} (0.05 or 5% is five percent).",
+            )
+        if len(self.samples) > MAX_SAMPLES:
+            raise InvalidInput.at(
+                "/samples", f"found {len(self.samples)}; at most {MAX_SAMPLES} are allowed."
+            )
+        for index, sample in enumerate(self.samples):
+            if not 0 <= sample <= MAX_FACTOR:
+                raise InvalidInput.at(
+                    f"/samples/{index}", f"found {sample:g}; must be a factor from 0 to {MAX_FACTOR:g}."
+                )
+        if self.samples and self.deviation:
+            raise InvalidInput.at("", "found a deviation and samples; give one of them.")
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the factor is always 1."""
+        return not self.deviation and not self.samples
+
+    def factors(self, normal: FloatArray) -> FloatArray:
+        """Factors for standard normal draws of any shape."""
+        if self.samples:
+            ordered = np.sort(np.array(self.samples))
+            rank = np.searchsorted(_normal_quantiles(len(ordered)), normal)
+            found: FloatArray = ordered[rank]
+        else:
+            # The logarithm of a factor has this variance; its mean makes the factor's mean 1.
+            variance = math.log1p(self.deviation**2)
+            found = np.exp(math.sqrt(variance) * normal - variance / 2)
+        rounded: FloatArray = np.rint(np.ldexp(found, FACTOR_BITS))
+        return np.ldexp(rounded, -FACTOR_BITS)
+
+
+NO_SPREAD = Spread()
+
+
+def _normal_quantiles(n: int) -> FloatArray:
+    """The bounds (n - 1,) that cut the standard normal distribution into n parts of equal probability."""
+    from statistics import NormalDist
+
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse(k / n) for k in range(1, n)])
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """By how much the durations of a problem vary.
+
+    Attributes
+    ----------
+    forward, backward_input, backward_weight, backward
+        The factors of F, I, W and B, one draw per action.
+    rank
+        The factor that all actions of a rank share in an iteration: one for all ranks, or one per rank.
+    transfer
+        The factors of transfers, one draw per transfer.
+    """
+
+    forward: Spread = NO_SPREAD
+    backward_input: Spread = NO_SPREAD
+    backward_weight: Spread = NO_SPREAD
+    backward: Spread = NO_SPREAD
+    rank: tuple[Spread, ...] = (NO_SPREAD,)
+    transfer: Spread = NO_SPREAD
+
+    @classmethod
+    def of(cls, action: float = 0.0, transfer: float = 0.0, rank: float = 0.0) -> Jitter:
+        """Jitter from relative standard deviations of all actions, of transfers and of ranks."""
+        each = Spread(action)
+        return cls(each, each, each, each, (Spread(rank),), Spread(transfer))
+
+    @classmethod
+    def by_letter(cls, actions: Sequence[Spread], rank: tuple[Spread, ...], transfer: Spread) -> Jitter:
+        """Jitter from the factors of F, I, W and B, of ranks and of transfers."""
+        forward, inputs, weights, fused = actions
+        return cls(forward, inputs, weights, fused, rank, transfer)
+
+    @property
+    def actions(self) -> tuple[Spread, Spread, Spread, Spread]:
+        """The factors of F, I, W and B, by letter code."""
+        return self.forward, self.backward_input, self.backward_weight, self.backward
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no duration varies."""
+        return all(spread.is_constant for spread in (*self.actions, *self.rank, self.transfer))
+
+    def of_rank(self, rank: int) -> Spread:
+        """The factor that a rank's actions share."""
+        return self.rank[rank] if len(self.rank) > 1 else self.rank[0]
+
+    def require_ranks(self, pp_degree: int) -> None:
+        """Raise :class:`InvalidInput` when there are factors for another number of ranks."""
+        if len(self.rank) not in (1, pp_degree):
+            raise InvalidInput.at(
+                "/rank", f"found {len(self.rank)} values; must be one, or one per rank ({pp_degree})."
+            )
+
+
+class Draws(NamedTuple):
+    """Factors of one iteration in L chains, for a problem with S stages, p ranks and m microbatches.
+
+    Attributes
+    ----------
+    action
+        (4 S m, L) by letter code, stage and microbatch.
+    rank
+        (p, L).
+    transfer
+        (2 S m, L): of the input of F by stage and microbatch, then of the input of I or B.
+    """
+
+    action: FloatArray
+    rank: FloatArray
+    transfer: FloatArray
+
+
+_PLANES = {F: 0, I: 1, W: 2, B: 1}
+"""The stream that the draws of a letter come from."""
+_RANKS, _DOWN, _UP = 3, 4, 5
+
+
+def draw(jitter: Jitter, problem: Problem, seed: int, chains: Sequence[int], iteration: int) -> Draws:
+    """The factors of one iteration in some chains of iterations.
+
+    Raises :class:`InvalidInput` when the jitter is for another number of ranks.
+    """
+    jitter.require_ranks(problem.pp_degree)
+    cells = problem.n_stages * problem.microbatches
+
+    def normal(kind: int, size: int) -> FloatArray:
+        """(size, L)"""
+        found = np.empty((len(chains), size))
+        for lane, chain in enumerate(chains):
+            # One stream for every kind of draw: none depends on which others are needed.
+            bits = np.random.Philox(key=[seed, chain << 32 | iteration], counter=[0, 0, 0, kind])
+            np.random.Generator(bits).standard_normal(out=found[lane])
+        return found.T
+
+    action = np.ones((len(LETTERS), cells, len(chains)))
+    planes: dict[int, FloatArray] = {}
+    for letter, spread in enumerate(jitter.actions):
+        if not spread.is_constant:
+            plane = _PLANES[letter]
+            if plane not in planes:
+                planes[plane] = normal(plane, cells)
+            action[letter] = spread.factors(planes[plane])
+    rank = np.ones((problem.pp_degree, len(chains)))
+    if not all(spread.is_constant for spread in jitter.rank):
+        drawn = normal(_RANKS, problem.pp_degree)
+        rank = np.array([jitter.of_rank(r).factors(drawn[r]) for r in range(problem.pp_degree)])
+    transfer = np.ones((2, cells, len(chains)))
+    if not jitter.transfer.is_constant:
+        for way, kind in enumerate((_DOWN, _UP)):
+            transfer[way] = jitter.transfer.factors(normal(kind, cells))
+    return Draws(action.reshape(-1, len(chains)), rank, transfer.reshape(-1, len(chains)))
+
+
+def action_rows(stage: IntArray, letter: IntArray, microbatch: IntArray, problem: Problem) -> IntArray:
+    """Rows (n,) of :attr:`Draws.action` for actions."""
+    rows: IntArray = (letter.astype(np.int64) * problem.n_stages + stage) * problem.microbatches + microbatch
+    return rows

@@ -26,6 +26,10 @@ def compiled(function: Kernel) -> Kernel:
     return _compiled(function)
 
 
+def compiled_inline(function: Kernel) -> Kernel:
+    return _compiled(function, _nrt=False, forceinline=True)
+
+
 def compiled_leaf(function: Kernel) -> Kernel:
     """:func:`compiled` for a kernel that allocates no array; Numba refuses to compile any other.
 

@@ -145,17 +145,23 @@ def _lay(tables: Tables, board: Board, parameters: GreedyParameters) -> None:  #
     _warm_up(tables, board, parameters.warm_up_limit)
     wanted = np.empty(p, np.int64)
     worst = 0.0  # largest idle time beyond its surplus that any rank has so far
-    progress = True
+    # At rank + 1: the last round in which the rank or a neighbour placed an F or a backward. A rank that
+    # places nothing in the round after that has nothing to place until the next such change.
+    touched, rounds, progress = np.zeros(p + 2, np.int64), 0, True
     while progress and not board.halt[0]:
         progress = False
+        rounds += 1
         for rank in range(p):
-            wanted[rank] = _backward_chunk(tables, board, rank)
+            if touched[rank + 1] >= rounds - 1:
+                wanted[rank] = _backward_chunk(tables, board, rank)
         # Backwards of chunk 0 from the last rank to the first, then of chunk 1 from the first to the last,
         # then forwards. Each chunk is visited in the direction in which its backwards travel, so an output
         # can be the input of the next rank in the same round.
         for turn in range(3 * p):
             chunk = turn // p
-            rank = p - 1 - turn if chunk == 0 else turn % p
+            rank = p - 1 - turn if chunk == 0 else turn - chunk * p
+            if touched[rank + 1] < rounds - 1:
+                continue
             if chunk < CHUNKS:
                 if wanted[rank] != chunk:
                     continue
@@ -166,7 +172,9 @@ def _lay(tables: Tables, board: Board, parameters: GreedyParameters) -> None:  #
                     continue
             # What this rank may still idle before it exceeds both its allowance and the worst rank so far.
             slack = parameters.surplus[rank] + max(worst, parameters.allowance[rank]) - idle[rank]
-            progress |= _fill_and_place(tables, board, rank, action, slack, fill)
+            if _fill_and_place(tables, board, rank, action, slack, fill):
+                progress = True
+                touched[rank] = touched[rank + 1] = touched[rank + 2] = rounds
             worst = max(worst, idle[rank] - parameters.surplus[rank])
     for rank in range(p):
         while ends[rank, FRONT] < ends[rank, BACK]:

@@ -16,17 +16,14 @@ import numpy as np
 
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.tables import Tables, make_tables
+from zbv_solver.improve.order_repair import Queue, repair_ends, repair_path, repair_tails
 from zbv_solver.improve.order_state import (
     State,
     compute_all,
     copy,
-    count_before_cursors,
     critical_path,
     objective,
-    set_cursors,
     sum_memory,
-    sweep_ends,
-    sweep_tails,
 )
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
@@ -83,7 +80,8 @@ def anneal(
     Parameters
     ----------
     moves
-        Number of moves to apply; each takes about as long as one pass over the actions.
+        Number of moves to apply; the time of each grows with the values that it changes
+        (:mod:`zbv_solver.improve.order_repair`).
     temperature
         In the problem's time unit.
     halt
@@ -124,19 +122,24 @@ class Move(NamedTuple):
     ----------
     bounds
         (2,) index of the first and last action on the rank; equal where nothing can move.
-    code, microbatch
-        (REACH + 1,) codes and microbatches after the move.
+    code, microbatch, tail
+        (REACH + 1,) codes and microbatches in the sequence after the move, and the tails before it.
     way
         (REACH + 1,) longest path from each of the moved actions' ends to the objective.
     path
         (actions, 2) the critical path that moves are drawn from, rows (rank, index).
+    fresh, queue
+        Space for :mod:`zbv_solver.improve.order_repair`.
     """
 
     bounds: IntArray
     code: IntArray
     microbatch: IntArray
+    tail: FloatArray
     way: FloatArray
     path: IntArray
+    fresh: IntArray
+    queue: Queue
 
     @classmethod
     def of(cls, actions: int) -> Move:
@@ -147,7 +150,10 @@ class Move(NamedTuple):
             np.zeros(most, np.int8),
             np.zeros(most, np.int64),
             np.zeros(most),
+            np.zeros(most),
             np.zeros((actions, 2), np.int64),
+            np.zeros((actions, 2), np.int64),
+            Queue.of(actions),
         )
 
 
@@ -161,8 +167,7 @@ def _round(
     order on every machine, so a seed gives the same plan everywhere.
     """
     np.random.seed(budget.seed)
-    code, length, end, tail, release = state.code, state.length, state.end, state.tail, state.release
-    path = move.path
+    code, length, end, release, path = state.code, state.length, state.end, state.release, move.path
     compute_all(tables, state)
     value = objective(state)
     size = critical_path(tables, state, path)
@@ -187,27 +192,14 @@ def _round(
         # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
         if _judge(tables, state, rank, move) > value - budget.temperature * np.log(1.0 - np.random.random()):
             continue
-        for step in range(high - low + 1):
-            code[rank, low + step] = move.code[step]
-            state.microbatch[rank, low + step] = move.microbatch[step]
-        # Whatever depends on the stretch ends no earlier than the stretch's predecessor, before and after the
-        # move. So smaller ends stay as they are.
-        set_cursors(state, end, end[rank, low - 1] if low > 0 else release[rank], True, rank, low)
-        count_before_cursors(tables, state)
-        sweep_ends(tables, state)
+        _apply(tables, state, rank, move)
+        bar = end[rank, low - 1] if low > 0 else release[rank]
+        latest = repair_ends(tables, state, move.queue, rank, low, high)
+        repair_tails(tables, state, move.queue, rank, low, high, move.tail)
+        sum_memory(tables, state, rank, low, high)
+        size = repair_path(tables, state, path, size, bar, latest, move.fresh)
         value = objective(state)
         applied += 1
-        sum_memory(tables, state, rank, low)
-        # Tails are still those of the old order. On this rank they change up to ``high``; on other ranks only
-        # where the tail is at least ``way``.
-        if high + 1 < length[rank]:
-            way = tail[rank, high + 1] + tables.duration[rank, code[rank, high + 1]]
-        else:
-            way = -release[rank]
-        set_cursors(state, tail, way, False, rank, high + 1)
-        count_before_cursors(tables, state)
-        sweep_tails(tables, state)
-        size = critical_path(tables, state, path)
         # The tolerance keeps rounding from counting as progress; only real gains copy the order, in
         # O(actions).
         if value < lowest - ROUNDING * abs(lowest):
@@ -218,14 +210,27 @@ def _round(
 
 
 @compiled_leaf
+def _apply(tables: Tables, state: State, rank: int, move: Move) -> None:  # pragma: no cover - compiled
+    """Write the rotated stretch, and where its actions are, into the state."""
+    low, high = move.bounds
+    for step in range(high - low + 1):
+        state.code[rank, low + step] = move.code[step]
+        state.microbatch[rank, low + step] = move.microbatch[step]
+        position = tables.position[rank, move.code[step]]
+        if position >= 0:
+            state.place[position, move.microbatch[step]] = low + step
+
+
+@compiled_leaf
 def _rotate(state: State, rank: int, earlier: bool, move: Move) -> None:  # pragma: no cover - compiled
-    """Write the stretch with its last action first, or its first action last."""
+    """Write into ``move`` the stretch with its last action first, or its first action last."""
     low, high = move.bounds
     n = high - low + 1
     for step in range(n):
         source = low + (step + n - 1) % n if earlier else low + (step + 1) % n
         move.code[step] = state.code[rank, source]
         move.microbatch[step] = state.microbatch[rank, source]
+        move.tail[step] = state.tail[rank, source]
 
 
 @compiled_leaf

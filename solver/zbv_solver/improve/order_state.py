@@ -1,13 +1,11 @@
-"""An order under local changes: ends, tails and memory of every action, repaired instead of recomputed.
+"""An order as annealing sees it: ends, tails and memory of every action, and a critical path.
 
 An action's *end* is its earliest end, and its *tail* is the longest path from that end to the objective. The
 largest end + tail is the objective, and an action that attains it is critical (the disjunctive graph of
 job-shop scheduling, Roy and Sussmann 1964).
 
-A change on one rank can only move the ends of actions that end later, and the tails of actions that end
-earlier. A sweep therefore begins at *cursors*, one per rank: for ends, everything before the cursor is
-correct already; for tails, everything from the cursor on. Ranks take turns, and each one continues until it
-needs a number that another rank has not computed yet.
+Everything is computed here from the codes alone. :mod:`zbv_solver.improve.order_repair` keeps it up to date
+while the order changes.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - com
     for rank in range(len(state.length)):
         state.cursor[rank] = state.length[rank]
         number_weights(tables, state, rank)
-        sum_memory(tables, state, rank, ZERO)
+        sum_memory(tables, state, rank, ZERO, state.length[rank])
     state.counted[:] = tables.microbatches
     sweep_tails(tables, state)
 
@@ -103,30 +101,19 @@ def number_weights(tables: Tables, state: State, rank: int) -> None:  # pragma: 
 
 
 @compiled_leaf
-def sum_memory(tables: Tables, state: State, rank: int, begin: int) -> None:  # pragma: no cover - compiled
-    """Write ``held`` of a rank from ``begin`` on; memory depends on the order, not on times."""
+def sum_memory(
+    tables: Tables, state: State, rank: int, begin: int, settled: int
+) -> None:  # pragma: no cover - compiled
+    """Write ``held`` of a rank from ``begin`` to the first amount from ``settled`` on that is not new.
+
+    Memory depends on the order, not on times.
+    """
     now = state.held[rank, begin - 1] if begin > 0 else tables.static[rank]
     for at in range(begin, state.length[rank]):
         now += tables.delta[rank, state.code[rank, at]]
+        if at >= settled and state.held[rank, at] == now:
+            return
         state.held[rank, at] = now
-
-
-@compiled_leaf
-def count_before_cursors(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
-    """Write ``counted``: how many actions of every position lie before their rank's cursor."""
-    place, m = state.place, tables.microbatches
-    for position in range(len(tables.host)):
-        # The places of a position ascend with the microbatch, so bisection finds the count. This also holds
-        # after a stretch from the cursor on was permuted: its places are stale, but all of them stay at or
-        # after the cursor.
-        low, high, until = 0, m, state.cursor[tables.host[position]]
-        while low < high:
-            middle = (low + high) >> 1
-            if place[position, middle] < until:
-                low = middle + 1
-            else:
-                high = middle
-        state.counted[position] = low
 
 
 @compiled_leaf
@@ -215,29 +202,6 @@ def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - com
 
 
 @compiled_leaf
-def set_cursors(
-    state: State, values: FloatArray, bar: float, ascends: bool, rank: int, at: int
-) -> None:  # pragma: no cover - compiled
-    """Cursors where a sweep after a change on ``rank`` begins: there at ``at``, elsewhere by bisection.
-
-    For ends, which ascend along a rank, that is at the first action with a value of at least ``bar``. For
-    tails, which descend, it is after the last of them.
-    """
-    # The bisection needs values that are monotone along a rank. All paths from (or to) the changed stretch
-    # have nonnegative lengths, so an action on the other side of ``bar`` cannot change.
-    for other in range(len(state.length)):
-        low, high = 0, state.length[other]
-        while low < high:
-            middle = (low + high) >> 1
-            if (values[other, middle] < bar) == ascends:
-                low = middle + 1
-            else:
-                high = middle
-        state.cursor[other] = low
-    state.cursor[rank] = at
-
-
-@compiled_leaf
 def objective(state: State) -> float:  # pragma: no cover - compiled
     """Largest end over the ranks, each counted from its release."""
     largest = -np.inf
@@ -250,25 +214,41 @@ def objective(state: State) -> float:  # pragma: no cover - compiled
 @compiled_leaf
 def critical_path(tables: Tables, state: State, path: IntArray) -> int:  # pragma: no cover - compiled
     """Write a critical path into ``path``, rows (rank, index), last action first; return its length."""
-    code, end, length = state.code, state.end, state.length
     value = objective(state)
     # Ends and starts are sums in floating point, so equality along the path needs a tolerance.
     rounding = OPTIMAL_GAP * abs(value)
-    rank, at, size = -1, -1, 0
-    for other in range(len(length)):
-        if length[other] > 0 and end[other, length[other] - 1] - state.release[other] >= value - rounding:
-            rank, at = other, length[other] - 1
+    rank, at = critical_end(state, value - rounding)
+    size = 0
     while rank >= 0:
         path[size, 0], path[size, 1] = rank, at
         size += 1
-        action = code[rank, at]
-        position, begin = tables.position[rank, action], end[rank, at] - tables.duration[rank, action]
-        before, k = position - 1, state.microbatch[rank, at]
-        if at > 0 and end[rank, at - 1] >= begin - rounding:
-            at -= 1
-        elif before >= 0 and state.passed_on[before, k] + tables.latency[position] >= begin - rounding:
-            at = state.place[before, k]
-            rank = tables.host[before]
-        else:
-            rank = -1
+        rank, at = critical_before(tables, state, rank, at, rounding)
     return size
+
+
+@compiled_leaf
+def critical_end(state: State, least: float) -> tuple[int, int]:  # pragma: no cover - compiled
+    """The last rank whose end, counted from its release, is at least ``least``, and its last index."""
+    rank, at = -1, -1
+    for other in range(len(state.length)):
+        last = state.length[other] - 1
+        if last >= 0 and state.end[other, last] - state.release[other] >= least:
+            rank, at = other, last
+    return rank, at
+
+
+@compiled_leaf
+def critical_before(
+    tables: Tables, state: State, rank: int, at: int, rounding: float
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """The action whose end determines the start of an action, as rank and index; -1 where there is none."""
+    action = state.code[rank, at]
+    position = tables.position[rank, action]
+    begin = state.end[rank, at] - tables.duration[rank, action] - rounding
+    if at > 0 and state.end[rank, at - 1] >= begin:
+        return rank, at - 1
+    if position > 0:
+        k = state.microbatch[rank, at]
+        if state.passed_on[position - 1, k] + tables.latency[position] >= begin:
+            return tables.host[position - 1], state.place[position - 1, k]
+    return -1, -1

@@ -27,7 +27,7 @@ class Budget:
     most_tuned
         Orders that the parameter search may construct.
     annealed
-        Actions that all moves of annealing together may touch.
+        Moves of annealing times the problem's actions: larger problems get fewer moves.
     most_annealed
         Moves of annealing.
     window_actions

@@ -22,50 +22,56 @@ def execute(
 ) -> tuple[FloatArray, FloatArray, IntArray, IntArray, IntArray]:  # pragma: no cover - compiled
     """Start, end, source and runs of an order, and the index at which every rank stopped.
 
-    Ranks take turns, and each one runs until an input is missing. ``row``, ``offset``, ``duration`` and
-    ``latency`` are those of a :class:`Graph`; ``cell`` (n,) is stage * m + microbatch.
+    A rank runs until an input is missing, and is visited again once that input is there: O(n) in all.
+    ``row``, ``offset``, ``duration`` and ``latency`` are those of a :class:`Graph`; ``cell`` (n,) is
+    stage * m + microbatch.
     """
-    n, p = len(row), len(offset) - 1
-    # Per cell, the index of its F, and of its I or B, among the actions; -1 until it has executed.
-    forward_at = np.full(n_stages * m, -1, np.int32)
-    backward_at = np.full(n_stages * m, -1, np.int32)
+    n, p, cells = len(row), len(offset) - 1, n_stages * m
+    # Among the actions, the index of every cell's F, then of every cell's I or B. Until it has executed: -1,
+    # or -2 - rank for the rank that waits for it. If several do, each one keeps the number before its own.
+    done, before = np.full(2 * cells, -1, np.int32), np.empty(p, np.int32)
     start, end, source = np.empty(n), np.empty(n), np.full(n, -1, np.int32)
     runs, n_runs = np.empty((n, 2), np.int32), 0
     reached = offset[:-1].copy()
-    progress = True
-    while progress:
-        progress = False
-        for rank in range(p):
-            at = reached[rank]
-            free = end[at - 1] if at > offset[rank] else 0.0
-            while at < offset[rank + 1]:
-                kind, where = row[at], cell[at]
-                is_weight = 2 * n_stages <= kind < 3 * n_stages
-                # I and B need the F of their cell; W needs the I.
-                if kind >= n_stages and (backward_at if is_weight else forward_at)[where] < 0:
-                    break
-                begin = free
-                if latency[kind] >= 0:
-                    # Cells are stage * m + microbatch, so m cells further is the same microbatch on the next
-                    # stage.
-                    feed = forward_at[where - m] if kind < n_stages else backward_at[where + m]
-                    if feed < 0:
-                        break
-                    source[at] = feed
-                    begin = max(begin, end[feed] + latency[kind])
-                if kind < n_stages:
-                    forward_at[where] = at
-                elif not is_weight:
-                    backward_at[where] = at
-                free = begin + duration[kind]
-                start[at], end[at] = begin, free
-                at += 1
-            if at > reached[rank]:
-                # Every run has at least one action, so n rows suffice.
-                runs[n_runs, 0], runs[n_runs, 1] = rank, at
-                n_runs += 1
-                reached[rank] = at
-                progress = True
+    # A rank is in this queue, waits for one input, or has ended; so p places suffice.
+    queue, head, size = np.arange(p), 0, p
+    while size > 0:
+        rank = queue[head]
+        head, size = (head + 1) % p, size - 1
+        at = reached[rank]
+        free = end[at - 1] if at > offset[rank] else 0.0
+        while at < offset[rank + 1]:
+            kind, where = row[at], cell[at]
+            is_forward, is_weight = kind < n_stages, 2 * n_stages <= kind < 3 * n_stages
+            # I and B need the F of their cell; W needs the I.
+            need = -1 if is_forward else where + cells if is_weight else where
+            begin, is_there = free, need < 0 or done[need] >= 0
+            if is_there and latency[kind] >= 0:
+                # Cells are stage * m + microbatch: m cells further is the same microbatch on the next stage.
+                need = where - m if is_forward else cells + where + m
+                is_there = done[need] >= 0
+                if is_there:
+                    source[at] = done[need]
+                    begin = max(begin, end[done[need]] + latency[kind])
+            if not is_there:
+                before[rank], done[need] = done[need], -2 - rank
+                break
+            free = begin + duration[kind]
+            start[at], end[at] = begin, free
+            if not is_weight:
+                made = where if is_forward else cells + where
+                waiting = done[made]
+                done[made] = at
+                while waiting < -1:
+                    queue[(head + size) % p] = -2 - waiting
+                    size += 1
+                    waiting = before[-2 - waiting]
+            at += 1
+        if at > reached[rank]:
+            # Every run has at least one action, so n rows suffice.
+            runs[n_runs, 0], runs[n_runs, 1] = rank, at
+            n_runs += 1
+            reached[rank] = at
     return start, end, source, runs[:n_runs], reached
 
 

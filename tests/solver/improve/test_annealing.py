@@ -10,8 +10,8 @@ from support.problems import limited, limited_problems, uniform
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.construct.tables import make_tables
-from zbv_solver.improve.annealing import Move, Round, _round, anneal
-from zbv_solver.improve.order_state import State, compute_all
+from zbv_solver.improve.annealing import Move, Round, _round, _window_starts, anneal
+from zbv_solver.improve.order_state import State, compute_all, critical_path
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import evaluate, objective_of
@@ -59,17 +59,19 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
 ) -> None:
     orders = list(priority_schedules(problem))[which].orders
     tables, (code, length) = make_tables(problem), from_orders(orders, problem)
-    state = State.of(tables, code, length, np.zeros(problem.pp_degree))
-    _round(
-        tables, state, code.copy(), Round(moves, temperature, 3), Move.of(code.size), np.zeros(1, np.uint8)
-    )
+    state, move = State.of(tables, code, length, _window_starts(problem, orders)), Move.of(code.size)
+    _round(tables, state, code.copy(), Round(moves, temperature, 3), move, np.zeros(1, np.uint8))
     fresh = State.of(tables, code.copy(), length, state.release)
     compute_all(tables, fresh)
     for rank, until in enumerate(length):
         assert (state.microbatch[rank, :until] == fresh.microbatch[rank, :until]).all()
         for mine, exact in ((state.end, fresh.end), (state.tail, fresh.tail), (state.held, fresh.held)):
-            np.testing.assert_allclose(mine[rank, :until], exact[rank, :until], rtol=1e-9, atol=1e-12)
+            assert (mine[rank, :until] == exact[rank, :until]).all()  # the sums are the same
     assert (state.place == fresh.place).all()
+    assert (state.passed_on == fresh.passed_on).all()
+    path = np.zeros_like(move.path)
+    size = critical_path(tables, fresh, path)
+    assert (move.path[:size] == path[:size]).all()
 
 
 @given(limited_problems(max_p=4, max_m=5, kinds=("v", "loop")))

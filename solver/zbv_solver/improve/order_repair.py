@@ -1,0 +1,280 @@
+"""Keeps an order's state up to date after a move, at the cost of what changes.
+
+A move permutes a short stretch of one rank. Only actions whose own inputs change can change, so each repair
+begins at the stretch and follows the changes: for ends to the next action of the rank and to the next
+position of the microbatch, for tails the other way. It stops wherever a recomputed value equals the old one.
+A few dozen to a few hundred of tens of thousands of values change in a typical move.
+
+A priority queue visits actions by their value before the move. This order is topological outside the stretch,
+so nearly every action is recomputed once. The results do not depend on it: a value is recomputed whenever one
+of its inputs changes, so at the end all values are the ones that :func:`.order_state.compute_all` finds, to
+the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from zbv_solver.construct.tables import Tables
+from zbv_solver.improve.order_state import State, critical_before, critical_end, objective
+from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+
+
+class Queue(NamedTuple):
+    """The actions to recompute: a binary heap, smallest key on top. Kernels write into it.
+
+    Attributes
+    ----------
+    key, action
+        (n,) float64 and int64; an action is rank * L + index, for up to L actions on a rank.
+    waiting
+        (n,) uint8: whether an action is in the heap.
+    size
+        (1,) int64.
+    """
+
+    key: FloatArray
+    action: IntArray
+    waiting: IntArray
+    size: IntArray
+
+    @classmethod
+    def of(cls, actions: int) -> Queue:
+        """An empty queue for so many actions."""
+        return cls(
+            np.zeros(actions), np.zeros(actions, np.int64), np.zeros(actions, np.uint8), np.zeros(1, np.int64)
+        )
+
+
+@compiled_leaf
+def _push(queue: Queue, key: float, action: int) -> None:  # pragma: no cover - compiled
+    """Add an action, unless it waits already."""
+    if queue.waiting[action]:
+        return
+    queue.waiting[action] = 1
+    here = queue.size[0]
+    queue.size[0] = here + 1
+    while here > 0:
+        above = (here - 1) >> 1
+        if queue.key[above] <= key:
+            break
+        queue.key[here], queue.action[here] = queue.key[above], queue.action[above]
+        here = above
+    queue.key[here], queue.action[here] = key, action
+
+
+@compiled_leaf
+def _pop(queue: Queue) -> int:  # pragma: no cover - compiled
+    """Remove and return the action with the smallest key."""
+    top = queue.action[0]
+    queue.waiting[top] = 0
+    size = queue.size[0] - 1
+    queue.size[0] = size
+    key, action, here = queue.key[size], queue.action[size], 0
+    while True:
+        below = 2 * here + 1
+        if below >= size:
+            break
+        if below + 1 < size and queue.key[below + 1] < queue.key[below]:
+            below += 1
+        if queue.key[below] >= key:
+            break
+        queue.key[here], queue.action[here] = queue.key[below], queue.action[below]
+        here = below
+    queue.key[here], queue.action[here] = key, action
+    return int(top)
+
+
+@compiled_leaf
+def repair_ends(
+    tables: Tables, state: State, queue: Queue, rank: int, low: int, high: int
+) -> float:  # pragma: no cover - compiled
+    """Recompute ends after the stretch low..high of a rank was permuted; ``place`` is correct already.
+
+    Returns the latest end among those that changed, before or after, and those of the stretch.
+    """
+    end, length, most = state.end, state.length, state.code.shape[1]
+    latest = end[rank, high]
+    for at in range(low, high + 1):
+        value = _end(tables, state, rank, at)
+        if at == high and value != latest and at + 1 < length[rank]:
+            _push(queue, end[rank, at + 1], rank * most + at + 1)
+        end[rank, at] = value
+        _pass_on(tables, state, queue, rank, at)
+    latest = max(latest, end[rank, high])
+    while queue.size[0] > 0:
+        action = _pop(queue)
+        here, at = action // most, action % most
+        while at < length[here]:
+            old, value = end[here, at], _end(tables, state, here, at)
+            if value == old:
+                break
+            latest = max(latest, old, value)
+            end[here, at] = value
+            _pass_on(tables, state, queue, here, at)
+            at += 1
+            # Stay on the rank only while its next action is the first in line.
+            if at < length[here] and queue.size[0] > 0 and queue.key[0] < end[here, at]:
+                _push(queue, end[here, at], here * most + at)
+                break
+    return float(latest)
+
+
+@compiled_leaf
+def _end(tables: Tables, state: State, rank: int, at: int) -> float:  # pragma: no cover - compiled
+    """The end of an action from the ends of its inputs, by the sums of ``sweep_ends``."""
+    clock = state.end[rank, at - 1] if at > 0 else state.release[rank]
+    action = state.code[rank, at]
+    position = tables.position[rank, action]
+    if position > 0:
+        k = state.microbatch[rank, at]
+        clock = max(clock, state.passed_on[position - 1, k] + tables.latency[position])
+    return float(clock + tables.duration[rank, action])
+
+
+@compiled_leaf
+def _pass_on(
+    tables: Tables, state: State, queue: Queue, rank: int, at: int
+) -> None:  # pragma: no cover - compiled
+    """Store an end by position; if it changed, the next position's action must be recomputed."""
+    position = tables.position[rank, state.code[rank, at]]
+    if position < 0:
+        return
+    k, value = state.microbatch[rank, at], state.end[rank, at]
+    if state.passed_on[position, k] == value:
+        return
+    state.passed_on[position, k] = value
+    if position + 1 < len(tables.host):
+        other, there = tables.host[position + 1], state.place[position + 1, k]
+        _push(queue, state.end[other, there], other * state.code.shape[1] + there)
+
+
+@compiled_leaf
+def repair_tails(
+    tables: Tables, state: State, queue: Queue, rank: int, low: int, high: int, before: FloatArray
+) -> None:  # pragma: no cover - compiled
+    """Recompute tails after the stretch was permuted; ``before`` has the old tails in the new sequence."""
+    tail, most = state.tail, state.code.shape[1]
+    for at in range(high, low - 1, -1):
+        value = _tail(tables, state, rank, at)
+        tail[rank, at] = value
+        if value != before[at - low]:
+            _ask(tables, state, queue, rank, at)
+    if low > 0:  # another action follows it
+        _push(queue, tail[rank, low - 1], rank * most + low - 1)
+    while queue.size[0] > 0:
+        action = _pop(queue)
+        here, at = action // most, action % most
+        while at >= 0:
+            value = _tail(tables, state, here, at)
+            if value == tail[here, at]:
+                break
+            tail[here, at] = value
+            _ask(tables, state, queue, here, at)
+            at -= 1
+            if at >= 0 and queue.size[0] > 0 and queue.key[0] < tail[here, at]:
+                _push(queue, tail[here, at], here * most + at)
+                break
+
+
+@compiled_leaf
+def _tail(tables: Tables, state: State, rank: int, at: int) -> float:  # pragma: no cover - compiled
+    """The tail of an action from the tails of what follows it, by the sums of ``sweep_tails``."""
+    tail, duration = state.tail, tables.duration
+    if at + 1 < state.length[rank]:
+        way = tail[rank, at + 1] + duration[rank, state.code[rank, at + 1]]
+    else:
+        way = -state.release[rank]
+    after = tables.position[rank, state.code[rank, at]] + 1
+    if 0 < after < len(tables.host):
+        other, there = tables.host[after], state.place[after, state.microbatch[rank, at]]
+        onward = tail[other, there] + duration[other, state.code[other, there]]
+        way = max(way, onward + tables.latency[after])
+    return float(way)
+
+
+@compiled_leaf
+def _ask(
+    tables: Tables, state: State, queue: Queue, rank: int, at: int
+) -> None:  # pragma: no cover - compiled
+    """The tail of an action changed: the previous position's action must be recomputed."""
+    position = tables.position[rank, state.code[rank, at]]
+    if position > 0:
+        other = tables.host[position - 1]
+        there = state.place[position - 1, state.microbatch[rank, at]]
+        _push(queue, state.tail[other, there], other * state.code.shape[1] + there)
+
+
+@compiled_leaf
+def repair_path(
+    tables: Tables, state: State, path: IntArray, size: int, bar: float, latest: float, fresh: IntArray
+) -> int:  # pragma: no cover - compiled
+    """Update ``path`` to what :func:`.order_state.critical_path` would write; return its new length.
+
+    ``bar`` is the end before the stretch: no end below it has changed. ``latest`` comes from
+    :func:`repair_ends`. ``fresh`` is as large as ``path``, for the part that is traced again.
+    """
+    end, value = state.end, objective(state)
+    rounding = OPTIMAL_GAP * abs(value)
+    rank, at = critical_end(state, value - rounding)
+    # What an action's critical input is depends on its begin and on ends up to there. So the first part of
+    # the path, of actions that begin after ``latest``, continues as before. The action after it may be in the
+    # stretch and have moved to another index.
+    kept = 0
+    if path[0, 0] == rank and path[0, 1] == at:
+        until = size - 1
+        while kept < until:
+            middle = (kept + until) >> 1
+            other, there = path[middle, 0], path[middle, 1]
+            begin = end[other, there] - tables.duration[other, state.code[other, there]]
+            if begin - rounding > latest:
+                kept = middle + 1
+            else:
+                until = middle
+        kept = max(kept - 1, 0)
+        rank, at = path[kept, 0], path[kept, 1]
+    # Actions that end before ``bar`` continue as before, too. Once the new path comes to an action of the old
+    # one there, the rest is the same.
+    old, until = kept, size
+    while old < until:
+        middle = (old + until) >> 1
+        if end[path[middle, 0], path[middle, 1]] >= bar:
+            old = middle + 1
+        else:
+            until = middle
+    count = 0
+    while rank >= 0:
+        here = end[rank, at]
+        while old < size and end[path[old, 0], path[old, 1]] >= here:
+            if path[old, 0] == rank and path[old, 1] == at:
+                break
+            old += 1
+        if here < bar and old < size and path[old, 0] == rank and path[old, 1] == at:
+            break
+        fresh[count, 0], fresh[count, 1] = rank, at
+        count += 1
+        rank, at = critical_before(tables, state, rank, at, rounding)
+    if rank < 0:
+        old = size
+    _replace(path, kept, old, size, fresh, count)
+    return int(kept + count + size - old)
+
+
+@compiled_leaf
+def _replace(
+    path: IntArray, begin: int, end: int, size: int, rows: IntArray, count: int
+) -> None:  # pragma: no cover - compiled
+    """Replace rows begin..end of a path of ``size`` rows by ``count`` others."""
+    shift = begin + count - end
+    if shift > 0:
+        for at in range(size - 1, end - 1, -1):
+            path[at + shift, 0], path[at + shift, 1] = path[at, 0], path[at, 1]
+    elif shift < 0:
+        for at in range(end, size):
+            path[at + shift, 0], path[at + shift, 1] = path[at, 0], path[at, 1]
+    for at in range(count):
+        path[begin + at, 0], path[begin + at, 1] = rows[at, 0], rows[at, 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -107,13 +108,13 @@ def mixed_costs(p: int, seed: int) -> Document:
 
 def growth() -> Iterator[Document]:
     """Problems of the same kind and of growing size."""
-    for p in (4, 8, 16, 32, 64):
-        for m in (64, 256, 1024, 4096):
-            yield {
-                "name": f"growth-{p}x{m}",
-                "problem": heterogeneous(p, m, 1.0, 0, "span"),
-                "options": {"effort": "quick"},
-            }
+    sizes = [*product((4, 8, 16, 32, 64, 128), (64, 256, 1024, 4096)), (256, 512), (256, 2048), (256, 8192)]
+    for p, m in sizes:
+        yield {
+            "name": f"growth-{p}x{m}",
+            "problem": heterogeneous(p, m, 1.0, 0, "span"),
+            "options": {"effort": "quick"},
+        }
 
 
 def mixture() -> Iterator[Document]:

@@ -7,8 +7,11 @@ microseconds; for other units of a plan, one unit counts as a microsecond.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
+
+from numpy.typing import NDArray
 
 from zbv_solver.documents.text import number
 from zbv_solver.export.palette import NAMES
@@ -20,15 +23,17 @@ MICROSECONDS: dict[str, float] = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, 
 """Microseconds in one time unit."""
 
 _PROCESS = 0
+_BLOCK = 10_000
+"""Events that are in memory at a time."""
 
 
 def render(plan: Plan) -> str:
     """The plan as a Trace Event Format document."""
     line = timeline(plan)
     scale = MICROSECONDS.get(plan.problem.units.time or "us", 1.0)
-    events = [*_names(line), *_actions(line, scale)]
+    events = chain(_names(line), _actions(line, scale))
     if any(plan.problem.memory.forward) or any(plan.problem.memory.static):
-        events += _memory(plan, line, scale)
+        events = chain(events, _memory(plan, line, scale))
     document = {
         "displayTimeUnit": "ms",
         "otherData": {
@@ -38,9 +43,11 @@ def render(plan: Plan) -> str:
             "makespan": number(plan.metrics.makespan),
         },
     }
-    # One event a line: large traces stay readable and diffable, and no copy of the list is indented.
+    # One event a line: large traces stay readable and diffable, and no copy of the list is indented. An event
+    # takes ten times as much memory as its line, so few events are kept at a time.
     head = json.dumps(document, ensure_ascii=False)[1:-1]
-    body = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
+    lines = (json.dumps(event, ensure_ascii=False) for event in events)
+    body = ",\n".join(iter(lambda: ",\n".join(islice(lines, _BLOCK)), ""))
     return f'{{{head}, "traceEvents": [\n{body}\n]}}\n'
 
 
@@ -54,9 +61,7 @@ def _names(line: Timeline) -> Iterator[dict[str, Any]]:
 
 def _actions(line: Timeline, scale: float) -> Iterator[dict[str, Any]]:
     columns = (line.rank, line.stage, line.chunk, line.letter, line.microbatch, line.start, line.end)
-    for rank, stage, chunk, code, microbatch, start, end in zip(
-        *(column.tolist() for column in columns), strict=True
-    ):
+    for rank, stage, chunk, code, microbatch, start, end in _rows(columns):
         letter = LETTERS[code]
         yield {
             "ph": "X",
@@ -74,10 +79,16 @@ def _memory(plan: Plan, line: Timeline, scale: float) -> Iterator[dict[str, Any]
     columns = (line.rank, line.start, line.end, line.during, line.after)
     for rank, static in enumerate(plan.problem.memory.static):
         yield _counter(rank, 0.0, static)
-    for rank, start, end, during, after in zip(*(column.tolist() for column in columns), strict=True):
+    for rank, start, end, during, after in _rows(columns):
         yield _counter(rank, start * scale, during)
         if after != during:
             yield _counter(rank, end * scale, after)
+
+
+def _rows(columns: Sequence[NDArray[Any]]) -> Iterator[tuple[Any, ...]]:
+    """The rows of a table, from its columns, as Python numbers."""
+    for begin in range(0, len(columns[0]), _BLOCK):
+        yield from zip(*(column[begin : begin + _BLOCK].tolist() for column in columns), strict=True)
 
 
 def _counter(rank: int, at: float, held: float) -> dict[str, Any]:

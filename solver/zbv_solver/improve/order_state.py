@@ -241,7 +241,7 @@ def critical_end(state: State, least: float) -> tuple[int, int]:  # pragma: no c
 def critical_before(
     tables: Tables, state: State, rank: int, at: int, rounding: float
 ) -> tuple[int, int]:  # pragma: no cover - compiled
-    """The action whose end determines the start of an action, as rank and index; -1 where there is none."""
+    """The action whose end determines the start of an action, as rank and index; (-1, -1) for the first."""
     action = state.code[rank, at]
     position = tables.position[rank, action]
     begin = state.end[rank, at] - tables.duration[rank, action] - rounding

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from support.paths import ROOT
 from support.problems import problems, uniform
 from support.reference import largest_cycle_mean, makespan, peak_memory, reach, simulate, steady_period
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
@@ -204,3 +206,30 @@ def some_orders(problem: Problem) -> Orders:
     """A valid order that is not optimal."""
     attempts = [*get_v_schedule(problem), *priority_schedules(problem, (0.5,))]
     return attempts[len(attempts) // 2].orders
+
+
+def test_executing_takes_steps_in_proportion_to_the_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with one microbatch in flight, when all ranks but one always wait."""
+    kernel, lines = cast(Any, sweeps.execute).py_func, 0
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code is kernel.__code__ else None
+
+    def counted(*arguments: Any) -> Any:
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            return kernel(*arguments)
+        finally:
+            sys.settrace(before)
+
+    def lines_per_action(p: int) -> float:
+        nonlocal lines
+        orders, lines = serial(uniform(p, 3)).orders, 0
+        earliest_start_values(uniform(p, 3), orders)
+        return lines / len(orders)
+
+    monkeypatch.setattr(sweeps, "execute", counted)
+    assert lines_per_action(32) < 1.2 * lines_per_action(8)

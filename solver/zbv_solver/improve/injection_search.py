@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.board import CLOCK, FIRST, Board
 from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, inject
 from zbv_solver.construct.tables import Tables, fuse_options
+from zbv_solver.improve.annealing import anneal
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.problem.problem import Costs, Problem
@@ -31,6 +32,8 @@ PACES = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
 WEIGHT_DELAYS = (0.0, 0.5, 1.0, 2.0)
 FORWARD_DELAYS = (0.0, 0.5, -0.5)
 """Delays of W's and of the first chunk's F's that are tried first, as multiples of the mean duration."""
+POLISH, COOL = 2_000, 0.05
+"""Moves of annealing that every run ends with, and their temperature as a share of the mean duration."""
 SLICES = 10
 """A run is divided into this many calls of the kernel, so that the caller can poll."""
 WARMEST = 0.3
@@ -87,6 +90,7 @@ def injection_search(
     if evaluations < 1:
         return
     fuses = fuse_options(problem)
+    unit = float(problem.arrays.duration[:3].mean())
     for run, share in enumerate(SHARES_OF_OWN):
         name, fuse = fuses[(seed + run) % len(fuses)]
         smooth = InjectionScheduler(smoothed(problem, share), fuse, halt)
@@ -98,7 +102,9 @@ def injection_search(
         method = f"injection(own={share:g},fuse={name})"
         attempt = smooth.attempt(injection, method)
         if attempt is not None:
-            yield Attempt.retimed(method, problem, attempt.code, attempt.length)
+            orders = Attempt.retimed(method, problem, attempt.code, attempt.length).orders
+            polished = anneal(problem, orders, moves=POLISH, temperature=COOL * unit, seed=seed * RUNS + run, halt=halt)
+            yield Attempt.retimed(method, problem, *from_orders(polished.orders, problem))
 
 
 def smoothed(problem: Problem, share: float) -> Problem:

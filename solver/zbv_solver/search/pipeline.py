@@ -18,8 +18,9 @@ from types import TracebackType
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial, simple_rule
+from zbv_solver.construct.list_scheduling import ListScheduler, in_flight_caps, priority_schedules, serial, simple_rule
 from zbv_solver.improve.annealing import anneal
+from zbv_solver.improve.injection_search import injection_search
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
 from zbv_solver.improve.useless_splits import without_useless_splits
@@ -38,7 +39,9 @@ from zbv_solver.verify.verifier import verify_orders
 CHAINS = 2
 REST_SHARE = 0.5
 """Share of the tuning budget that is spent on suffix search."""
-TUNE_SHARE, ANNEAL_SHARE = 0.8, 0.8
+AMPLE = 0.75
+"""Times p: with memory for as many microbatches in flight, the times of entry matter little."""
+INJECT_SHARE, TUNE_SHARE, ANNEAL_SHARE = 0.4, 0.8, 0.8
 """Shares of the remaining time limit for these stages."""
 ROUNDS = 12
 """Rounds of annealing; every third one starts from the best order."""
@@ -143,6 +146,7 @@ class Pipeline:
             (None, self._begin),
             (None, self._bound),
             (None, self._construct),
+            ("inject", self._inject),
             ("tune", self._tune),
             ("anneal", self._anneal),
             ("windows", self._windows),
@@ -203,6 +207,19 @@ class Pipeline:
                 self._take(_of(attempt))
             if self._is_over():
                 return
+
+    def _inject(self) -> None:
+        """Search the times at which microbatches enter, where memory is tight."""
+        placements = min(self.budget.injected, self.budget.most_injected * self.problem.max_actions) // CHAINS
+        if in_flight_caps(self.problem).min() >= AMPLE * self.problem.pp_degree:
+            return
+
+        def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+            seed = self.options.seed * CHAINS + number
+            for attempt in injection_search(self.problem, placements, seed, turn.flag):
+                yield None if attempt is None else _of(attempt)
+
+        self._race(chain_of, INJECT_SHARE)
 
     def _tune(self) -> None:
         """Search the parameters of constructors, then the suffix of the best order."""

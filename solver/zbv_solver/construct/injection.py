@@ -137,8 +137,10 @@ def inject(
             level[rank, FIRST] = begin
         else:
             level[rank, IDLE] += begin - level[rank, CLOCK]
-        # The rank takes at least the time before its first start, its idle time and its least load.
-        if (0.0 if is_span else level[rank, FIRST]) + level[rank, IDLE] + least_loads[rank] > most:
+        # The rank takes at least the time since the first entry, its idle time and its least load.
+        if (0.0 if is_span else level[rank, FIRST] - injection.entry[0]) + level[rank, IDLE] + least_loads[
+            rank
+        ] > most:
             return False
         level[rank, CLOCK] = begin + tables.duration[rank, action]
         level[rank, HELD] += tables.delta[rank, action]

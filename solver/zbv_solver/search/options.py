@@ -10,7 +10,7 @@ from zbv_solver.errors import InvalidInput
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
-STAGES = ("inject", "tune", "anneal", "windows", "exact")
+STAGES = ("tune", "inject", "anneal", "windows", "exact")
 """Stages of the search that can be left out to measure their contribution. Orders are always constructed."""
 
 
@@ -73,8 +73,22 @@ BRIEFLY_INJECTED = 2_000
 BRIEFLY_TUNED, BRIEFLY_ANNEALED, BRIEF_WINDOWS = 3_000, 60_000, 0.05
 BUDGETS: dict[str, Budget] = {
     "quick": Budget(2_000_000, 4_000_000, 1_000, 0, 0, 600_000, 3_000, 0, 0.0, 0, 0.0),
-    "standard": Budget(8_000_000, 60_000_000, 64_000, 60_000_000, 8_000, 400_000_000, 100_000, 2_000, 0.2, 200, 0.4),
-    "thorough": Budget(40_000_000, 1_000_000_000, 400_000, 500_000_000, 80_000, 1_500_000_000, 1_000_000, 30_000, 2.0, 800, 8.0),
+    "standard": Budget(
+        8_000_000, 60_000_000, 64_000, 60_000_000, 8_000, 400_000_000, 100_000, 2_000, 0.2, 200, 0.4
+    ),
+    "thorough": Budget(
+        40_000_000,
+        1_000_000_000,
+        400_000,
+        500_000_000,
+        80_000,
+        1_500_000_000,
+        1_000_000,
+        30_000,
+        2.0,
+        800,
+        8.0,
+    ),
 }
 
 

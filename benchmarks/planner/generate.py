@@ -129,6 +129,38 @@ def mixture() -> Iterator[Document]:
         yield {"name": f"random-{p}x{m}-{share}-{objective}-{seed}", "problem": document}
 
 
+PROFILES = {
+    "1.5B-8x32": (8, 32, (18546, 18097, 9321, 762), (201216, -127488, -73728)),
+    "6.2B-8x64": (8, 64, (29802, 29428, 19530, 577), (303104, -172032, -131072)),
+    "v6.2B-16x48": (16, 48, (14407, 14380, 9676, 1610), (303104, -172032, -131072)),
+    "14.6B-16x48": (16, 48, (10145, 10454, 7877, 755), (378880, -215040, -163840)),
+    "v28.3B-32x96": (32, 96, (9458, 9748, 7288, 879), (454656, -258048, -196608)),
+}
+"""Ranks, microbatches, costs (F, I, W, p2p) and memory per stage: the profiles of ``public.json``. Its 14.6B
+model has 24 ranks there; with 16 ranks, stages have 1.5 times as many layers."""
+TIGHT = (0.35, 0.4, 0.45, 0.5)
+"""Shares of 1F1B's memory."""
+
+
+def tight() -> Iterator[Document]:
+    """Forty problems in 0.35 to 0.5 of the memory of 1F1B: profiled costs, equal stages, uneven stages."""
+    for name, (p, m, times, amounts) in PROFILES.items():
+        for share in TIGHT:
+            costs: Document = dict(zip((*BASE, "p2p"), times, strict=True))
+            document = problem(p, m, costs, 0)
+            deltas = dict(zip(BASE, amounts, strict=True))
+            document["memory"] = deltas | {"limit": _number(share * 2 * p * amounts[0])}
+            yield {"name": f"tight-{name}-{share}", "problem": document}
+    for share in TIGHT:
+        unit = {"forward": 1000, "backward_input": 1000, "backward_weight": 1000, "p2p": 0}
+        yield {"name": f"tight-equal-8x32-{share}", "problem": problem(8, 32, unit, share * 32)}
+    for seed, (p, m) in enumerate(((8, 24), (8, 48), (16, 64), (32, 128))):
+        for share in TIGHT:
+            objective = "makespan" if seed == 1 else "span"
+            document = heterogeneous(p, m, share, seed, objective)
+            yield {"name": f"tight-uneven-{p}x{m}-{share}", "problem": document}
+
+
 def targeted(name: str, document: Document, *, gap: float, seconds: int) -> Document:
     """An instance with effort thorough, limited to the time of its target."""
     return {
@@ -145,6 +177,7 @@ FILES: dict[str, Callable[[], Iterator[Document]]] = {
     "proofs.json": proofs,
     "growth.json": growth,
     "random.json": mixture,
+    "tight.json": tight,
 }
 
 

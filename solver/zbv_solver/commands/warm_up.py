@@ -22,7 +22,7 @@ def main() -> int:
         from zbv_solver.search.search import SearchOptions, search
 
         costs = {"forward": [2, 3, 2, 4], "backward_input": 2, "backward_weight": 1, "p2p": 1}
-        memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 6}
+        memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 4}
         for objective in ("span", "makespan"):
             problem = {
                 "pp_degree": 2,

@@ -116,7 +116,7 @@ def place(
     board.length[rank] = at + 1
     letter = action & 3
     if letter == W:
-        board.ends[rank, FRONT] += 1
+        _leave_queue(board, rank, action >> 2)
         return
     position = tables.position[rank, action]
     board.end[position, board.placed[position]] = finish
@@ -124,6 +124,20 @@ def place(
     if letter == I:
         board.queue[rank, board.ends[rank, BACK]] = action >> 2
         board.ends[rank, BACK] += 1
+
+
+@compiled_leaf
+def _leave_queue(board: Board, rank: int, chunk: int) -> None:  # pragma: no cover - compiled
+    """Remove the oldest waiting W of a chunk from the queue."""
+    queue, at = board.queue[rank], board.ends[rank, FRONT]
+    # Constructors always take the oldest W of all chunks. An order that was made in another way may not, and
+    # then the older W's of other chunks wait on.
+    while queue[at] != chunk:
+        at += 1
+    while at > board.ends[rank, FRONT]:
+        queue[at] = queue[at - 1]
+        at -= 1
+    board.ends[rank, FRONT] += 1
 
 
 @compiled_leaf

@@ -10,7 +10,7 @@ from zbv_solver.errors import InvalidInput
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
-STAGES = ("tune", "anneal", "windows", "exact")
+STAGES = ("tune", "inject", "anneal", "windows", "exact")
 """Stages of the search that can be left out to measure their contribution. Orders are always constructed."""
 
 
@@ -22,6 +22,10 @@ class Budget:
     ----------
     constructed
         Actions that the constructors may place after their first orders.
+    injected
+        Actions that the search for injections may place.
+    most_injected
+        Orders that it may construct.
     tuned
         Actions that the parameter search may place.
     most_tuned
@@ -41,6 +45,8 @@ class Budget:
     """
 
     constructed: int
+    injected: int
+    most_injected: int
     tuned: int
     most_tuned: int
     annealed: int
@@ -56,17 +62,33 @@ class Budget:
             return self
         return replace(
             self,
+            most_injected=min(self.most_injected, BRIEFLY_INJECTED),
             most_tuned=min(self.most_tuned, BRIEFLY_TUNED),
             most_annealed=min(self.most_annealed, BRIEFLY_ANNEALED),
             window_time=min(self.window_time, BRIEF_WINDOWS),
         )
 
 
+BRIEFLY_INJECTED = 2_000
 BRIEFLY_TUNED, BRIEFLY_ANNEALED, BRIEF_WINDOWS = 3_000, 60_000, 0.05
 BUDGETS: dict[str, Budget] = {
-    "quick": Budget(2_000_000, 0, 0, 600_000, 3_000, 0, 0.0, 0, 0.0),
-    "standard": Budget(8_000_000, 60_000_000, 8_000, 100_000_000, 60_000, 2_000, 0.2, 200, 0.4),
-    "thorough": Budget(40_000_000, 500_000_000, 80_000, 1_500_000_000, 1_000_000, 30_000, 2.0, 800, 8.0),
+    "quick": Budget(2_000_000, 4_000_000, 1_000, 0, 0, 600_000, 3_000, 0, 0.0, 0, 0.0),
+    "standard": Budget(
+        8_000_000, 60_000_000, 64_000, 60_000_000, 8_000, 400_000_000, 100_000, 2_000, 0.2, 200, 0.4
+    ),
+    "thorough": Budget(
+        40_000_000,
+        1_000_000_000,
+        400_000,
+        500_000_000,
+        80_000,
+        1_500_000_000,
+        1_000_000,
+        30_000,
+        2.0,
+        800,
+        8.0,
+    ),
 }
 
 

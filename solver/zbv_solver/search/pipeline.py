@@ -18,8 +18,15 @@ from types import TracebackType
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial, simple_rule
+from zbv_solver.construct.list_scheduling import (
+    ListScheduler,
+    in_flight_caps,
+    priority_schedules,
+    serial,
+    simple_rule,
+)
 from zbv_solver.improve.annealing import anneal
+from zbv_solver.improve.injection_search import injection_search
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
 from zbv_solver.improve.useless_splits import without_useless_splits
@@ -38,8 +45,12 @@ from zbv_solver.verify.verifier import verify_orders
 CHAINS = 2
 REST_SHARE = 0.5
 """Share of the tuning budget that is spent on suffix search."""
-TUNE_SHARE, ANNEAL_SHARE = 0.8, 0.8
+AMPLE = 0.75
+"""Times p: with memory for as many microbatches in flight, the times of entry matter little."""
+TUNE_SHARE, TIGHT_TUNE_SHARE, INJECT_SHARE, ANNEAL_SHARE = 0.8, 0.4, 0.6, 0.8
 """Shares of the remaining time limit for these stages."""
+NEARLY = 1.02
+"""A start of annealing may be worse than the incumbent by this factor."""
 ROUNDS = 12
 """Rounds of annealing; every third one starts from the best order."""
 WARMEST = 0.1
@@ -93,8 +104,12 @@ class Pipeline:
         times here are in this unit.
     bound, source
         The best proven bound, and where it comes from.
+    tuned, injected
+        The best orders before and of the search for injections.
     heard
         The best objective that was reported.
+    is_tight
+        Whether memory has space for few microbatches in flight.
     """
 
     def __init__(
@@ -118,7 +133,10 @@ class Pipeline:
         self.lock = Lock()
         self.bound, self.source = 0.0, "bounds"
         self.found: Found | None = None
+        self.tuned: Found | None = None
+        self.injected: Found | None = None
         self.heard = float("inf")
+        self.is_tight = bool(in_flight_caps(self.problem).min() < AMPLE * self.problem.pp_degree)
 
     def __enter__(self) -> Pipeline:
         self.halt.__enter__()
@@ -144,6 +162,7 @@ class Pipeline:
             (None, self._bound),
             (None, self._construct),
             ("tune", self._tune),
+            ("inject", self._inject),
             ("anneal", self._anneal),
             ("windows", self._windows),
             ("exact", self._refine),
@@ -223,19 +242,36 @@ class Pipeline:
                 for attempt in rest_search(self.problem, best.orders, rest, seed, turn.flag, rule):
                     yield None if attempt is None else _of(attempt)
 
-        self._race(chain_of, TUNE_SHARE)
+        self._race(chain_of, TIGHT_TUNE_SHARE if self.is_tight else TUNE_SHARE)
+
+    def _inject(self) -> None:
+        """Search the times at which microbatches enter, where memory is tight."""
+        if not self.is_tight:
+            return
+        placements = min(self.budget.injected, self.budget.most_injected * self.problem.max_actions)
+
+        def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+            seed = self.options.seed * CHAINS + number
+            for attempt in injection_search(self.problem, placements // CHAINS, seed, turn.flag):
+                yield None if attempt is None else _of(attempt)
+
+        self.tuned = self.found
+        self.injected = self._race(chain_of, INJECT_SHARE)
 
     def _anneal(self) -> None:
-        """Move single actions, starting from the incumbent."""
+        """Move single actions; one chain starts from the tuned order if it is about as good as the other."""
         moves = min(self.budget.most_annealed, self.budget.annealed // self.problem.max_actions)
         moves //= CHAINS * ROUNDS
         if moves < 1 or self.found is None:
             return
-        best = self.found
+        starts = [self.found] * CHAINS
+        for other in (self.tuned, self.injected):
+            if other is not None and self.found.value < other.value <= self.found.value * NEARLY:
+                starts[1] = other
         unit = float(self.problem.arrays.duration[:3].mean())
 
         def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
-            own = start = best
+            own = start = starts[number]
             for round_number in range(ROUNDS):
                 round_of_three = round_number % 3
                 result = anneal(
@@ -300,8 +336,8 @@ class Pipeline:
             return None
         return max(0.01, self.options.time_limit - (time.monotonic() - self.began))
 
-    def _race(self, chain_of: Callable[[int, Turn], Iterator[Found | None]], share: float) -> None:
-        """Run the chains; the best of their orders becomes the incumbent.
+    def _race(self, chain_of: Callable[[int, Turn], Iterator[Found | None]], share: float) -> Found | None:
+        """Run the chains; the best of their orders becomes the incumbent if it is better, and is returned.
 
         When a chain meets the bound, every other chain ends once it has made as many steps, so that the plan
         does not depend on which chain was faster. A stage takes at most ``share`` of the remaining time. A
@@ -330,6 +366,7 @@ class Pipeline:
             best = bests[number]
             if best is not None and self._is_better(best.value):
                 self._take(best)
+        return min((best for best in bests if best is not None), key=lambda best: best.value, default=None)
 
     @contextmanager
     def _turn(self, until: float | None, waiting: int) -> Iterator[Turn]:

@@ -7,24 +7,28 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from support.orders import random_orders
 from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
-from support.reference import all_orders_of_one_microbatch, is_monotone
-from zbv_solver.construct.list_scheduling import serial
+from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
+from zbv_solver.construct.attempt import Attempt, from_orders
+from zbv_solver.construct.list_scheduling import ListScheduler, serial, simple_rule
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.halt import Turn
 from zbv_solver.search.pipeline import Found, Pipeline
-from zbv_solver.search.search import STAGES, Progress, SearchOptions, make_plan, search
+from zbv_solver.search.search import STAGES, Effort, Progress, SearchOptions, make_plan, search
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.timing.start_times import objective_of as evaluate_objective
-from zbv_solver.verify.verifier import verify
+from zbv_solver.verify.verifier import verify, verify_orders
 
 QUICK = SearchOptions(effort="quick")
 
@@ -179,6 +183,36 @@ def test_a_resumed_search_is_never_worse_than_its_incumbent() -> None:
     assert resumed.objective <= best.objective
     worse = search(problem, QUICK, incumbent=serial(problem).orders)
     assert worse.plan_id == search(problem, QUICK).plan_id
+
+
+@pytest.mark.parametrize("effort", get_args(Effort))
+@given(problem=problems(max_p=3, max_m=4, kinds=("v", "loop", "single")), seed=st.integers(0, 99))
+@settings(max_examples=8)
+def test_a_search_resumes_from_any_verified_order(effort: Effort, problem: Problem, seed: int) -> None:
+    orders = random_orders(problem, random.Random(seed))
+    peak = tuple(float(amount) for amount in peak_memory(problem, orders))
+    problem = replace(problem, memory=replace(problem.memory, limit=peak))
+    verify_orders(problem, orders)
+    resumed = search(problem, SearchOptions(effort, without=("windows", "exact")), incumbent=orders)
+    verify(resumed)
+    assert resumed.objective <= evaluate_objective(problem, orders) * (1 + 1e-9)
+
+
+def test_the_rest_of_an_order_may_follow_weights_in_any_order() -> None:
+    """Constructors run the oldest W first; here rank 1 runs the W of its other stage first."""
+    problem = uniform(2, 2)
+    rows = [
+        "0F0 0F1 3F0 3I0 0I0 3F1 3I1 0I1 3W0 3W1 0W0 0W1",
+        "1F0 2F0 2I0 1I0 1F1 2F1 1W0 2W0 2I1 1I1 1W1 2W1",
+    ]
+    start = Orders.from_text([row.split() for row in rows])
+    code, length = from_orders(start, problem)
+    scheduler = ListScheduler(problem)
+    for kept in range(int(length[1]) + 1):
+        rule = simple_rule(problem, "backward-deep", 1.0, 0.0)
+        until = np.array([length[0], kept]) if kept == length[1] else np.array([2, min(kept, 9)])
+        assert scheduler.value(rule, kept=(code, until)) < float("inf")
+        verify_orders(problem, Attempt.of("rest", problem, scheduler.board).orders)
 
 
 def test_an_incumbent_of_another_problem_is_refused() -> None:

@@ -1,0 +1,274 @@
+"""Annealing of injections: of the times at which microbatches enter, and of the delays of ranks.
+
+Microbatches that enter one after another at equal distances are rarely best. Rhythms of two to four
+microbatches, and both ramps, emerge from moves that change one distance, every K-th one, or repeat a stretch.
+
+Uneven stages make the search rugged. It therefore runs on smoothed costs, too, where every stage's cost is a
+mean of its own and the average; the orders that it finds are timed with the real costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, product
+from typing import NamedTuple
+
+import numpy as np
+
+from zbv_solver.construct.attempt import Attempt, from_orders
+from zbv_solver.construct.board import CLOCK, FIRST, Board
+from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, inject
+from zbv_solver.construct.tables import Tables, fuse_options
+from zbv_solver.improve.annealing import anneal
+from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import compiled, compiled_leaf
+from zbv_solver.problem.problem import Costs, Problem
+
+SHARES_OF_OWN = (1.0, 0.3, 0.0, 0.6)
+"""Share of a stage's own cost in its smoothed cost, by run."""
+PACES = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
+"""Distances between microbatches that are tried first, as multiples of the largest load per microbatch."""
+WEIGHT_DELAYS = (0.0, 0.5, 1.0, 2.0)
+FORWARD_DELAYS = (0.0, 0.5, -0.5)
+"""Delays of W's and of the first chunk's F's that are tried first, as multiples of the mean duration."""
+POLISH, COOL = 2_000, 0.05
+"""Moves of annealing that every run ends with, and their temperature as a share of the mean duration."""
+SLICES = 10
+"""A run is divided into this many calls of the kernel, so that the caller can poll in between."""
+DELAYS = 0.25
+"""Share of moves that change a delay; the others change gaps."""
+ADJACENT, FAR = 0.6, 0.3
+"""Probability that a change of a delay concerns adjacent ranks only, and that these may be many."""
+LONGEST_RHYTHM = 6
+"""Most microbatches of a rhythm that a move repeats."""
+WARMEST = 0.3
+"""First temperature of a run, as a share of the mean duration; it falls with the square of the rest."""
+
+
+class Best(NamedTuple):
+    """The parameters of a run; kernels write into it.
+
+    Attributes
+    ----------
+    gap, delay
+        (m,) and (p, 3 * c): the current ones; ``gap`` is the distance from the previous entry.
+    best_gap, best_delay
+        Those with the smallest objective.
+    value
+        (2,): the objective of the current and of the best ones.
+    """
+
+    gap: FloatArray
+    delay: FloatArray
+    best_gap: FloatArray
+    best_delay: FloatArray
+    value: FloatArray
+
+
+class Slice(NamedTuple):
+    """The evaluations ``begin`` to ``end`` of a run; the temperature is that of its beginning."""
+
+    begin: int
+    end: int
+    evaluations: int
+    temperature: float
+    unit: float
+    seed: int
+
+
+def injection_search(
+    problem: Problem, placements: int, seed: int = 0, halt: IntArray | None = None
+) -> Iterator[Attempt | None]:
+    """Attempts, one per run, and None in between (so that the caller can poll).
+
+    Parameters
+    ----------
+    placements
+        Number of actions that all runs together may place.
+    halt
+        (1,) uint8: another thread sets it to end the current evaluation.
+    """
+    evaluations = placements // (len(SHARES_OF_OWN) * problem.max_actions)
+    fuses = fuse_options(problem)
+    unit = _mean_duration(problem)
+    if evaluations < 1 or unit <= 0.0:
+        return
+    for run, share in enumerate(SHARES_OF_OWN):
+        seed_of_run = seed * len(SHARES_OF_OWN) + run
+        name, fuse = fuses[(seed + run) % len(fuses)]
+        method = f"injection(own={share:g},fuse={name})"
+        scheduler = InjectionScheduler(smoothed(problem, share), fuse, halt)
+        annealing = _Run(scheduler, evaluations, seed_of_run)
+        for part in range(SLICES):
+            annealing.advance(part)
+            yield None
+        found = scheduler.attempt(annealing.best, method)
+        if found is None:
+            yield None
+            continue
+        # The costs were smoothed, so the order is timed again, and adapted a little to the real costs.
+        polished = anneal(
+            problem, found.orders, moves=POLISH, temperature=COOL * unit, seed=seed_of_run, halt=halt
+        )
+        yield Attempt.retimed(method, problem, *from_orders(polished.orders, problem))
+
+
+def smoothed(problem: Problem, share: float) -> Problem:
+    """The problem with costs of stages between their own (1) and the average of all stages (0)."""
+
+    def of(times: tuple[float, ...]) -> tuple[float, ...]:
+        row = np.array(times)
+        return tuple((share * row + (1 - share) * row.mean()).tolist())
+
+    costs = problem.costs
+    own = Costs(
+        of(costs.forward),
+        of(costs.backward_input),
+        of(costs.backward_weight),
+        costs.p2p,
+        None if costs.backward is None else of(costs.backward),
+    )
+    return replace(problem, costs=own, model=None)
+
+
+def _mean_duration(problem: Problem) -> float:
+    """Of F, I and W over all stages."""
+    return float(problem.arrays.duration[:3].mean())
+
+
+class _Run:
+    """One annealing of injections, from the best even one."""
+
+    def __init__(self, scheduler: InjectionScheduler, evaluations: int, seed: int):
+        self.scheduler, self.evaluations, self.seed = scheduler, evaluations, seed
+        self.unit = _mean_duration(scheduler.problem)
+        first = self._first()
+        gap = np.diff(first.entry, prepend=0.0)
+        self.state = Best(gap, first.delay, gap.copy(), first.delay.copy(), np.full(2, np.inf))
+
+    @property
+    def best(self) -> Injection:
+        """The best injection so far."""
+        return Injection(np.cumsum(self.state.best_gap), self.state.best_delay)
+
+    def advance(self, part: int) -> None:
+        """Evaluate the next slice."""
+        begin, end = (self.evaluations * number // SLICES for number in (part, part + 1))
+        scheduler = self.scheduler
+        _anneal(
+            scheduler.tables,
+            scheduler.board,
+            scheduler.choices,
+            scheduler.least_loads,
+            scheduler.is_span,
+            self.state,
+            Slice(begin, end, self.evaluations, WARMEST * self.unit, self.unit, self.seed * SLICES + part),
+        )
+
+    def _first(self) -> Injection:
+        """The best even injection, of as many as the run has evaluations."""
+        problem, m = self.scheduler.problem, self.scheduler.problem.microbatches
+        load = float(self.scheduler.tables.loads(least=True).max()) / m
+        shape = problem.pp_degree, 3 * problem.placement.chunks
+        found, least = Injection(np.arange(m) * load, np.zeros(shape)), np.inf
+        tried = product(PACES, WEIGHT_DELAYS, FORWARD_DELAYS)
+        for pace, weight, forward in islice(tried, self.evaluations):
+            delay = np.zeros(shape)
+            delay[:, 2 * problem.placement.chunks :] = weight * self.unit
+            delay[:, 0] = forward * self.unit
+            injection = Injection(np.arange(m) * load * pace, delay)
+            value = self.scheduler.value(injection, least)
+            if value < least:
+                found, least = injection, value
+        return found
+
+
+@compiled
+def _anneal(
+    tables: Tables,
+    board: Board,
+    choices: Choices,
+    least_loads: FloatArray,
+    is_span: bool,
+    state: Best,
+    part: Slice,
+) -> None:  # pragma: no cover - compiled
+    """Evaluate neighbours of the current parameters; accept better ones and, while warm, worse ones."""
+    np.random.seed(part.seed)
+    gap, delay, entry = state.gap.copy(), state.delay.copy(), np.zeros(len(state.gap))
+    for evaluation in range(part.begin, part.end):
+        if board.halt[0]:
+            return
+        gap[:], delay[:] = state.gap, state.delay
+        if evaluation > 0:
+            if np.random.random() < DELAYS or len(gap) < 3:
+                _change_delay(delay, part.unit)
+            else:
+                _change_gaps(gap, part.unit)
+        time = 0.0
+        for k in range(len(gap)):
+            time += gap[k]
+            entry[k] = time
+        rest = 1.0 - evaluation / part.evaluations
+        # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
+        most = state.value[0] - part.temperature * rest * rest * np.log(1.0 - np.random.random())
+        if not inject(tables, board, choices, Injection(entry, delay), least_loads, is_span, most):
+            continue
+        value = _value(board, is_span)
+        if value <= most:
+            state.value[0] = value
+            state.gap[:], state.delay[:] = gap, delay
+            if value < state.value[1]:
+                state.value[1] = value
+                state.best_gap[:], state.best_delay[:] = gap, delay
+
+
+@compiled_leaf
+def _value(board: Board, is_span: bool) -> float:  # pragma: no cover - compiled
+    """The span or makespan of a complete board."""
+    first, last, longest = np.inf, -np.inf, -np.inf
+    for rank in range(len(board.length)):
+        begin, end = board.level[rank, FIRST], board.level[rank, CLOCK]
+        first, last, longest = min(first, begin), max(last, end), max(longest, end - begin)
+    return longest if is_span else last - first
+
+
+@compiled_leaf
+def _change_delay(delay: FloatArray, unit: float) -> None:  # pragma: no cover - compiled
+    """Change the delay of a kind of action on all ranks, or on adjacent ones."""
+    p, kind = delay.shape[0], np.random.randint(delay.shape[1])
+    change = unit * 10.0 ** np.random.uniform(-1.0, 0.5) * np.random.normal()
+    low, high = 0, p
+    if np.random.random() < ADJACENT:
+        low = np.random.randint(p)
+        most = p if np.random.random() < FAR else 3
+        high = min(p, low + 1 + np.random.randint(most))
+    for rank in range(low, high):
+        delay[rank, kind] += change
+
+
+@compiled_leaf
+def _change_gaps(gap: FloatArray, unit: float) -> None:  # pragma: no cover - compiled
+    """Change one gap, change every K-th gap of a stretch, scale a stretch, or repeat K gaps."""
+    m, draw = len(gap), np.random.random()
+    change = unit * 10.0 ** np.random.uniform(-1.0, 0.5) * np.random.normal()
+    low = 1 + np.random.randint(m - 1)
+    high = min(m, low + 1 + np.random.randint(m))
+    step = 1 + np.random.randint(LONGEST_RHYTHM)
+    if draw < 0.4:
+        change = max(change, -gap[low])
+        gap[low] += change
+        # Half the time, the following microbatches enter at the same times as before.
+        if low + 1 < m and np.random.random() < 0.5:
+            gap[low + 1] = max(0.0, gap[low + 1] - change)
+    elif draw < 0.64:
+        for k in range(low, high, step):
+            gap[k] = max(0.0, gap[k] + change)
+    elif draw < 0.78:
+        factor = np.exp(0.1 * np.random.normal())
+        for k in range(low, high):
+            gap[k] *= factor
+    else:
+        for k in range(low + step, high):
+            gap[k] = gap[k - step]

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zbv_solver.bounds.directions import directions
+from zbv_solver.bounds.priced import priced_bounds
 from zbv_solver.bounds.quick import one_machine_bounds
 from zbv_solver.bounds.ramps import Window, machine_bound, other_rank_bound, ramp_bound
 from zbv_solver.problem.problem import Problem
 
 __all__ = ["Bound", "BoundEffort", "lower_bound"]
 
-BoundEffort = Literal["quick", "full"]
+BoundEffort = Literal["quick", "full", "thorough"]
 
 HEADS = 50_000
 """Heads and tails that a bound may compute, a microsecond each. If all of them are too many, the bound looks
@@ -49,7 +50,11 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full") -> Bound:
         return best
     by_strength = sorted(range(problem.pp_degree), key=lambda rank: -quick[rank])
     full = _makespan_bounds if problem.objective == "makespan" else _span_bounds
-    return max([best, *full(problem, by_strength)], key=lambda bound: bound.value)
+    bounds = [best, *full(problem, by_strength)]
+    if effort == "thorough":
+        priced = priced_bounds(problem, _known(problem))
+        bounds += [Bound(value, f"states of the memory of rank {rank}") for rank, value in priced]
+    return max(bounds, key=lambda bound: bound.value)
 
 
 def _known(problem: Problem) -> int:

@@ -49,12 +49,20 @@ class MemoryStates:
         (3 chunks,) of the actions.
     paths
         (gaps,) the least time between the starts of two visits.
+    amount
+        (gaps + chunks,) memory that a microbatch in a gap, or a cell that waits, holds.
     """
 
     states: IntArray
     follows: IntArray
     duration: FloatArray
     paths: FloatArray
+    amount: FloatArray
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of the rank."""
+        return len(self.amount) - len(self.paths)
 
     @classmethod
     def of(cls, direction: Direction, rank: int, microbatches: int) -> MemoryStates | None:
@@ -90,7 +98,7 @@ class MemoryStates:
         states, follows = _completable(states, follows, change)
         rests = np.where(modelled[gaps:], work[REST_AFTER], 0.0)
         duration = np.concatenate([work[UP], work[DOWN, ::-1], rests])
-        return cls(states, follows, duration, _paths(direction, rank))
+        return cls(states, follows, duration, _paths(direction, rank), amount)
 
 
 def _paths(direction: Direction, rank: int) -> FloatArray:

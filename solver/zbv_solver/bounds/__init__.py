@@ -39,7 +39,8 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full") -> Bound:
     """The best bound of the problem's objective, in its time unit: Lemma 23.
 
     ``quick`` takes about a millisecond at 16 ranks and 64 microbatches; ``full`` ten to a hundred times
-    that, and is much stronger where memory is tight.
+    that, and is much stronger where memory is tight. ``thorough`` adds the states of a rank's memory
+    (:mod:`.priced`); it takes up to a second and is stronger still at half of 1F1B's memory or less.
     """
     quick = one_machine_bounds(problem)
     best = Bound(0.0, "nothing to do")

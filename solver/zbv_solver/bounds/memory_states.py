@@ -35,7 +35,7 @@ MOST_STATES = 60_000
 
 @dataclass(frozen=True, eq=False)
 class MemoryStates:
-    """The states of a rank from which all work can still be completed.
+    """The states of a rank from which all work can still be completed: Lemma 38.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class MemoryStates:
         capacity = float(direction.capacity[rank])
         if not np.isfinite(capacity) or amount[:gaps].min() <= 0:
             return None
-        # W's that hold no memory may wait for ever: they are left out, which only relaxes.
+        # W's that hold no memory may wait forever: they are left out, which only relaxes.
         modelled = amount > 0
         most = np.zeros(len(amount), np.int64)
         most[modelled] = np.minimum(capacity / amount[modelled], microbatches * chunks).astype(np.int64)

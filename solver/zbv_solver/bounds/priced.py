@@ -50,7 +50,8 @@ class Ramp(NamedTuple):
     value
         (N,) what a state adds to the value of the work done.
     work, cell_work, longest
-        (N,) work done of the microbatches in ``behind``, work of every other one that has begun its last visit, and the longest duration.
+        (N,) work done of the microbatches in ``behind``, work of every other one that has begun its last
+        visit, and the longest duration.
     least
         (N,) microbatches that have surely begun their last visit.
     begin
@@ -154,7 +155,10 @@ def window_bound(window: Window, rank: int, model: MemoryStates, prices: Prices,
     ramps = early_ramp(model, prices, heads), late_ramp(model, prices, tails, closes)
     early, late = (ramp.times(m) for ramp in ramps)
     begun, left = ramps[0].begun(early), ramps[1].begun(late)
-    gained, kept = early - _most_saved(ramps[0], prices.cost, early), late - _most_saved(ramps[1], prices.cost, late)
+    gained, kept = (
+        early - _most_saved(ramps[0], prices.cost, early),
+        late - _most_saved(ramps[1], prices.cost, late),
+    )
     bounds = m * prices.slope + gained[:, None] + kept[None, :]
     # The ramps must not overlap.
     apart = begun[:, None] + left[None, :] < m

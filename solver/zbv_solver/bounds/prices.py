@@ -11,15 +11,15 @@ from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 
-ROUNDS = np.int64(48)
+ROUNDS = 48
 """Microbatches that value iteration looks ahead; more gained nothing in experiments."""
-PERIODS = np.int64(6)
+PERIODS = 6
 """Longest period, in microbatches, that value iteration recognises."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Prices of a rank's gaps, and what a microbatch costs then.
+    """Prices of a rank's gaps, and what a microbatch costs then: Lemma 39.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Prices:
         earned = model.states[:, : len(model.paths)] @ proportions
         most = float(earned.max())
         rate = np.maximum(0.0, 1.0 - earned / most)
-        cost, potential = _cheapest(model.follows, model.duration, rate, ROUNDS, PERIODS)
+        cost, potential = _cheapest(model.follows, model.duration, rate)
         price = proportions / most
         return cls(price, cost, potential, cost + float(price @ model.paths))
 
@@ -65,18 +65,18 @@ class Prices:
 
 @compiled
 def _cheapest(
-    follows: IntArray, duration: FloatArray, rate: FloatArray, rounds: int, periods: int
+    follows: IntArray, duration: FloatArray, rate: FloatArray
 ) -> tuple[float, FloatArray]:  # pragma: no cover - compiled
     """A bound of the least mean cost of a cycle per F of chunk 0, and potentials that prove it: Lemma 39.
 
     ``rate`` (N,) is the cost of a state per unit of time.
     """
     n, actions = follows.shape
-    kept = periods + 1
+    kept = PERIODS + 1
     # Row k % kept: the least cost of a path that ends in a state after k F's of chunk 0.
     least = np.zeros((kept, n))
     best, potential = -1.0, np.zeros(n)
-    for k in range(1, rounds + 1):
+    for k in range(1, ROUNDS + 1):
         now, before = least[k % kept], least[(k - 1) % kept]
         now[:] = np.inf
         for s in range(n):
@@ -89,7 +89,7 @@ def _cheapest(
                 t = follows[s, a]
                 if t >= 0:
                     now[t] = min(now[t], now[s] + duration[a] * rate[t])
-        for period in range(1, min(periods, k) + 1):
+        for period in range(1, min(PERIODS, k) + 1):
             old = least[(k - period) % kept]
             growth = np.inf
             for s in range(n):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.bounds.directions import DOWN, UP, directions
-from zbv_solver.bounds.memory_states import MemoryStates
+from zbv_solver.bounds.memory_states import MOST_STATES, MemoryStates
 from zbv_solver.bounds.prices import Prices
 from zbv_solver.bounds.ramps import Window
 from zbv_solver.kernels.arrays import FloatArray, IntArray
@@ -179,12 +179,13 @@ def priced_bounds(problem: Problem, known: int) -> Iterator[tuple[int, float]]:
     window = Window.of(forwards, backwards, None if makespan else 0, known, m)
     states = 0
     for number, rank in enumerate(ranks):
-        model = MemoryStates.of(forwards, rank, m)
-        if model is None:
-            continue
-        states += len(model.states)
         if number >= 3 and states > STATES:
             return
+        model = MemoryStates.of(forwards, rank, m)
+        # Without a limit or with too many states, finding that out counts as the most states.
+        states += MOST_STATES if model is None else len(model.states)
+        if model is None:
+            continue
         prices = Prices.best(model)
         if prices.slope > float(work.max()) * (1 + TINY):
             yield rank, window_bound(window, rank, model, prices, makespan or rank == 0)

@@ -169,6 +169,7 @@ class _Stages(_Examination):
             self.coverage.exact[self.kind] += 1
         self.bound("quick", bounds.lower_bound(problem, effort="quick").value)
         self.bound("full", bounds.lower_bound(problem).value)
+        self.bound("thorough", bounds.lower_bound(problem, effort="thorough").value)
         self._windows(problem, pipeline)
         if self.chance.random() < 0.4:
             self._proof(problem)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zbv_solver.bounds.directions import directions
+from zbv_solver.bounds.priced import priced_bounds
 from zbv_solver.bounds.quick import one_machine_bounds
 from zbv_solver.bounds.ramps import Window, machine_bound, other_rank_bound, ramp_bound
 from zbv_solver.problem.problem import Problem
 
 __all__ = ["Bound", "BoundEffort", "lower_bound"]
 
-BoundEffort = Literal["quick", "full"]
+BoundEffort = Literal["quick", "full", "thorough"]
 
 HEADS = 50_000
 """Heads and tails that a bound may compute, a microsecond each. If all of them are too many, the bound looks
@@ -38,7 +39,8 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full") -> Bound:
     """The best bound of the problem's objective, in its time unit: Lemma 23.
 
     ``quick`` takes about a millisecond at 16 ranks and 64 microbatches; ``full`` ten to a hundred times
-    that, and is much stronger where memory is tight.
+    that, and is much stronger where memory is tight. ``thorough`` adds the states of a rank's memory
+    (:mod:`.priced`); it takes up to a second and is stronger still at half of 1F1B's memory or less.
     """
     quick = one_machine_bounds(problem)
     best = Bound(0.0, "nothing to do")
@@ -49,7 +51,11 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full") -> Bound:
         return best
     by_strength = sorted(range(problem.pp_degree), key=lambda rank: -quick[rank])
     full = _makespan_bounds if problem.objective == "makespan" else _span_bounds
-    return max([best, *full(problem, by_strength)], key=lambda bound: bound.value)
+    bounds = [best, *full(problem, by_strength)]
+    if effort == "thorough":
+        priced = priced_bounds(problem, _known(problem))
+        bounds += [Bound(value, f"states of the memory of rank {rank}") for rank, value in priced]
+    return max(bounds, key=lambda bound: bound.value)
 
 
 def _known(problem: Problem) -> int:

@@ -15,7 +15,7 @@ from functools import partial
 from threading import Lock
 from types import TracebackType
 
-from zbv_solver.bounds import lower_bound
+from zbv_solver.bounds import BoundEffort, lower_bound
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import (
@@ -208,7 +208,8 @@ class Pipeline:
 
     def _bound(self) -> None:
         """Compute the full lower bound."""
-        self._raise_bound(lower_bound(self.problem).value, "bounds")
+        effort: BoundEffort = "full" if self.options.effort == "quick" else "thorough"
+        self._raise_bound(lower_bound(self.problem, effort).value, "bounds")
 
     def _construct(self) -> None:
         """Construct greedy and list-scheduled orders alternately."""

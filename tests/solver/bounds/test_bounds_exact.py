@@ -44,14 +44,14 @@ def test_never_above_the_proven_optimum(problem: Problem) -> None:
         verify_orders(problem, best)
     except InvalidPlan:
         assume(False)
-    assert lower_bound(problem).value <= value_of(problem, best) * (1 + 1e-9) + 1e-9
+    assert lower_bound(problem, "thorough").value <= value_of(problem, best) * (1 + 1e-9) + 1e-9
     assert_inside(problem, best)
 
 
 @given(limited_problems(max_p=4, max_m=5, kinds=KINDS), st.integers(0, 1000))
 @settings(max_examples=100)
 def test_every_random_order_respects_heads_and_tails(problem: Problem, seed: int) -> None:
-    bound = lower_bound(problem).value
+    bound = lower_bound(problem, "thorough").value
     for orders in random_orders(problem, random.Random(seed), 4):
         verify_orders(problem, orders)
         assert bound <= value_of(problem, orders) * (1 + 1e-9) + 1e-9
@@ -62,7 +62,7 @@ def test_every_random_order_respects_heads_and_tails(problem: Problem, seed: int
 @settings(max_examples=15)
 def test_no_climb_among_orders_gets_below(problem: Problem, seed: int) -> None:
     """Many random orders of the same problem, so that good ones are among them."""
-    bound = lower_bound(problem).value
+    bound = lower_bound(problem, "thorough").value
     best = min(value_of(problem, orders) for orders in random_orders(problem, random.Random(seed), 60))
     assert bound <= best * (1 + 1e-9) + 1e-9
 

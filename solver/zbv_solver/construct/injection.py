@@ -173,7 +173,7 @@ def inject(
 def _choose(
     tables: Tables, board: Board, choices: Choices, injection: Injection, rank: int
 ) -> None:  # pragma: no cover - compiled
-    """Choose the next action of a rank anew."""
+    """Choose the next action of a rank from all that could start."""
     chunks = choices.weights.shape[1]
     clock = board.level[rank, CLOCK]
     choices.key[rank] = np.inf

@@ -3,8 +3,8 @@
 Microbatches that enter one after another at equal distances are rarely best. Rhythms of two to four
 microbatches, and both ramps, emerge from moves that change one distance, every K-th one, or repeat a stretch.
 
-Uneven stages make the search rugged. It therefore runs on smoothed costs, too, where every stage's cost is a
-mean of its own and the average; the orders that it finds are timed with the real costs.
+Uneven stages make the search rugged. It therefore runs on smoothed costs, too, where every stage's cost lies
+between its real cost and the average; the orders that it finds are timed with the real costs.
 """
 
 from __future__ import annotations
@@ -171,13 +171,15 @@ class _Run:
         problem, m = self.scheduler.problem, self.scheduler.problem.microbatches
         load = float(self.scheduler.tables.loads(least=True).max()) / m
         shape = problem.pp_degree, 3 * problem.placement.chunks
-        found, least = Injection(np.arange(m) * load, np.zeros(shape)), np.inf
+        even: FloatArray = np.arange(m, dtype=np.float64) * load
+        found, least = Injection(even, np.zeros(shape)), np.inf
         tried = product(PACES, WEIGHT_DELAYS, FORWARD_DELAYS)
         for pace, weight, forward in islice(tried, self.evaluations):
             delay = np.zeros(shape)
             delay[:, 2 * problem.placement.chunks :] = weight * self.unit
             delay[:, 0] = forward * self.unit
-            injection = Injection(np.arange(m) * load * pace, delay)
+            entry: FloatArray = even * pace
+            injection = Injection(entry, delay)
             value = self.scheduler.value(injection, least)
             if value < least:
                 found, least = injection, value

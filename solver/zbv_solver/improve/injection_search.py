@@ -33,7 +33,7 @@ WEIGHT_DELAYS = (0.0, 0.5, 1.0, 2.0)
 FORWARD_DELAYS = (0.0, 0.5, -0.5)
 """Delays of W's and of the first chunk's F's that are tried first, as multiples of the mean duration."""
 POLISH, COOL = 2_000, 0.05
-"""Moves of annealing that every run ends with, and their temperature as a share of the mean duration."""
+"""Most moves of annealing at the end of a run, and their temperature as a share of the mean duration."""
 SLICES = 10
 """A run is divided into this many calls of the kernel, so that the caller can poll in between."""
 DELAYS = 0.25
@@ -99,7 +99,7 @@ def injection_search(
         name, fuse = fuses[(seed + run) % len(fuses)]
         method = f"injection(own={share:g},fuse={name})"
         scheduler = InjectionScheduler(smoothed(problem, share), fuse, halt)
-        annealing = _Run(scheduler, evaluations, seed_of_run)
+        annealing = _InjectionRun(scheduler, evaluations, seed_of_run)
         for part in range(SLICES):
             annealing.advance(part)
             yield None
@@ -109,7 +109,12 @@ def injection_search(
             continue
         # The costs were smoothed, so the order is timed again, and adapted a little to the real costs.
         polished = anneal(
-            problem, found.orders, moves=POLISH, temperature=COOL * unit, seed=seed_of_run, halt=halt
+            problem,
+            found.orders,
+            moves=min(POLISH, evaluations),
+            temperature=COOL * unit,
+            seed=seed_of_run,
+            halt=halt,
         )
         yield Attempt.retimed(method, problem, *from_orders(polished.orders, problem))
 
@@ -137,7 +142,7 @@ def _mean_duration(problem: Problem) -> float:
     return float(problem.arrays.duration[:3].mean())
 
 
-class _Run:
+class _InjectionRun:
     """One annealing of injections, from the best even one."""
 
     def __init__(self, scheduler: InjectionScheduler, evaluations: int, seed: int):

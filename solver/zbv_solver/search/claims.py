@@ -255,7 +255,7 @@ def _bound_claims(
 def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None = None) -> str:
     """Prove a stated lower bound of a plan's problem; returns a description of the proof.
 
-    The closed-form bounds (:mod:`zbv_solver.bounds`) are tried first, then CP-SAT if the problem is small
+    The lower bounds of :mod:`zbv_solver.bounds` are tried first, then CP-SAT if the problem is small
     enough that a thorough search would use it.
 
     Raises
@@ -271,9 +271,9 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     problem, unit = in_search_unit(plan.problem)
     # Stricter than the tolerance of metrics, because differences of this size decide about "optimal".
     enough = stated * (1 - OPTIMAL_GAP)
-    bound = lower_bound(problem).value * unit
+    bound = lower_bound(problem, "thorough").value * unit
     if bound >= enough:
-        return f"proved again: {bound:.9g}, in closed form"
+        return f"proved again: {bound:.9g}, without CP-SAT"
     if problem.max_actions <= BUDGETS["thorough"].exact_actions:
         from zbv_solver.improve.exact import refine
         from zbv_solver.timing.start_times import objective_of

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.problems import uniform_document
+from zbv_solver.bounds import lower_bound
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InvalidInput, InvalidPlan
@@ -34,8 +35,8 @@ TIGHT = {
     },
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 5},
 }
-"""Its bound in closed form is 93.5; CP-SAT proves that 96 is optimal."""
-TOO_LARGE = uniform_document(4, 40, limit=2) | {
+"""Its bound without CP-SAT is 93.5; CP-SAT proves that 96 is optimal."""
+TOO_LARGE = uniform_document(4, 40, limit=4) | {
     "costs": {"forward": [20, 19, 23, 17, 22, 21, 17, 26], "backward_input": 21, "backward_weight": 14}
 }
 """More actions than CP-SAT is given, and far from its bound."""
@@ -92,6 +93,19 @@ def test_what_follows_from_the_orders_is_verified_and_a_bound_is_not(best: Docum
 def test_a_true_bound_is_proved_on_request(best: Document) -> None:
     checked = check_plan(best, parse_any_problem(PROBLEM), prove=True)
     assert pointers(checked, verified=False) == {"/provenance"}
+
+
+def test_the_bound_of_a_standard_search_is_proved_where_memory_is_tight() -> None:
+    document = uniform_document(4, 40, limit=4) | {
+        "costs": {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1}
+    }
+    problem = parse_any_problem(document)
+    assert isinstance(problem, Problem)
+    best = lower_bound(problem, "thorough").value
+    assert best > lower_bound(problem).value * 1.05
+    plan = make_plan(problem, serial(problem).orders, method="serial", lower_bound=best, source="bounds")
+    checked = check_plan(plan_json(replace(plan, baselines=compare(problem))), prove=True)
+    assert "/metrics/lower_bound" in pointers(checked, verified=True)
 
 
 def test_a_bound_of_cp_sat_is_proved_by_cp_sat() -> None:

@@ -208,9 +208,8 @@ def test_the_rest_of_an_order_may_follow_weights_in_any_order() -> None:
     start = Orders.from_text([row.split() for row in rows])
     code, length = from_orders(start, problem)
     scheduler = ListScheduler(problem)
-    for kept in range(int(length[1]) + 1):
-        rule = simple_rule(problem, "backward-deep", 1.0, 0.0)
-        until = np.array([length[0], kept]) if kept == length[1] else np.array([2, min(kept, 9)])
+    rule = simple_rule(problem, "backward-deep", 1.0, 0.0)
+    for until in [*(np.array([4, kept]) for kept in range(4, 9)), length]:
         assert scheduler.value(rule, kept=(code, until)) < float("inf")
         verify_orders(problem, Attempt.of("rest", problem, scheduler.board).orders)
 

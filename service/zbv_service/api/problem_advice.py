@@ -120,6 +120,11 @@ ADVICE: dict[str, Advice] = {
         "No plan at all fits the problem's memory limit.",
         "Raise the limit to at least smallest_limit (per rank), or reduce the memory of stages.",
     ),
+    "too-much-memory": Advice(
+        "The service gives every computation the same memory, and this one needs more.",
+        "Download the plan and compute on your own machine, such as by `zbv export`, which has no limit; or "
+        "send a smaller problem.",
+    ),
     "unknown-host": Advice(
         "The Host header is not one of the service's names. A service that listens on this "
         "machine alone accepts no other names, so that no website can make browsers call it.",

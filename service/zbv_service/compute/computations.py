@@ -23,7 +23,7 @@ from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.compute.waiting import happened
 from zbv_service.documents.parsing import parse_json
-from zbv_service.errors import NOT_READY, ProblemError
+from zbv_service.errors import NOT_READY, TOO_MUCH_MEMORY, ProblemError
 from zbv_service.observability.context import CALLER, CLIENT_GONE
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Computations:
         ------
         ProblemError
             503: too many computations of all callers or of this one are waiting, or this one
-            takes too long, needs too much memory, or loses its process.
+            takes too long or loses its process. 422: it needs too much memory.
         Exception
             Any error of the function.
         """
@@ -177,7 +177,12 @@ class Computations:
         except BrokenExecutor:
             raise _refused("Its process died, most often because memory ran out.") from None
         except MemoryError:
-            raise _refused(f"It needs more than {MEMORY // 1024**2} MiB of memory.") from None
+            # Another attempt would need as much, so this is no 503, which clients repeat.
+            raise ProblemError(
+                TOO_MUCH_MEMORY,
+                f"The computation needs more than {MEMORY // 1024**2} MiB of memory, which is this service's "
+                f"limit. Compute on your own machine, such as by `zbv export`, or send a smaller problem.",
+            ) from None
         finally:
             # The files of a killed computation are still there. A stopped service has removed them.
             with suppress(RuntimeError):

@@ -14,7 +14,7 @@ from zbv_service.api.listing import PlanListQuery, list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, content_of, operation_id
 from zbv_service.api.state import state_of
-from zbv_service.errors import INVALID_BODY, INVALID_PLAN, MALFORMED_JSON, NOT_IMPLEMENTED
+from zbv_service.errors import INVALID_BODY, INVALID_PLAN, MALFORMED_JSON, NOT_IMPLEMENTED, TOO_MUCH_MEMORY
 from zbv_service.plans.documents import (
     ImportedPlan,
     PlanDocument,
@@ -144,7 +144,7 @@ async def simulate_plan(
     responses={
         200: {"description": "The plan as a file.", "content": {"*/*": {"schema": {"type": "string"}}}},
         **_NOT_MODIFIED,
-        **documented(NOT_IMPLEMENTED),
+        **documented(NOT_IMPLEMENTED, TOO_MUCH_MEMORY),
     },
 )
 async def export_plan(request: Request, plan_id: str, format_name: str) -> Response:

@@ -21,7 +21,7 @@ from zbv_solver.construct.board import CLOCK, FIRST, Board
 from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, inject
 from zbv_solver.construct.tables import Tables, fuse_options
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.problem import Costs, Problem
 
@@ -29,9 +29,16 @@ SHARES_OF_OWN = (1.0, 0.3, 0.0, 0.6)
 """Share of a stage's own cost in its smoothed cost, by run."""
 PACES = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
 """Distances between microbatches that are tried first, as multiples of the largest load per microbatch."""
-WEIGHT_DELAYS = (0.0, 0.5, 1.0, 2.0)
-FORWARD_DELAYS = (0.0, 0.5, -0.5)
-"""Delays of W's and of the first chunk's F's that are tried first, as multiples of the mean duration."""
+EVEN_DELAYS = ((0.5, 0.0), (1.0, 0.5), (1.0, 0.0), (0.5, -0.5), (1.0, -0.5), (0.5, 0.5))
+"""Delays of W's and of the first chunk's F's that are tried first, as multiples of the mean duration; those
+that were best most often come first."""
+FEW_EVEN = 14
+"""Even injections that every run tries, however large the problem."""
+FEW_MICROBATCHES = 2
+"""Times p: even injections are compared with this many microbatches, and the FINALISTS best with all."""
+FINALISTS = 3
+FEW_EVALUATIONS = 160
+"""With fewer evaluations, there is one run instead of one per share."""
 POLISH, COOL = 2_000, 0.05
 """Most moves of annealing at the end of a run, and their temperature as a share of the mean duration."""
 SLICES = 10
@@ -89,21 +96,24 @@ def injection_search(
     halt
         (1,) uint8: another thread sets it to end the current evaluation.
     """
-    evaluations = placements // (len(SHARES_OF_OWN) * problem.max_actions)
+    evaluations = placements // problem.max_actions
     fuses = fuse_options(problem)
     unit = _mean_duration(problem)
-    if evaluations < 1 or unit <= 0.0:
+    if placements < 1 or unit <= 0.0:
         return
-    for run, share in enumerate(SHARES_OF_OWN):
+    # Several short runs would only repeat their even injections.
+    runs = len(SHARES_OF_OWN) if evaluations >= FEW_EVALUATIONS else 1
+    evaluations //= runs
+    for run in range(runs):
+        share = SHARES_OF_OWN[(seed + run) % len(SHARES_OF_OWN)]
         seed_of_run = seed * len(SHARES_OF_OWN) + run
         name, fuse = fuses[(seed + run) % len(fuses)]
         method = f"injection(own={share:g},fuse={name})"
-        scheduler = InjectionScheduler(smoothed(problem, share), fuse, halt)
-        annealing = _InjectionRun(scheduler, evaluations, seed_of_run)
+        annealing = _InjectionRun(smoothed(problem, share), fuse, halt, evaluations, seed_of_run)
         for part in range(SLICES):
             annealing.advance(part)
             yield None
-        found = scheduler.attempt(annealing.best, method)
+        found = annealing.scheduler.attempt(annealing.best, method)
         if found is None:
             yield None
             continue
@@ -145,9 +155,12 @@ def _mean_duration(problem: Problem) -> float:
 class _InjectionRun:
     """One annealing of injections, from the best even one."""
 
-    def __init__(self, scheduler: InjectionScheduler, evaluations: int, seed: int):
-        self.scheduler, self.evaluations, self.seed = scheduler, evaluations, seed
-        self.unit = _mean_duration(scheduler.problem)
+    def __init__(
+        self, problem: Problem, fuse: BoolArray | None, halt: IntArray | None, evaluations: int, seed: int
+    ):
+        self.scheduler = InjectionScheduler(problem, fuse, halt)
+        self.fuse, self.halt, self.evaluations, self.seed = fuse, halt, evaluations, seed
+        self.unit = _mean_duration(problem)
         first = self._first()
         gap = np.diff(first.entry, prepend=0.0)
         self.state = Best(gap, first.delay, gap.copy(), first.delay.copy(), np.full(2, np.inf))
@@ -172,23 +185,30 @@ class _InjectionRun:
         )
 
     def _first(self) -> Injection:
-        """The best even injection, of as many as the run has evaluations."""
-        problem, m = self.scheduler.problem, self.scheduler.problem.microbatches
-        load = float(self.scheduler.tables.loads(least=True).max()) / m
-        shape = problem.pp_degree, 3 * problem.placement.chunks
-        even: FloatArray = np.arange(m, dtype=np.float64) * load
-        found, least = Injection(even, np.zeros(shape)), np.inf
-        tried = product(PACES, WEIGHT_DELAYS, FORWARD_DELAYS)
-        for pace, weight, forward in islice(tried, self.evaluations):
-            delay = np.zeros(shape)
-            delay[:, 2 * problem.placement.chunks :] = weight * self.unit
-            delay[:, 0] = forward * self.unit
-            entry: FloatArray = even * pace
-            injection = Injection(entry, delay)
-            value = self.scheduler.value(injection, least)
-            if value < least:
-                found, least = injection, value
+        """The best even injection, of as many as the run has evaluations, but at least ``FEW_EVEN``."""
+        problem = self.scheduler.problem
+        few = FEW_MICROBATCHES * problem.pp_degree
+        even = list(islice(product(EVEN_DELAYS, PACES), max(FEW_EVEN, self.evaluations)))
+        if few < problem.microbatches:
+            small = InjectionScheduler(replace(problem, microbatches=few), self.fuse, self.halt)
+            value = {each: small.value(self._even(few, *each)) for each in even}
+            even = sorted(even, key=value.__getitem__)[:FINALISTS]
+        found, least = self._even(problem.microbatches, *even[0]), np.inf
+        for each in even:
+            injection = self._even(problem.microbatches, *each)
+            value_of_all = self.scheduler.value(injection, least)
+            if value_of_all < least:
+                found, least = injection, value_of_all
         return found
+
+    def _even(self, microbatches: int, delays: tuple[float, float], pace: float) -> Injection:
+        """Equal distances between microbatches and equal delays on all ranks."""
+        problem, (weight, forward) = self.scheduler.problem, delays
+        load = float(self.scheduler.tables.loads(least=True).max()) / problem.microbatches
+        delay = np.zeros((problem.pp_degree, 3 * problem.placement.chunks))
+        delay[:, 2 * problem.placement.chunks :] = weight * self.unit
+        delay[:, 0] = forward * self.unit
+        return Injection(np.arange(microbatches, dtype=np.float64) * (load * pace), delay)
 
 
 @compiled

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import limited_problems, rough_problems, uniform
+from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.injection import Injection, InjectionScheduler
 from zbv_solver.improve.injection_search import injection_search, smoothed
 from zbv_solver.problem.problem import Problem
@@ -56,6 +57,13 @@ def test_equal_stages_at_tight_memory() -> None:
     problem = uniform(8, 32, limit=6.4)
     values = [a.value for a in injection_search(problem, 4 * 2_000 * problem.max_actions) if a is not None]
     assert min(values) <= 239
+
+
+def test_the_smallest_budget_tries_even_injections() -> None:
+    """So large problems, for which quick searches place few actions, still get an order that keeps pace."""
+    problem = uniform(32, 256, limit=0.4 * 64)
+    (attempt,) = [a for a in injection_search(problem, 1) if a is not None]
+    assert attempt.value <= 1.02 * lower_bound(problem).value
 
 
 def test_costs_are_smoothed_towards_their_mean() -> None:

@@ -37,7 +37,7 @@ FEW_EVEN = 14
 FEW_MICROBATCHES = 2
 """Times p: even injections are compared with this many microbatches, and the FINALISTS best with all."""
 FINALISTS = 3
-FEW_EVALUATIONS = 160
+FEW_EVALUATIONS = 60
 """With fewer evaluations, there is one run instead of one per share."""
 POLISH, COOL = 2_000, 0.05
 """Most moves of annealing at the end of a run, and their temperature as a share of the mean duration."""

@@ -22,6 +22,9 @@ class Budget:
     ----------
     constructed
         Actions that the constructors may place after their first orders.
+    ample
+        Times p: with memory for as many microbatches in flight, there is no search for injections. Tuning does
+        better there.
     injected
         Actions that the search for injections may place.
     most_injected
@@ -45,6 +48,7 @@ class Budget:
     """
 
     constructed: int
+    ample: float
     injected: int
     most_injected: int
     tuned: int
@@ -72,22 +76,47 @@ class Budget:
 BRIEFLY_INJECTED = 2_000
 BRIEFLY_TUNED, BRIEFLY_ANNEALED, BRIEF_WINDOWS = 3_000, 60_000, 0.05
 BUDGETS: dict[str, Budget] = {
-    "quick": Budget(2_000_000, 4_000_000, 1_000, 0, 0, 600_000, 3_000, 0, 0.0, 0, 0.0),
+    "quick": Budget(
+        constructed=2_000_000,
+        ample=0.95,
+        injected=4_000_000,
+        most_injected=1_000,
+        tuned=0,
+        most_tuned=0,
+        annealed=600_000,
+        most_annealed=3_000,
+        window_actions=0,
+        window_time=0.0,
+        exact_actions=0,
+        exact_time=0.0,
+    ),
     "standard": Budget(
-        8_000_000, 60_000_000, 64_000, 60_000_000, 8_000, 400_000_000, 100_000, 2_000, 0.2, 200, 0.4
+        constructed=8_000_000,
+        ample=0.75,
+        injected=60_000_000,
+        most_injected=64_000,
+        tuned=60_000_000,
+        most_tuned=8_000,
+        annealed=400_000_000,
+        most_annealed=100_000,
+        window_actions=2_000,
+        window_time=0.2,
+        exact_actions=200,
+        exact_time=0.4,
     ),
     "thorough": Budget(
-        40_000_000,
-        1_000_000_000,
-        400_000,
-        500_000_000,
-        80_000,
-        1_500_000_000,
-        1_000_000,
-        30_000,
-        2.0,
-        800,
-        8.0,
+        constructed=40_000_000,
+        ample=0.75,
+        injected=1_000_000_000,
+        most_injected=400_000,
+        tuned=500_000_000,
+        most_tuned=80_000,
+        annealed=1_500_000_000,
+        most_annealed=1_000_000,
+        window_actions=30_000,
+        window_time=2.0,
+        exact_actions=800,
+        exact_time=8.0,
     ),
 }
 

@@ -45,8 +45,6 @@ from zbv_solver.verify.verifier import verify_orders
 CHAINS = 2
 REST_SHARE = 0.5
 """Share of the tuning budget that is spent on suffix search."""
-AMPLE = 0.75
-"""Times p: with memory for as many microbatches in flight, the times of entry matter little."""
 TUNE_SHARE, TIGHT_TUNE_SHARE, INJECT_SHARE, ANNEAL_SHARE = 0.8, 0.4, 0.6, 0.8
 """Shares of the remaining time limit for these stages."""
 NEARLY = 1.02
@@ -136,7 +134,7 @@ class Pipeline:
         self.tuned: Found | None = None
         self.injected: Found | None = None
         self.heard = float("inf")
-        self.is_tight = bool(in_flight_caps(self.problem).min() < AMPLE * self.problem.pp_degree)
+        self.is_tight = bool(in_flight_caps(self.problem).min() < self.budget.ample * self.problem.pp_degree)
 
     def __enter__(self) -> Pipeline:
         self.halt.__enter__()

@@ -19,7 +19,7 @@ from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify
 
 FEWER = settings(max_examples=settings().max_examples // 6)
-BRIEF = Budget(2_000, 4_000, 60, 4_000, 60, 20_000, 400, 80, 0.015, 60, 0.02)
+BRIEF = Budget(2_000, 0.75, 4_000, 60, 4_000, 60, 20_000, 400, 80, 0.015, 60, 0.02)
 """All stages of a search, each with a tiny budget."""
 
 
@@ -80,7 +80,7 @@ def test_the_plan_of_layers_does_not_depend_on_their_units(
     assert other.objective == pytest.approx(plan.objective * any_time, rel=OPTIMAL_GAP, abs=0)
 
 
-HEURISTIC = Budget(20_000, 40_000, 100, 40_000, 100, 200_000, 2_000, 0, 0.015, 0, 0.02)
+HEURISTIC = Budget(20_000, 0.75, 40_000, 100, 40_000, 100, 200_000, 2_000, 0, 0.015, 0, 0.02)
 """No CP-SAT, which would find the best order of a small problem from any start."""
 
 

@@ -13,6 +13,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.commands.messages import named_flags
+from zbv_solver.commands.simulate import read_jitter
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem
@@ -21,14 +22,26 @@ from zbv_solver.search.pipeline import Progress
 from zbv_solver.search.search import search
 
 
-def search_options(arguments: argparse.Namespace) -> SearchOptions:
-    """The options of a search; raises :class:`InvalidInput` naming the wrong flags."""
+def search_options(arguments: argparse.Namespace, problem: AnyProblem) -> SearchOptions:
+    """The options of a search; raises :class:`InvalidInput` naming the wrong flags.
+
+    Only ``zbv plan`` has ``jitter`` and ``quantile``.
+    """
+    given = getattr(arguments, "jitter", None)
+    jitter = None if given is None else read_jitter(given)
+    if jitter is not None:
+        try:
+            jitter.require_ranks(problem.pp_degree)
+        except InvalidInput as error:
+            raise error.found_in("--jitter") from None
     try:
         return SearchOptions(
             effort=arguments.effort,
             time_limit=arguments.time_limit,
             seed=arguments.seed,
             workers=arguments.workers,
+            jitter=jitter,
+            quantile=getattr(arguments, "quantile", None),
         )
     except InvalidInput as error:
         raise named_flags(error) from None

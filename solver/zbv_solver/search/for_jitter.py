@@ -1,0 +1,245 @@
+"""The last stage of a search for durations that vary: choose among many orders by simulation.
+
+A plan that is optimal for planned durations may lose to others when durations vary, because an order fixes
+which tensor a rank waits for. Further orders are therefore searched with longer latencies between ranks: in
+these, time is left between a tensor's arrival and its use. They and the plan for planned durations are
+annealed in random scenarios (:mod:`zbv_solver.improve.scenario_annealing`), and only the best ones go on to
+the next phase. At last, those left and the plan for planned durations are simulated in the same new
+scenarios, and the best one there is the plan.
+
+Lower bound, gap and status of the plan remain those of planned durations.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import NormalDist
+
+import numpy as np
+
+from zbv_solver.improve.scenario_annealing import anneal_in_scenarios
+from zbv_solver.improve.useless_splits import without_useless_splits
+from zbv_solver.jitter.noise import Jitter, draw
+from zbv_solver.jitter.reading import jitter_json
+from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import Problem
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.halt import Halt
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.pipeline import CHAINS, Pipeline
+from zbv_solver.search.search_unit import in_search_unit
+from zbv_solver.search.simulate import MAX_SEED, SCENARIOS, simulate
+from zbv_solver.timing.step_times import iteration_times
+
+PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.15
+"""Shares of a time limit for the search with planned durations, and for each search with longer latencies."""
+LONGER = (0.05, 0.1, 0.15, 0.15)
+"""Latencies are longer by these multiples of the mean duration in four searches, each with its own seed."""
+WITHOUT = ("windows", "exact")
+"""Stages that these searches leave out."""
+STARTS = 2
+"""Most orders of each of these searches that are annealed."""
+LESS = 4
+"""These searches tune parameters and injections with this part of the usual budget."""
+MOVES = {"quick": 20_000_000, "standard": 1_200_000_000, "thorough": 8_000_000_000}
+"""Moves in scenarios times the problem's actions, for all orders and phases together."""
+MOST_MOVES = {"quick": 6_000, "standard": 200_000, "thorough": 1_400_000}
+LARGEST = 200_000
+"""Largest problem, in actions, whose orders are annealed: 32 scenarios of it take about half a gigabyte."""
+LANES = 32
+"""Scenarios in which a round of annealing judges moves; every round draws others."""
+KEPT, SHARES = (9, 3, 2), (0.25, 0.25, 0.5)
+"""Orders that are annealed in every phase, the best ones of the phase before, and the phases' shares of the
+moves."""
+ROUNDS = 4
+"""Rounds of annealing in a phase."""
+WARM, COLD = 0.01, 0.001
+"""Temperatures at the beginning and the end of a phase, as shares of the mean duration."""
+TRIES, LAST_TRIES = 256, 1024
+"""Scenarios for comparisons of orders between phases, and at the end."""
+MOST_SIMULATED, FEWEST_SCENARIOS = 1 << 26, 32
+"""The plan's own simulation has at most this many scenarios times actions, and at least so many scenarios."""
+ANNEALING, COMPARING, CHOOSING = (1 << 40, 2 << 40, 3 << 40)
+"""Added to the seed of the search, so that every purpose has its own random numbers. No simulation that a
+user asks for has them, because its seed is smaller."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """An order, where it started, and its simulated time between phases."""
+
+    name: str
+    orders: Orders
+    value: float
+
+
+def planned_options(options: SearchOptions) -> SearchOptions:
+    """The options of the search with planned durations, which comes first."""
+    limit = options.time_limit
+    if options.jitter is None or limit is None:
+        return options
+    return replace(options, time_limit=PLANNED_SHARE * limit)
+
+
+def for_jitter(
+    plan: Plan,
+    options: SearchOptions,
+    *,
+    began: float,
+    cancelled: Callable[[], bool] | None = None,
+) -> Plan:
+    """The plan to run when durations vary as the options say, with a simulation of it.
+
+    Parameters
+    ----------
+    plan
+        The best plan for planned durations, or any other; the returned plan is not worse in the simulation
+        that compares them.
+    began
+        When the search began, by ``time.monotonic``.
+    cancelled
+        Polled; once true, the best plan so far is returned, without a simulation.
+
+    Raises
+    ------
+    InvalidInput
+        When the jitter is for another number of ranks.
+    """
+    jitter = options.jitter
+    if jitter is None:
+        return plan
+    deadline = None if options.time_limit is None else began + options.time_limit
+    with Halt(cancelled, deadline) as halt:
+        search = _Search(plan.problem, options, jitter, halt)
+        chosen = search.run(plan.orders)
+    extra = {**plan.provenance.extra, "jitter": jitter_json(jitter)}
+    if options.quantile is not None:
+        extra["quantile"] = options.quantile
+    if halt.reason is not None:
+        extra["cut"] = halt.reason
+    found = plan
+    if chosen.orders is not plan.orders:
+        found = make_plan(
+            plan.problem,
+            without_useless_splits(plan.problem, chosen.orders),
+            method=f"{chosen.name}, annealed in scenarios",
+            lower_bound=plan.metrics.lower_bound,
+        )
+        cut = plan.cut
+        if cut is not None:
+            cut = replace(cut, gap=gap_of(found.objective, cut.lower_bound))
+        found = replace(found, baselines=plan.baselines, cut=cut)
+    simulation = None
+    if halt.reason != "cancelled":
+        scenarios = min(SCENARIOS, max(FEWEST_SCENARIOS, MOST_SIMULATED // plan.problem.max_actions))
+        simulation = simulate(found, jitter, scenarios=scenarios)
+    seconds = time.monotonic() - began
+    provenance = replace(plan.provenance, method=found.provenance.method, seconds=seconds, extra=extra)
+    return replace(found, provenance=provenance, simulation=simulation)
+
+
+class _Search:
+    """State of the choice; times are in the unit of :func:`.search_unit.in_search_unit`."""
+
+    def __init__(self, given: Problem, options: SearchOptions, jitter: Jitter, halt: Halt):
+        self.problem, _ = in_search_unit(given)
+        self.options, self.jitter, self.halt = options, jitter, halt
+        self.unit = float(self.problem.arrays.duration[:3].mean())
+        moves = min(MOST_MOVES[options.effort], MOVES[options.effort] // given.max_actions)
+        self.moves = moves if given.max_actions <= LARGEST else 0
+        self.weight = 0.0 if options.quantile is None else NormalDist().inv_cdf(options.quantile)
+
+    def run(self, planned: Orders) -> _Candidate:
+        """The best order in the last comparison; ``planned`` itself if no other is better there."""
+        first = _Candidate("planned", planned, math.inf)
+        if self.jitter.is_constant or self.moves < 1 or self.halt.check():
+            return first
+        with ThreadPoolExecutor(min(self.options.workers, CHAINS)) as pool:
+            searched = pool.map(self._searched, enumerate(LONGER))
+            candidates = [self._compared("planned", planned), *chain.from_iterable(searched)]
+            for phase, kept in enumerate(KEPT):
+                candidates = sorted(candidates, key=_value)[:kept]
+                moves = int(SHARES[phase] * self.moves) // (len(candidates) * ROUNDS)
+                tasks = [(phase, number, each, moves) for number, each in enumerate(candidates)]
+                candidates = list(pool.map(self._annealed, tasks))
+            last = [first, *sorted(candidates, key=_value)]
+            values = pool.map(lambda each: self._time(each.orders, CHOOSING, LAST_TRIES), last)
+            return last[int(np.argmin(list(values)))]
+
+    def _searched(self, task: tuple[int, float]) -> list[_Candidate]:
+        """The best orders for longer latencies between ranks; none once it is time to stop."""
+        number, longer = task
+        if self.halt.check():
+            return []
+        limit = self.options.time_limit
+        options = replace(
+            self.options,
+            time_limit=None if limit is None else SEARCH_SHARE * limit,
+            seed=(self.options.seed + number) % MAX_SEED,
+            workers=1,
+            without=WITHOUT,
+            jitter=None,
+            quantile=None,
+        )
+        with Pipeline(self._with_longer(longer), options, None, self.halt.check) as pipeline:
+            pipeline.budget = pipeline.budget.with_less_tuning(LESS)
+            pipeline.run()
+        found = sorted(pipeline.bests, key=lambda each: each.value)[:STARTS]
+        if not found and pipeline.found is not None:
+            found = [pipeline.found]
+        return [self._compared(f"latencies + {longer:g}", each.orders) for each in found]
+
+    def _compared(self, name: str, orders: Orders) -> _Candidate:
+        """A candidate of an order, with ascending microbatches."""
+        ascending = first_in_first_out(orders, self.problem.n_stages)
+        return _Candidate(name, ascending, self._time(ascending, COMPARING, TRIES))
+
+    def _with_longer(self, longer: float) -> Problem:
+        """The problem with longer latencies between ranks, by a multiple of the mean duration."""
+        host = self.problem.arrays.rank_of
+        added = np.where(host[1:] != host[:-1], longer * self.unit, 0.0)
+        latencies = tuple((self.problem.arrays.latency + added).tolist())
+        return replace(self.problem, costs=replace(self.problem.costs, p2p=latencies))
+
+    def _annealed(self, task: tuple[int, int, _Candidate, int]) -> _Candidate:
+        """The candidate after some rounds of annealing, or as it was if that is better."""
+        phase, number, best, moves = task
+        orders, own = best.orders, ANNEALING + self.options.seed
+        for step in range(ROUNDS):
+            if self.halt.check():
+                break
+            round_number = (phase * ROUNDS + step) << 8 | number
+            result = anneal_in_scenarios(
+                self.problem,
+                orders,
+                draw(self.jitter, self.problem, own, range(LANES), round_number),
+                moves=moves,
+                temperature=self.unit * WARM * (COLD / WARM) ** (step / (ROUNDS - 1)),
+                seed=round_number,
+                weight=self.weight,
+                halt=self.halt.flag,
+            )
+            orders = result.last
+            value = self._time(orders, COMPARING, TRIES)
+            if value < best.value:
+                best = replace(best, orders=orders, value=value)
+        return best
+
+    def _time(self, orders: Orders, purpose: int, scenarios: int) -> float:
+        """The mean or quantile of the simulated times of an order."""
+        seed = purpose + self.options.seed
+        times = iteration_times(self.problem, orders, self.jitter, scenarios=scenarios, seed=seed)
+        sample = times.makespan if self.problem.objective == "makespan" else times.span
+        quantile = self.options.quantile
+        return float(sample.mean() if quantile is None else np.quantile(sample, quantile))
+
+
+def _value(candidate: _Candidate) -> float:
+    return candidate.value

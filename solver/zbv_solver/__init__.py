@@ -134,6 +134,8 @@ def plan(
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
     start_from: Plan | None = None,
+    jitter: Jitter | str | None = None,
+    quantile: float | None = None,
 ) -> Plan:
     """Search a plan, prove a lower bound, and verify the plan.
 
@@ -155,6 +157,12 @@ def plan(
         returned.
     start_from
         A plan of the same problem to improve.
+    jitter
+        Choose the plan for durations that vary: what :func:`simulate` takes. The lower bound and the gap
+        remain those of planned durations.
+    quantile
+        With ``jitter``, the quantile of the simulated times to choose for, from 0.5 to 0.99; None is their
+        mean.
 
     Raises
     ------
@@ -167,11 +175,13 @@ def plan(
     ContradictedBound
         When the plan undercuts the lower bound, which is a bug in zbv.
     """
+    from zbv_solver.jitter.reading import parse_jitter
     from zbv_solver.search.options import SearchOptions
     from zbv_solver.search.search import search
 
     _show_plans_in_notebooks()
-    options = SearchOptions(effort, time_limit, seed, workers)
+    varies = parse_jitter(jitter) if isinstance(jitter, str) else jitter
+    options = SearchOptions(effort, time_limit, seed, workers, jitter=varies, quantile=quantile)
     return search(problem, options, on_progress, cancelled, start_from)
 
 

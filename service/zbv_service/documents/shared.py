@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import Number
+from zbv_solver.jitter.reading import JitterDocument
 from zbv_solver.problem.problem import Objective
+from zbv_solver.search.options import LARGEST_QUANTILE, LEAST_QUANTILE
 
 MAX_SEED = 2**31 - 1
 
@@ -26,6 +28,14 @@ class OptionsDocument(RequestDocument):
         None, description="Seconds; null means that effort alone decides."
     )
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] = 0
+    jitter: JitterDocument | None = Field(
+        None,
+        description="By how much durations vary. With it, the plan is chosen for its simulated time, and has "
+        "a `simulation`.",
+    )
+    quantile: Annotated[Number, Field(ge=LEAST_QUANTILE, le=LARGEST_QUANTILE)] | None = Field(
+        None, description="With jitter, the quantile of the simulated times to choose for; null is their mean."
+    )
 
 
 class ProblemSummary(BaseModel):

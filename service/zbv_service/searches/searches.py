@@ -14,8 +14,9 @@ from typing import Any
 from zbv_solver import __version__
 from zbv_solver.documents.text import canonical_json
 from zbv_solver.errors import InvalidInput
+from zbv_solver.jitter.reading import parse_jitter
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.options import EFFORTS
+from zbv_solver.search.options import EFFORTS, SearchOptions
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
@@ -224,7 +225,22 @@ def parse_request(body: Any, settings: Settings) -> tuple[Question, OptionsDocum
             "/options/effort",
             f"found {request.options.effort}; this service takes at most {highest}.",
         )
+    try:
+        _require_jitter(request.options, question.pp_degree)
+    except InvalidInput as error:
+        raise error.below("/options") from None
     return question, request.options
+
+
+def _require_jitter(options: OptionsDocument, pp_degree: int) -> None:
+    """Raise :class:`InvalidInput` when the jitter or the quantile is wrong."""
+    if options.jitter is None:
+        SearchOptions(quantile=options.quantile)
+        return
+    try:
+        parse_jitter(options.jitter).require_ranks(pp_degree)
+    except InvalidInput as error:
+        raise error.below("/jitter") from None
 
 
 def request_key(problem: dict[str, Any], options: dict[str, Any]) -> str:

@@ -119,6 +119,20 @@ def _parser() -> argparse.ArgumentParser:
         help="plan file; without it, a summary is printed to a terminal and the plan to a pipe",
     )
     _add_search(plan)
+    plan.add_argument(
+        "--jitter",
+        metavar="JITTER",
+        help="choose the plan for durations that vary, by simulation: relative standard deviations, such as "
+        "5%% or action=5%%,transfer=20%%, or a JSON file with a jitter document, see `zbv simulate` (default: "
+        "none; takes about twice as long)",
+    )
+    plan.add_argument(
+        "--quantile",
+        type=float,
+        metavar="Q",
+        help="with --jitter, the quantile of the simulated times to choose for, from 0.5 to 0.99 (default: "
+        "their mean)",
+    )
 
     checked = add(
         "check",

@@ -32,6 +32,8 @@ def plan(arguments: argparse.Namespace) -> None:
     if is_summary:
         sys.stdout.write(f"{_verdict(found)}\n")
         tables.print_comparison(found)
+        if found.simulation is not None:
+            tables.print_simulation(found, found.simulation)
         sys.stdout.write(f"{tables.first_actions(found)}{tables.cut_summary(found)}")
         sys.stdout.write("The plan is not saved. To save it, add: -o plan.json\n")
     elif path != "-":

@@ -13,6 +13,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.commands.messages import named_flags
+from zbv_solver.commands.jitter_flag import read_jitter
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem
@@ -22,13 +23,20 @@ from zbv_solver.search.search import search
 
 
 def search_options(arguments: argparse.Namespace) -> SearchOptions:
-    """The options of a search; raises :class:`InvalidInput` naming the wrong flags."""
+    """The options of a search; raises :class:`InvalidInput` naming the wrong flags.
+
+    Only ``zbv plan`` has ``jitter`` and ``quantile``.
+    """
+    jitter = getattr(arguments, "jitter", None)
+    read = None if jitter is None else read_jitter(jitter)
     try:
         return SearchOptions(
             effort=arguments.effort,
             time_limit=arguments.time_limit,
             seed=arguments.seed,
             workers=arguments.workers,
+            jitter=read,
+            quantile=getattr(arguments, "quantile", None),
         )
     except InvalidInput as error:
         raise named_flags(error) from None

@@ -90,7 +90,7 @@ def anneal(
     tables = make_tables(problem)
     code, length = from_orders(orders, problem)
     best = code.copy()
-    state = State.of(tables, code, length, _window_starts(problem, orders))
+    state = State.of(tables, code, length, window_starts(problem, orders))
     halt = np.zeros(1, np.uint8) if halt is None else halt
     applied, looked, lowest = _round(
         tables, state, best, Round(moves, temperature, seed), Move.of(code.size), halt
@@ -99,7 +99,7 @@ def anneal(
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
 
 
-def _window_starts(problem: Problem, orders: Orders) -> FloatArray:
+def window_starts(problem: Problem, orders: Orders) -> FloatArray:
     """Releases (p,): 0 for a makespan, the first starts that attain the exact span otherwise."""
     if problem.objective == "makespan":
         return np.zeros(problem.pp_degree)
@@ -184,15 +184,15 @@ def _round(
         earlier = np.random.random() < 0.5
         # From here on, the stretch low..high is rotated by one: ``at`` is its last index if the action moves
         # to an earlier place, and its first index otherwise.
-        _delimit(tables, state, rank, at, reach if earlier else -reach, move.bounds)
+        delimit(tables, state, rank, at, reach if earlier else -reach, move.bounds)
         low, high = move.bounds
         if low == high:
             continue
-        _rotate(state, rank, earlier, move)
+        rotate(state, rank, earlier, move)
         # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
         if _judge(tables, state, rank, move) > value - budget.temperature * np.log(1.0 - np.random.random()):
             continue
-        _apply(tables, state, rank, move)
+        apply_move(tables, state, rank, move)
         bar = end[rank, low - 1] if low > 0 else release[rank]
         latest = repair_ends(tables, state, move.queue, rank, low, high)
         repair_tails(tables, state, move.queue, rank, low, high, move.tail)
@@ -210,7 +210,7 @@ def _round(
 
 
 @compiled_leaf
-def _apply(tables: Tables, state: State, rank: int, move: Move) -> None:  # pragma: no cover - compiled
+def apply_move(tables: Tables, state: State, rank: int, move: Move) -> None:  # pragma: no cover - compiled
     """Write the rotated stretch, and where its actions are, into the state."""
     low, high = move.bounds
     for step in range(high - low + 1):
@@ -222,7 +222,7 @@ def _apply(tables: Tables, state: State, rank: int, move: Move) -> None:  # prag
 
 
 @compiled_leaf
-def _rotate(state: State, rank: int, earlier: bool, move: Move) -> None:  # pragma: no cover - compiled
+def rotate(state: State, rank: int, earlier: bool, move: Move) -> None:  # pragma: no cover - compiled
     """Write into ``move`` the stretch with its last action first, or its first action last."""
     low, high = move.bounds
     n = high - low + 1
@@ -234,7 +234,7 @@ def _rotate(state: State, rank: int, earlier: bool, move: Move) -> None:  # prag
 
 
 @compiled_leaf
-def _delimit(
+def delimit(
     tables: Tables, state: State, rank: int, at: int, reach: int, bounds: IntArray
 ) -> None:  # pragma: no cover - compiled
     """Write the first and last index of the stretch that the action at ``at`` may cross.
@@ -313,7 +313,7 @@ def _judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pra
     """Longest path through the rotated stretch; the path after the move is not longer, so no move is undone.
 
     The ends before the stretch and the tails after it do not change. A path may also leave the stretch and
-    come back to it, but :func:`_delimit` keeps it from doing so between the moved action and a passed one. If
+    come back to it, but :func:`delimit` keeps it from doing so between the moved action and a passed one. If
     the action moves to an earlier place, the passed actions that such a path comes back to have no longer
     tails than before; if it moves to a later place, the path arrives there no later than before. So the old
     tails and arrivals, which are used here, are large enough.

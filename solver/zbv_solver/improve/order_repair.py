@@ -51,7 +51,7 @@ class Queue(NamedTuple):
 
 
 @compiled_leaf
-def _push(queue: Queue, key: float, action: int) -> None:  # pragma: no cover - compiled
+def push(queue: Queue, key: float, action: int) -> None:  # pragma: no cover - compiled
     """Add an action, unless it waits already."""
     if queue.waiting[action]:
         return
@@ -68,7 +68,7 @@ def _push(queue: Queue, key: float, action: int) -> None:  # pragma: no cover - 
 
 
 @compiled_leaf
-def _pop(queue: Queue) -> int:  # pragma: no cover - compiled
+def pop(queue: Queue) -> int:  # pragma: no cover - compiled
     """Remove and return the action with the smallest key."""
     top = queue.action[0]
     queue.waiting[top] = 0
@@ -102,12 +102,12 @@ def repair_ends(
     for at in range(low, high + 1):
         value = _end(tables, state, rank, at)
         if at == high and value != latest and at + 1 < length[rank]:
-            _push(queue, end[rank, at + 1], rank * most + at + 1)
+            push(queue, end[rank, at + 1], rank * most + at + 1)
         end[rank, at] = value
         _pass_on(tables, state, queue, rank, at)
     latest = max(latest, end[rank, high])
     while queue.size[0] > 0:
-        action = _pop(queue)
+        action = pop(queue)
         here, at = action // most, action % most
         while at < length[here]:
             old, value = end[here, at], _end(tables, state, here, at)
@@ -119,7 +119,7 @@ def repair_ends(
             at += 1
             # Stay on the rank only while its next action is the first in line.
             if at < length[here] and queue.size[0] > 0 and queue.key[0] < end[here, at]:
-                _push(queue, end[here, at], here * most + at)
+                push(queue, end[here, at], here * most + at)
                 break
     return float(latest)
 
@@ -150,7 +150,7 @@ def _pass_on(
     state.passed_on[position, k] = value
     if position + 1 < len(tables.host):
         other, there = tables.host[position + 1], state.place[position + 1, k]
-        _push(queue, state.end[other, there], other * state.code.shape[1] + there)
+        push(queue, state.end[other, there], other * state.code.shape[1] + there)
 
 
 @compiled_leaf
@@ -165,9 +165,9 @@ def repair_tails(
         if value != before[at - low]:
             _ask(tables, state, queue, rank, at)
     if low > 0:  # another action follows it
-        _push(queue, tail[rank, low - 1], rank * most + low - 1)
+        push(queue, tail[rank, low - 1], rank * most + low - 1)
     while queue.size[0] > 0:
-        action = _pop(queue)
+        action = pop(queue)
         here, at = action // most, action % most
         while at >= 0:
             value = _tail(tables, state, here, at)
@@ -177,7 +177,7 @@ def repair_tails(
             _ask(tables, state, queue, here, at)
             at -= 1
             if at >= 0 and queue.size[0] > 0 and queue.key[0] < tail[here, at]:
-                _push(queue, tail[here, at], here * most + at)
+                push(queue, tail[here, at], here * most + at)
                 break
 
 
@@ -206,7 +206,7 @@ def _ask(
     if position > 0:
         other = tables.host[position - 1]
         there = state.place[position - 1, state.microbatch[rank, at]]
-        _push(queue, state.tail[other, there], other * state.code.shape[1] + there)
+        push(queue, state.tail[other, there], other * state.code.shape[1] + there)
 
 
 @compiled_leaf

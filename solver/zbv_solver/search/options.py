@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.jitter.noise import Jitter
 
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
@@ -90,6 +91,7 @@ BUDGETS: dict[str, Budget] = {
         8.0,
     ),
 }
+LEAST_QUANTILE, LARGEST_QUANTILE = 0.5, 0.99
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ class SearchOptions:
         Threads of the search; the plan does not depend on their number.
     without
         Stages of ``STAGES`` to leave out.
+    jitter
+        By how much durations vary. With it, the plan is chosen for its simulated time
+        (:mod:`zbv_solver.search.for_jitter`), not for the time with planned durations.
+    quantile
+        The quantile of the simulated times to choose for, or None for their mean.
 
     Raises
     ------
@@ -116,6 +123,8 @@ class SearchOptions:
     seed: int = 0
     workers: int = 1
     without: tuple[str, ...] = ()
+    jitter: Jitter | None = None
+    quantile: float | None = None
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:
@@ -131,3 +140,13 @@ class SearchOptions:
         for stage in self.without:
             if stage not in STAGES:
                 raise InvalidInput.at("/without", f"found {stage!r}; must be one of {', '.join(STAGES)}.")
+        if self.quantile is not None:
+            if self.jitter is None:
+                raise InvalidInput.at(
+                    "/quantile", "is of the times when durations vary; give jitter too, or remove it."
+                )
+            if not LEAST_QUANTILE <= self.quantile <= LARGEST_QUANTILE:
+                raise InvalidInput.at(
+                    "/quantile",
+                    f"found {self.quantile:g}; must be from {LEAST_QUANTILE} to {LARGEST_QUANTILE}.",
+                )

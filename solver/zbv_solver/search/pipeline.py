@@ -106,6 +106,8 @@ class Pipeline:
         The best proven bound, and where it comes from.
     tuned, injected
         The best orders before and of the search for injections.
+    bests
+        The best order of every chain of every stage.
     heard
         The best objective that was reported.
     is_tight
@@ -135,6 +137,7 @@ class Pipeline:
         self.found: Found | None = None
         self.tuned: Found | None = None
         self.injected: Found | None = None
+        self.bests: list[Found] = []
         self.heard = float("inf")
         self.is_tight = bool(in_flight_caps(self.problem).min() < AMPLE * self.problem.pp_degree)
 
@@ -363,6 +366,7 @@ class Pipeline:
             return best
 
         bests = list(self.pool.map(run, range(CHAINS)))
+        self.bests += [best for best in bests if best is not None]
         for number in sorted(range(CHAINS), key=lambda number: (met.get(number, float("inf")), number)):
             best = bests[number]
             if best is not None and self._is_better(best.value):

@@ -7,11 +7,15 @@ the search early; the plan's provenance records that.
 
 from __future__ import annotations
 
+import time
+
+from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, require_same_problem
 from zbv_solver.search.assemble import baseline_plan, compare, make_plan
+from zbv_solver.search.for_jitter import for_jitter, planned_options
 from zbv_solver.search.options import BUDGETS, EFFORTS, STAGES, Budget, Effort, SearchOptions
 from zbv_solver.search.pipeline import Cancelled, OnProgress, Pipeline, Progress
 
@@ -55,6 +59,8 @@ def search(
 
     Raises
     ------
+    InvalidInput
+        When the jitter of the options is for another number of ranks.
     InfeasibleMemory
         When no plan fits the memory limit.
     InvalidPlan
@@ -62,19 +68,28 @@ def search(
     ContradictedBound
         When the plan undercuts a lower bound: one of the two is wrong, and neither is returned.
     """
+    began, options = time.monotonic(), options or SearchOptions()
+    if options.jitter is not None:
+        try:
+            options.jitter.require_ranks(problem.pp_degree)
+        except InvalidInput as error:
+            raise error.below("/jitter") from None
     if isinstance(problem, LayeredProblem):
         # Imported here because loading the kernels for layers takes a moment.
         from zbv_solver.search.layered import plan_layers
 
         if isinstance(incumbent, Orders):
             raise TypeError("for layers the incumbent must be a Plan: orders alone do not define the cut.")
-        return plan_layers(problem, options, on_progress, cancelled, incumbent)
+        plan = plan_layers(problem, planned_options(options), on_progress, cancelled, incumbent)
+        return for_jitter(plan, options, began=began, cancelled=cancelled)
     problem.require_feasible()
     if isinstance(incumbent, Plan):
         require_same_problem(problem, incumbent.problem)
         incumbent = incumbent.orders
-    with Pipeline(problem, options or SearchOptions(), on_progress, cancelled) as pipeline:
+    with Pipeline(problem, planned_options(options), on_progress, cancelled) as pipeline:
         if incumbent is not None:
             pipeline.resume_from(incumbent)
         pipeline.run()
-        return pipeline.finish()
+        plan = pipeline.finish()
+    others = [each.orders for each in pipeline.bests]
+    return for_jitter(plan, options, others, began=began, cancelled=cancelled)

@@ -10,7 +10,7 @@ from support.problems import limited, limited_problems, uniform
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.construct.tables import make_tables
-from zbv_solver.improve.annealing import Move, Round, _round, _window_starts, anneal
+from zbv_solver.improve.annealing import Move, Round, _round, window_starts, anneal
 from zbv_solver.improve.order_state import State, compute_all, critical_path
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
@@ -59,7 +59,7 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
 ) -> None:
     orders = list(priority_schedules(problem))[which].orders
     tables, (code, length) = make_tables(problem), from_orders(orders, problem)
-    state, move = State.of(tables, code, length, _window_starts(problem, orders)), Move.of(code.size)
+    state, move = State.of(tables, code, length, window_starts(problem, orders)), Move.of(code.size)
     _round(tables, state, code.copy(), Round(moves, temperature, 3), move, np.zeros(1, np.uint8))
     fresh = State.of(tables, code.copy(), length, state.release)
     compute_all(tables, fresh)

@@ -65,9 +65,12 @@ def solver_search(
     incumbent: Orders | Plan | None,
 ) -> Plan:
     """The solver's own search."""
-    from zbv_solver.search.search import SearchOptions, search  # here for the same reason as Progress
+    from zbv_solver.jitter.reading import parse_jitter  # here for the same reason as Progress
+    from zbv_solver.search.search import SearchOptions, search
 
-    return search(problem, SearchOptions(**options), on_progress, cancelled, incumbent)
+    jitter = options.get("jitter")
+    known = {**options, "jitter": None if jitter is None else parse_jitter(jitter)}
+    return search(problem, SearchOptions(**known), on_progress, cancelled, incumbent)
 
 
 def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan:

@@ -1,8 +1,8 @@
 """Rehearsals with jitter, compared with simulations: real ranks, executors and transfers, and drawn sleeps.
 
 A rehearsal and its simulation have the same durations and latencies in every step. They differ by what the
-simulation leaves out: the executor, and transfers that take longer than drawn. Every rehearsal is repeated with
-the same draws, and the median of each step counts, because other programs disturb single steps.
+simulation leaves out: the executor, and transfers that take longer than drawn. Every rehearsal is repeated
+with the same draws, and the median of each step counts, because other programs disturb single steps.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class RehearseJitterWorkload:
     ----------
     sizes
         Ranks and microbatches.
+    baselines
+        Classical schedules.
     shares
         Memory limits of our plans, as multiples of the memory of 1F1B.
     steps
@@ -45,13 +47,14 @@ class RehearseJitterWorkload:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     sizes: tuple[tuple[int, int], ...] = ((4, 8), (8, 16))
+    baselines: tuple[str, ...] = ("1f1b",)
     shares: tuple[float, ...] = (0.6, 1.0)
     steps: int = 20
     rounds: int = 3
     costs: RehearseWorkload = field(default_factory=RehearseWorkload)
 
     def plans(self, pp_degree: int, microbatches: int) -> Iterator[tuple[str, Plan]]:
-        """1F1B, and our plan for every limit."""
+        """Titles and plans: the classical schedules, and ours for every limit."""
         from dataclasses import replace
 
         from zbv_solver.search.search import SearchOptions, baseline_plan, search
@@ -60,7 +63,8 @@ class RehearseJitterWorkload:
             return replace(self.costs, memory=share).problem(pp_degree, microbatches)
 
         size = f"p={pp_degree} m={microbatches}"
-        yield f"{size} 1F1B", baseline_plan("1f1b", problem(1.0))
+        for name in self.baselines:
+            yield f"{size} {name}", baseline_plan(name, problem(1.0))
         for share in self.shares:
             yield f"{size} zbv, limit {share:g}", search(problem(share), SearchOptions(effort="quick"))
 

@@ -35,13 +35,16 @@ class RehearseJitterWorkload:
     baselines
         Classical schedules.
     shares
-        Memory limits of our plans, as multiples of the memory of 1F1B.
+        Memory limits of zbv's plans, as multiples of the memory of 1F1B.
     steps
         Measured steps of a rehearsal.
     rounds
         Rehearsals of each plan, all with the same draws.
     costs
         The problem, except for its size and its memory limit.
+    transfer_bytes
+        Size of every tensor between ranks. It is small, because the drawn latencies stand for the network:
+        between processes of one host, TCP delays some larger tensors by 40 ms.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -51,10 +54,11 @@ class RehearseJitterWorkload:
     shares: tuple[float, ...] = (0.6, 1.0)
     steps: int = 20
     rounds: int = 3
+    transfer_bytes: int = 1024
     costs: RehearseWorkload = field(default_factory=RehearseWorkload)
 
     def plans(self, pp_degree: int, microbatches: int) -> Iterator[tuple[str, Plan]]:
-        """Titles and plans: the classical schedules, and ours for every limit."""
+        """Titles and plans: the classical schedules, and zbv's for every limit."""
         from dataclasses import replace
 
         from zbv_solver.search.search import SearchOptions, baseline_plan, search
@@ -73,7 +77,7 @@ def measure(workload: RehearseJitterWorkload) -> list[Finding]:
     """Rehearse every plan, and compare."""
     from dataclasses import replace
 
-    costs = replace(workload.costs, steps=workload.steps)
+    costs = replace(workload.costs, steps=workload.steps, transfer_bytes=workload.transfer_bytes)
     return [
         finding
         for size in workload.sizes

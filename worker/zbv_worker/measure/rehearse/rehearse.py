@@ -151,7 +151,7 @@ def rehearse_on(
     clock
         This rank's clock, in nanoseconds.
     device
-        The rank's simulated device, if it has a clock of its own.
+        The rank's simulated device; by default one on the machine's clock.
     """
     rank, timeout = transport.rank, options.timeout
     scale = options.seconds_per_unit(plan)

@@ -34,7 +34,8 @@ class OptionsDocument(RequestDocument):
         "a `simulation`.",
     )
     quantile: Annotated[Number, Field(ge=LEAST_QUANTILE, le=LARGEST_QUANTILE)] | None = Field(
-        None, description="With jitter, the quantile of the simulated times to choose for; null is their mean."
+        None,
+        description="With jitter, the quantile of the simulated times to choose for; null is their mean.",
     )
 
 

@@ -11,6 +11,7 @@ import sys
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from zbv_solver.jitter.noise import Jitter
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 
 
@@ -21,6 +22,7 @@ def main() -> int:
         progress.add_task("compiling kernels (once)", total=None)
         from zbv_solver.search.search import SearchOptions, search
 
+        jitter = Jitter.of(action=0.1)
         costs = {"forward": [2, 3, 2, 4], "backward_input": 2, "backward_weight": 1, "p2p": 1}
         memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 4}
         for objective in ("span", "makespan"):
@@ -31,7 +33,7 @@ def main() -> int:
                 "memory": memory,
                 "objective": objective,
             }
-            search(parse_problem(problem), SearchOptions(without=("windows", "exact")))
+            search(parse_problem(problem), SearchOptions(without=("windows", "exact"), jitter=jitter))
         layer = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 9}
         for placement in ("v", "loop"):
             layered = {"pp_degree": 2, "microbatches": 2, "placement": placement, "layers": [layer]}

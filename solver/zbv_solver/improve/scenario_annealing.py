@@ -1,13 +1,13 @@
 """Annealing of an order in many scenarios: the moves of :mod:`zbv_solver.improve.annealing`, judged in all.
 
-A move starts on a critical path of one scenario, which is drawn anew after every move. It is judged in every
+A move starts on a critical path of one scenario, which is drawn after every move. It is judged in every
 scenario by the ends before and the tails after the moved stretch, and the judgements count together: by
 their mean, or by mean + weight * standard deviation, which is a quantile if they are normally distributed.
 (Scenario-based robust scheduling: Kouvelis and Yu 1997, "Robust discrete optimization and its applications".)
 
 For a span, each scenario is one iteration whose ranks begin at the first starts of the exact span. Iterations
-in fact follow each other, each with other durations; the mean of one iteration from these starts differs
-from theirs by about 0.05 %, so it ranks orders, but the orders found are compared by full simulations.
+in fact follow each other, each with other durations. Their mean differs by about 0.05 %, so orders are ranked
+well enough here, but the orders found are compared by full simulations.
 """
 
 from __future__ import annotations

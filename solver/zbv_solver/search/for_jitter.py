@@ -1,21 +1,23 @@
 """The last stage of a search for durations that vary: choose among many orders by simulation.
 
-A plan that is optimal for planned durations may lose more than another one when durations vary, because an
-order fixes which tensor a rank waits for. Several orders are therefore annealed in random scenarios
-(:mod:`zbv_solver.improve.scenario_annealing`): the best order for the planned durations, the best orders of
-the search's chains, and orders that were searched with longer latencies, which leave time between a tensor's
-arrival and its use. Half of them are dropped after every phase. At last, the orders left and the best order
-for planned durations are simulated in the same new scenarios, and the best one there is the plan.
+A plan that is optimal for planned durations may lose to others when durations vary, because an order fixes
+which tensor a rank waits for. Further orders are therefore searched with longer latencies between ranks: in
+these, time is left between a tensor's arrival and its use. They and the plan for planned durations are
+annealed in random scenarios (:mod:`zbv_solver.improve.scenario_annealing`), and only the best ones go on to
+the next phase. At last, those left and the plan for planned durations are simulated in the same new
+scenarios, and the best one there is the plan.
 
 Lower bound, gap and status of the plan remain those of planned durations.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import NormalDist
 
 import numpy as np
@@ -33,32 +35,36 @@ from zbv_solver.search.halt import Halt
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.pipeline import CHAINS, Pipeline
 from zbv_solver.search.search_unit import in_search_unit
-from zbv_solver.search.simulate import SCENARIOS, simulate
+from zbv_solver.search.simulate import MAX_SEED, SCENARIOS, simulate
 from zbv_solver.timing.step_times import iteration_times
 
-PLANNED_SHARE = 0.4
-"""Share of a time limit for the search with planned durations."""
-LONGER = (0.05, 0.15)
-"""Latencies are longer by these multiples of the mean duration in two more searches."""
+PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.15
+"""Shares of a time limit for the search with planned durations, and for each search with longer latencies."""
+LONGER = (0.05, 0.1, 0.15, 0.15)
+"""Latencies are longer by these multiples of the mean duration in four searches, each with its own seed."""
+WITHOUT = ("windows", "exact")
+"""Stages that these searches leave out."""
+STARTS = 2
+"""Most orders of each of these searches that are annealed."""
+LESS = 2
+"""These searches tune parameters and injections with this part of the usual budget."""
+MOVES = {"quick": 20_000_000, "standard": 500_000_000, "thorough": 4_000_000_000}
+"""Moves in scenarios times the problem's actions, for all orders and phases together."""
+MOST_MOVES = {"quick": 20_000, "standard": 150_000, "thorough": 1_200_000}
+LARGEST = 200_000
+"""Largest problem, in actions, whose orders are annealed: 32 scenarios of it take about half a gigabyte."""
 LANES = 32
 """Scenarios in which a round of annealing judges moves; every round draws others."""
-MOVES = {"quick": 20_000_000, "standard": 400_000_000, "thorough": 2_000_000_000}
-"""Moves of annealing times the problem's actions, for all orders and phases together."""
-MOST_MOVES = {"quick": 20_000, "standard": 400_000, "thorough": 2_000_000}
-LARGEST = 200_000
-"""Largest problem, in actions, whose orders are annealed: 32 scenarios of it take about a gigabyte."""
-KEPT = (6, 3, 2)
-"""Candidates that are annealed in every phase."""
+KEPT = (9, 3, 2)
+"""Orders that are annealed in every phase, the best ones of the phase before."""
 ROUNDS = 4
 """Rounds of annealing in a phase."""
 WARM, COLD = 0.01, 0.001
-"""Temperatures at the beginning and the end, as shares of the mean duration."""
-FINALISTS = 4
-"""Orders in the last comparison, beside the best one for planned durations."""
-WITHOUT = ("windows", "exact")
-SEARCH_SHARE = 0.2
-TRIES = 256
-"""Scenarios for a comparison of orders between phases; the last comparison has four times as many."""
+"""Temperatures at the beginning and the end of a phase, as shares of the mean duration."""
+TRIES, LAST_TRIES = 256, 1024
+"""Scenarios for comparisons of orders between phases, and at the end."""
+MOST_SIMULATED, FEWEST_SCENARIOS = 1 << 26, 32
+"""The plan's own simulation has at most this many scenarios times actions, and at least so many scenarios."""
 ANNEALING, COMPARING, CHOOSING = (1 << 40, 2 << 40, 3 << 40)
 """Added to the seed of the search, so that every purpose has its own random numbers. No simulation that a
 user asks for has them, because its seed is smaller."""
@@ -84,7 +90,6 @@ def planned_options(options: SearchOptions) -> SearchOptions:
 def for_jitter(
     plan: Plan,
     options: SearchOptions,
-    others: Sequence[Orders] = (),
     *,
     began: float,
     cancelled: Callable[[], bool] | None = None,
@@ -96,8 +101,6 @@ def for_jitter(
     plan
         The best plan for planned durations, or any other; the returned plan is not worse in the simulation
         that compares them.
-    others
-        Further orders of the same problem to start from.
     began
         When the search began, by ``time.monotonic``.
     cancelled
@@ -114,7 +117,7 @@ def for_jitter(
     deadline = None if options.time_limit is None else began + options.time_limit
     with Halt(cancelled, deadline) as halt:
         search = _Search(plan.problem, options, jitter, halt)
-        chosen = search.run(plan.orders, others)
+        chosen = search.run(plan.orders)
     extra = {**plan.provenance.extra, "jitter": jitter_json(jitter)}
     if options.quantile is not None:
         extra["quantile"] = options.quantile
@@ -132,7 +135,10 @@ def for_jitter(
         if cut is not None:
             cut = replace(cut, gap=gap_of(found.objective, cut.lower_bound))
         found = replace(found, baselines=plan.baselines, cut=cut)
-    simulation = None if halt.reason == "cancelled" else simulate(found, jitter, scenarios=SCENARIOS)
+    simulation = None
+    if halt.reason != "cancelled":
+        scenarios = min(SCENARIOS, max(FEWEST_SCENARIOS, MOST_SIMULATED // plan.problem.max_actions))
+        simulation = simulate(found, jitter, scenarios=scenarios)
     seconds = time.monotonic() - began
     provenance = replace(plan.provenance, method=found.provenance.method, seconds=seconds, extra=extra)
     return replace(found, provenance=provenance, simulation=simulation)
@@ -145,74 +151,77 @@ class _Search:
         self.problem, _ = in_search_unit(given)
         self.options, self.jitter, self.halt = options, jitter, halt
         self.unit = float(self.problem.arrays.duration[:3].mean())
+        moves = min(MOST_MOVES[options.effort], MOVES[options.effort] // given.max_actions)
+        self.moves = moves if given.max_actions <= LARGEST else 0
         self.weight = 0.0 if options.quantile is None else NormalDist().inv_cdf(options.quantile)
 
-    def run(self, planned: Orders, others: Sequence[Orders]) -> _Candidate:
+    def run(self, planned: Orders) -> _Candidate:
         """The best order in the last comparison; ``planned`` itself if no other is better there."""
-        nothing = _Candidate("planned", planned, 0.0)
-        actions = self.problem.max_actions
-        moves = min(MOST_MOVES[self.options.effort], MOVES[self.options.effort] // actions)
-        if self.jitter.is_constant or actions > LARGEST or self.halt.check():
-            return nothing
+        first = _Candidate("planned", planned, math.inf)
+        if self.jitter.is_constant or self.moves < 1 or self.halt.check():
+            return first
         with ThreadPoolExecutor(min(self.options.workers, CHAINS)) as pool:
-            candidates = list(pool.map(self._started, _distinct([planned, *others])))
-            candidates += [each for each in pool.map(self._searched, LONGER) if each is not None]
+            searched = pool.map(self._searched, enumerate(LONGER))
+            candidates = [self._compared("planned", planned), *chain.from_iterable(searched)]
             for phase, kept in enumerate(KEPT):
-                candidates = sorted(candidates, key=lambda each: each.value)[:kept]
-                each_moves = moves // (len(KEPT) * len(candidates) * ROUNDS)
-                tasks = [(phase, number, each, each_moves) for number, each in enumerate(candidates)]
-                candidates += pool.map(self._annealed, tasks)
-            last = sorted(candidates, key=lambda each: each.value)[:FINALISTS]
-            last.insert(0, nothing)
-            values = list(pool.map(lambda each: self._time(each.orders, CHOOSING, 4 * TRIES), last))
-            return last[int(np.argmin(values))]
+                candidates = sorted(candidates, key=_value)[:kept]
+                moves = self.moves // (len(KEPT) * len(candidates) * ROUNDS)
+                tasks = [(phase, number, each, moves) for number, each in enumerate(candidates)]
+                candidates = list(pool.map(self._annealed, tasks))
+            last = [first, *sorted(candidates, key=_value)]
+            values = pool.map(lambda each: self._time(each.orders, CHOOSING, LAST_TRIES), last)
+            return last[int(np.argmin(list(values)))]
 
-    def _started(self, orders: Orders) -> _Candidate:
-        ascending = first_in_first_out(orders, self.problem.n_stages)
-        return _Candidate("planned", ascending, self._time(ascending, COMPARING, TRIES))
-
-    def _searched(self, longer: float) -> _Candidate | None:
-        """The best order for longer latencies between ranks; None once it is time to stop."""
+    def _searched(self, task: tuple[int, float]) -> list[_Candidate]:
+        """The best orders for longer latencies between ranks; none once it is time to stop."""
+        number, longer = task
         if self.halt.check():
-            return None
-        host = self.problem.arrays.rank_of
-        added = np.where(host[1:] != host[:-1], longer * self.unit, 0.0)
-        latencies = tuple((self.problem.arrays.latency + added).tolist())
-        problem = replace(self.problem, costs=replace(self.problem.costs, p2p=latencies))
+            return []
         limit = self.options.time_limit
         options = replace(
             self.options,
             time_limit=None if limit is None else SEARCH_SHARE * limit,
+            seed=(self.options.seed + number) % MAX_SEED,
             workers=1,
             without=WITHOUT,
             jitter=None,
             quantile=None,
         )
-        with Pipeline(problem, options, None, self.halt.check) as pipeline:
+        with Pipeline(self._with_longer(longer), options, None, self.halt.check) as pipeline:
+            pipeline.budget = pipeline.budget.with_less_tuning(LESS)
             pipeline.run()
-            found = pipeline.found
-        if found is None:
-            return None
-        name = f"latencies + {longer:g}"
-        return replace(self._started(found.orders), name=name)
+        found = sorted(pipeline.bests, key=lambda each: each.value)[:STARTS]
+        if not found and pipeline.found is not None:
+            found = [pipeline.found]
+        return [self._compared(f"latencies + {longer:g}", each.orders) for each in found]
+
+    def _compared(self, name: str, orders: Orders) -> _Candidate:
+        """A candidate of an order, with ascending microbatches."""
+        ascending = first_in_first_out(orders, self.problem.n_stages)
+        return _Candidate(name, ascending, self._time(ascending, COMPARING, TRIES))
+
+    def _with_longer(self, longer: float) -> Problem:
+        """The problem with longer latencies between ranks, by a multiple of the mean duration."""
+        host = self.problem.arrays.rank_of
+        added = np.where(host[1:] != host[:-1], longer * self.unit, 0.0)
+        latencies = tuple((self.problem.arrays.latency + added).tolist())
+        return replace(self.problem, costs=replace(self.problem.costs, p2p=latencies))
 
     def _annealed(self, task: tuple[int, int, _Candidate, int]) -> _Candidate:
         """The candidate after some rounds of annealing, or as it was if that is better."""
         phase, number, best, moves = task
-        orders = best.orders
-        for round_number in range(ROUNDS):
-            if self.halt.check() or moves < 1:
+        orders, own = best.orders, ANNEALING + self.options.seed
+        for step in range(ROUNDS):
+            if self.halt.check():
                 break
-            step = phase * ROUNDS + round_number
-            seed = self.options.seed * len(KEPT) * ROUNDS + step
-            own = ANNEALING + self.options.seed
+            round_number = (phase * ROUNDS + step) << 8 | number
             result = anneal_in_scenarios(
                 self.problem,
                 orders,
-                draw(self.jitter, self.problem, own, range(LANES), number << 16 | step),
+                draw(self.jitter, self.problem, own, range(LANES), round_number),
                 moves=moves,
-                temperature=self.unit * WARM * (COLD / WARM) ** (step / (len(KEPT) * ROUNDS - 1)),
-                seed=seed,
+                temperature=self.unit * WARM * (COLD / WARM) ** (step / (ROUNDS - 1)),
+                seed=round_number,
                 weight=self.weight,
                 halt=self.halt.flag,
             )
@@ -231,6 +240,5 @@ class _Search:
         return float(sample.mean() if quantile is None else np.quantile(sample, quantile))
 
 
-def _distinct(orders: Sequence[Orders]) -> list[Orders]:
-    """Orders without repetitions, in the same sequence."""
-    return list({tuple(map(tuple, each.all_text())): each for each in orders}.values())
+def _value(candidate: _Candidate) -> float:
+    return candidate.value

@@ -91,5 +91,4 @@ def search(
             pipeline.resume_from(incumbent)
         pipeline.run()
         plan = pipeline.finish()
-    others = [each.orders for each in pipeline.bests]
-    return for_jitter(plan, options, others, began=began, cancelled=cancelled)
+    return for_jitter(plan, options, began=began, cancelled=cancelled)

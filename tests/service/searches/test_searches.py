@@ -21,7 +21,13 @@ async def test_a_search_is_accepted_and_ends_with_a_plan(serving: Serving) -> No
         assert body["state"] in ("queued", "running")
         assert accepted.headers["location"] == f"/v1/searches/{body['id']}"
         assert body["problem_summary"]["pp_degree"] == 2
-        assert body["options"] == {"effort": "standard", "time_limit": None, "seed": 0}
+        assert body["options"] == {
+            "effort": "standard",
+            "time_limit": None,
+            "seed": 0,
+            "jitter": None,
+            "quantile": None,
+        }
 
         done = await service.ended(body["id"])
         assert (done["state"], done["objective"], done["error"]) == ("done", 8, None)
@@ -45,6 +51,37 @@ async def test_other_options_are_another_search(serving: Serving) -> None:
     others: tuple[dict[str, Any], ...] = ({}, {"seed": 1}, {"effort": "quick"}, {"time_limit": 5.0})
     async with serving("immediate") as service:
         assert len({(await service.submit(**options)).json()["id"] for options in others}) == 4
+
+
+async def test_a_search_for_jitter_stores_a_plan_with_its_simulation(serving: Serving) -> None:
+    jitter = {"action": 0.05, "rank": 0.0, "transfer": {"samples": [1, 1.5]}}
+    async with serving("solver") as service:
+        submitted = await service.submit(effort="quick", jitter=jitter, quantile=0.9)
+        assert submitted.json()["options"]["jitter"] == jitter
+        done = await service.ended(submitted.json()["id"])
+        plan = (await service.http.get(f"/v1/plans/{done['plan_id']}")).json()
+        assert plan["simulation"]["jitter"] == jitter
+        assert plan["provenance"]["quantile"] == 0.9
+        page = await service.http.get(f"/searches/{done['id']}", headers={"Accept": "text/html"})
+        assert "0.9 quantile of the simulated time" in page.text
+
+
+@pytest.mark.parametrize(
+    ("options", "pointer"),
+    [
+        ({"quantile": 0.9}, "/options/quantile"),
+        ({"jitter": {"action": 0.05}, "quantile": 0.3}, "/options/quantile"),
+        ({"jitter": {"action": -1}}, "/options/jitter/action"),
+        ({"jitter": {"rank": [0.1, 0.1, 0.1]}}, "/options/jitter/rank"),
+        ({"jitter": "5%"}, "/options/jitter"),
+        ({"jitter": {"transfer": {"samples": []}}}, "/options/jitter/transfer"),
+    ],
+)
+async def test_wrong_jitter_is_refused(serving: Serving, options: dict[str, Any], pointer: str) -> None:
+    async with serving("immediate") as service:
+        answer = await service.submit(**options)
+        assert answer.status_code == 422
+        assert any(issue["pointer"].startswith(pointer) for issue in answer.json()["errors"])
 
 
 async def test_a_running_search_is_shared(serving: Serving, directory: Path) -> None:

@@ -10,7 +10,7 @@ from support.problems import limited, limited_problems, uniform
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.construct.tables import make_tables
-from zbv_solver.improve.annealing import Move, Round, _round, window_starts, anneal
+from zbv_solver.improve.annealing import Move, Round, _round, anneal, window_starts
 from zbv_solver.improve.order_state import State, compute_all, critical_path
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem

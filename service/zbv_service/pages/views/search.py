@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from zbv_solver.export import quantities
+from zbv_solver.export.report.simulated import deviations
 from zbv_solver.frontiers import memory_fraction
+from zbv_solver.jitter.reading import parse_jitter
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import exceeds
@@ -162,6 +164,10 @@ def _options(record: SearchRecord) -> list[tuple[str, str]]:
     if limit is not None:
         effort += f", at most {quantities.figure(limit)} s"
     facts = [("Effort", f"{effort}, seed {seed}" if seed else effort)]
+    jitter, quantile = record.options.get("jitter"), record.options.get("quantile")
+    if jitter is not None:
+        time = "mean" if quantile is None else f"{quantities.figure(quantile)} quantile of the"
+        facts.append(("Chosen for", f"{time} simulated time; {deviations(parse_jitter(jitter))}"))
     if record.created_by is not None:
         facts.append(("Submitted by", record.created_by))
     return facts

@@ -79,12 +79,15 @@ def _simulated(plan: Plan) -> Simulation | None:
 
 
 def _about(found: Simulation) -> str:
-    jitter = found.jitter
     return (
         f"{found.scenarios} simulated iterations in which durations vary, the same for every schedule; "
-        f"standard deviations: {_actions(jitter)}{_ranks(jitter)}, transfers {_of(jitter.transfer)}. "
-        "95 % of the iterations take at most p95."
+        f"standard deviations: {deviations(found.jitter)}. 95 % of the iterations take at most p95."
     )
+
+
+def deviations(jitter: Jitter) -> str:
+    """The standard deviations of actions, ranks and transfers, in words."""
+    return f"{_actions(jitter)}{_ranks(jitter)}, transfers {_of(jitter.transfer)}"
 
 
 def _actions(jitter: Jitter) -> str:

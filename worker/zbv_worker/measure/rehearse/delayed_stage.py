@@ -189,9 +189,8 @@ class DelayedTimeline(HostTimeline):
 
     def resolved(self, records: Sequence[Record], bounds: Sequence[float]) -> tuple[Record, ...]:
         """See :meth:`HostTimeline.resolved`."""
-        actions = zip(
-            records, self._begun, strict=False
-        )  # the last record, the end of the step, is no action
+        # The last record is the end of the step, and no action.
+        actions = zip(records, self._begun, strict=False)
         started = [record._replace(start=max(record.start, begin)) for record, begin in actions]
         return (*started, *records[len(started) :])
 

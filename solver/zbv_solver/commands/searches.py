@@ -19,7 +19,8 @@ from zbv_solver.problem.reading import load_problem
 
 def plan(arguments: argparse.Namespace) -> None:
     """Search a plan and write it, or print a summary of it to a terminal."""
-    problem, options = load_problem(arguments.problem), search_options(arguments)
+    problem = load_problem(arguments.problem)
+    options = search_options(arguments, problem)
     is_summary = arguments.output is None and sys.stdout.isatty()
     path = arguments.output or "-"
     with output(path) as write_text, terminated_like_interrupted():
@@ -45,7 +46,8 @@ def plan(arguments: argparse.Namespace) -> None:
 
 def compare(arguments: argparse.Namespace) -> None:
     """Search a plan and compare it with the classical schedules."""
-    found = watched_search(load_problem(arguments.problem), search_options(arguments))
+    problem = load_problem(arguments.problem)
+    found = watched_search(problem, search_options(arguments, problem))
     if arguments.json:
         _print_json(
             {
@@ -60,7 +62,8 @@ def compare(arguments: argparse.Namespace) -> None:
 
 def frontier(arguments: argparse.Namespace) -> None:
     """Search a plan within every memory limit; print the frontier, and keep the plans with ``-o``."""
-    problem, options = load_problem(arguments.problem), search_options(arguments)
+    problem = load_problem(arguments.problem)
+    options = search_options(arguments, problem)
     folder = None if arguments.output is None else Path(arguments.output)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,20 +22,25 @@ from zbv_solver.search.pipeline import Progress
 from zbv_solver.search.search import search
 
 
-def search_options(arguments: argparse.Namespace) -> SearchOptions:
+def search_options(arguments: argparse.Namespace, problem: AnyProblem) -> SearchOptions:
     """The options of a search; raises :class:`InvalidInput` naming the wrong flags.
 
     Only ``zbv plan`` has ``jitter`` and ``quantile``.
     """
-    jitter = getattr(arguments, "jitter", None)
-    read = None if jitter is None else read_jitter(jitter)
+    given = getattr(arguments, "jitter", None)
+    jitter = None if given is None else read_jitter(given)
+    if jitter is not None:
+        try:
+            jitter.require_ranks(problem.pp_degree)
+        except InvalidInput as error:
+            raise error.found_in("--jitter") from None
     try:
         return SearchOptions(
             effort=arguments.effort,
             time_limit=arguments.time_limit,
             seed=arguments.seed,
             workers=arguments.workers,
-            jitter=read,
+            jitter=jitter,
             quantile=getattr(arguments, "quantile", None),
         )
     except InvalidInput as error:

@@ -46,17 +46,18 @@ WITHOUT = ("windows", "exact")
 """Stages that these searches leave out."""
 STARTS = 2
 """Most orders of each of these searches that are annealed."""
-LESS = 2
+LESS = 4
 """These searches tune parameters and injections with this part of the usual budget."""
-MOVES = {"quick": 20_000_000, "standard": 500_000_000, "thorough": 4_000_000_000}
+MOVES = {"quick": 20_000_000, "standard": 1_200_000_000, "thorough": 8_000_000_000}
 """Moves in scenarios times the problem's actions, for all orders and phases together."""
-MOST_MOVES = {"quick": 20_000, "standard": 150_000, "thorough": 1_200_000}
+MOST_MOVES = {"quick": 6_000, "standard": 200_000, "thorough": 1_400_000}
 LARGEST = 200_000
 """Largest problem, in actions, whose orders are annealed: 32 scenarios of it take about half a gigabyte."""
 LANES = 32
 """Scenarios in which a round of annealing judges moves; every round draws others."""
-KEPT = (9, 3, 2)
-"""Orders that are annealed in every phase, the best ones of the phase before."""
+KEPT, SHARES = (9, 3, 2), (0.25, 0.25, 0.5)
+"""Orders that are annealed in every phase, the best ones of the phase before, and the phases' shares of the
+moves."""
 ROUNDS = 4
 """Rounds of annealing in a phase."""
 WARM, COLD = 0.01, 0.001
@@ -165,7 +166,7 @@ class _Search:
             candidates = [self._compared("planned", planned), *chain.from_iterable(searched)]
             for phase, kept in enumerate(KEPT):
                 candidates = sorted(candidates, key=_value)[:kept]
-                moves = self.moves // (len(KEPT) * len(candidates) * ROUNDS)
+                moves = int(SHARES[phase] * self.moves) // (len(candidates) * ROUNDS)
                 tasks = [(phase, number, each, moves) for number, each in enumerate(candidates)]
                 candidates = list(pool.map(self._annealed, tasks))
             last = [first, *sorted(candidates, key=_value)]

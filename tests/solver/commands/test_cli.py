@@ -276,3 +276,31 @@ def test_simulate_refuses_wrong_flags(plan: Path, flags: list[str], said: str, c
     flags = [f"{flags[0]}={flags[1]}"]
     assert main(["simulate", str(plan), *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_plan_chooses_for_jitter(problem: Path, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "jitter-plan.json"
+    flags = ["--jitter", "action=5%,transfer=20%", "--quantile", "0.95", "--effort", "quick"]
+    assert main(["plan", str(problem), "-o", str(path), *flags]) == 0
+    document = json.loads(path.read_text())
+    assert document["simulation"]["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.2}
+    assert document["provenance"]["quantile"] == 0.95
+    assert main(["check", str(problem), str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--jitter=much"], "--jitter: found 'much'; jitter is written as 5%"),
+        (["--jitter=ranks.json"], "--jitter: /rank: found 3 values; must be one, or one per rank (2)"),
+        (["--quantile=0.9"], "--quantile: is of the times when durations vary"),
+        (["--jitter=5%", "--quantile=1"], "--quantile: found 1; must be from 0.5 to 0.99"),
+    ],
+)
+def test_plan_refuses_wrong_jitter(
+    problem: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str, capsys: Capture
+) -> None:
+    monkeypatch.chdir(problem.parent)
+    write(Path("ranks.json"), {"rank": [0.1, 0.1, 0.1]})
+    assert main(["plan", str(problem), *flags]) == 2
+    assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``python -m benchmarks planner``, ``partitioning`` and ``speed``."""
+"""``python -m benchmarks planner``, ``partitioning``, ``jitter`` and ``speed``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 from zbv_solver.commands.cli import useful_workers
 from zbv_solver.documents.files import file_label, output, read_json
 
+from benchmarks.measuring import add_output, measure_all
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zbv_solver.search.options import SearchOptions
+
+    from benchmarks.findings import Finding
 
 EFFORTS = ("quick", "standard", "thorough")
 
@@ -59,6 +65,26 @@ def add_partitioning(commands: Any) -> None:
     command.set_defaults(run=_partitioning)
 
 
+def add_jitter(commands: Any) -> None:
+    """Add the benchmark of plans whose durations vary."""
+    command = commands.add_parser(
+        "jitter",
+        help="compare plans chosen with and without jitter, and the classical schedules, when durations vary",
+        description="Plan problems with and without the option `jitter` (5 %% per action, 20 %% per "
+        "transfer, quantile 0.95). Simulate both plans and the classical schedules in new scenarios.",
+    )
+    _add_search_options(command)
+    command.add_argument(
+        "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
+    )
+    command.add_argument("--only", metavar="GLOB", help="only instances with a matching name")
+    command.add_argument(
+        "--scenarios", type=int, default=512, metavar="N", help="simulated iterations (default: 512)"
+    )
+    add_output(command)
+    command.set_defaults(run=_jitter)
+
+
 def add_speed(commands: Any) -> None:
     """Add the benchmark of the kernels."""
     command = commands.add_parser("speed", help="count evaluations per second on one core")
@@ -102,6 +128,24 @@ def _partitioning(parsed: argparse.Namespace) -> int:
     cut_table(_options(parsed), sys.stdout.write)
     recompute_table(_options(parsed), sys.stdout.write)
     return 0
+
+
+def _jitter(parsed: argparse.Namespace) -> int:
+    from zbv_solver.timing.step_times import MAX_SCENARIOS
+
+    from benchmarks.errors import WrongInput
+    from benchmarks.planner.jitter import instances, jitter_table
+
+    if not 1 <= parsed.scenarios <= MAX_SCENARIOS:
+        raise WrongInput(
+            f"--scenarios: found {parsed.scenarios}; must be an integer from 1 to {MAX_SCENARIOS}."
+        )
+    options, chosen = _options(parsed, workers=parsed.workers), instances(parsed.only)
+
+    def measure() -> Sequence[Finding]:
+        return jitter_table(chosen, options, parsed.scenarios, sys.stdout.write)
+
+    return measure_all([("jitter", f"{len(chosen)} instances", measure)], parsed.output)
 
 
 def _speed(_parsed: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from benchmarks.measuring import Measure, add_output, measure_all
 if TYPE_CHECKING:
     from benchmarks.findings import Finding
 
-NAMES = ("overhead", "pipeline-step", "gpt", "split", "memory", "rehearse", "nccl-model")
+NAMES = ("overhead", "pipeline-step", "gpt", "split", "memory", "rehearse", "rehearse-jitter", "nccl-model")
 DESCRIPTION = """\
 Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;
 on a busy machine, their intervals are wider.
@@ -27,6 +27,7 @@ on a busy machine, their intervals are wider.
   split     I + W, compared with the fused backward
   memory    peaks of real steps, compared with the plan
   rehearse  time of a rehearsal, compared with the plan
+  rehearse-jitter  times of rehearsals with jitter, compared with simulations
   nccl-model  which plans hang on a model of NCCL, by the number of kernels that run at once
 """
 EXAMPLES = """\
@@ -57,7 +58,7 @@ def add_worker(commands: Any) -> None:
         "--rounds",
         type=positive,
         metavar="N",
-        help="gpt, overhead, pipeline-step, split: number of measured rounds",
+        help="gpt, overhead, pipeline-step, rehearse-jitter, split: number of measured rounds",
     )
     command.add_argument(
         "--rehearse-pp",

@@ -12,8 +12,8 @@ from rich.progress import Progress as ProgressBar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zbv_solver.commands.interrupt import interruptible
+from zbv_solver.commands.jitter_flag import read_jitter
 from zbv_solver.commands.messages import named_flags
-from zbv_solver.commands.simulate import read_jitter
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem

@@ -5,18 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 from zbv_solver.commands import tables
+from zbv_solver.commands.jitter_flag import read_jitter
 from zbv_solver.commands.messages import named_flags
-from zbv_solver.documents.files import file_label, read_json
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import Jitter
-from zbv_solver.jitter.reading import SHORT_FORM, parse_jitter
-from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
-from zbv_solver.measure.residuals import jitter_of_traces
-from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.simulation import simulation_json
 from zbv_solver.search.assemble import load_plan
 from zbv_solver.search.simulate import DEFAULT_JITTER
@@ -37,53 +30,3 @@ def simulate(arguments: argparse.Namespace) -> None:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
         tables.print_simulation(plan, found)
-
-
-def read_jitter(text: str, plan: Plan | None = None) -> Jitter:
-    """The jitter of a flag: its short form, a file with its document, or traces of ranks that ran the plan.
-
-    Raises
-    ------
-    InvalidInput
-        When it is none of them, or there are traces and no plan.
-    OSError
-        When a file cannot be read.
-    """
-    paths = text.split(",")
-    if not all(path.endswith(".json") for path in paths):
-        try:
-            return parse_jitter(text)
-        except InvalidInput as error:
-            hint = f"{error.issues[0].detail} A .json file with a jitter document or traces is also accepted."
-            raise InvalidInput.at("", hint).found_in("--jitter") from None
-    documents = {path: read_json(Path(path)) for path in paths}
-    traces: list[RankTrace] = []
-    for path, document in documents.items():
-        try:
-            if not _is_trace(document) and len(paths) == 1:
-                return parse_jitter(document)
-            traces.append(_trace_of(plan, document))
-        except InvalidInput as error:
-            raise error.found_in(file_label(path)) from None
-    if plan is None:  # _trace_of has refused every trace
-        raise InvalidInput.at("", f"found no file; jitter is written as {SHORT_FORM}.")
-    return jitter_of_traces(plan.problem, traces)
-
-
-def _is_trace(document: Any) -> bool:
-    return isinstance(document, dict) and "steps" in document
-
-
-def _trace_of(plan: Plan | None, document: Any) -> RankTrace:
-    if plan is None:
-        raise InvalidInput.at(
-            "",
-            "this is a trace, which needs the plan that it belongs to. Run `zbv simulate PLAN --jitter "
-            "TRACES --json`, and store its key `jitter` in a file.",
-        )
-    trace = parse_rank_trace(document)
-    if trace.plan_id != plan.plan_id:
-        raise InvalidInput.at(
-            "/plan_id", f"found {trace.plan_id[:12]}; the plan given is {plan.plan_id[:12]}."
-        )
-    return trace

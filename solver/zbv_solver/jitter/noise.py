@@ -26,6 +26,7 @@ from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 MAX_DEVIATION = 10.0
 """Largest relative standard deviation."""
 MAX_SAMPLES = 10_000
+MAX_SEED = 2**31 - 1
 MAX_FACTOR = 1e6
 FACTOR_BITS = 20
 """Factors are multiples of 2 ** -FACTOR_BITS. Exponential functions differ in their last bit between
@@ -213,6 +214,22 @@ def draw(jitter: Jitter, problem: Problem, seed: int, chains: Sequence[int], ite
         for way, kind in enumerate((_DOWN, _UP)):
             transfer[way] = jitter.transfer.factors(normal(kind, cells))
     return Draws(action.reshape(-1, len(chains)), rank, transfer.reshape(-1, len(chains)))
+
+
+def drawn_costs(problem: Problem, draws: Draws) -> tuple[FloatArray, FloatArray]:
+    """What actions and their inputs take in an iteration, in the problem's time unit.
+
+    Returns the durations of actions (4, S, m, L) by letter code, stage and microbatch, and the latencies
+    (2, S, m, L) of the input of F, and of the input of I or B.
+    """
+    arrays, stages, m = problem.arrays, problem.n_stages, problem.microbatches
+    shared = draws.rank[np.array(problem.placement.rank_of)]
+    action = draws.action.reshape(len(LETTERS), stages, m, -1)
+    duration: FloatArray = arrays.duration[:, :, None, None] * action * shared[None, :, None, :]
+    planned = np.zeros((2, stages))
+    planned[0, 1:] = planned[1, :-1] = arrays.latency
+    latency: FloatArray = planned[:, :, None, None] * draws.transfer.reshape(2, stages, m, -1)
+    return duration, latency
 
 
 def action_rows(stage: IntArray, letter: IntArray, microbatch: IntArray, problem: Problem) -> IntArray:

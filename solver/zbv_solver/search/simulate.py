@@ -6,7 +6,7 @@ import numpy as np
 
 from zbv_solver.construct.baselines import baseline, without_limit
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import Jitter
+from zbv_solver.jitter.noise import MAX_SEED, Jitter
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.simulation import SimulatedBaseline, Simulation, Spans
@@ -18,7 +18,6 @@ SCENARIOS = 256
 P95 = 0.95
 DEFAULT_JITTER = Jitter.of(action=0.05, transfer=0.2)
 """What a plan's page shows: compute that varies by a few percent, and transfers that share their links."""
-MAX_SEED = 2**31 - 1
 
 
 def simulate(plan: Plan, jitter: Jitter, *, scenarios: int = SCENARIOS, seed: int = 0) -> Simulation:

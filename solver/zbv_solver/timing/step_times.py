@@ -60,10 +60,7 @@ def iteration_times(
             "/scenarios", f"found {scenarios}; must be an integer from 1 to {MAX_SCENARIOS}."
         )
     graph = execution_graph(problem, orders)
-    rows = action_rows(orders.stage, orders.letter, orders.microbatch, problem)
-    cells = problem.n_stages * problem.microbatches
-    # F takes its input from the transfers that go down the pipeline, I and B from those that go up.
-    inputs = rows % cells + np.where(orders.letter == F, 0, cells)
+    rows, inputs = _rows_of_draws(problem, orders)
     first = span_start_times(problem, orders)[np.minimum(orders.offset[:-1], len(orders) - 1)]
     together = max(1, min(CHAINS, _LANES_ACTIONS // max(1, len(orders))))
     length = -(-scenarios // CHAINS)
@@ -82,6 +79,41 @@ def iteration_times(
                 _run(graph, rows, inputs, draws, alone, end)
                 makespans.append(alone.max(axis=0))
     return IterationTimes(np.concatenate(spans)[:scenarios], np.concatenate(makespans)[:scenarios])
+
+
+def rehearsed_times(
+    problem: Problem, orders: Orders, jitter: Jitter, *, iterations: int, seed: int
+) -> IterationTimes:
+    """Simulate the first iterations of the first chain, if all ranks begin the first one together.
+
+    That is how ranks begin that run the order; ``zbv-worker rehearse`` compares itself with these times.
+
+    Raises
+    ------
+    InvalidInput
+        When the jitter is for another number of ranks.
+    InvalidPlan
+        When the order deadlocks.
+    """
+    graph = execution_graph(problem, orders)
+    rows, inputs = _rows_of_draws(problem, orders)
+    ready, end = np.zeros((problem.pp_degree, 1)), np.empty((len(orders), 1))
+    spans, makespans = np.empty(iterations), np.empty(iterations)
+    for iteration in range(iterations):
+        draws = draw(jitter, problem, seed, (0,), iteration)
+        before, alone = ready.max(), np.zeros_like(ready)
+        _run(graph, rows, inputs, draws, ready, end)
+        _run(graph, rows, inputs, draws, alone, end)
+        spans[iteration], makespans[iteration] = ready.max() - before, alone.max()
+    return IterationTimes(spans, makespans)
+
+
+def _rows_of_draws(problem: Problem, orders: Orders) -> tuple[IntArray, IntArray]:
+    """The rows (n,) of actions in ``Draws.action``, and of their inputs in ``Draws.transfer``."""
+    rows = action_rows(orders.stage, orders.letter, orders.microbatch, problem)
+    cells = problem.n_stages * problem.microbatches
+    # F takes its input from the transfers that go down the pipeline, I and B from those that go up.
+    return rows, rows % cells + np.where(orders.letter == F, 0, cells)
 
 
 @compiled

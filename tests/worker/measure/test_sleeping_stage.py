@@ -108,8 +108,9 @@ def test_actions_take_their_own_time_and_return_tensors_of_the_right_size() -> N
     taken: list[int] = []
 
     class Watched(SleepingDevice):
-        def take(self, nanoseconds: int) -> None:
+        def take(self, nanoseconds: int, arrival: int | None = None) -> int:
             taken.append(nanoseconds)
+            return 0
 
     stage = SleepingStage(LETTERS, output_bytes=1000, gradient_bytes=4001, device=Watched())
     assert stage.forward(0, INPUT, split=True).nbytes == 1000

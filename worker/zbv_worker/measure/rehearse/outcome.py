@@ -11,10 +11,10 @@ step to the last end of the next. A makespan is the time from a step's first sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,23 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Simulated:
+    """Measured steps in a simulation, with the same durations and latencies but without any overhead.
+
+    Attributes
+    ----------
+    jitter
+        The jitter's document.
+    steps
+        Seconds.
+    """
+
+    jitter: Mapping[str, Any]
+    seed: int
+    steps: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A rehearsal's result; times in seconds.
 
@@ -93,6 +110,8 @@ class Outcome:
         transport's threads; the mean over the ranks.
     clock_uncertainty
         The largest error between times of different ranks.
+    simulated
+        What the steps would take without any overhead, if durations varied.
     """
 
     plan_id: str
@@ -106,6 +125,7 @@ class Outcome:
     cpu_thread: float
     cpu_process: float
     clock_uncertainty: float
+    simulated: Simulated | None = None
 
     @property
     def ratio(self) -> float:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from zbv_solver.documents.files import write
+from zbv_solver.jitter.reading import jitter_json
 
 from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
+from zbv_worker.execution.binding import Computation
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
@@ -25,7 +27,14 @@ from zbv_worker.execution.step import StepResult
 from zbv_worker.execution.timeline import HostTimeline
 from zbv_worker.execution.whole_plan import SECONDS, WholePlan
 from zbv_worker.host.cores import keep_freed_memory
-from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
+from zbv_worker.measure.rehearse.delayed_stage import (
+    DelayedStage,
+    DelayedTimeline,
+    Delays,
+    DrawnTimes,
+    ahead_of_rank_0,
+)
+from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, Simulated, compare
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage, sharpen_timer
 from zbv_worker.tracing.clocks import DEFAULT_CLOCK, Alignment, Clock, find_offsets
 from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
@@ -34,6 +43,7 @@ from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 
 DEFAULT_STEPS = 5
+DEFAULT_JITTERY_STEPS = 20
 DEFAULT_BYTES = 1 << 16
 DEFAULT_ACTION_SECONDS = 0.01
 """Mean length of an action if neither the problem nor the caller defines the time unit."""
@@ -61,6 +71,8 @@ class RehearseOptions:
         the last.
     trace
         Where to write the merged trace.
+    delays
+        By how much durations and latencies vary; None for the planned durations, with real latencies.
     """
 
     source: PlanSource
@@ -70,6 +82,7 @@ class RehearseOptions:
     timeout: float = 120.0
     look_ahead: int = DEFAULT_LOOK_AHEAD
     trace: Path | None = None
+    delays: Delays | None = None
 
     def seconds_per_unit(self, plan: WholePlan) -> float:
         """The scale: as given, else of the problem's unit, else one that makes actions 10 ms long."""
@@ -97,11 +110,30 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
     mine = plan.of_rank(world.rank)  # refuses a wrong number of ranks before they meet
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
+    if options.delays is not None:
+        options.delays.require_ranks(plan)
+    simulated = simulate(options, plan) if world.rank == 0 else None
     with naming_errors(world.rank, "meeting the other ranks"):
         transport = connect(world, "gloo", _CPU, options.timeout)
     gc.freeze()  # otherwise a garbage collection during a step would look like a slow action
     with transport:
-        return rehearse_on(transport, options, plan, mine)
+        outcome = rehearse_on(transport, options, plan, mine)
+    return None if outcome is None else replace(outcome, simulated=simulated)
+
+
+def simulate(options: RehearseOptions, plan: WholePlan) -> Simulated | None:
+    """What the measured steps would take without any overhead; None if durations do not vary.
+
+    Raises
+    ------
+    InvalidRun
+        As :meth:`Delays.simulated`.
+    """
+    delays = options.delays
+    if delays is None:
+        return None
+    lengths = delays.simulated(plan, options.seconds_per_unit(plan), WARM_UP_STEPS + options.steps)
+    return Simulated(jitter_json(delays.jitter), delays.seed, tuple(lengths[WARM_UP_STEPS:].tolist()))
 
 
 def rehearse_on(
@@ -110,6 +142,7 @@ def rehearse_on(
     plan: WholePlan,
     mine: RankPlan,
     clock: Clock = DEFAULT_CLOCK,
+    device: SleepingDevice | None = None,
 ) -> Outcome | None:
     """Agree, run all steps, and collect the traces; collective. Rank 0 returns the outcome.
 
@@ -117,6 +150,8 @@ def rehearse_on(
     ----------
     clock
         This rank's clock, in nanoseconds.
+    device
+        The rank's simulated device; by default one on the machine's clock.
     """
     rank, timeout = transport.rank, options.timeout
     scale = options.seconds_per_unit(plan)
@@ -129,26 +164,40 @@ def rehearse_on(
         backend="gloo",
         steps=options.steps,
         channels=mine.channels,
+        options=() if options.delays is None else options.delays.identity,
     )
     keys = agree(transport, statement, timeout)
     with naming_errors(rank, "opening the channels"):
         transport.open(keys, timeout)
         before = find_offsets(transport, timeout, clock)
-    compute = SleepingDevice()
+    compute = SleepingDevice() if device is None else device
+    stages: Mapping[int, Computation]
+    if options.delays is None:
+        times, timeline = None, HostTimeline(clock)
+        stages = sleeping_stages(plan, rank, scale, options.transfer_bytes, compute)
+    else:
+        times = DrawnTimes(plan, rank, options.delays, scale, WARM_UP_STEPS + options.steps)
+        timeline = DelayedTimeline(clock, times)
+        ahead = ahead_of_rank_0(before[rank])
+        stages = delayed_stages(plan, rank, times, options.transfer_bytes, compute, ahead)
     executor = Executor(
         mine,
-        sleeping_stages(plan, rank, scale, options.transfer_bytes, compute),
+        stages,
         NoBatches(),
         transport,
         device=_CPU,
         timeout=timeout,
-        options=ExecutorOptions(look_ahead=options.look_ahead, timeline=HostTimeline(clock)),
+        options=ExecutorOptions(look_ahead=options.look_ahead, timeline=timeline),
     )
-    steps = [_step(executor, step, transport, plan, timeout) for step in range(WARM_UP_STEPS)]
+
+    def run(step: int) -> StepResult:
+        if times is not None:
+            times.begin(step)
+        return _step(executor, step, transport, plan, timeout)
+
+    steps = [run(step) for step in range(WARM_UP_STEPS)]
     spent = _cpu_times(compute)
-    steps += [
-        _step(executor, WARM_UP_STEPS + step, transport, plan, timeout) for step in range(options.steps)
-    ]
+    steps += [run(WARM_UP_STEPS + step) for step in range(options.steps)]
     thread, process = (now - earlier for now, earlier in zip(_cpu_times(compute), spent, strict=True))
     cpu = CpuUse(thread, process, options.steps * len(mine.actions))
     with naming_errors(rank, "ending the rehearsal"):
@@ -188,6 +237,19 @@ def sleeping_stages(
             None if stage == last else size,
             None if stage == 0 else size,
             device,
+        )
+        for stage in plan.problem.placement.stages_of[rank]
+    }
+
+
+def delayed_stages(
+    plan: WholePlan, rank: int, times: DrawnTimes, size: int, device: SleepingDevice, ahead: int
+) -> Mapping[int, DelayedStage]:
+    """Like :func:`sleeping_stages`, with durations and latencies that vary."""
+    last = plan.problem.n_stages - 1
+    return {
+        stage: DelayedStage(
+            stage, times, None if stage == last else size, None if stage == 0 else size, device, ahead
         )
         for stage in plan.problem.placement.stages_of[rank]
     }

@@ -85,17 +85,22 @@ class SleepingDevice:
         self._ended, self._cpu_ended, self._blocked = clock(), cpu_clock(), count_blocks()
         self.cpu_nanoseconds = 0
 
-    def take(self, nanoseconds: int) -> None:
-        """Let an action take its time."""
+    def take(self, nanoseconds: int, arrival: int | None = None) -> int:
+        """Let an action take its time, after the arrival of its input if that is known.
+
+        Returns when the action is due to end.
+        """
         now, cpu = self._clock(), self._cpu_clock()
         off_cpu = (now - self._ended) - (cpu - self._cpu_ended)
         waited = off_cpu > NO_WAIT_NANOSECONDS and self._count_blocks() != self._blocked
         begin = now if waited else max(self._due, now - self._length)
+        begin = begin if arrival is None else max(begin, arrival)
         self._due, self._length = begin + nanoseconds, nanoseconds
         self._pause_until(self._due)
         self._blocked = self._count_blocks()
         self._ended, self._cpu_ended = self._clock(), self._cpu_clock()
         self.cpu_nanoseconds += self._cpu_ended - cpu
+        return self._due
 
 
 class SleepingStage:

@@ -24,8 +24,8 @@ class Budget:
     constructed
         Actions that the constructors may place after their first orders.
     ample
-        Times p: with memory for as many microbatches in flight, there is no search for injections. Tuning does
-        better there.
+        Times p: with memory for as many microbatches in flight, tuning does better than a search for
+        injections, which is left out.
     injected
         Actions that the search for injections may place.
     most_injected

@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JITTER",
         help="choose the plan for durations that vary, by simulation: relative standard deviations, such as "
         "5%% or action=5%%,transfer=20%%, or a JSON file with a jitter document, as for `zbv simulate`; the "
-        "search takes two to three times as long",
+        "search takes about four times as long",
     )
     plan.add_argument(
         "--quantile",

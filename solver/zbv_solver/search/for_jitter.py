@@ -35,27 +35,25 @@ from zbv_solver.search.halt import Halt
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.pipeline import CHAINS, Pipeline
 from zbv_solver.search.search_unit import in_search_unit
-from zbv_solver.search.simulate import MAX_SEED, SCENARIOS, simulate
+from zbv_solver.search.simulate import SCENARIOS, simulate
 from zbv_solver.timing.step_times import iteration_times
 
-PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.15
+PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.2
 """Shares of a time limit for the search with planned durations, and for each search with longer latencies."""
-LONGER = (0.05, 0.1, 0.15, 0.15)
-"""Latencies are longer by these multiples of the mean duration in four searches, each with its own seed."""
+LONGER = (0.05, 0.15)
+"""Latencies are longer by these multiples of the mean duration in two more searches."""
 WITHOUT = ("windows", "exact")
 """Stages that these searches leave out."""
-STARTS = 2
+STARTS = 3
 """Most orders of each of these searches that are annealed."""
-LESS = 4
-"""These searches tune parameters and injections with this part of the usual budget."""
 MOVES = {"quick": 20_000_000, "standard": 1_200_000_000, "thorough": 8_000_000_000}
 """Moves in scenarios times the problem's actions, for all orders and phases together."""
 MOST_MOVES = {"quick": 6_000, "standard": 200_000, "thorough": 1_400_000}
 LARGEST = 200_000
-"""Largest problem, in actions, whose orders are annealed: 32 scenarios of it take about half a gigabyte."""
+"""Largest problem, in actions, whose orders are annealed: each thread takes about 0.4 GB for 32 scenarios."""
 LANES = 32
 """Scenarios in which a round of annealing judges moves; every round draws others."""
-KEPT, SHARES = (9, 3, 2), (0.25, 0.25, 0.5)
+KEPT, SHARES = (7, 3, 2), (0.3, 0.3, 0.4)
 """Orders that are annealed in every phase, the best ones of the phase before, and the phases' shares of the
 moves."""
 ROUNDS = 4
@@ -162,7 +160,7 @@ class _Search:
         if self.jitter.is_constant or self.moves < 1 or self.halt.check():
             return first
         with ThreadPoolExecutor(min(self.options.workers, CHAINS)) as pool:
-            searched = pool.map(self._searched, enumerate(LONGER))
+            searched = pool.map(self._searched, LONGER)
             candidates = [self._compared("planned", planned), *chain.from_iterable(searched)]
             for phase, kept in enumerate(KEPT):
                 candidates = sorted(candidates, key=_value)[:kept]
@@ -173,23 +171,20 @@ class _Search:
             values = pool.map(lambda each: self._time(each.orders, CHOOSING, LAST_TRIES), last)
             return last[int(np.argmin(list(values)))]
 
-    def _searched(self, task: tuple[int, float]) -> list[_Candidate]:
+    def _searched(self, longer: float) -> list[_Candidate]:
         """The best orders for longer latencies between ranks; none once it is time to stop."""
-        number, longer = task
         if self.halt.check():
             return []
         limit = self.options.time_limit
         options = replace(
             self.options,
             time_limit=None if limit is None else SEARCH_SHARE * limit,
-            seed=(self.options.seed + number) % MAX_SEED,
             workers=1,
             without=WITHOUT,
             jitter=None,
             quantile=None,
         )
         with Pipeline(self._with_longer(longer), options, None, self.halt.check) as pipeline:
-            pipeline.budget = pipeline.budget.with_less_tuning(LESS)
             pipeline.run()
         found = sorted(pipeline.bests, key=lambda each: each.value)[:STARTS]
         if not found and pipeline.found is not None:

@@ -73,16 +73,6 @@ class Budget:
             window_time=min(self.window_time, BRIEF_WINDOWS),
         )
 
-    def with_less_tuning(self, divisor: int) -> Budget:
-        """The budget with a part of the tuning and of the search for injections."""
-        return replace(
-            self,
-            tuned=self.tuned // divisor,
-            most_tuned=self.most_tuned // divisor,
-            injected=self.injected // divisor,
-            most_injected=self.most_injected // divisor,
-        )
-
 
 BRIEFLY_INJECTED = 2_000
 BRIEFLY_TUNED, BRIEFLY_ANNEALED, BRIEF_WINDOWS = 3_000, 60_000, 0.05

@@ -1,16 +1,14 @@
 """Bounds from all schedules of a few ranks, with the other ranks as delays.
 
-Under tight memory few ranks decide: in a V the innermost one, whose microbatches are away longest between their
-last forward and their first backward, alone or with one other rank. A dynamic programme over their schedules
-(:mod:`.states`) solves this relaxation. Once its states repeat some microbatches later, the rest of the steady
-state is known without computing it.
-
-A rank may be *light*: its W's are left out, and its I's release all memory. This is weaker, with far fewer
-states.
+Under tight memory few ranks decide: in a V the innermost one, whose microbatches are away longest between
+their last forward and their first backward, with one or two others. A dynamic programme over their schedules
+(:mod:`.states`) solves this relaxation. Once its states repeat some microbatches later, the rest of the
+steady state is known without computing it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +22,7 @@ from zbv_solver.bounds.directions import (
     Direction,
     directions,
 )
+from zbv_solver.bounds.memory_states import shortest_gaps
 from zbv_solver.bounds.states import EMPTY, Route, grow, least_shift
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
@@ -36,19 +35,28 @@ MOST_IN_TRANSIT = 40
 """A route whose first rank can hold more microbatches is not tried: it has too many states."""
 LONGEST_PERIOD = 8
 """Numbers of microbatches after which states may repeat."""
+PAIRS = 20_000_000
+"""Pairs of states that all sets of ranks together may compare: ten million take about a second."""
+LAYER = 300
+"""Pairs that take as long as a layer of few states."""
+TIGHT = 0.7
+"""Share of memory in use from which on it may bind."""
+MOST_RANKS = 4
+MOST_FAILED = 2
+"""Sets of one size that may take too many pairs; after them, none of this size is tried."""
 
 
 @dataclass(frozen=True, eq=False)
 class FewRanks:
-    """The relaxation: a route through the chosen ranks, in integer steps of time.
+    """The relaxation: a route through the chosen ranks, in integer steps of time; Lemma 42.
 
     Attributes
     ----------
     tail
         Least time between the end of the route's last operation and the end of the window.
     begins
-        Of every chosen rank, the begin of a window that contains all of its work, or None: for the makespan 0,
-        for the span the first start of the route's first rank.
+        Of every chosen rank, the begin of a window that contains all of its work, or None: for the makespan
+        0, for the span the first start of the route's first rank.
     columns
         Of a state.
     scale
@@ -62,10 +70,10 @@ class FewRanks:
     scale: float
 
     @classmethod
-    def of(cls, problem: Problem, ranks: tuple[int, ...], light: tuple[int, ...] = ()) -> FewRanks | None:
-        """The relaxation that keeps ``ranks``, of which some are light; None if it has too many states."""
+    def of(cls, problem: Problem, ranks: tuple[int, ...]) -> FewRanks | None:
+        """The relaxation that keeps ``ranks``; None if it has too many states."""
         scale, direction = _in_steps(directions(problem)[0])
-        letters, tail = _letters(direction, ranks, light)
+        letters, tail = _letters(direction, ranks)
         first = letters[0]
         capacity = direction.capacity[list(ranks)]
         if not capacity[first.rank] < MOST_IN_TRANSIT * first.takes:
@@ -99,7 +107,7 @@ class FewRanks:
 
 @dataclass(frozen=True)
 class _Letter:
-    """An operation of a microbatch: see :class:`Route`."""
+    """An operation of a microbatch: see :class:`Route`. A rest of no length is left out."""
 
     rank: int
     length: int
@@ -110,31 +118,91 @@ class _Letter:
     rest_frees: float
 
 
-def few_ranks_bound(few: FewRanks, m: int, states: int, most: int) -> tuple[float, int]:
-    """Bound of the objective of m microbatches, and the states that were computed: Lemmas 42 and 43.
+def few_ranks_bounds(problem: Problem) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Bounds of the objective, each with the ranks that prove it: Lemma 44.
 
-    The bound is 0 if more than ``states`` states are needed.
+    The innermost rank comes first. Then the rank joins that helps most, as long as there are pairs left.
+    """
+    if _memory_share(directions(problem)[0]) < TIGHT:
+        return
+    p, left = problem.pp_degree, PAIRS
+    chosen: tuple[int, ...] = ()
+    others = [p - 1]
+    while others and len(chosen) < MOST_RANKS:
+        values: dict[int, float] = {}
+        for rank in others:
+            few = FewRanks.of(problem, tuple(sorted((*chosen, rank))))
+            if few is None or list(values.values()).count(0.0) == MOST_FAILED:
+                break
+            values[rank], used = few_ranks_bound(few, problem.microbatches, left // 3)
+            left -= used
+            if values[rank] > 0.0:
+                yield tuple(sorted((*chosen, rank))), values[rank]
+        if not any(values.values()):
+            return
+        chosen = (*chosen, max(values, key=lambda rank: values[rank]))
+        others = [rank for rank in dict.fromkeys((0, p - 3, p // 2 - 1, *range(p))) if rank >= 0]
+        # Those that helped most with fewer ranks come first.
+        others = sorted(
+            (rank for rank in others if rank not in chosen), key=lambda rank: -values.get(rank, 0.0)
+        )
+
+
+def _memory_share(direction: Direction) -> float:
+    """Share of the memory of some rank that is held at every time if the busiest rank never idles.
+
+    One microbatch holds memory at least from each F to the end of its backward and its W, along the shortest
+    path. Much below 1, memory does not delay anything in the steady state.
+    """
+    chunks = direction.stages.shape[1]
+    load = float(direction.work.sum(axis=(1, 2)).max())
+    share = 0.0
+    for rank, capacity in enumerate(direction.capacity):
+        paths, work, memory = shortest_gaps(direction, rank), direction.work[rank], direction.memory[rank]
+        away = np.array([paths[j : 2 * chunks - 1 - j].sum() for j in range(chunks)]) + work[DOWN]
+        held = memory[HELD] @ away + memory[FREED_BY_REST] @ work[REST_AFTER]
+        if held > 0:
+            share = max(share, float(held) / (float(capacity) * load))
+    return share
+
+
+def few_ranks_bound(few: FewRanks, m: int, pairs: int) -> tuple[float, int]:
+    """Bound of the objective of m microbatches, and the pairs of states compared: Lemmas 42 and 43.
+
+    The bound is 0 if ``pairs`` are not enough.
     """
     letters = len(few.route.rank)
     layer, used, step = few.start(), 0, 0
     seen, last, period, shift = [layer], m, 0, 0
     while step < last * letters:
-        layer, pairs = grow(few.route, layer, last, states - used)
+        layer, compared = grow(few.route, layer, last, pairs - used)
         step += 1
-        used += int(pairs)
-        if len(layer) == 0:
+        used += int(compared) + LAYER
+        if len(layer) == 0 or used > pairs:
             return 0.0, used
         if period or step % letters:
             continue
         seen = [*seen[-LONGEST_PERIOD:], layer]
-        best, shift = _best_shift(few.route, seen)
-        # Layers that hold the same states, but for the shift, repeat for ever. Half of the budget is kept for
-        # the last microbatches.
-        if best and (2 * used > states or least_shift(few.route, layer, seen[-1 - best], -best) == -shift):
-            period = best
+        # Half of the pairs are kept for the last microbatches.
+        period, shift = _repeats(few.route, seen) if 2 * used < pairs else _best_shift(few.route, seen)
+        if period:
             begun = int(layer[:, 0].max())
             last = begun + (m - begun) % period
     return few.value(layer) + (m - last) // max(period, 1) * shift / few.scale, used
+
+
+def _repeats(route: Route, seen: list[IntArray]) -> tuple[int, int]:
+    """The number of microbatches after which the last layer repeats an earlier one, or 0, and the shift.
+
+    Layers that hold the same states, but for the shift, repeat for ever.
+    """
+    for period in range(1, len(seen)):
+        earlier, later = seen[-1 - period], seen[-1]
+        if len(earlier) == len(later):
+            shift = int(least_shift(route, earlier, later, period))
+            if shift > 0 and least_shift(route, later, earlier, -period) == -shift:
+                return period, shift
+    return 0, 0
 
 
 def _best_shift(route: Route, seen: list[IntArray]) -> tuple[int, int]:
@@ -162,9 +230,7 @@ def _in_steps(direction: Direction) -> tuple[float, Direction]:
     return scale, direction._replace(work=work, latency=latency)
 
 
-def _letters(
-    direction: Direction, ranks: tuple[int, ...], light: tuple[int, ...]
-) -> tuple[list[_Letter], int]:
+def _letters(direction: Direction, ranks: tuple[int, ...]) -> tuple[list[_Letter], int]:
     """The operations of a microbatch on the chosen ranks, and the least time after the last one."""
     hosts = {int(stage): place for place, stage in np.ndenumerate(direction.stages)}
     route: list[_Letter] = []
@@ -183,9 +249,7 @@ def _letters(
                 continue
             takes, frees, rest = float(memory[HELD]), 0.0, 0
             if kind == DOWN:
-                # A rest of no length is done at once.
-                rest = 0 if host in light else int(work[REST_AFTER])
-                takes, frees = 0.0, float(memory[HELD])
+                takes, frees, rest = 0.0, float(memory[HELD]), int(work[REST_AFTER])
             route.append(
                 _Letter(ranks.index(host), length, takes, frees, away, rest, float(memory[FREED_BY_REST]))
             )

@@ -1,9 +1,9 @@
 """All schedules of a few ranks, layer by layer: the kernels of :mod:`.few_ranks`.
 
-A layer holds the states that can be reached after a number of operations, less those that another state with the
-same counts precedes. W's are not operations here: a state counts those that wait, and which of them run before
-the rank's next F or backward is decided when that starts. So a state may precede one that has done fewer W's, or
-more if it can catch up, and few states remain.
+A layer holds the states that can be reached after a number of operations, less those that another state with
+the same counts precedes. W's are not operations here: a state counts those that wait, and which of them run
+before the rank's next F or backward is decided when that starts. So a state may precede one that has done
+fewer W's, or more if it can catch up, and few states remain.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NEVER = 1 << 60
 class Route(NamedTuple):
     """The operations of a microbatch on the chosen ranks, as kernels read them.
 
-    Letters 0 … n-1 are the up and down operations in the order in which a microbatch visits them. A cell is in
-    transit to letter i while letter i-1 has begun for it and letter i has not. Times are integer steps.
+    Letters 0 … n-1 are the up and down operations in the order in which a microbatch visits them. A cell is
+    in transit to letter i while letter i-1 has begun for it and letter i has not. Times are integer steps.
 
     Attributes
     ----------
@@ -303,18 +303,18 @@ def _slot(state: IntArray, n: int, less: int, slots: int) -> int:  # pragma: no 
 
 @compiled_leaf
 def _differ_by(left: IntArray, right: IntArray, n: int, shift: int) -> bool:  # pragma: no cover - compiled
-    for i in range(n):
-        if left[i] + shift != right[i]:
-            return False
-    return True
+    i = 0
+    while i < n and left[i] + shift == right[i]:
+        i += 1
+    return i == n
 
 
 @compiled_leaf
 def _lead(route: Route, left: IntArray, right: IntArray, least: int) -> int:  # pragma: no cover - compiled
-    """The largest time by which ``left`` precedes ``right``, which has the same counts: Lemma 42.
+    """The largest time by which ``left`` precedes ``right``, whatever their counts.
 
-    Where left has more rests to run, it must run them before the right one's end. A result below ``least`` may
-    be too large.
+    Where left has more rests to run, it must run them before the right one's end. A result below ``least``
+    may be too large.
     """
     n, rests, ranks = len(route.rank), len(route.rest_rank), len(route.capacity)
     ends = n + rests + 1
@@ -336,9 +336,9 @@ def _lead(route: Route, left: IntArray, right: IntArray, least: int) -> int:  # 
 def least_shift(
     route: Route, earlier: IntArray, later: IntArray, shift: int
 ) -> int:  # pragma: no cover - compiled
-    """Largest time by which some state of ``earlier`` precedes each one of ``later``, with ``shift`` less counts.
+    """Largest time by which a state of ``earlier``, with ``shift`` less counts, precedes each of ``later``.
 
-    -NEVER if a state has no earlier one: Lemma 43.
+    -NEVER if a state has no such one: Lemma 43.
     """
     n = len(route.rank)
     slots = 1024

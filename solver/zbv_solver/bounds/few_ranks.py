@@ -32,7 +32,9 @@ from zbv_solver.problem.problem import Problem
 STEPS = 1 << 30
 """Durations are counted in integer steps; without a common unit, the longest has this many."""
 MOST_IN_TRANSIT = 40
-"""A route whose first rank can hold more microbatches is not tried: it has too many states."""
+"""A rank that can hold more microbatches is not tried: it has too many states."""
+MOST_TOGETHER = 9
+"""The same for several ranks: they take seconds where the first one can hold more microbatches."""
 LONGEST_PERIOD = 8
 """Numbers of microbatches after which states may repeat."""
 PAIRS = 20_000_000
@@ -76,7 +78,8 @@ class FewRanks:
         letters, tail = _letters(direction, ranks)
         first = letters[0]
         capacity = direction.capacity[list(ranks)]
-        if not capacity[first.rank] < MOST_IN_TRANSIT * first.takes:
+        most = MOST_IN_TRANSIT if len(ranks) == 1 else MOST_TOGETHER
+        if not capacity[first.rank] < most * first.takes:
             return None
         begins: tuple[int | None, ...] = (0,) * len(ranks)
         if problem.objective == "span":
@@ -194,7 +197,7 @@ def few_ranks_bound(few: FewRanks, m: int, pairs: int) -> tuple[float, int]:
 def _repeats(route: Route, seen: list[IntArray]) -> tuple[int, int]:
     """The number of microbatches after which the last layer repeats an earlier one, or 0, and the shift.
 
-    Layers that hold the same states, but for the shift, repeat for ever.
+    Layers that hold the same states, but for the shift, repeat without end.
     """
     for period in range(1, len(seen)):
         earlier, later = seen[-1 - period], seen[-1]

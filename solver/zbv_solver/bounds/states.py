@@ -189,7 +189,7 @@ def _start(
                 return NEVER
             if taken[j] > 0 and free - length >= arrival[x] and room >= route.rest_frees[j]:
                 return NEVER
-    start = max(arrival[x], free)
+    start: int = max(arrival[x], free)
     for y in range(n):
         if y != x and arrival[y] < NEVER and route.takes[y] == 0.0:
             own = free
@@ -205,7 +205,7 @@ def _start(
 def _all_rests(route: Route, state: IntArray, r: int) -> int:  # pragma: no cover - compiled
     """The end of a rank if it runs all waiting rests now."""
     n, rests = len(route.rank), len(route.rest_rank)
-    end = state[n + rests + 1 + r]
+    end: int = state[n + rests + 1 + r]
     for j in range(rests):
         if route.rest_rank[j] == r:
             end += state[n + j] * route.rest_length[j]
@@ -318,7 +318,7 @@ def _lead(route: Route, left: IntArray, right: IntArray, least: int) -> int:  # 
     """
     n, rests, ranks = len(route.rank), len(route.rest_rank), len(route.capacity)
     ends = n + rests + 1
-    lead = right[ends - 1] - left[ends - 1]
+    lead: int = right[ends - 1] - left[ends - 1]
     for i in range(ends + ranks, ends + ranks + right[0] - right[n - 1]):
         lead = min(lead, right[i] - left[i])
         if lead < least:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.problems import limited, limited_problems, rough_problems, uniform
 from zbv_solver.bounds import few_ranks, lower_bound
@@ -15,7 +16,7 @@ from zbv_solver.bounds.fusing import may_fuse
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.improve.exact import refine
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import I, Problem
+from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate
 
@@ -56,17 +57,17 @@ def bound_of(problem: Problem, ranks: tuple[int, ...]) -> float:
     st.one_of(limited_problems(max_p=3, max_m=4, kinds=("v", "loop", "single")), rough_problems()),
     st.integers(0, 7),
 )
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_never_above_an_order(problem: Problem, chosen: int) -> None:
-    best = min(value_of(problem, attempt.orders) for attempt in priority_schedules(problem))
+    best = min(value_of(problem, attempt.orders) for attempt in islice(priority_schedules(problem), 3))
     assert bound_of(problem, set_of_ranks(problem, chosen)) <= best * (1 + 1e-9)
 
 
 @given(limited_problems(max_p=2, max_m=3, kinds=("v", "loop", "single")), st.integers(0, 3))
-@settings(max_examples=15)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much])
 def test_all_ranks_have_the_optimum_and_fewer_never_more(problem: Problem, chosen: int) -> None:
-    problem = replace(problem, objective="makespan")
-    assume(not may_fuse(problem).any() and (problem.arrays.delta[I] <= 0).all())
+    problem = replace(problem, objective="makespan", costs=replace(problem.costs, backward=None))
+    assume(not may_fuse(problem).any())
     start = next(priority_schedules(problem)).orders
     result = refine(problem, start, lower_bound=0.0, effort=0.1)
     assume(result.proved)

@@ -3,16 +3,20 @@
 ``lower_bound`` is the best of three bounds per rank: Jackson's one-machine bound with simple heads and tails
 (:mod:`.quick`); the same with heads and tails that take the memory of all ranks into account (:mod:`.heads`);
 and the rank's load plus the idle time that its ramps force (:mod:`.ramps`). A span is also bounded by what
-every other rank must do within the rank's window. The proofs are in PROOFS.md. This package constructs no
-orders.
+every other rank must do within the rank's window. Where memory is tight, prices of the time that microbatches
+are away (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`) prove more. The proofs are in
+PROOFS.md. This package constructs no orders.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from zbv_solver.bounds.directions import directions
+from zbv_solver.bounds.few_ranks import few_ranks_bounds
 from zbv_solver.bounds.priced import priced_bounds
 from zbv_solver.bounds.quick import one_machine_bounds
 from zbv_solver.bounds.ramps import Window, machine_bound, other_rank_bound, ramp_bound
@@ -35,12 +39,13 @@ class Bound:
     reason: str
 
 
-def lower_bound(problem: Problem, effort: BoundEffort = "full") -> Bound:
-    """The best bound of the problem's objective, in its time unit: Lemma 23.
+def lower_bound(problem: Problem, effort: BoundEffort = "full", enough: float = math.inf) -> Bound:
+    """The best bound of the problem's objective, in its time unit, or one of at least ``enough``: Lemma 23.
 
     ``quick`` takes about a millisecond at 16 ranks and 64 microbatches; ``full`` ten to a hundred times
     that, and is much stronger where memory is tight. ``thorough`` adds the states of a rank's memory
-    (:mod:`.priced`); it takes up to a second and is stronger still at half of 1F1B's memory or less.
+    (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`); it takes up to three seconds and is
+    stronger still at half of 1F1B's memory or less.
     """
     quick = one_machine_bounds(problem)
     best = Bound(0.0, "nothing to do")
@@ -51,11 +56,18 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full") -> Bound:
         return best
     by_strength = sorted(range(problem.pp_degree), key=lambda rank: -quick[rank])
     full = _makespan_bounds if problem.objective == "makespan" else _span_bounds
-    bounds = [best, *full(problem, by_strength)]
-    if effort == "thorough":
-        priced = priced_bounds(problem, _known(problem))
-        bounds += [Bound(value, f"states of the memory of rank {rank}") for rank, value in priced]
-    return max(bounds, key=lambda bound: bound.value)
+    best = max([best, *full(problem, by_strength)], key=lambda bound: bound.value)
+    further = _thorough_bounds(problem) if effort == "thorough" else iter(())
+    while best.value < enough and (bound := next(further, None)) is not None:
+        best = max(best, bound, key=lambda bound: bound.value)
+    return best
+
+
+def _thorough_bounds(problem: Problem) -> Iterator[Bound]:
+    for rank, value in priced_bounds(problem, _known(problem)):
+        yield Bound(value, f"states of the memory of rank {rank}")
+    for ranks, value in few_ranks_bounds(problem):
+        yield Bound(value, f"all schedules of ranks {', '.join(map(str, ranks))}")
 
 
 def _known(problem: Problem) -> int:

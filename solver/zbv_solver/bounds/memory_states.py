@@ -98,11 +98,11 @@ class MemoryStates:
         states, follows = _completable(states, follows, change)
         rests = np.where(modelled[gaps:], work[REST_AFTER], 0.0)
         duration = np.concatenate([work[UP], work[DOWN, ::-1], rests])
-        return cls(states, follows, duration, _paths(direction, rank), amount)
+        return cls(states, follows, duration, shortest_gaps(direction, rank), amount)
 
 
-def _paths(direction: Direction, rank: int) -> FloatArray:
-    """The least time from the start of every visit of a rank to that of the next one: Lemma 10."""
+def shortest_gaps(direction: Direction, rank: int) -> FloatArray:
+    """The least time from the start of every visit of a rank to that of the next one: Lemmas 10 and 38."""
     p, chunks = direction.stages.shape
     n = p * chunks
     up, down = np.zeros(n), np.zeros(n)

@@ -6,6 +6,7 @@ of a stage the results are combined in the order of the chains, so threads chang
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -210,7 +211,8 @@ class Pipeline:
     def _bound(self) -> None:
         """Compute the full lower bound."""
         effort: BoundEffort = "full" if self.options.effort == "quick" else "thorough"
-        self._raise_bound(lower_bound(self.problem, effort).value, "bounds")
+        enough = math.inf if self.found is None else self.found.value
+        self._raise_bound(lower_bound(self.problem, effort, enough).value, "bounds")
 
     def _construct(self) -> None:
         """Construct greedy and list-scheduled orders alternately."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from support.problems import limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.bounds import lower_bound
+from zbv_solver.bounds.priced import priced_bounds
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
@@ -72,7 +73,6 @@ def test_prices_of_waiting_raise_the_slope_where_memory_is_tight() -> None:
     costs = {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1}
     memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 8}
     document = {"pp_degree": 4, "costs": costs, "memory": memory}
-    values = [
-        lower_bound(parse_problem(document | {"microbatches": m}), effort="thorough").value for m in (12, 16)
-    ]
+    problems = [parse_problem(document | {"microbatches": m}) for m in (12, 16)]
+    values = [max(value for _, value in priced_bounds(problem, 16)) for problem in problems]
     assert values == pytest.approx([1452, 1872])

@@ -6,6 +6,7 @@ of a stage the results are combined in the order of the chains, so threads chang
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from zbv_solver.construct.list_scheduling import (
     serial,
     simple_rule,
 )
-from zbv_solver.improve.annealing import anneal
+from zbv_solver.improve.annealing_rounds import COOLER, LEVELS, anneal_in_rounds
 from zbv_solver.improve.injection_search import injection_search
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
@@ -48,12 +49,12 @@ REST_SHARE = 0.5
 """Share of the tuning budget that is spent on suffix search."""
 TUNE_SHARE, TIGHT_TUNE_SHARE, INJECT_SHARE, ANNEAL_SHARE = 0.8, 0.4, 0.6, 0.8
 """Shares of the remaining time limit for these stages."""
-NEARLY = 1.02
-"""A start of annealing may be worse than the incumbent by this factor."""
 ROUNDS = 12
-"""Rounds of annealing; every third one starts from the best order."""
-WARMEST = 0.1
-"""Temperature in the first of three rounds of annealing, as a share of the mean duration."""
+"""Rounds of annealing of one start, at most."""
+SEVERAL = 2
+"""Times the most moves of annealing, if these are divided among several starts."""
+LEAST_MOVES = 1_300
+"""A start is given at least as many moves, or none."""
 FIRST_ATTEMPTS = 8
 """Orders that are constructed for a problem of any size."""
 FINISH_SECONDS = 1.3e-6
@@ -103,8 +104,10 @@ class Pipeline:
         times here are in this unit.
     bound, source
         The best proven bound, and where it comes from.
-    tuned, injected
-        The best orders before and of the search for injections.
+    starts
+        The best orders of all runs of tuning and of the search for injections; annealing starts from these.
+    finalists
+        The orders that several starts of annealing end with, if it had several.
     bests
         The best order of every chain of every stage.
     heard
@@ -134,8 +137,8 @@ class Pipeline:
         self.lock = Lock()
         self.bound, self.source = 0.0, "bounds"
         self.found: Found | None = None
-        self.tuned: Found | None = None
-        self.injected: Found | None = None
+        self.starts: list[Found] = []
+        self.finalists: list[Found] = []
         self.bests: list[Found] = []
         self.heard = float("inf")
         self.is_tight = bool(in_flight_caps(self.problem).min() < self.budget.ample * self.problem.pp_degree)
@@ -246,54 +249,77 @@ class Pipeline:
                 for attempt in rest_search(self.problem, best.orders, rest, seed, turn.flag, rule):
                     yield None if attempt is None else _of(attempt)
 
-        self._race(chain_of, TIGHT_TUNE_SHARE if self.is_tight else TUNE_SHARE)
+        self.starts += self._race(chain_of, TIGHT_TUNE_SHARE if self.is_tight else TUNE_SHARE)
 
     def _inject(self) -> None:
         """Search the times at which microbatches enter, where memory is tight."""
         if not self.is_tight:
             return
         placements = min(self.budget.injected, self.budget.most_injected * self.problem.max_actions)
+        injected: list[list[Found]] = [[] for _ in range(CHAINS)]
 
         def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
             seed = self.options.seed * CHAINS + number
             for attempt in injection_search(self.problem, placements // CHAINS, seed, turn.flag):
+                if attempt is not None:
+                    injected[number].append(_of(attempt))
                 yield None if attempt is None else _of(attempt)
 
-        self.tuned = self.found
-        self.injected = self._race(chain_of, INJECT_SHARE)
+        self._race(chain_of, INJECT_SHARE)
+        self.starts += itertools.chain(*injected)
 
     def _anneal(self) -> None:
-        """Move single actions; one chain starts from the tuned order if it is about as good as the other."""
-        moves = min(self.budget.most_annealed, self.budget.annealed // self.problem.max_actions)
-        moves //= CHAINS * ROUNDS
-        if moves < 1 or self.found is None:
+        """Move single actions: of the best order, or, where memory is tight, of all starts."""
+        best, most = self.found, self.budget.annealed // self.problem.max_actions
+        if best is None:
             return
-        starts = [self.found] * CHAINS
-        for other in (self.tuned, self.injected):
-            if other is not None and self.found.value < other.value <= self.found.value * NEARLY:
-                starts[1] = other
-        unit = float(self.problem.arrays.duration[:3].mean())
+        starts = list({start.value: start for start in (*self.starts, best)}.values())
+        moves = min(SEVERAL * self.budget.most_annealed, most)
+        if self.is_tight and len(starts) > 1 and moves * LEVELS[0].share >= CHAINS * LEAST_MOVES:
+            self._anneal_several(starts, moves)
+        else:
+            self._anneal_one(best, min(self.budget.most_annealed, most))
+
+    def _anneal_one(self, start: Found, moves: int) -> None:
+        """Anneal one order in both chains."""
+        each = moves // (CHAINS * ROUNDS)
+        if each < 1:
+            return
 
         def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
-            own = start = starts[number]
-            for round_number in range(ROUNDS):
-                round_of_three = round_number % 3
-                result = anneal(
-                    self.problem,
-                    (own if round_of_three == 0 else start).orders,
-                    moves=moves,
-                    temperature=WARMEST * unit * (1 - round_of_three / 3) * (0.3 if number else 1.0),
-                    seed=(self.options.seed * CHAINS + number) * ROUNDS + round_number,
-                    halt=turn.flag,
-                )
-                start = Found(result.value, result.last, "annealing")
-                if result.value < own.value * (1 - OPTIMAL_GAP):
-                    own = Found(result.value, result.orders, "annealing")
-                    yield own
-                else:
-                    yield None
+            seed = (self.options.seed * CHAINS + number) * ROUNDS
+            return _annealed(self.problem, start, ROUNDS, each, COOLER if number else 1.0, seed, turn)
 
         self._race(chain_of, ANNEAL_SHARE)
+
+    def _anneal_several(self, starts: list[Found], moves: int) -> None:
+        """Anneal all starts a little, and the best of them more."""
+        done = 0.0
+        for number, level in enumerate(LEVELS):
+            if self._is_over():
+                return
+            starts.sort(key=lambda start: start.value)
+            kept = min(level.kept, int(moves * level.share) // LEAST_MOVES)
+            share = ANNEAL_SHARE * level.share / (1 - ANNEAL_SHARE * done)
+            starts = self._anneal_level(starts[:kept], moves, number, share)
+            done += level.share
+        self.finalists = starts
+
+    def _anneal_level(self, starts: list[Found], moves: int, number: int, share: float) -> list[Found]:
+        """Anneal each start as one level says; the chains take turns. Returns the best of each."""
+        level, ended = LEVELS[number], list(starts)
+        each = int(moves * level.share) // (len(starts) * level.rounds)
+
+        def chain_of(chain: int, turn: Turn) -> Iterator[Found | None]:
+            for place in range(chain, len(starts), CHAINS):
+                factor = level.factors[place % len(level.factors)]
+                seed = ((self.options.seed * len(LEVELS) + number) * LEVELS[0].kept + place) * ROUNDS
+                for found in _annealed(self.problem, starts[place], level.rounds, each, factor, seed, turn):
+                    ended[place] = found
+                    yield found
+
+        self._race(chain_of, share)
+        return ended
 
     def _windows(self) -> None:
         """Improve one window of time after another by CP-SAT, if the problem is small enough."""
@@ -302,18 +328,23 @@ class Pipeline:
         # Imported here because OR-Tools takes a second to import and many searches do not need it.
         from zbv_solver.improve.windows import sweep_windows
 
-        orders = sweep_windows(
-            self.problem,
-            self.found.orders,
-            effort=self.budget.window_time,
-            seed=self.options.seed,
-            time_limit=self._seconds_left(),
-            cancelled=self.halt.check,
-        )
-        if orders is not None:
-            value = objective_of(self.problem, orders)
-            if self._is_better(value):
-                self._take(Found(value, orders, "cp-sat windows"))
+        starts = self.finalists or [self.found]
+
+        def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+            # The last chain takes the first start: a single worker gives it all the time that others leave.
+            for start in starts[CHAINS - 1 - number :: CHAINS]:
+                orders = sweep_windows(
+                    self.problem,
+                    start.orders,
+                    effort=self.budget.window_time,
+                    seed=self.options.seed,
+                    time_limit=self._seconds_left(),
+                    cancelled=lambda: self.halt.check() or bool(turn.flag[0]),
+                )
+                if orders is not None:
+                    yield Found(objective_of(self.problem, orders), orders, "cp-sat windows")
+
+        self._race(chain_of, 1.0)
 
     def _refine(self) -> None:
         """Solve the whole problem by CP-SAT, if it is small enough."""
@@ -340,8 +371,10 @@ class Pipeline:
             return None
         return max(0.01, self.options.time_limit - (time.monotonic() - self.began))
 
-    def _race(self, chain_of: Callable[[int, Turn], Iterator[Found | None]], share: float) -> Found | None:
-        """Run the chains; the best of their orders becomes the incumbent if it is better, and is returned.
+    def _race(self, chain_of: Callable[[int, Turn], Iterator[Found | None]], share: float) -> list[Found]:
+        """Run the chains; the best of their orders becomes the incumbent if it is better.
+
+        Returns the best order of each chain, in the order of the chains.
 
         When a chain meets the bound, every other chain ends once it has made as many steps, so that the plan
         does not depend on which chain was faster. A stage takes at most ``share`` of the remaining time. A
@@ -371,7 +404,7 @@ class Pipeline:
             best = bests[number]
             if best is not None and self._is_better(best.value):
                 self._take(best)
-        return min((best for best in bests if best is not None), key=lambda best: best.value, default=None)
+        return [best for best in bests if best is not None]
 
     @contextmanager
     def _turn(self, until: float | None, waiting: int) -> Iterator[Turn]:
@@ -439,6 +472,26 @@ class Pipeline:
 
 def _of(attempt: Attempt) -> Found:
     return Found(attempt.value, attempt.orders, attempt.method)
+
+
+def _annealed(
+    problem: Problem, start: Found, rounds: int, moves: int, factor: float, seed: int, turn: Turn
+) -> Iterator[Found]:
+    """The start or a better order after each round of annealing."""
+    found = start
+    for value, orders in anneal_in_rounds(
+        problem,
+        start.orders,
+        start.value,
+        rounds=rounds,
+        moves=moves,
+        factor=factor,
+        seed=seed,
+        halt=turn.flag,
+    ):
+        if value < found.value:
+            found = Found(value, orders, "annealing")
+        yield found
 
 
 def _in_turns(*attempts: Iterator[Attempt]) -> Iterator[Attempt]:

@@ -162,6 +162,31 @@ def test_the_chain_that_meets_the_bound_in_fewer_steps_wins_and_the_other_ends(
     assert tuple(steps) == made
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_annealing_keeps_the_best_of_all_starts_where_memory_is_tight(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """The worst start becomes the best by annealing, so it is one of the two that are annealed to the end."""
+    problem = limited(uniform(4, 12, p2p=1), 2.0)
+    orders = serial(problem).orders
+    calls: list[float] = []
+
+    def annealed(problem: Problem, start: Found, rounds: int, *_: object) -> Iterator[Found]:
+        calls.append(start.value)
+        yield Found(start.value - (50 if start.value == 106.0 else 1), orders, "annealing")
+
+    monkeypatch.setattr("zbv_solver.search.pipeline._annealed", annealed)
+    with Pipeline(problem, SearchOptions(workers=workers), None, None) as pipeline:
+        pipeline.starts = [Found(value, orders, "start") for value in (101.0, *map(float, range(101, 107)))]
+        pipeline.found = pipeline.starts[0]
+        pipeline._anneal()
+
+        assert pipeline.found.value == 54.0
+    assert sorted(calls[:6]) == [101.0, 102.0, 103.0, 104.0, 105.0, 106.0]
+    assert sorted(calls[6:10]) == [56.0, 100.0, 101.0, 102.0]
+    assert sorted(calls[10:]) == [55.0, 99.0]
+
+
 def test_weaker_bounds_are_ignored_and_not_reported() -> None:
     heard: list[Progress] = []
     with Pipeline(uniform(2, 2), SearchOptions(workers=1), heard.append, None) as pipeline:

@@ -33,7 +33,8 @@ def main() -> int:
                 "memory": memory,
                 "objective": objective,
             }
-            search(parse_problem(problem), SearchOptions(without=("windows", "exact"), jitter=jitter))
+            search(parse_problem(problem), SearchOptions(without=("windows", "exact")))
+            search(parse_problem(problem), SearchOptions("quick", jitter=jitter))
         layer = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 9}
         for placement in ("v", "loop"):
             layered = {"pp_degree": 2, "microbatches": 2, "placement": placement, "layers": [layer]}

@@ -34,7 +34,8 @@ def main() -> int:
                 "memory": memory,
                 "objective": objective,
             }
-            search(parse_problem(problem), SearchOptions(without=("windows", "exact"), jitter=jitter))
+            search(parse_problem(problem), SearchOptions(without=("windows", "exact")))
+            search(parse_problem(problem), SearchOptions("quick", jitter=jitter))
             # A search that meets a weaker bound does not compute the strongest.
             lower_bound(parse_problem(problem), "thorough")
         layer = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 9}

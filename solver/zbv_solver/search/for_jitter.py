@@ -49,6 +49,8 @@ STARTS = 3
 MOVES = {"quick": 20_000_000, "standard": 1_200_000_000, "thorough": 8_000_000_000}
 """Moves in scenarios times the problem's actions, for all orders and phases together."""
 MOST_MOVES = {"quick": 6_000, "standard": 200_000, "thorough": 1_400_000}
+MOVES_PER_ACTION = 150
+"""Most of these moves for every action: small problems need few."""
 LARGEST = 200_000
 """Largest problem, in actions, whose orders are annealed: each thread takes about 0.4 GB for 32 scenarios."""
 LANES = 32
@@ -150,8 +152,9 @@ class _Search:
         self.problem, _ = in_search_unit(given)
         self.options, self.jitter, self.halt = options, jitter, halt
         self.unit = float(self.problem.arrays.duration[:3].mean())
-        moves = min(MOST_MOVES[options.effort], MOVES[options.effort] // given.max_actions)
-        self.moves = moves if given.max_actions <= LARGEST else 0
+        actions = given.max_actions
+        most = min(MOST_MOVES[options.effort], MOVES_PER_ACTION * actions)
+        self.moves = min(most, MOVES[options.effort] // actions) if actions <= LARGEST else 0
         self.weight = 0.0 if options.quantile is None else NormalDist().inv_cdf(options.quantile)
 
     def run(self, planned: Orders) -> _Candidate:

@@ -101,7 +101,7 @@ BUDGETS: dict[str, Budget] = {
         annealed=400_000_000,
         most_annealed=100_000,
         window_actions=4_000,
-        window_time=0.2,
+        window_time=0.5,
         exact_actions=200,
         exact_time=0.4,
     ),

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from zbv_solver.search.assemble import compare
     from zbv_solver.search.claims import CheckedPlan
     from zbv_solver.search.options import Effort
-    from zbv_solver.search.pipeline import Progress
+    from zbv_solver.search.search_state import Progress
 
 __all__ = [
     "Baseline",
@@ -86,7 +86,7 @@ _HOMES = {
     "Orders": "plans.orders.Orders",
     "Plan": "plans.plan.Plan",
     "Problem": "problem.problem.Problem",
-    "Progress": "search.pipeline.Progress",
+    "Progress": "search.search_state.Progress",
     "Simulation": "plans.simulation.Simulation",
     "compare": "search.assemble.compare",
     "load_problem": "problem.reading.load_problem",

@@ -18,8 +18,8 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.pipeline import Progress
 from zbv_solver.search.search import search
+from zbv_solver.search.search_state import Progress
 
 
 def search_options(arguments: argparse.Namespace, problem: AnyProblem) -> SearchOptions:

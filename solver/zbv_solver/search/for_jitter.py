@@ -33,7 +33,8 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.halt import Halt
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.pipeline import CHAINS, Pipeline
+from zbv_solver.search.pipeline import Pipeline
+from zbv_solver.search.search_state import CHAINS
 from zbv_solver.search.search_unit import in_search_unit
 from zbv_solver.search.simulate import SCENARIOS, simulate
 from zbv_solver.timing.step_times import iteration_times

@@ -35,7 +35,8 @@ from zbv_solver.problem.writing import layered_json
 from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.search.options import STAGES, SearchOptions
-from zbv_solver.search.pipeline import Cancelled, OnProgress, Pipeline, Progress
+from zbv_solver.search.pipeline import Pipeline
+from zbv_solver.search.search_state import Cancelled, OnProgress, Progress
 
 JUDGED = {"quick": 1_500_000, "standard": 15_000_000, "thorough": 150_000_000}
 """Actions that may be placed to estimate cuts, on all placements together."""

@@ -11,7 +11,7 @@ from zbv_solver.problem.layer import Layer, LayerCosts, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.pipeline import Progress
+from zbv_solver.search.search_state import Progress
 from zbv_solver.search.search_unit import SearchUnit
 
 

@@ -17,7 +17,8 @@ from zbv_solver.problem.problem import Problem, require_same_problem
 from zbv_solver.search.assemble import baseline_plan, compare, make_plan
 from zbv_solver.search.for_jitter import for_jitter, planned_options
 from zbv_solver.search.options import BUDGETS, EFFORTS, STAGES, Budget, Effort, SearchOptions
-from zbv_solver.search.pipeline import Cancelled, OnProgress, Pipeline, Progress
+from zbv_solver.search.pipeline import Pipeline
+from zbv_solver.search.search_state import Cancelled, OnProgress, Progress
 
 __all__ = [
     "BUDGETS",

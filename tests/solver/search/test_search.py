@@ -24,8 +24,9 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.halt import Turn
-from zbv_solver.search.pipeline import Found, Pipeline
+from zbv_solver.search.pipeline import Pipeline
 from zbv_solver.search.search import STAGES, Effort, Progress, SearchOptions, make_plan, search
+from zbv_solver.search.search_state import Found
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.timing.start_times import objective_of as evaluate_objective
 from zbv_solver.verify.verifier import verify, verify_orders
@@ -258,7 +259,7 @@ def test_one_worker_divides_a_time_limit_between_the_chains(
 ) -> None:
     now = 0.0
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("zbv_solver.search.pipeline.time", clock)
+    monkeypatch.setattr("zbv_solver.search.search_state.time", clock)
     monkeypatch.setattr("zbv_solver.search.halt.time", clock)
     steps = [0, 0]
 
@@ -279,7 +280,7 @@ def test_one_worker_divides_a_time_limit_between_the_chains(
 def test_the_second_chain_may_use_the_time_that_the_first_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("zbv_solver.search.pipeline.time", clock)
+    monkeypatch.setattr("zbv_solver.search.search_state.time", clock)
     monkeypatch.setattr("zbv_solver.search.halt.time", clock)
     steps = [0, 0]
 

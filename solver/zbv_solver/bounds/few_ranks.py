@@ -37,8 +37,8 @@ MOST_TOGETHER = 9
 """The same for several ranks: they take seconds where the first one can hold more microbatches."""
 LONGEST_PERIOD = 8
 """Numbers of microbatches after which states may repeat."""
-PAIRS = 20_000_000
-"""Pairs of states that all sets of ranks together may compare: ten million take about a second."""
+PAIRS = 30_000_000
+"""Pairs of states that all sets of ranks together may compare; they take about two seconds."""
 LAYER = 300
 """Pairs that take as long as a layer of few states."""
 TIGHT = 0.7
@@ -124,11 +124,13 @@ class _Letter:
 def few_ranks_bounds(problem: Problem) -> Iterator[tuple[tuple[int, ...], float]]:
     """Bounds of the objective, each with the ranks that prove it: Lemma 44.
 
-    The innermost rank comes first. Then the rank joins that helps most, as long as there are pairs left.
+    The innermost rank comes first. Then the rank joins that helps most, as long as one helps and there are
+    pairs left.
     """
     if _memory_share(directions(problem)[0]) < TIGHT:
         return
     p, left = problem.pp_degree, PAIRS
+    best = 0.0
     chosen: tuple[int, ...] = ()
     others = [p - 1]
     while others and len(chosen) < MOST_RANKS:
@@ -137,12 +139,13 @@ def few_ranks_bounds(problem: Problem) -> Iterator[tuple[tuple[int, ...], float]
             few = FewRanks.of(problem, tuple(sorted((*chosen, rank))))
             if few is None or list(values.values()).count(0.0) == MOST_FAILED:
                 break
-            values[rank], used = few_ranks_bound(few, problem.microbatches, left // 3)
+            values[rank], used = few_ranks_bound(few, problem.microbatches, left)
             left -= used
             if values[rank] > 0.0:
                 yield tuple(sorted((*chosen, rank))), values[rank]
-        if not any(values.values()):
+        if max(values.values(), default=0.0) <= best * (1 + TINY):
             return
+        best = max(values.values())
         chosen = (*chosen, max(values, key=lambda rank: values[rank]))
         others = [rank for rank in dict.fromkeys((0, p - 3, p // 2 - 1, *range(p))) if rank >= 0]
         # Those that helped most with fewer ranks come first.

@@ -38,6 +38,11 @@ class OptionsDocument(RequestDocument):
         description="With jitter, the quantile of the simulated times to choose for; null is their mean.",
     )
 
+    def stored(self) -> dict[str, Any]:
+        """The options as they are stored and hashed: jitter and quantile only if they are given."""
+        absent = {name for name in ("jitter", "quantile") if getattr(self, name) is None}
+        return self.model_dump(exclude=absent)
+
 
 class ProblemSummary(BaseModel):
     """The few numbers that name a problem."""

@@ -106,7 +106,7 @@ def _limited(document: dict[str, Any], limit: Any) -> dict[str, Any]:
 def _requests(documents: Sequence[tuple[dict[str, Any], float]]) -> dict[str, float]:
     """The keys of searches of any effort for these documents, each with its document's limit."""
     return {
-        request_key(document, OptionsDocument(effort=effort).model_dump()): at
+        request_key(document, OptionsDocument(effort=effort).stored()): at
         for document, at in documents
         for effort in EFFORTS
     }

@@ -138,7 +138,7 @@ class Runs:
             id=uuid.uuid4().hex,
             plan_id=request.plan_id,
             search_id=None,
-            search_options=None if options is None else options.model_dump(),
+            search_options=None if options is None else options.stored(),
             model=None if request.model is None else request.model.model_dump(),
             script=None if request.script is None else request.script.model_dump(),
             nodes=request.nodes,

@@ -199,7 +199,7 @@ def read_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
 def new_search(body: Any, settings: Settings) -> NewSearch:
     """The search of a decoded request body; raises :class:`InvalidInput`."""
     question, options = parse_request(body, settings)
-    document, chosen = question_json(question), options.model_dump()
+    document, chosen = question_json(question), options.stored()
     return NewSearch(
         id=uuid.uuid4().hex,
         request_key=request_key(document, chosen),

@@ -39,6 +39,8 @@ LONGEST_PERIOD = 8
 """Numbers of microbatches after which states may repeat."""
 PAIRS = 30_000_000
 """Pairs of states that all sets of ranks together may compare; they take about two seconds."""
+PAIRS_ALONE = 3_000_000
+"""Pairs of states that the innermost rank alone may compare; where these are not enough, nothing helps."""
 LAYER = 300
 """Pairs that take as long as a layer of few states."""
 TIGHT = 0.7
@@ -139,7 +141,8 @@ def few_ranks_bounds(problem: Problem) -> Iterator[tuple[tuple[int, ...], float]
             few = FewRanks.of(problem, tuple(sorted((*chosen, rank))))
             if few is None or list(values.values()).count(0.0) == MOST_FAILED:
                 break
-            values[rank], used = few_ranks_bound(few, problem.microbatches, left)
+            most = left if chosen else min(left, PAIRS_ALONE)
+            values[rank], used = few_ranks_bound(few, problem.microbatches, most)
             left -= used
             if values[rank] > 0.0:
                 yield tuple(sorted((*chosen, rank))), values[rank]

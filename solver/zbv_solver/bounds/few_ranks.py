@@ -129,7 +129,7 @@ def few_ranks_bounds(problem: Problem) -> Iterator[tuple[tuple[int, ...], float]
     The innermost rank comes first. Then the rank joins that helps most, as long as one helps and there are
     pairs left.
     """
-    if _memory_share(directions(problem)[0]) < TIGHT:
+    if not _memory_may_bind(directions(problem)[0]):
         return
     p, left = problem.pp_degree, PAIRS
     best = 0.0
@@ -157,22 +157,21 @@ def few_ranks_bounds(problem: Problem) -> Iterator[tuple[tuple[int, ...], float]
         )
 
 
-def _memory_share(direction: Direction) -> float:
-    """Share of the memory of some rank that is held at every time if the busiest rank never idles.
+def _memory_may_bind(direction: Direction) -> bool:
+    """Whether some rank holds nearly all of its memory at every time if the busiest rank never idles.
 
     One microbatch holds memory at least from each F to the end of its backward and its W, along the shortest
     path. Much below 1, memory does not delay anything in the steady state.
     """
     chunks = direction.stages.shape[1]
     load = float(direction.work.sum(axis=(1, 2)).max())
-    share = 0.0
     for rank, capacity in enumerate(direction.capacity):
         paths, work, memory = shortest_gaps(direction, rank), direction.work[rank], direction.memory[rank]
         away = np.array([paths[j : 2 * chunks - 1 - j].sum() for j in range(chunks)]) + work[DOWN]
         held = memory[HELD] @ away + memory[FREED_BY_REST] @ work[REST_AFTER]
-        if held > 0:
-            share = max(share, float(held) / (float(capacity) * load))
-    return share
+        if float(held) > TIGHT * float(capacity) * load:
+            return True
+    return False
 
 
 def few_ranks_bound(few: FewRanks, m: int, pairs: int) -> tuple[float, int]:

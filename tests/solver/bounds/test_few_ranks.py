@@ -13,7 +13,7 @@ from support.problems import limited, limited_problems, rough_problems, uniform
 from zbv_solver.bounds import few_ranks, lower_bound
 from zbv_solver.bounds.few_ranks import FewRanks, few_ranks_bound, few_ranks_bounds
 from zbv_solver.bounds.fusing import may_fuse
-from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.improve.exact import refine
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
@@ -106,3 +106,10 @@ def test_too_few_pairs_prove_nothing() -> None:
     assert value == 0.0
     assert used < 2000
     assert np.isclose(few_ranks_bound(few, 8, PAIRS)[0], 1068)
+
+
+@pytest.mark.parametrize("p2p", [0, 3])
+def test_ranks_without_work_have_a_bound(p2p: float) -> None:
+    costs = {"forward": 0, "backward_input": 0, "backward_weight": 0, "p2p": p2p}
+    problem = parse_problem(TIGHT | {"costs": costs})
+    assert 0.0 <= lower_bound(problem, "thorough").value <= serial(problem).value

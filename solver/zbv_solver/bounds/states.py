@@ -336,9 +336,9 @@ def _lead(route: Route, left: IntArray, right: IntArray, least: int) -> int:  # 
 def least_shift(
     route: Route, earlier: IntArray, later: IntArray, shift: int
 ) -> int:  # pragma: no cover - compiled
-    """Largest time by which a state of ``earlier``, with ``shift`` less counts, precedes each of ``later``.
+    """The largest time by which every state of ``later`` has one of ``earlier`` before it: Lemma 43.
 
-    -NEVER if a state has no such one: Lemma 43.
+    A state is compared with those whose counts are lower by ``shift``. -NEVER if a state has no such partner.
     """
     n = len(route.rank)
     slots = 1024

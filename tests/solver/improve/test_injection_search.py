@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import limited_problems, rough_problems, uniform
@@ -59,11 +60,15 @@ def test_equal_stages_at_tight_memory() -> None:
     assert min(values) <= 239
 
 
-def test_the_smallest_budget_tries_even_injections() -> None:
-    """So large problems, for which quick searches place few actions, still get an order that keeps pace."""
-    problem = uniform(32, 256, limit=0.4 * 64)
+@pytest.mark.parametrize(("share", "ratio"), [(0.4, 1.02), (0.35, 1.15)])
+def test_the_smallest_budget_tries_several_even_injections(share: float, ratio: float) -> None:
+    """So large problems, for which quick searches place few actions, still get an order that keeps pace.
+
+    At 0.35, microbatches must enter more slowly than the load of the ranks would allow.
+    """
+    problem = uniform(32, 256, limit=share * 64)
     (attempt,) = [a for a in injection_search(problem, 1) if a is not None]
-    assert attempt.value <= 1.02 * lower_bound(problem).value
+    assert attempt.value <= ratio * lower_bound(problem).value
 
 
 def test_costs_are_smoothed_towards_their_mean() -> None:

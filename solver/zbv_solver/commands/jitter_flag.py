@@ -29,7 +29,8 @@ def read_jitter(text: str, plan: Plan | None = None) -> Jitter:
         try:
             return parse_jitter(text)
         except InvalidInput as error:
-            hint = f"{error.issues[0].detail} A .json file with a jitter document or traces is also accepted."
+            other = "a jitter document" if plan is None else "a jitter document or traces"
+            hint = f"{error.issues[0].detail} A .json file with {other} is also accepted."
             raise InvalidInput.at("", hint).found_in("--jitter") from None
     documents = {path: read_json(Path(path)) for path in paths}
     traces: list[RankTrace] = []

@@ -30,7 +30,8 @@ def random_orders(problem: Problem, random: Random) -> Orders:
         action = ready.pop(place)[1]
         rank = rank_of[action.stage]
         ranks[rank].append(action)
-        clock[rank] = start + float(problem.arrays.duration["FIWB".index(action.letter), action.stage])
+        kind = problem.arrays.kind_of[action.microbatch]
+        clock[rank] = start + float(problem.arrays.duration["FIWB".index(action.letter), action.stage, kind])
         ready += [(clock[rank] + lag, follower) for lag, follower in _followers(problem, action, random)]
     return Orders.from_actions(ranks)
 

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import B, Costs, F, I, Memory, Problem, W
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 Rows = NDArray[np.int32]
 """A rank's list, (n, 3): stage, letter code, microbatch."""

@@ -77,6 +77,7 @@ class Tables(NamedTuple):
 def make_tables(problem: Problem, fuse: BoolArray | None = None) -> Tables:
     """Tables of a problem; ``fuse`` (S,) marks stages that always use B (default: none)."""
     arrays, n = problem.arrays, problem.n_stages
+    costs = arrays.of_equal()
     stages = np.array(problem.placement.stages_of, dtype=np.int64)
     p, chunks = stages.shape
     position = np.full((p, chunks, 4), NO_POSITION, dtype=np.int64)
@@ -86,11 +87,11 @@ def make_tables(problem: Problem, fuse: BoolArray | None = None) -> Tables:
     fused = np.zeros(n, dtype=np.bool_) if fuse is None else fuse
     return Tables(
         position=position.reshape(p, 4 * chunks),
-        duration=_by_code(arrays.duration, stages),
-        delta=_by_code(arrays.delta, stages),
+        duration=_by_code(costs.duration, stages),
+        delta=_by_code(costs.delta, stages),
         # Position 0 has no input. Position S, the backward of the last stage, follows the F of the same
         # stage, so no transfer precedes it. Backwards use the forward latencies in reverse.
-        latency=np.concatenate([[0.0], arrays.latency, [0.0], arrays.latency[::-1]]),
+        latency=np.concatenate([[0.0], costs.latency, [0.0], costs.latency[::-1]]),
         host=np.concatenate([arrays.rank_of, arrays.rank_of[::-1]]).astype(np.int64),
         static=arrays.static.copy(),
         limit=arrays.limit + slack,

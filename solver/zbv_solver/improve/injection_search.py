@@ -23,7 +23,8 @@ from zbv_solver.construct.tables import Tables, fuse_options
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
-from zbv_solver.problem.problem import Costs, Problem
+from zbv_solver.problem.costs import Costs
+from zbv_solver.problem.problem import Problem
 
 SHARES_OF_OWN = (1.0, 0.3, 0.0, 0.6)
 """Share of a stage's own cost in its smoothed cost, by run."""

@@ -107,7 +107,7 @@ def account(plan: Plan, measured: MeasuredStep) -> Account:
 
     orders, is_span = plan.orders, plan.problem.objective == "span"
     source = sources(plan)
-    duration = plan.problem.arrays.duration[orders.letter, orders.stage]
+    duration = plan.problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
     start = span_start_times(plan.problem, orders) if is_span else earliest_times(plan.problem, orders)[0]
     end = start + duration
     length = step_length(plan, measured)

@@ -38,7 +38,7 @@ def random_orders(problem: Problem, random: Random) -> Orders:
 
 def _followers(problem: Problem, action: Action, random: Random) -> list[tuple[float, Action]]:
     stage, letter, j = action
-    transfer = problem.arrays.latency
+    transfer = problem.arrays.latency[:, problem.arrays.kind_of[j]]
     if letter == "F" and stage + 1 < problem.n_stages:
         return [(float(transfer[stage]), Action(stage + 1, "F", j))]
     if letter == "F":

@@ -25,6 +25,7 @@ from zbv_solver.construct.board import (
     admits_forward,
     arrival,
     clear,
+    next_kind,
     place,
 )
 from zbv_solver.construct.tables import Tables, fuse_options, make_tables
@@ -78,13 +79,14 @@ class GreedyV:
         *,
         mean_costs: bool = False,
         halt: IntArray | None = None,
+        entry: IntArray | None = None,
     ):
         self.problem = problem
-        self.tables = make_tables(problem, fuse)
+        self.tables = make_tables(problem, fuse, entry)
         self.has_true_costs = True
         if mean_costs:
-            letters = self.tables.duration.reshape(-1, 4).mean(axis=0)
-            mean = np.tile(letters, (problem.pp_degree, CHUNKS))
+            letters = self.tables.duration.reshape(-1, 4, self.tables.kinds).mean(axis=0)
+            mean = np.tile(letters, (problem.pp_degree, CHUNKS, 1))
             self.has_true_costs = np.array_equal(mean, self.tables.duration)
             self.tables = self.tables._replace(duration=mean)
         self.board = Board.of(self.tables, halt)
@@ -105,8 +107,8 @@ class GreedyV:
     def attempt(self, method: str) -> Attempt:
         """The complete board as an order, timed with the true costs."""
         if self.has_true_costs:
-            return Attempt.of(method, self.problem, self.board)
-        return Attempt.retimed(method, self.problem, self.board.code, self.board.length)
+            return Attempt.of(method, self.problem, self.tables, self.board)
+        return Attempt.retimed(method, self.problem, self.board.code, self.board.length, self.tables.entry)
 
 
 def get_v_schedule(problem: Problem) -> Iterator[Attempt]:
@@ -196,8 +198,8 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
         while (
             progress
             and placed[position[rank, F]] < m
-            and level[rank, CLOCK] + tables.duration[rank, F] <= ready
-            and _has_reserve(tables.delta, warm_up_limit, level, rank)
+            and level[rank, CLOCK] + tables.duration[rank, F, next_kind(tables, board, rank, ZERO)] <= ready
+            and _has_reserve(tables, board, warm_up_limit, rank)
         ):
             progress = False
             for upstream in range(rank + 1):
@@ -226,12 +228,17 @@ def _forwards(position: IntArray, placed: IntArray, rank: int) -> int:  # pragma
 
 @compiled_leaf
 def _has_reserve(
-    delta: FloatArray, warm_up_limit: FloatArray, level: FloatArray, rank: int
+    tables: Tables, board: Board, warm_up_limit: FloatArray, rank: int
 ) -> bool:  # pragma: no cover - compiled
-    """Whether ranks 0 to ``rank`` keep memory for the forwards that precede their first backward."""
+    """Whether ranks 0 to ``rank`` keep memory for the forwards that precede their first backward.
+
+    Where microbatches differ, those are taken to be like the next one of the rank.
+    """
+    delta = tables.delta
     for upstream in range(rank + 1):
-        pair = delta[upstream, F] + delta[upstream, 4 + F]
-        if level[upstream, HELD] + (rank + 1) * pair > warm_up_limit[upstream]:
+        kind = tables.kind[min(board.placed[tables.position[upstream, F]], len(tables.kind) - 1)]
+        pair = delta[upstream, F, kind] + delta[upstream, 4 + F, kind]
+        if board.level[upstream, HELD] + (rank + 1) * pair > warm_up_limit[upstream]:
             return False
     return True
 
@@ -295,7 +302,8 @@ def _fill_and_place(
     # remains is larger than the slack.
     while ends[rank, FRONT] < ends[rank, BACK]:
         weight = 4 * board.queue[rank, ends[rank, FRONT]] + W
-        fits = level[rank, CLOCK] + tables.duration[rank, weight] <= ready
+        takes = tables.duration[rank, weight, next_kind(tables, board, rank, weight)]
+        fits = level[rank, CLOCK] + takes <= ready
         overfills = fill and ready - level[rank, CLOCK] > slack
         if not fits and not overfills:
             break
@@ -312,7 +320,7 @@ def _fill_and_place(
     else:
         # Release memory with W's first. If it still does not suffice, fuse: a B releases at once what its W
         # would.
-        grows = max(0.0, tables.delta[rank, action])
+        grows = max(0.0, tables.delta[rank, action, next_kind(tables, board, rank, action)])
         while level[rank, HELD] + grows > limit and ends[rank, FRONT] < ends[rank, BACK]:
             _place_weight(tables, board, rank)
         if level[rank, HELD] + grows > limit:

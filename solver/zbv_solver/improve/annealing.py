@@ -22,6 +22,7 @@ from zbv_solver.improve.order_state import (
     compute_all,
     copy,
     critical_path,
+    duration_at,
     objective,
     sum_memory,
 )
@@ -75,7 +76,7 @@ def anneal(
     seed: int,
     halt: IntArray | None = None,
 ) -> Annealed:
-    """One round of moves from an order with ascending microbatches.
+    """One round of moves from an order whose stages all run the microbatches in the order of entry.
 
     Parameters
     ----------
@@ -87,15 +88,15 @@ def anneal(
     halt
         (1,) uint8: another thread sets it to end the round.
     """
-    tables = make_tables(problem)
-    code, length = from_orders(orders, problem)
+    code, length, entry = from_orders(orders, problem)
+    tables = make_tables(problem, entry=entry)
     best = code.copy()
     state = State.of(tables, code, length, window_starts(problem, orders))
     halt = np.zeros(1, np.uint8) if halt is None else halt
     applied, looked, lowest = _round(
         tables, state, best, Round(moves, temperature, seed), Move.of(code.size), halt
     )
-    better, last = to_orders(best, length, problem), to_orders(code, length, problem)
+    better, last = to_orders(best, length, problem, entry), to_orders(code, length, problem, entry)
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
 
 
@@ -247,7 +248,7 @@ def delimit(
     position, limit, static = tables.position, tables.limit[rank], tables.static[rank]
     code, microbatch, end, held = state.code, state.microbatch, state.end, state.held
     action, k = code[rank, at], microbatch[rank, at]
-    change = tables.delta[rank, action]
+    change = tables.delta[rank, action, tables.kind[k]]
     here = at
     if reach > 0:
         arrives = _arrives(tables, state, rank, action, k)
@@ -290,7 +291,9 @@ def _arrives(
 ) -> float:  # pragma: no cover - compiled
     """When the input of an action arrives from the previous position; -inf for a W or the first position."""
     position = tables.position[rank, action]
-    return float(state.passed_on[position - 1, k] + tables.latency[position]) if position > 0 else -np.inf
+    if position <= 0:
+        return -np.inf
+    return float(state.passed_on[position - 1, k] + tables.latency[position, tables.kind[k]])
 
 
 @compiled_leaf
@@ -318,29 +321,29 @@ def _judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pra
     tails than before; if it moves to a later place, the path arrives there no later than before. So the old
     tails and arrivals, which are used here, are large enough.
     """
-    code, tail, duration, latency = state.code, state.tail, tables.duration, tables.latency
+    tail, duration, latency = state.tail, tables.duration, tables.latency
     (low, high), way = move.bounds, move.way
     n, positions = high - low + 1, len(latency)
     if high + 1 < state.length[rank]:
-        after = tail[rank, high + 1] + duration[rank, code[rank, high + 1]]
+        after = tail[rank, high + 1] + duration_at(tables, state, rank, high + 1)
     else:
         after = -state.release[rank]
     # Backwards: the longest path from each end to the objective, on this rank or through the next position.
     for step in range(n - 1, -1, -1):
-        action = move.code[step]
-        position = tables.position[rank, action]
+        action, k = move.code[step], move.microbatch[step]
+        position, kind = tables.position[rank, action], tables.kind[k]
         if 0 <= position < positions - 1:
-            other, there = tables.host[position + 1], state.place[position + 1, move.microbatch[step]]
-            onward = tail[other, there] + duration[other, code[other, there]] + latency[position + 1]
-            after = max(after, onward)
+            other, there = tables.host[position + 1], state.place[position + 1, k]
+            onward = tail[other, there] + duration_at(tables, state, other, there)
+            after = max(after, onward + latency[position + 1, kind])
         way[step] = after
-        after += duration[rank, action]
+        after += duration[rank, action, kind]
     # Forwards: the earliest ends. Their sum with ``way`` is the longest path through each moved action.
     clock = state.end[rank, low - 1] if low > 0 else state.release[rank]
     longest = -np.inf
     for step in range(n):
-        action = move.code[step]
-        clock = max(clock, _arrives(tables, state, rank, action, move.microbatch[step]))
-        clock += duration[rank, action]
+        action, k = move.code[step], move.microbatch[step]
+        clock = max(clock, _arrives(tables, state, rank, action, k))
+        clock += duration[rank, action, tables.kind[k]]
         longest = max(longest, clock + way[step])
     return longest

@@ -23,8 +23,7 @@ from zbv_solver.construct.tables import Tables, fuse_options
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
-from zbv_solver.problem.costs import Costs
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import B, I, Problem, W
 
 SHARES_OF_OWN = (1.0, 0.3, 0.0, 0.6)
 """Share of a stage's own cost in its smoothed cost, by run."""
@@ -133,19 +132,11 @@ def injection_search(
 def smoothed(problem: Problem, share: float) -> Problem:
     """The problem with costs of stages between their own (1) and the average of all stages (0)."""
 
-    def of(times: tuple[float, ...]) -> tuple[float, ...]:
-        row = np.array(times)
-        return tuple((share * row + (1 - share) * row.mean()).tolist())
-
-    costs = problem.costs
-    own = Costs(
-        of(costs.forward),
-        of(costs.backward_input),
-        of(costs.backward_weight),
-        costs.p2p,
-        None if costs.backward is None else of(costs.backward),
-    )
-    return replace(problem, costs=own, model=None)
+    duration = problem.arrays.duration
+    mixed = share * duration + (1 - share) * duration.mean(axis=1, keepdims=True)
+    if problem.costs.backward is None:
+        mixed[B] = mixed[I] + mixed[W]
+    return problem.with_arrays(replace(problem.arrays, duration=mixed))
 
 
 def _mean_duration(problem: Problem) -> float:

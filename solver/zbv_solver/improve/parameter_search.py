@@ -167,7 +167,7 @@ class RuleClimber:
         """The order of the last evaluation."""
         name, scheduler = self.options[self.last]
         method = f"parameters(rule,fuse={name},evaluation={self.evaluation})"
-        return Attempt.of(method, self.problem, scheduler.board, self.rule)
+        return Attempt.of(method, self.problem, scheduler.tables, scheduler.board, self.rule)
 
     def finalists(self, problem: Problem) -> Iterator[Attempt]:
         """The best rules with more microbatches."""
@@ -201,7 +201,11 @@ class RuleClimber:
         if random.random() < 0.5:
             patience[:, PHASES - 1] = random.choice(PATIENCE)
         return Rule(
-            priority, np.round(target).astype(np.int64), np.maximum(1, caps).astype(np.int64), patience
+            priority,
+            np.round(target).astype(np.int64),
+            np.maximum(1, caps).astype(np.int64),
+            patience,
+            np.full(p, np.inf),
         )
 
     def neighbour(self, rule: Rule, whole: float) -> Rule:
@@ -227,7 +231,7 @@ class RuleClimber:
                 cap[ranks, phases] = np.maximum(1, cap[ranks, phases] + random.choice((-2, -1, 1, 2)))
             else:
                 target[ranks, random.integers(target.shape[1])] += random.choice((-2, -1, 1, 2))
-        return Rule(priority, target, cap, patience)
+        return Rule(priority, target, cap, patience, rule.room.copy())
 
 
 class GreedyClimber:

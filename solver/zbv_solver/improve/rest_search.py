@@ -92,7 +92,9 @@ class RestClimber:
         improved = value < self.best
         method = f"parameters(rest,fuse={name},evaluation={self.evaluation})"
         # An order as good as the best one replaces it: sideways steps lead out of plateaus.
-        self.found = Attempt.of(method if improved else self.found.method, self.problem, scheduler.board)
+        self.found = Attempt.of(
+            method if improved else self.found.method, self.problem, scheduler.tables, scheduler.board
+        )
         if improved or self.cut < (1 - SHORT) * self.found.makespan:
             # The new rule governs from the cut on, so it replaces all entries from there.
             self.laid = [*(kept for kept in self.laid if kept[0] < self.cut), (self.cut, rule)]

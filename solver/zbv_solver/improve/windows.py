@@ -171,8 +171,9 @@ class Paths:
         release = np.zeros(problem.pp_degree)
         if problem.objective == "span":
             release = np.floor(span_start_times(problem, orders)[orders.offset[:-1]])
-        state = State.of(make_tables(problem), *from_orders(orders, problem), release)
-        compute_all(make_tables(problem), state)
+        code, length, entry = from_orders(orders, problem)
+        state = State.of(make_tables(problem), code, length, release)
+        compute_all(make_tables(problem, entry=entry), state)
         ranks = orders.rank_index()
         at = np.arange(len(orders)) - orders.offset[:-1][ranks]
         end, tail = (row[ranks, at].astype(np.int64) for row in (state.end, state.tail))

@@ -141,6 +141,17 @@ class Problem:
         """Whether all microbatches cost the same."""
         return self.arrays.kinds == 1
 
+    def with_arrays(self, arrays: ProblemArrays) -> Problem:
+        """The problem with other durations and latencies, by kind of microbatch; without layers."""
+        costs = self.costs
+        if self.is_equal:
+            forward, inputs, weights, fused = map(tuple, arrays.duration[:, :, 0].tolist())
+            backward = None if costs.backward is None else fused
+            costs = Costs(forward, inputs, weights, tuple(arrays.latency[:, 0].tolist()), backward)
+        return replace(
+            self, costs=costs, given_arrays=None if self.is_equal else arrays, features=(), model=None
+        )
+
     def averaged(self, microbatches: int | None = None) -> Problem:
         """The problem with equal microbatches that cost the average, as many as there are or as given."""
         average = self.arrays.average()

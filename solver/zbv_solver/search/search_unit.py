@@ -67,7 +67,6 @@ def in_search_unit(problem: Problem) -> tuple[Problem, float]:
         if costs.backward is None:
             duration[B] = duration[I] + duration[W]
         converted = replace(arrays, duration=duration, latency=unit.table(arrays.latency))
-        average = replace(problem, given_arrays=converted).averaged()
-        return replace(average, given_arrays=converted), unit.length
+        return problem.with_arrays(converted), unit.length
     own = costs.mapped(unit.converted, unit.converted(arrays.latency[:, 0].tolist()))
     return replace(problem, costs=own, model=None), unit.length

@@ -132,7 +132,10 @@ def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ..
     The measured duration of a stage is the median over microbatches and steps; stages are weighted by their
     number of actions.
     """
-    orders, durations = plan.orders, plan.problem.arrays.duration
+    orders, durations = (
+        plan.orders,
+        plan.problem.arrays.durations(plan.orders.stage, plan.orders.letter, plan.orders.microbatch),
+    )
     found = []
     for rank in sorted(set().union(*(step.ranks for step in steps))):
         part = orders.slice_of(rank)
@@ -149,7 +152,7 @@ def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ..
                     rank,
                     letter,
                     int(counts.sum()),
-                    float(durations[code, stages] @ counts) / float(counts.sum()),
+                    float(durations[part][is_one].mean()),
                     float(np.array(medians) @ counts) / float(counts.sum()),
                 )
             )

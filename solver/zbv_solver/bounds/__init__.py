@@ -6,6 +6,9 @@ and the rank's load plus the idle time that its ramps force (:mod:`.ramps`). A s
 every other rank must do within the rank's window. Where memory is tight, prices of the time that microbatches
 are away (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`) prove more. The proofs are in
 PROOFS.md. This package constructs no orders.
+
+Where microbatches differ, none of this holds but the one-machine bound, with the path of every microbatch
+(:mod:`.differing`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from zbv_solver.bounds.differing import differing_machine_bounds
 from zbv_solver.bounds.directions import directions
 from zbv_solver.bounds.few_ranks import few_ranks_bounds
 from zbv_solver.bounds.priced import priced_bounds
@@ -47,12 +51,12 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full", enough: float = 
     (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`); it takes up to three seconds and is
     stronger still at half of 1F1B's memory or less.
     """
-    quick = one_machine_bounds(problem)
+    quick = one_machine_bounds(problem) if problem.is_equal else differing_machine_bounds(problem)
     best = Bound(0.0, "nothing to do")
     for rank, value in enumerate(quick):
         if value > best.value:
             best = Bound(value, f"one-machine bound of rank {rank}")
-    if effort == "quick":
+    if effort == "quick" or not problem.is_equal:
         return best
     by_strength = sorted(range(problem.pp_degree), key=lambda rank: -quick[rank])
     full = _makespan_bounds if problem.objective == "makespan" else _span_bounds

@@ -8,7 +8,8 @@ are away (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`) p
 PROOFS.md. This package constructs no orders.
 
 Where microbatches differ, none of this holds but the one-machine bound, with the path of every microbatch
-(:mod:`.differing`).
+(:mod:`.differing`). Prices of the memory that every microbatch holds while it is away prove more
+(:mod:`.away_prices`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from zbv_solver.bounds.away_prices import FULL, THOROUGH, away_bounds
 from zbv_solver.bounds.differing import differing_machine_bounds
 from zbv_solver.bounds.directions import directions
 from zbv_solver.bounds.few_ranks import few_ranks_bounds
@@ -56,8 +58,10 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full", enough: float = 
     for rank, value in enumerate(quick):
         if value > best.value:
             best = Bound(value, f"one-machine bound of rank {rank}")
-    if effort == "quick" or not problem.is_equal:
+    if effort == "quick":
         return best
+    if not problem.is_equal:
+        return max([best, *_differing_bounds(problem, effort)], key=lambda bound: bound.value)
     by_strength = sorted(range(problem.pp_degree), key=lambda rank: -quick[rank])
     full = _makespan_bounds if problem.objective == "makespan" else _span_bounds
     best = max([best, *full(problem, by_strength)], key=lambda bound: bound.value)
@@ -65,6 +69,12 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full", enough: float = 
     while best.value < enough and (bound := next(further, None)) is not None:
         best = max(best, bound, key=lambda bound: bound.value)
     return best
+
+
+def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
+    for each in (FULL, THOROUGH) if effort == "thorough" else (FULL,):
+        for rank, value in away_bounds(problem, each):
+            yield Bound(value, f"memory of rank {rank} while microbatches are away")
 
 
 def _thorough_bounds(problem: Problem) -> Iterator[Bound]:

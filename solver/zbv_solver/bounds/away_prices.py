@@ -163,7 +163,7 @@ class _Programme:
 def sets(
     units: IntArray, count: IntArray, longest: int, prices: FloatArray
 ) -> tuple[FloatArray, FloatArray, IntArray]:  # pragma: no cover - compiled
-    """The most that a set of at most 0 … UNITS units earns, with and without the longest microbatch: Lemma 47.
+    """The most that a set of at most 0 … UNITS units earns, with and without the longest one: Lemma 47.
 
     Also the gap of every microbatch in it, or -1: (m, UNITS + 1), the longest microbatch in the last row.
     """

@@ -28,6 +28,7 @@ from zbv_solver.construct.board import (
     next_kind,
     place,
 )
+from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes
 from zbv_solver.construct.tables import Tables, fuse_options, make_tables
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
@@ -56,6 +57,8 @@ class GreedyParameters(NamedTuple):
         (p,) further idle time allowed, such as the bubbles of the previous pass.
     warm_up_limit
         (p,) memory that the forwards of the warm-up may use.
+    entry
+        (m,) the microbatch that enters as the k-th.
     """
 
     fill_forward: bool
@@ -63,6 +66,7 @@ class GreedyParameters(NamedTuple):
     surplus: FloatArray
     allowance: FloatArray
     warm_up_limit: FloatArray
+    entry: IntArray
 
 
 class GreedyV:
@@ -79,10 +83,9 @@ class GreedyV:
         *,
         mean_costs: bool = False,
         halt: IntArray | None = None,
-        entry: IntArray | None = None,
     ):
         self.problem = problem
-        self.tables = make_tables(problem, fuse, entry)
+        self.tables = make_tables(problem, fuse)
         self.has_true_costs = True
         if mean_costs:
             letters = self.tables.duration.reshape(-1, 4, self.tables.kinds).mean(axis=0)
@@ -91,16 +94,25 @@ class GreedyV:
             self.tables = self.tables._replace(duration=mean)
         self.board = Board.of(self.tables, halt)
 
-    def default(self, fill_forward: bool = True, fill_backward: bool = True) -> GreedyParameters:
+    def default(
+        self, fill_forward: bool = True, fill_backward: bool = True, peak: float = PEAKS[0]
+    ) -> GreedyParameters:
         """The published parameters, for a first pass."""
         loads, limit = self.tables.loads(), self.tables.limit
         return GreedyParameters(
-            fill_forward, fill_backward, loads.max() - loads, np.zeros(len(loads)), limit.copy()
+            fill_forward,
+            fill_backward,
+            loads.max() - loads,
+            np.zeros(len(loads)),
+            limit.copy(),
+            mountain(sizes(self.problem), peak),
         )
 
     def lay(self, parameters: GreedyParameters) -> bool:
         """Fill the board; whether all actions were placed."""
         tables, board = self.tables, self.board
+        if not self.problem.is_equal:
+            tables.enter(parameters.entry, self.problem.arrays.kind_of)
         _lay(tables, board, parameters)
         return board.is_complete(tables)
 
@@ -118,11 +130,12 @@ def get_v_schedule(problem: Problem) -> Iterator[Attempt]:
             greedy = GreedyV(problem, fuse, mean_costs=mean_costs)
             if mean_costs and greedy.has_true_costs:
                 break  # all stages are equal, so the orders would be the same
-            for fill_forward, fill_backward in product((True, False), repeat=2):
+            peaks = PEAKS[:1] if problem.is_equal else PEAKS
+            for fill_forward, fill_backward, peak in product((True, False), (True, False), peaks):
                 fills = f"fill_f={int(fill_forward)},fill_b={int(fill_backward)}"
                 costs = "mean" if mean_costs else "true"
                 method = f"greedy-v({fills},costs={costs},fuse={fuse_name})"
-                for _ in _with_reruns(greedy, greedy.default(fill_forward, fill_backward)):
+                for _ in _with_reruns(greedy, greedy.default(fill_forward, fill_backward, peak)):
                     yield greedy.attempt(method)
 
 

@@ -24,6 +24,7 @@ from zbv_solver.construct.board import (
     clear,
     next_kind,
 )
+from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes
 from zbv_solver.construct.tables import Tables, make_tables
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
@@ -88,10 +89,9 @@ class InjectionScheduler:
         problem: Problem,
         fuse: BoolArray | None = None,
         halt: IntArray | None = None,
-        entry: IntArray | None = None,
     ):
         self.problem = problem
-        self.tables = make_tables(problem, fuse, entry)
+        self.tables = make_tables(problem, fuse, mountain(sizes(problem), PEAKS[0]))
         self.board = Board.of(self.tables, halt)
         self.choices = Choices.of(self.tables)
         self.least_loads = self.tables.loads(least=True) * (1 - ROUNDING)

@@ -30,6 +30,7 @@ from zbv_solver.construct.board import (
     replay,
     stays_safe,
 )
+from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes
 from zbv_solver.construct.tables import Tables, fuse_options, make_tables
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
@@ -61,6 +62,8 @@ class Rule(NamedTuple):
     room
         (p,) float64: most memory that a rank may hold after an F of the first chunk, where microbatches
         differ, unless none is in flight there.
+    entry
+        (m,) the microbatch that enters as the k-th.
     """
 
     priority: FloatArray
@@ -68,6 +71,7 @@ class Rule(NamedTuple):
     cap: IntArray
     patience: FloatArray
     room: FloatArray
+    entry: IntArray
 
 
 class ListScheduler:
@@ -78,10 +82,9 @@ class ListScheduler:
         problem: Problem,
         fuse: BoolArray | None = None,
         halt: IntArray | None = None,
-        entry: IntArray | None = None,
     ):
         self.problem = problem
-        self.tables = make_tables(problem, fuse, entry)
+        self.tables = make_tables(problem, fuse)
         self.board = Board.of(self.tables, halt)
         self.least_loads = self.tables.loads(least=True) * (1 - ROUNDING)
         self.is_span = problem.objective == "span"
@@ -98,6 +101,8 @@ class ListScheduler:
             rule places the others. The kept actions must be executable without the others.
         """
         tables, board = self.tables, self.board
+        if not self.problem.is_equal:
+            tables.enter(rule.entry, self.problem.arrays.kind_of)
         codes, until = (board.code, np.zeros_like(board.length)) if kept is None else kept
         replay(tables, board, codes, until)
         complete = _schedule(tables, board, rule, self.least_loads, self.is_span, most)
@@ -123,13 +128,37 @@ PREFERENCES = {
 """The letter that goes first, and whether the later chunks (deep) or the earlier ones go first."""
 
 
+CAPS, ROOMS = (1.0, 0.75, 1.4, 2.0), (1.0, 0.85, 0.7)
+"""For microbatches that differ: shares of the microbatches that fit on average, and of the memory."""
+
+
 def priority_schedules(problem: Problem, shares: tuple[float, ...] = (1.0, 0.75)) -> Iterator[Attempt]:
     """Orders of a small portfolio of rules; ``shares`` scale the caps that memory allows."""
+    if not problem.is_equal:
+        yield from _schedules_by_entry(problem)
+        return
     for fuse_name, fuse in fuse_options(problem):
         scheduler = ListScheduler(problem, fuse)
         for name, share, patience in product(PREFERENCES, shares, (0.0, 0.5)):
             rule = simple_rule(problem, name, share, patience)
             method = f"list({name},cap={share:g},patience={patience:g},fuse={fuse_name})"
+            attempt = scheduler.attempt(rule, method)
+            if attempt is not None:
+                yield attempt
+
+
+def _schedules_by_entry(problem: Problem) -> Iterator[Attempt]:
+    """Orders of a portfolio of rules and orders of entry, for microbatches that differ."""
+    size, arrays = sizes(problem), problem.arrays
+    room = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
+    for fuse_name, fuse in fuse_options(problem):
+        scheduler = ListScheduler(problem, fuse)
+        grid = product((0.0, 0.5), ROOMS, CAPS, PEAKS, PREFERENCES)
+        for patience, held, share, peak, name in grid:
+            rule = simple_rule(problem, name, share, patience)._replace(
+                room=arrays.static + held * room, entry=mountain(size, peak)
+            )
+            method = f"list({name},cap={share:g},room={held:g},peak={peak:g},fuse={fuse_name})"
             attempt = scheduler.attempt(rule, method)
             if attempt is not None:
                 yield attempt
@@ -150,6 +179,7 @@ def simple_rule(problem: Problem, preference: str, share: float, patience: float
         cap=np.maximum(1, np.ceil(caps * share)).astype(np.int64),
         patience=np.full((p, PHASES), patience),
         room=np.full(p, np.inf),
+        entry=mountain(sizes(problem), PEAKS[0]),
     )
 
 

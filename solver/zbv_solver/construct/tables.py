@@ -18,6 +18,7 @@ import numpy as np
 
 from zbv_solver.bounds.fusing import is_cheaper_fused
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
+from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.numeric import SEARCH_MEMORY
 from zbv_solver.problem.problem import B, F, I, Problem
 
@@ -80,6 +81,13 @@ class Tables(NamedTuple):
         loads: FloatArray = (forward + backward).sum(axis=1) @ count
         return loads
 
+    def loads_by_kind(self) -> FloatArray:
+        """Least time that one microbatch of every kind takes on every rank, (p, K)."""
+        by_letter = self.duration.reshape(self.pp_degree, self.chunks, 4, self.kinds)
+        forward, inputs, weights, fused = np.moveaxis(by_letter, 2, 0)
+        loads: FloatArray = (forward + np.minimum(fused, inputs + weights)).sum(axis=1)
+        return loads
+
     @property
     def kinds(self) -> int:
         """Number of kinds of microbatches K."""
@@ -89,6 +97,13 @@ class Tables(NamedTuple):
         """Let the microbatches enter in another order (m,); ``kind_of`` (m,) is the problem's."""
         self.entry[:] = entry
         self.kind[:] = kind_of[entry]
+
+
+@compiled_leaf
+def swap(tables: Tables, one: int, other: int) -> None:  # pragma: no cover - compiled
+    """Swap two places in the order of entry."""
+    tables.entry[one], tables.entry[other] = tables.entry[other], tables.entry[one]
+    tables.kind[one], tables.kind[other] = tables.kind[other], tables.kind[one]
 
 
 def make_tables(problem: Problem, fuse: BoolArray | None = None, entry: IntArray | None = None) -> Tables:

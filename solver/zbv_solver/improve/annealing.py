@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.attempt import from_orders, to_orders
-from zbv_solver.construct.tables import Tables, make_tables
+from zbv_solver.construct.tables import Tables, make_tables, swap
 from zbv_solver.improve.order_repair import Queue, repair_ends, repair_path, repair_tails
 from zbv_solver.improve.order_state import (
     State,
@@ -36,6 +36,9 @@ from zbv_solver.timing.start_times import objective_of, span_start_times
 REACH = 12
 """Most places that one move shifts an action."""
 CRITICAL_SHARE = 0.9
+ENTRIES, NEAR = 0.02, 4
+"""Where microbatches differ: share of moves that swap two of them in the order of entry, and how far apart
+these are at most in most of the swaps."""
 PROPOSALS = 40
 """A round ends after this many moves looked at for each move that it may apply."""
 
@@ -90,13 +93,14 @@ def anneal(
     """
     code, length, entry = from_orders(orders, problem)
     tables = make_tables(problem, entry=entry)
-    best = code.copy()
+    best, best_entry = code.copy(), entry.copy()
     state = State.of(tables, code, length, window_starts(problem, orders))
     halt = np.zeros(1, np.uint8) if halt is None else halt
     applied, looked, lowest = _round(
-        tables, state, best, Round(moves, temperature, seed), Move.of(code.size), halt
+        tables, state, best, best_entry, Round(moves, temperature, seed), Move.of(code.size), halt
     )
-    better, last = to_orders(best, length, problem, entry), to_orders(code, length, problem, entry)
+    better = to_orders(best, length, problem, best_entry)
+    last = to_orders(code, length, problem, tables.entry)
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
 
 
@@ -160,9 +164,15 @@ class Move(NamedTuple):
 
 @compiled_leaf
 def _round(
-    tables: Tables, state: State, best: IntArray, budget: Round, move: Move, halt: IntArray
+    tables: Tables,
+    state: State,
+    best: IntArray,
+    best_entry: IntArray,
+    budget: Round,
+    move: Move,
+    halt: IntArray,
 ) -> tuple[int, int, float]:  # pragma: no cover - compiled
-    """Move actions of the state, and write the best codes into ``best``.
+    """Move actions of the state; write the best codes into ``best``, and their order of entry.
 
     Returns the moves applied, the moves looked at, and the best value. Random numbers are drawn in the same
     order on every machine, so a seed gives the same plan everywhere.
@@ -175,6 +185,17 @@ def _round(
     lowest, applied, looked = value, 0, 0
     while applied < budget.moves and looked < budget.moves * PROPOSALS and not halt[0]:
         looked += 1
+        if tables.duration.shape[2] > 1 and np.random.random() < ENTRIES:
+            if _swap_entries(tables, state, value, budget.temperature):
+                value = objective(state)
+                size = critical_path(tables, state, path)
+                applied += 1
+                if value < lowest - ROUNDING * abs(lowest):
+                    lowest = value
+                    copy(tables.entry, best_entry)
+                    for other in range(len(length)):
+                        copy(code[other], best[other])
+            continue
         if np.random.random() < CRITICAL_SHARE:
             chosen = np.random.randint(size)
             rank, at = path[chosen, 0], path[chosen, 1]
@@ -205,9 +226,44 @@ def _round(
         # O(actions).
         if value < lowest - ROUNDING * abs(lowest):
             lowest = value
+            copy(tables.entry, best_entry)
             for other in range(len(length)):
                 copy(code[other], best[other])
     return applied, looked, lowest
+
+
+@compiled_leaf
+def _swap_entries(
+    tables: Tables, state: State, value: float, temperature: float
+) -> bool:  # pragma: no cover - compiled
+    """Swap two microbatches in the order of entry, unless memory or the objective forbids it.
+
+    Every time may change, so the state is computed afresh.
+    """
+    m = len(tables.kind)
+    one = np.random.randint(m)
+    near = one + np.random.randint(-NEAR, NEAR + 1)
+    other = near if 0 <= near < m else np.random.randint(m)
+    if tables.kind[one] == tables.kind[other]:
+        return False
+    most = value - temperature * np.log(1.0 - np.random.random())
+    swap(tables, one, other)
+    compute_all(tables, state)
+    if objective(state) <= most and _fits(tables, state):
+        return True
+    swap(tables, one, other)
+    compute_all(tables, state)
+    return False
+
+
+@compiled_leaf
+def _fits(tables: Tables, state: State) -> bool:  # pragma: no cover - compiled
+    """Whether every rank keeps its memory limit."""
+    for rank in range(len(state.length)):
+        for at in range(state.length[rank]):
+            if state.held[rank, at] > tables.limit[rank]:
+                return False
+    return True
 
 
 @compiled_leaf

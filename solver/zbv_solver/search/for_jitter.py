@@ -197,7 +197,7 @@ class _Search:
 
     def _compared(self, name: str, orders: Orders) -> _Candidate:
         """A candidate of an order, with ascending microbatches."""
-        ascending = first_in_first_out(orders, self.problem.n_stages)
+        ascending = first_in_first_out(orders, self.problem.n_stages, is_equal=self.problem.is_equal)
         return _Candidate(name, ascending, self._time(ascending, COMPARING, TRIES))
 
     def _with_longer(self, longer: float) -> Problem:

@@ -61,11 +61,15 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full", enough: float = 
     if effort == "quick":
         return best
     if not problem.is_equal:
-        return max([best, *_differing_bounds(problem, effort)], key=lambda bound: bound.value)
+        return _best([best], _differing_bounds(problem, effort), enough)
     by_strength = sorted(range(problem.pp_degree), key=lambda rank: -quick[rank])
     full = _makespan_bounds if problem.objective == "makespan" else _span_bounds
-    best = max([best, *full(problem, by_strength)], key=lambda bound: bound.value)
     further = _thorough_bounds(problem) if effort == "thorough" else iter(())
+    return _best([best, *full(problem, by_strength)], further, enough)
+
+
+def _best(known: list[Bound], further: Iterator[Bound], enough: float) -> Bound:
+    best = max(known, key=lambda bound: bound.value)
     while best.value < enough and (bound := next(further, None)) is not None:
         best = max(best, bound, key=lambda bound: bound.value)
     return best

@@ -24,6 +24,8 @@ def draw(chance: Random) -> tuple[str, Document]:
     """Return a problem document, and its kind for the summary."""
     numbers = chance.choice(NUMBERS)
     draw_one = _layered if chance.random() < LAYERED_SHARE else _stages
+    if draw_one is _stages and chance.random() < DIFFERING_SHARE:
+        draw_one = differing_stages
     document = draw_one(chance, number_source(chance, numbers))
     shape = "layers" if "layers" in document else document["placement"]
     if "features" in document:
@@ -89,30 +91,24 @@ def _stages(chance: Random, number: Number) -> Document:
         document["chunks"] = chunks
     if chance.random() < 0.8:
         document["memory"] = _memory(chance, number, document, n)
-    return _differing(chance, number, document) if chance.random() < DIFFERING_SHARE else document
+    return document
 
 
-def _differing(chance: Random, number: Number, document: Document) -> Document:
-    """Add a feature to every number: some microbatches are far larger than others, some often equal."""
+def differing_stages(chance: Random, number: Number) -> Document:
+    """Draw a problem with a feature in every number: some microbatches are far larger than others."""
+    document = _stages(chance, number)
     m = document["microbatches"]
     size = [chance.choice((0.0, 1.0, 1.0, chance.uniform(0, 3), 7.0, 30.0)) for _ in range(m)]
 
     def by_size(fixed: list[float], slope: list[float]) -> Document:
         return {"fixed": fixed, "size": slope}
 
-    def times(values: list[float]) -> list[float]:
+    def times(values: list[float]) -> Document:
         factor = chance.choice((0.0, 0.5, 1.0, 1.0, 2.0))
-        return [value * factor for value in values]
+        return by_size(values, [value * factor for value in values])
 
-    costs = document["costs"]
-    slopes = {key: values if values is None else times(values) for key, values in costs.items()}
-    document = {
-        **document,
-        "features": {"size": size},
-        "costs": {
-            key: values if values is None else by_size(values, slopes[key]) for key, values in costs.items()
-        },
-    }
+    costs = {key: values if values is None else times(values) for key, values in document["costs"].items()}
+    document = {**document, "features": {"size": size}, "costs": costs}
     memory = document.get("memory")
     if memory is None:
         return document

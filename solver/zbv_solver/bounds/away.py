@@ -2,7 +2,7 @@
 
 Between its visits to a rank a microbatch is *away*: it takes its path through other stages, and the rank
 holds its activations. How long it is away at least, and how much it holds, depends on the microbatch. A long
-microbatch fills the memory for a long time, and others cannot run beside it, whatever the order. The bounds
+microbatch fills the memory for a long time, and others cannot run next to it, whatever the order. The bounds
 that follow are in :mod:`.away_prices`, and their proofs in PROOFS.md, section 8.
 """
 
@@ -20,7 +20,7 @@ from zbv_solver.problem.problem import F, I, Problem
 UNITS = 1000
 """Of memory in a rank's capacity. Amounts are rounded down to units."""
 ROOM_STEP = 17
-"""Units of memory beside an operation are rounded up to multiples of this."""
+"""Units of memory next to an operation are rounded up to multiples of this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ class Demand:
     longest
         The group of a microbatch with the longest path.
     room
-        (R,) units beside an operation of the class, at most.
+        (R,) units next to an operation of the class, at most.
     is_own
         (R,) 1 where the operations of the class are visits of this longest microbatch.
     work

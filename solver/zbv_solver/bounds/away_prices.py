@@ -1,7 +1,7 @@
 """Bounds of problems whose microbatches differ, from prices of the time that microbatches are away.
 
 At any time, the microbatches that are away and fit into a rank's memory together earn at most 1, and an
-operation earns what the best set that fits beside it leaves of this 1. The rank's window is at least as long
+operation earns what the best set that fits next to it leaves of this 1. The rank's window is at least as long
 as all earn together. A linear programme finds good prices, set by set (column generation, as Gilmore and
 Gomory 1961 do for the cutting-stock problem). Any prices are valid, because a knapsack over all sets checks
 them. The proofs are in PROOFS.md, section 8.
@@ -78,7 +78,7 @@ def best_priced_bound(demand: Demand, rounds: int) -> float:
         # there they are better ones (Ben-Ameur and Neto 2007, "Acceleration of cutting-plane algorithms").
         found = priced(demand, STEP * prices + (1 - STEP) * best.prices)
         wanted = STEP * shares + (1 - STEP) * best.shares
-        excess = np.append(found.beside + wanted, found.earned[UNITS]) - 1
+        excess = np.append(found.others + wanted, found.earned[UNITS]) - 1
         worst = np.argsort(-excess, kind="stable")[:MOST_SETS]
         for at in worst[excess[worst] > EXCESS].tolist():
             of_class = at if at < len(demand.room) else None
@@ -100,8 +100,8 @@ class Priced(NamedTuple):
         (G, K) and (R,) what gaps and operations earn; no set earns more than 1.
     earned
         (UNITS + 1,) the most that a set of at most so many units earned before the prices were scaled.
-    beside
-        (R,) the same beside the operations of a class.
+    others
+        (R,) the same next to the operations of a class.
     chosen
         See :func:`sets`.
     """
@@ -110,7 +110,7 @@ class Priced(NamedTuple):
     prices: FloatArray
     shares: FloatArray
     earned: FloatArray
-    beside: FloatArray
+    others: FloatArray
     chosen: IntArray
 
 
@@ -118,17 +118,17 @@ def priced(demand: Demand, prices: FloatArray) -> Priced:
     """The bound with prices (G, K), scaled down where a set earns more than 1: Lemma 48."""
     earned, without, chosen = sets(demand.units, demand.count, demand.longest, prices)
     scale = max(1.0, float(earned[UNITS]))
-    beside = np.where(demand.is_own == 1, without[demand.room], earned[demand.room])
-    scaled, shares = prices / scale, 1 - beside / scale
+    others = np.where(demand.is_own == 1, without[demand.room], earned[demand.room])
+    scaled, shares = prices / scale, 1 - others / scale
     bound = float((scaled * demand.away).sum() + (demand.work * shares).sum())
-    return Priced(bound, scaled, shares, earned, beside, chosen)
+    return Priced(bound, scaled, shares, earned, others, chosen)
 
 
 class _Programme:
     """The highest bound that the sets known so far allow: prices, and what operations earn."""
 
     def __init__(self, demand: Demand) -> None:
-        from ortools.linear_solver import pywraplp
+        from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 
         self.solver = pywraplp.Solver.CreateSolver("GLOP")
         self.shape = demand.away.shape
@@ -150,7 +150,7 @@ class _Programme:
         return value, np.maximum(prices, 0.0), shares
 
     def add(self, away: IntArray, of_class: int | None) -> None:
-        """A set (G, K) of microbatches that may be away together, beside a class of operations or none."""
+        """A set (G, K) of microbatches that may be away together, next to a class of operations or none."""
         row = self.solver.Constraint(-self.solver.infinity(), 1)
         flat = away.ravel()
         for at in np.flatnonzero(flat).tolist():

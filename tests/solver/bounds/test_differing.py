@@ -16,8 +16,13 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.costs import Deltas, Feature
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
+
+from benchmarks.soak.draw import NUMBERS, differing_stages, number_source
+from benchmarks.soak.optimum import optimum
+from benchmarks.soak.pipeline import read
 
 
 def with_sizes(problem: Problem, size: list[float]) -> Problem:
@@ -59,6 +64,48 @@ def test_the_longest_microbatch_takes_its_whole_path() -> None:
     """40 times 4 F's and 4 I's on two ranks; the small ones run meanwhile."""
     problem = with_sizes(uniform(2, 3), [0.0, 39.0, 0.0])
     assert lower_bound(problem, "quick").value == pytest.approx(40 * 9)
+
+
+def test_large_microbatches_run_one_after_another_where_memory_holds_only_one() -> None:
+    """The independent model proves the optimum over all orders; what others hold meanwhile decides it."""
+    document = {
+        "pp_degree": 2,
+        "microbatches": 3,
+        "placement": "single",
+        "objective": "makespan",
+        "features": {"size": [5.0, 4.0, 1.0]},
+        "costs": {
+            name: {"fixed": [0.0] * 2, "size": [slope] * 2}
+            for name, slope in (("forward", 2.0), ("backward_input", 3.0), ("backward_weight", 1.0))
+        }
+        | {"p2p": [1.0]},
+        "memory": {
+            "forward": {"fixed": [0.0] * 2, "size": [2.0] * 2},
+            "backward_input": {"fixed": [0.0] * 2, "size": [-1.0] * 2},
+            "backward_weight": {"fixed": [0.0] * 2, "size": [-1.0] * 2},
+            "static": [0.0] * 2,
+            "limit": [10.0] * 2,
+        },
+    }
+    problem = parse_problem(document)
+    best = optimum(read(document), effort=2.0)
+    assert best.is_exact
+    bounds = {effort: lower_bound(problem, effort).value for effort in ("quick", "full")}
+    assert bounds["quick"] < 0.7 * float(best.value)
+    assert 0.95 * float(best.value) <= bounds["full"] <= float(best.value) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_never_above_the_exact_optimum(number: int) -> None:
+    """Problems of the soak test, in floats and over decades, with memory within rounding of the limit."""
+    chance = random.Random(f"differing/{number}")
+    document = differing_stages(chance, number_source(chance, NUMBERS[number % len(NUMBERS)]))
+    pipeline = read(document)
+    if not pipeline.is_feasible():
+        pytest.skip("one microbatch does not fit")
+    best = optimum(pipeline, effort=0.05)
+    for effort in ("quick", "full", "thorough"):
+        assert lower_bound(parse_problem(document), effort).value <= float(best.value) * (1 + 1e-9)
 
 
 def random_orders(problem: Problem, chance: random.Random, count: int) -> Iterator[Orders]:

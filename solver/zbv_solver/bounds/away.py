@@ -101,6 +101,9 @@ class Demand:
         (R,) 1 where the operations of the class are visits of this longest microbatch.
     work
         (R,) total length of the operations of the class.
+    row_of, group_of, room_of
+        The gap of every gap of the needs (G,), the group of every kind (K,), and the room next to every
+        operation of every kind (O, K).
     """
 
     units: IntArray
@@ -110,6 +113,9 @@ class Demand:
     room: IntArray
     is_own: IntArray
     work: FloatArray
+    row_of: IntArray
+    group_of: IntArray
+    room_of: IntArray
 
     @classmethod
     def of(cls, needs: Needs, most_groups: int) -> Demand:
@@ -145,6 +151,9 @@ class Demand:
             room=np.array(rooms, dtype=np.int64),
             is_own=np.array(owned, dtype=np.int64),
             work=np.array(worked, dtype=np.float64),
+            row_of=gap_of.reshape(-1),
+            group_of=group_of,
+            room_of=room,
         )
 
 

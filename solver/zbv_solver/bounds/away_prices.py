@@ -16,6 +16,7 @@ import numpy as np
 
 from zbv_solver.bounds.away import UNITS, Demand, Needs
 from zbv_solver.bounds.differing import Paths
+from zbv_solver.bounds.quick import preemptive_bound
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.problem.problem import Problem
@@ -57,17 +58,53 @@ def away_bounds(problem: Problem, effort: Effort) -> Iterator[tuple[int, float]]
         large = np.where(2 * demand.units > UNITS, 1.0, 0.0)
         value = max(needs.area_bound(), priced(demand, large).bound)
         yield rank, head + value
-        found.append((value, rank, head, demand))
+        found.append((value, rank, needs, demand))
     found.sort(key=lambda each: (-each[0], each[1]))
     # Where memory decides, the programme gains most on the outermost and the innermost rank.
     ends = (0, problem.pp_degree - 1)
     found[1:] = sorted(found[1:], key=lambda each: each[1] not in ends)
-    for _, rank, head, demand in found[: effort.ranks]:
-        yield rank, head + best_priced_bound(demand, effort.rounds)
+    for _, rank, needs, demand in found[: effort.ranks]:
+        best = best_prices(demand, effort.rounds)
+        yield rank, best.bound
+        yield rank, bound_in_windows(problem, paths, rank, needs, demand, best)
 
 
-def best_priced_bound(demand: Demand, rounds: int) -> float:
-    """The bound of a rank's window with the best prices that so many rounds find: Lemmas 47 and 48."""
+def bound_in_windows(
+    problem: Problem, paths: Paths, rank: int, needs: Needs, demand: Demand, best: Priced
+) -> float:
+    """Jackson's bound with what every gap and operation of a rank earns as its length: Lemma 49.
+
+    In the makespan's window, and in those of the rank and of rank 0 for the span.
+    """
+    n, stages = problem.n_stages, problem.placement.stages_of
+    own = stages[rank]
+    visits = [*own, *(2 * n - 1 - stage for stage in reversed(own))]
+    length, last = needs.length[: len(visits)], needs.length[len(visits) :]
+    earning = best.prices[demand.row_of][:, demand.group_of] * needs.away
+    shares = 1 - best.earned[demand.room_of]
+    visit_earns, rest_earns = shares[: len(visits)] * length, shares[len(visits) :] * last
+    # Rests are listed by chunk, and backwards pass the chunks in reverse.
+    backwards = np.arange(len(visits) - 1, len(own) - 1, -1)
+    best_value = 0.0
+    is_span = problem.objective == "span"
+    for window in sorted({0, rank}) if is_span else [0]:
+        origin = paths.start[stages[window][0]] if is_span else 0.0
+        head = paths.start[visits] - origin
+        tail = paths.tails(list(stages[window]) if is_span else list(range(n)))[visits]
+        jobs = [
+            (head, visit_earns, tail),
+            (head[:-1] + length[:-1], earning, tail[1:] + length[1:]),
+        ]
+        if window == rank or not is_span:
+            ready = (head + length)[backwards]
+            jobs.append((ready, rest_earns, np.zeros_like(ready)))
+        rows = [np.concatenate(each)[:, problem.arrays.kind_of].ravel() for each in zip(*jobs, strict=True)]
+        best_value = max(best_value, preemptive_bound(rows[0], rows[1], rows[2]))
+    return best_value
+
+
+def best_prices(demand: Demand, rounds: int) -> Priced:
+    """The best prices that so many rounds find, and their bound of the rank's window: Lemmas 47 and 48."""
     programme = _Programme(demand)
     best = priced(demand, demand.units / UNITS)
     for _ in range(rounds):
@@ -78,7 +115,7 @@ def best_priced_bound(demand: Demand, rounds: int) -> float:
         # there they are better ones (Ben-Ameur and Neto 2007, "Acceleration of cutting-plane algorithms").
         found = priced(demand, STEP * prices + (1 - STEP) * best.prices)
         wanted = STEP * shares + (1 - STEP) * best.shares
-        excess = np.append(found.others + wanted, found.earned[UNITS]) - 1
+        excess = np.append(found.others + wanted, found.scale * found.earned[UNITS]) - 1
         worst = np.argsort(-excess, kind="stable")[:MOST_SETS]
         for at in worst[excess[worst] > EXCESS].tolist():
             of_class = at if at < len(demand.room) else None
@@ -88,7 +125,7 @@ def best_priced_bound(demand: Demand, rounds: int) -> float:
             found_set = members(demand.units, demand.count, demand.longest, found.chosen, room, skipped)
             programme.add(found_set, of_class)
         best = max(best, found, key=lambda each: each.bound)
-    return best.bound
+    return best
 
 
 class Priced(NamedTuple):
@@ -99,9 +136,9 @@ class Priced(NamedTuple):
     prices, shares
         (G, K) and (R,) what gaps and operations earn; no set earns more than 1.
     earned
-        (UNITS + 1,) the most that a set of at most so many units earned before the prices were scaled.
+        (UNITS + 1,) the most that a set of at most so many units earns.
     others
-        (R,) the same next to the operations of a class.
+        (R,) the same next to the operations of a class, before the prices were divided by ``scale``.
     chosen
         See :func:`sets`.
     """
@@ -112,6 +149,7 @@ class Priced(NamedTuple):
     earned: FloatArray
     others: FloatArray
     chosen: IntArray
+    scale: float
 
 
 def priced(demand: Demand, prices: FloatArray) -> Priced:
@@ -121,7 +159,7 @@ def priced(demand: Demand, prices: FloatArray) -> Priced:
     others = np.where(demand.is_own == 1, without[demand.room], earned[demand.room])
     scaled, shares = prices / scale, 1 - others / scale
     bound = float((scaled * demand.away).sum() + (demand.work * shares).sum())
-    return Priced(bound, scaled, shares, earned, others, chosen)
+    return Priced(bound, scaled, shares, earned / scale, others, chosen, scale)
 
 
 class _Programme:

@@ -41,10 +41,10 @@ from zbv_solver.search.search_unit import in_search_unit
 from zbv_solver.search.simulate import SCENARIOS, simulate
 from zbv_solver.timing.step_times import iteration_times
 
-PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.2
+PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.12
 """Shares of a time limit for the search with planned durations, and for each search with longer latencies."""
-LONGER = (0.05, 0.15)
-"""Latencies are longer by these multiples of the mean duration in two more searches."""
+LONGER = (0.05, 0.1, 0.15)
+"""Latencies are longer by these multiples of the mean duration in further searches."""
 WITHOUT = ("windows", "exact")
 """Stages that these searches leave out."""
 STARTS = 3

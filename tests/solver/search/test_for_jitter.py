@@ -65,7 +65,6 @@ def test_windows_find_a_better_plan_than_annealing_alone(
     planned: Plan, chosen: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage, "WINDOW_ACTIONS", {"quick": 1_000})
-    monkeypatch.setattr(stage, "CYCLES", {"quick": 2})
     options = SearchOptions("quick", jitter=JITTER, quantile=0.95, workers=2)
     alone, found = (
         for_jitter(planned, each, began=time.monotonic())

@@ -68,7 +68,7 @@ WARM, COLD = 0.01, 0.001
 CYCLES = {"quick": 1, "standard": 8, "thorough": 24}
 """Most cycles of the second phase: windows first, then annealing."""
 PATIENCE = 3
-"""Cycles in a row without a better order, after which an order gets no more."""
+"""Cycles in a row without a better order, not counting the first cycle, after which an order gets no more."""
 WINDOW_ACTIONS = {"quick": 0, "standard": 3_000, "thorough": 30_000}
 """Largest problem, in actions, that windows improve."""
 WINDOW_TIME = 0.75

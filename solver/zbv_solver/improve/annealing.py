@@ -93,7 +93,7 @@ def anneal(
     state = State.of(tables, code, length, window_starts(problem, orders))
     halt = np.zeros(1, np.uint8) if halt is None else halt
     applied, looked, lowest = _round(
-        tables, state, best, Round(moves, temperature, seed), Move.of(code.size), halt
+        tables, state, best, Round(moves, temperature, seed), Move.of(*code.shape), halt
     )
     better, last = to_orders(best, length, problem), to_orders(code, length, problem)
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
@@ -142,18 +142,18 @@ class Move(NamedTuple):
     queue: Queue
 
     @classmethod
-    def of(cls, actions: int) -> Move:
-        """Arrays that are large enough for any move."""
-        most = REACH + 1
+    def of(cls, ranks: int, most: int) -> Move:
+        """Arrays that are large enough for any move of so many ranks with up to ``most`` actions each."""
+        reach, actions = REACH + 1, ranks * most
         return cls(
             np.zeros(2, np.int64),
-            np.zeros(most, np.int8),
-            np.zeros(most, np.int64),
-            np.zeros(most),
-            np.zeros(most),
+            np.zeros(reach, np.int8),
+            np.zeros(reach, np.int64),
+            np.zeros(reach),
+            np.zeros(reach),
             np.zeros((actions, 2), np.int64),
             np.zeros((actions, 2), np.int64),
-            Queue.of(actions),
+            Queue.of(ranks, most),
         )
 
 
@@ -170,6 +170,7 @@ def _round(
     code, length, end, release, path = state.code, state.length, state.end, state.release, move.path
     compute_all(tables, state)
     value = objective(state)
+    move.queue.scale[0] = len(move.queue.first) / value if value > 0.0 else 0.0
     size = critical_path(tables, state, path)
     lowest, applied, looked = value, 0, 0
     while applied < budget.moves and looked < budget.moves * PROPOSALS and not halt[0]:

@@ -117,7 +117,7 @@ def anneal_in_scenarios(
         best,
         Round(moves, temperature, seed),
         weight,
-        Move.of(code.size),
+        Move.of(*code.shape),
         space,
         halt,
     )
@@ -173,6 +173,7 @@ def _round(
     code, length, path, lanes = state.code, state.length, move.path, len(ways.value)
     compute_ways(tables, scenarios, state, ways, move.queue, actions)
     value = _score(ways.value, weight)
+    move.queue.scale[0] = len(move.queue.first) / value if value > 0.0 else 0.0
     space.first[0] = value
     lane = np.random.randint(lanes)
     size = critical_path_in(tables, scenarios, state, ways, lane, path)

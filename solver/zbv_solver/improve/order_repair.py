@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.tables import Tables
-from zbv_solver.improve.order_state import State, critical_before, critical_end, objective
+from zbv_solver.improve.order_state import State, critical_before, critical_end, objective, sweep_ends, sweep_tails
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -27,6 +27,8 @@ from zbv_solver.problem.numeric import OPTIMAL_GAP
 BUCKETS = 2
 """Buckets of the queue, as a multiple of the most actions of a rank."""
 NONE, ABSENT = -1, -2
+SWEEP = 32
+"""Once a repair has recomputed this fraction of the rest of the order one by one, it sweeps over the rest."""
 
 
 class Queue(NamedTuple):
@@ -106,7 +108,13 @@ def repair_ends(
         end[rank, at] = value
         _pass_on(tables, state, queue, rank, at)
     latest = max(latest, end[rank, high])
+    most_popped, popped = len(length) * (length[rank] - low) // SWEEP, 0
     while queue.size[0] > 0:
+        if popped > most_popped:
+            _settle(tables, state, end, queue, True)
+            sweep_ends(tables, state)
+            return np.inf
+        popped += 1
         action = pop(queue)
         here, at = action // most, action % most
         old, value = end[here, at], _end(tables, state, here, at)
@@ -162,7 +170,13 @@ def repair_tails(
             _ask(tables, state, queue, rank, at)
     if low > 0:  # another action follows it
         push(queue, tail[rank, low - 1], rank * most + low - 1)
+    most_popped, popped = len(state.length) * low // SWEEP, 0
     while queue.size[0] > 0:
+        if popped > most_popped:
+            _settle(tables, state, tail, queue, False)
+            sweep_tails(tables, state)
+            return
+        popped += 1
         action = pop(queue)
         here, at = action // most, action % most
         value = _tail(tables, state, here, at)
@@ -172,6 +186,39 @@ def repair_tails(
         _ask(tables, state, queue, here, at)
         if at > 0:
             push(queue, tail[here, at - 1], action - 1)
+
+
+@compiled_leaf
+def _settle(
+    tables: Tables, state: State, value: FloatArray, queue: Queue, ascending: bool
+) -> None:  # pragma: no cover - compiled
+    """Empty the queue, and set the cursors so that a sweep recomputes all that its actions may change.
+
+    ``value`` has ends, which ascend along a rank, or tails, which descend. An action that need not be
+    recomputed has no smaller value than its inputs. So those below the smallest value in the queue are final.
+    """
+    most, least = state.code.shape[1], np.inf
+    while queue.size[0] > 0:
+        action = pop(queue)
+        least = min(least, value[action // most, action % most])
+    for rank in range(len(state.length)):
+        low, high = 0, state.length[rank]
+        while low < high:
+            middle = (low + high) >> 1
+            if (value[rank, middle] < least) == ascending:
+                low = middle + 1
+            else:
+                high = middle
+        state.cursor[rank] = low
+    for position in range(len(tables.host)):
+        low, high, cursor = 0, tables.microbatches, state.cursor[tables.host[position]]
+        while low < high:
+            middle = (low + high) >> 1
+            if state.place[position, middle] < cursor:
+                low = middle + 1
+            else:
+                high = middle
+        state.counted[position] = low
 
 
 @compiled_leaf

@@ -14,7 +14,7 @@ import numpy as np
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import CLOCK, FIRST, HELD, IDLE, Board, admits_forward, clear
 from zbv_solver.construct.tables import Tables, make_tables
-from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
+from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, W
@@ -73,14 +73,72 @@ class Choices(NamedTuple):
         )
 
 
+class Marks(NamedTuple):
+    """What the board and the choices were when some microbatches were about to enter; kernels write into it.
+
+    An injection whose first difference from the last accepted one is the time of a later entry begins there.
+    Every mark has two copies: one of the last accepted injection, and one of the injection in progress.
+
+    Attributes
+    ----------
+    every
+        A mark is at every so-manieth microbatch, from this one on.
+    used
+        (marks,) the copy of the last accepted injection.
+    level, placed, length, weights
+        (2, marks, ...) as in :class:`Board` and :class:`Choices`.
+    key, begin, action
+        (2, marks, p) as in :class:`Choices`.
+    end
+        (2, marks, m) ends of the microbatches under way, in the order of positions.
+    """
+
+    every: int
+    used: IntArray
+    level: FloatArray
+    placed: IntArray
+    length: IntArray
+    weights: IntArray
+    key: FloatArray
+    begin: FloatArray
+    action: IntArray
+    end: FloatArray
+
+    @classmethod
+    def of(cls, tables: Tables, most: int) -> Marks:
+        """Up to ``most`` marks."""
+        m, p = tables.microbatches, tables.pp_degree
+        every = -(-m // (most + 1))
+        shape = (2, (m - 1) // every)
+        return cls(
+            every,
+            np.zeros(shape[1], np.int64),
+            np.zeros((*shape, p, 4)),
+            np.zeros((*shape, len(tables.latency)), np.int64),
+            np.zeros((*shape, p), np.int64),
+            np.zeros((*shape, p, tables.chunks), np.int64),
+            np.zeros((*shape, p)),
+            np.zeros((*shape, p)),
+            np.zeros((*shape, p), np.int64),
+            np.zeros((*shape, m)),
+        )
+
+
 class InjectionScheduler:
     """Constructs orders of one problem by injections, on one board that is reused."""
 
-    def __init__(self, problem: Problem, fuse: BoolArray | None = None, halt: IntArray | None = None):
+    def __init__(
+        self,
+        problem: Problem,
+        fuse: BoolArray | None = None,
+        halt: IntArray | None = None,
+        marks: int = 0,
+    ):
         self.problem = problem
         self.tables = make_tables(problem, fuse)
         self.board = Board.of(self.tables, halt)
         self.choices = Choices.of(self.tables)
+        self.marks = Marks.of(self.tables, marks)
         self.least_loads = self.tables.loads(least=True) * (1 - ROUNDING)
         self.is_span = problem.objective == "span"
 
@@ -90,7 +148,15 @@ class InjectionScheduler:
         An order that is certain to be worse than ``most`` is abandoned and counts as incomplete.
         """
         complete = inject(
-            self.tables, self.board, self.choices, injection, self.least_loads, self.is_span, most
+            self.tables,
+            self.board,
+            self.choices,
+            injection,
+            self.least_loads,
+            self.is_span,
+            most,
+            self.marks,
+            ZERO,
         )
         return self.board.value(self.problem) if complete else float("inf")
 
@@ -110,29 +176,47 @@ def inject(
     least_loads: FloatArray,
     is_span: bool,
     most: float,
+    marks: Marks,
+    same: int,
 ) -> bool:  # pragma: no cover - compiled
     """Place all actions; False if memory blocks them, or if they exceed ``most``.
+
+    The delays and the entries of the first ``same`` microbatches are those of the last accepted injection; 0
+    if the delays differ.
 
     The rank with the smallest key places its choice. A rank chooses again when it has placed an action. When
     an input becomes known, the rank that waits for it compares only the action that needs it.
     """
     level, placed, code, length = board.level, board.placed, board.code, board.length
     p, positions, m = len(board.length), len(tables.latency), tables.microbatches
-    clear(tables, board)
-    choices.weights.fill(0)
     choices.key.fill(np.inf)
     for rank in range(len(choices.key)):
         choices.first[len(choices.key) + rank] = rank
     for node in range(len(choices.key) - 1, 0, -1):
         choices.first[node] = choices.first[2 * node]
-    for rank in range(p):
-        _choose(tables, board, choices, injection, rank)
+    # The choice of a mark already knows when its own microbatch enters.
+    mark = (same - 1) // marks.every - 1 if same > 0 else -1
+    if mark >= 0:
+        _return_to(board, choices, marks, mark)
+        for rank in range(p):
+            _replay_matches(choices, rank)
+    else:
+        clear(tables, board)
+        choices.weights.fill(0)
+        for rank in range(p):
+            _choose(tables, board, choices, injection, rank)
     missing = positions * m
+    for here in range(positions):
+        missing -= placed[here]
+    following = (mark + 2) * marks.every
     while True:
         rank = choices.first[1]
         if choices.key[rank] == np.inf:
             break
         action, begin, at = choices.action[rank], choices.begin[rank], length[rank]
+        if placed[0] == following and tables.position[rank, action] == 0 and following < m:
+            _mark(board, choices, marks, following // marks.every - 1)
+            following += marks.every
         if at == 0:
             level[rank, FIRST] = begin
         else:
@@ -167,6 +251,50 @@ def inject(
         for chunk in range(choices.weights.shape[1]):
             missing += choices.weights[rank, chunk]
     return bool(missing == 0)
+
+
+@compiled_leaf
+def _mark(board: Board, choices: Choices, marks: Marks, mark: int) -> None:  # pragma: no cover - compiled
+    """Write the copy of a mark that belongs to the injection in progress."""
+    copy, way = 1 - marks.used[mark], 0
+    for rank in range(len(board.length)):
+        for column in range(board.level.shape[1]):
+            marks.level[copy, mark, rank, column] = board.level[rank, column]
+        for chunk in range(choices.weights.shape[1]):
+            marks.weights[copy, mark, rank, chunk] = choices.weights[rank, chunk]
+        marks.length[copy, mark, rank] = board.length[rank]
+        marks.key[copy, mark, rank] = choices.key[rank]
+        marks.begin[copy, mark, rank] = choices.begin[rank]
+        marks.action[copy, mark, rank] = choices.action[rank]
+    for here in range(len(board.placed)):
+        marks.placed[copy, mark, here] = board.placed[here]
+    for here in range(len(board.placed) - 1):
+        for k in range(board.placed[here + 1], board.placed[here]):
+            marks.end[copy, mark, way] = board.end[here, k]
+            way += 1
+
+
+@compiled_leaf
+def _return_to(
+    board: Board, choices: Choices, marks: Marks, mark: int
+) -> None:  # pragma: no cover - compiled
+    """Restore what :func:`_mark` wrote for the last accepted injection."""
+    copy, way = marks.used[mark], 0
+    for rank in range(len(board.length)):
+        for column in range(board.level.shape[1]):
+            board.level[rank, column] = marks.level[copy, mark, rank, column]
+        for chunk in range(choices.weights.shape[1]):
+            choices.weights[rank, chunk] = marks.weights[copy, mark, rank, chunk]
+        board.length[rank] = marks.length[copy, mark, rank]
+        choices.key[rank] = marks.key[copy, mark, rank]
+        choices.begin[rank] = marks.begin[copy, mark, rank]
+        choices.action[rank] = marks.action[copy, mark, rank]
+    for here in range(len(board.placed)):
+        board.placed[here] = marks.placed[copy, mark, here]
+    for here in range(len(board.placed) - 1):
+        for k in range(board.placed[here + 1], board.placed[here]):
+            board.end[here, k] = marks.end[copy, mark, way]
+            way += 1
 
 
 @compiled_inline

@@ -18,7 +18,7 @@ import numpy as np
 
 from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.board import CLOCK, FIRST, Board
-from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, inject
+from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, Marks, inject
 from zbv_solver.construct.tables import Tables, fuse_options
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
@@ -49,6 +49,8 @@ ADJACENT, FAR = 0.6, 0.3
 """Probability that a change of a delay concerns adjacent ranks only, and that these may be many."""
 LONGEST_RHYTHM = 6
 """Most microbatches of a rhythm that a move repeats."""
+MARKS = 64
+"""Most microbatches before whose entry an evaluation can begin."""
 WARMEST = 0.3
 """First temperature of a run, as a share of the mean duration; it falls with the square of the rest."""
 
@@ -158,7 +160,7 @@ class _InjectionRun:
     def __init__(
         self, problem: Problem, fuse: BoolArray | None, halt: IntArray | None, evaluations: int, seed: int
     ):
-        self.scheduler = InjectionScheduler(problem, fuse, halt)
+        self.scheduler = InjectionScheduler(problem, fuse, halt, MARKS)
         self.fuse, self.halt, self.evaluations, self.seed = fuse, halt, evaluations, seed
         self.unit = _mean_duration(problem)
         first = self._first()
@@ -178,6 +180,7 @@ class _InjectionRun:
             scheduler.tables,
             scheduler.board,
             scheduler.choices,
+            scheduler.marks,
             scheduler.least_loads,
             scheduler.is_span,
             self.state,
@@ -216,6 +219,7 @@ def _anneal(
     tables: Tables,
     board: Board,
     choices: Choices,
+    marks: Marks,
     least_loads: FloatArray,
     is_span: bool,
     state: Best,
@@ -224,28 +228,37 @@ def _anneal(
     """Evaluate neighbours of the current parameters; accept better ones and, while warm, worse ones."""
     np.random.seed(part.seed)
     gap, delay, entry = state.gap.copy(), state.delay.copy(), np.zeros(len(state.gap))
+    m = len(gap)
     for evaluation in range(part.begin, part.end):
         if board.halt[0]:
             return
         gap[:], delay[:] = state.gap, state.delay
+        same = 0
         if evaluation > 0:
-            if np.random.random() < DELAYS or len(gap) < 3:
+            if np.random.random() < DELAYS or m < 3:
                 _change_delay(delay, part.unit)
             else:
                 _change_gaps(gap, part.unit)
+                while same < m and gap[same] == state.gap[same]:
+                    same += 1
         time = 0.0
-        for k in range(len(gap)):
+        for k in range(m):
             time += gap[k]
             entry[k] = time
         rest = 1.0 - evaluation / part.evaluations
         # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
         most = state.value[0] - part.temperature * rest * rest * np.log(1.0 - np.random.random())
-        if not inject(tables, board, choices, Injection(entry, delay), least_loads, is_span, most):
+        injection = Injection(entry, delay)
+        if same == m or not inject(
+            tables, board, choices, injection, least_loads, is_span, most, marks, same
+        ):
             continue
         value = _value(board, is_span)
         if value <= most:
             state.value[0] = value
             state.gap[:], state.delay[:] = gap, delay
+            for mark in range(max(0, (same - 1) // marks.every), len(marks.used)):
+                marks.used[mark] = 1 - marks.used[mark]
             if value < state.value[1]:
                 state.value[1] = value
                 state.best_gap[:], state.best_delay[:] = gap, delay

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.board import CLOCK, FIRST, HELD, IDLE, Board, admits_forward, clear
+from zbv_solver.construct.board import CLOCK, FIRST, HELD, IDLE, Board, clear
 from zbv_solver.construct.tables import Tables, make_tables
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
@@ -44,32 +44,49 @@ class Choices(NamedTuple):
     Attributes
     ----------
     action, begin
-        (p,) code of the action, and its start.
-    key
-        (leaves,) start plus delay; inf where nothing can start. ``leaves`` is a power of two.
-    first
-        (2 * leaves,) the rank with the smallest key, by subtree of a complete binary tree over the ranks.
+        (p,) code of the action, and its start. Its key is the start plus its delay.
+    first, least
+        (2 * leaves,) the rank with the smallest key, and this key, by subtree of a complete binary tree over
+        the ranks; the leaf of a rank is at ``leaves + rank``.
     weights
         (p, c) number of waiting W's.
+    ready
+        (p, 2 * c) arrival of the input of every chunk's next F, then of its next backward; inf while unknown.
+    slot
+        (2S,) column in ``ready`` of a position.
+    needs
+        (p, c) memory of one F on the chunk and on every later one.
     """
 
     action: IntArray
     begin: FloatArray
-    key: FloatArray
     first: IntArray
+    least: FloatArray
     weights: IntArray
+    ready: FloatArray
+    slot: IntArray
+    needs: FloatArray
 
     @classmethod
     def of(cls, tables: Tables) -> Choices:
         """Empty choices."""
-        p = tables.pp_degree
+        p, chunks = tables.pp_degree, tables.chunks
         leaves = 1 << (p - 1).bit_length()
+        slot, needs = np.zeros(2 * p * chunks, np.int64), np.zeros((p, chunks))
+        for chunk in range(chunks):
+            slot[tables.position[:, 4 * chunk + F]] = chunk
+            slot[tables.position[:, 4 * chunk + I]] = chunks + chunk
+            for later in range(chunk, chunks):
+                needs[:, chunk] += tables.delta[:, 4 * later + F]
         return cls(
             np.zeros(p, np.int64),
             np.zeros(p),
-            np.zeros(leaves),
-            np.zeros(2 * leaves, np.int64),
-            np.zeros((p, tables.chunks), np.int64),
+            np.concatenate([np.zeros(leaves, np.int64), np.arange(leaves)]),
+            np.full(2 * leaves, np.inf),
+            np.zeros((p, chunks), np.int64),
+            np.full((p, 2 * chunks), np.inf),
+            slot,
+            needs,
         )
 
 
@@ -87,8 +104,8 @@ class Marks(NamedTuple):
         (marks,) the copy of the last accepted injection.
     level, placed, length, weights
         (2, marks, ...) as in :class:`Board` and :class:`Choices`.
-    key, begin, action
-        (2, marks, p) as in :class:`Choices`.
+    first, least, begin, action, ready
+        (2, marks, ...) as in :class:`Choices`.
     end
         (2, marks, m) ends of the microbatches under way, in the order of positions.
     """
@@ -99,9 +116,11 @@ class Marks(NamedTuple):
     placed: IntArray
     length: IntArray
     weights: IntArray
-    key: FloatArray
+    first: IntArray
+    least: FloatArray
     begin: FloatArray
     action: IntArray
+    ready: FloatArray
     end: FloatArray
 
     @classmethod
@@ -109,7 +128,7 @@ class Marks(NamedTuple):
         """Up to ``most`` marks."""
         m, p = tables.microbatches, tables.pp_degree
         every = -(-m // (most + 1))
-        shape = (2, (m - 1) // every)
+        shape, leaves = (2, (m - 1) // every), 1 << (p - 1).bit_length()
         return cls(
             every,
             np.zeros(shape[1], np.int64),
@@ -117,9 +136,11 @@ class Marks(NamedTuple):
             np.zeros((*shape, len(tables.latency)), np.int64),
             np.zeros((*shape, p), np.int64),
             np.zeros((*shape, p, tables.chunks), np.int64),
-            np.zeros((*shape, p)),
+            np.zeros((*shape, 2 * leaves), np.int64),
+            np.zeros((*shape, 2 * leaves)),
             np.zeros((*shape, p)),
             np.zeros((*shape, p), np.int64),
+            np.zeros((*shape, p, 2 * tables.chunks)),
             np.zeros((*shape, m)),
         )
 
@@ -189,20 +210,16 @@ def inject(
     """
     level, placed, code, length = board.level, board.placed, board.code, board.length
     p, positions, m = len(board.length), len(tables.latency), tables.microbatches
-    choices.key.fill(np.inf)
-    for rank in range(len(choices.key)):
-        choices.first[len(choices.key) + rank] = rank
-    for node in range(len(choices.key) - 1, 0, -1):
-        choices.first[node] = choices.first[2 * node]
     # The choice of a mark already knows when its own microbatch enters.
     mark = (same - 1) // marks.every - 1 if same > 0 else -1
     if mark >= 0:
         _return_to(board, choices, marks, mark)
-        for rank in range(p):
-            _replay_matches(choices, rank)
     else:
         clear(tables, board)
         choices.weights.fill(0)
+        choices.ready.fill(np.inf)
+        choices.least.fill(np.inf)
+        choices.ready[tables.host[0], choices.slot[0]] = injection.entry[0]
         for rank in range(p):
             _choose(tables, board, choices, injection, rank)
     missing = positions * m
@@ -211,10 +228,11 @@ def inject(
     following = (mark + 2) * marks.every
     while True:
         rank = choices.first[1]
-        if choices.key[rank] == np.inf:
+        if choices.least[1] == np.inf:
             break
         action, begin, at = choices.action[rank], choices.begin[rank], length[rank]
-        if placed[0] == following and tables.position[rank, action] == 0 and following < m:
+        here = tables.position[rank, action]
+        if here == 0 and placed[0] == following:
             _mark(board, choices, marks, following // marks.every - 1)
             following += marks.every
         if at == 0:
@@ -230,23 +248,36 @@ def inject(
         level[rank, HELD] += tables.delta[rank, action]
         code[rank, at] = action
         length[rank] = at + 1
-        letter, chunk = action & 3, action >> 2
-        if letter == W:
-            choices.weights[rank, chunk] -= 1
+        if here < 0:
+            choices.weights[rank, action >> 2] -= 1
             _choose(tables, board, choices, injection, rank)
             continue
-        if letter == I:
-            choices.weights[rank, chunk] += 1
+        if action & 3 == I:
+            choices.weights[rank, action >> 2] += 1
         missing -= 1
-        here = tables.position[rank, action]
-        board.end[here, placed[here]] = level[rank, CLOCK]
-        placed[here] += 1
-        _choose(tables, board, choices, injection, rank)
+        k = placed[here]
+        board.end[here, k] = level[rank, CLOCK]
+        k += 1
+        placed[here] = k
+        ready = np.inf
+        if here == 0:
+            if k < m:
+                ready = injection.entry[k]
+        elif placed[here - 1] > k:
+            ready = board.end[here - 1, k] + tables.latency[here]
+        choices.ready[rank, choices.slot[here]] = ready
         # Only the microbatch just placed can be the one that the next position lacks.
-        if here + 1 < positions and placed[here + 1] == placed[here] - 1:
-            waiting = tables.host[here + 1]
-            if waiting != rank:
-                _offer(tables, board, choices, injection, waiting, here + 1)
+        waiting, slot = rank, 0
+        if here + 1 < positions and placed[here + 1] == k - 1:
+            waiting, slot = tables.host[here + 1], choices.slot[here + 1]
+            choices.ready[waiting, slot] = level[rank, CLOCK] + tables.latency[here + 1]
+        _choose(tables, board, choices, injection, rank)
+        if waiting != rank:
+            leaf = len(choices.first) // 2 + waiting
+            key, begin, action = _option(tables, board, choices, injection, waiting, slot, choices.least[leaf])
+            if key < choices.least[leaf]:
+                choices.begin[waiting], choices.action[waiting] = begin, action
+                _replay_matches(choices, waiting, key)
     for rank in range(p):
         for chunk in range(choices.weights.shape[1]):
             missing += choices.weights[rank, chunk]
@@ -263,9 +294,13 @@ def _mark(board: Board, choices: Choices, marks: Marks, mark: int) -> None:  # p
         for chunk in range(choices.weights.shape[1]):
             marks.weights[copy, mark, rank, chunk] = choices.weights[rank, chunk]
         marks.length[copy, mark, rank] = board.length[rank]
-        marks.key[copy, mark, rank] = choices.key[rank]
         marks.begin[copy, mark, rank] = choices.begin[rank]
         marks.action[copy, mark, rank] = choices.action[rank]
+        for slot in range(choices.ready.shape[1]):
+            marks.ready[copy, mark, rank, slot] = choices.ready[rank, slot]
+    for node in range(len(choices.first)):
+        marks.first[copy, mark, node] = choices.first[node]
+        marks.least[copy, mark, node] = choices.least[node]
     for here in range(len(board.placed)):
         marks.placed[copy, mark, here] = board.placed[here]
     for here in range(len(board.placed) - 1):
@@ -286,9 +321,13 @@ def _return_to(
         for chunk in range(choices.weights.shape[1]):
             choices.weights[rank, chunk] = marks.weights[copy, mark, rank, chunk]
         board.length[rank] = marks.length[copy, mark, rank]
-        choices.key[rank] = marks.key[copy, mark, rank]
         choices.begin[rank] = marks.begin[copy, mark, rank]
         choices.action[rank] = marks.action[copy, mark, rank]
+        for slot in range(choices.ready.shape[1]):
+            choices.ready[rank, slot] = marks.ready[copy, mark, rank, slot]
+    for node in range(len(choices.first)):
+        choices.first[node] = marks.first[copy, mark, node]
+        choices.least[node] = marks.least[copy, mark, node]
     for here in range(len(board.placed)):
         board.placed[here] = marks.placed[copy, mark, here]
     for here in range(len(board.placed) - 1):
@@ -302,73 +341,59 @@ def _choose(
     tables: Tables, board: Board, choices: Choices, injection: Injection, rank: int
 ) -> None:  # pragma: no cover - compiled
     """Choose the next action of a rank from all that could start."""
-    chunks = choices.weights.shape[1]
-    clock = board.level[rank, CLOCK]
-    choices.key[rank] = np.inf
+    chunks, clock = choices.weights.shape[1], board.level[rank, CLOCK]
+    best, best_begin, best_action = np.inf, clock, NOTHING
     for chunk in range(chunks):
-        for letter in (F, I):
-            _consider(tables, board, choices, injection, rank, 4 * chunk + letter)
+        for half in range(2):
+            slot = chunk + half * chunks
+            key, begin, action = _option(tables, board, choices, injection, rank, slot, best)
+            if key < best:
+                best, best_begin, best_action = key, begin, action
         if choices.weights[rank, chunk] > 0:
             key = clock + injection.delay[rank, 2 * chunks + chunk]
-            if key < choices.key[rank]:
-                choices.key[rank], choices.begin[rank] = key, clock
-                choices.action[rank] = 4 * chunk + W
-    _replay_matches(choices, rank)
+            if key < best:
+                best, best_begin, best_action = key, clock, 4 * chunk + W
+    choices.begin[rank], choices.action[rank] = best_begin, best_action
+    _replay_matches(choices, rank, best)
 
 
 @compiled_inline
-def _offer(
-    tables: Tables, board: Board, choices: Choices, injection: Injection, rank: int, here: int
-) -> None:  # pragma: no cover - compiled
-    """Compare a rank's choice with the action whose input has just become known."""
-    chunks = choices.weights.shape[1]
-    for chunk in range(chunks):
-        for letter in (F, I):
-            if tables.position[rank, 4 * chunk + letter] == here:
-                before = choices.key[rank]
-                _consider(tables, board, choices, injection, rank, 4 * chunk + letter)
-                if choices.key[rank] < before:
-                    _replay_matches(choices, rank)
+def _option(
+    tables: Tables, board: Board, choices: Choices, injection: Injection, rank: int, slot: int, most: float
+) -> tuple[float, float, int]:  # pragma: no cover - compiled
+    """The key, start and code of the next F or backward of a chunk.
+
+    The key is inf if its input is unknown, if it does not fit, or if its key is not below ``most``.
+    """
+    chunks, begin = choices.weights.shape[1], max(board.level[rank, CLOCK], choices.ready[rank, slot])
+    key = begin + injection.delay[rank, slot]
+    if not key < most:
+        return np.inf, begin, NOTHING
+    held, limit, chunk = board.level[rank, HELD], tables.limit[rank], slot if slot < chunks else slot - chunks
+    if slot < chunks:
+        # The rule of board.admits_forward.
+        if held + choices.needs[rank, chunk] > limit:
+            innermost = tables.position[rank, 4 * (chunks - 1) + F]
+            fits = held + tables.delta[rank, 4 * chunk + F] <= limit
+            if not fits or board.placed[innermost] <= board.placed[tables.position[rank, I]]:
+                return np.inf, begin, NOTHING
+        return key, begin, 4 * chunk + F
+    grows = max(0.0, tables.delta[rank, 4 * chunk + I])
+    if tables.fuse[rank, chunk] or held + grows > limit:
+        return key, begin, 4 * chunk + B
+    return key, begin, 4 * chunk + I
 
 
 @compiled_inline
-def _consider(
-    tables: Tables, board: Board, choices: Choices, injection: Injection, rank: int, action: int
-) -> None:  # pragma: no cover - compiled
-    """Choose the next F or backward of a chunk if its input is known, it fits, and its key is smaller."""
-    here = tables.position[rank, action]
-    k = board.placed[here]
-    if k >= tables.microbatches:
-        return
-    if here == 0:
-        ready = injection.entry[k]
-    elif board.placed[here - 1] > k:
-        ready = board.end[here - 1, k] + tables.latency[here]
-    else:
-        return
-    chunk, chunks = action >> 2, choices.weights.shape[1]
-    begin = max(board.level[rank, CLOCK], ready)
-    if action & 3 == F:
-        key = begin + injection.delay[rank, chunk]
-        if key >= choices.key[rank] or not admits_forward(tables, board, rank, chunk):
-            return
-    else:
-        key = begin + injection.delay[rank, chunks + chunk]
-        if key >= choices.key[rank]:
-            return
-        grows = max(0.0, tables.delta[rank, action])
-        if tables.fuse[rank, chunk] or board.level[rank, HELD] + grows > tables.limit[rank]:
-            action = 4 * chunk + B
-    choices.key[rank], choices.begin[rank], choices.action[rank] = key, begin, action
-
-
-@compiled_inline
-def _replay_matches(choices: Choices, rank: int) -> None:  # pragma: no cover - compiled
+def _replay_matches(choices: Choices, rank: int, key: float) -> None:  # pragma: no cover - compiled
     """Find the rank with the smallest key, after that of one rank has changed."""
-    key, first = choices.key, choices.first
-    node = (len(key) + rank) >> 1
-    while node > 0:
-        left, right = first[2 * node], first[2 * node + 1]
+    first, least = choices.first, choices.least
+    node = len(first) // 2 + rank
+    least[node] = key
+    while node > 1:
+        other = node ^ 1
         # Ties go to the lower rank, so results are deterministic.
-        first[node] = left if key[left] <= key[right] else right
+        if least[other] < key or (least[other] == key and first[other] < rank):
+            rank, key = first[other], least[other]
         node >>= 1
+        first[node], least[node] = rank, key

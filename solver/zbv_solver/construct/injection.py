@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.board import CLOCK, FIRST, HELD, IDLE, Board, clear
+from zbv_solver.construct.board import CLOCK, FIRST, HELD, IDLE, Board, clear, enter
 from zbv_solver.construct.tables import Tables, make_tables
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
@@ -274,10 +274,12 @@ def inject(
         _choose(tables, board, choices, injection, rank)
         if waiting != rank:
             leaf = len(choices.first) // 2 + waiting
-            key, begin, action = _option(tables, board, choices, injection, waiting, slot, choices.least[leaf])
+            key, begin, action = _option(
+                tables, board, choices, injection, waiting, slot, choices.least[leaf]
+            )
             if key < choices.least[leaf]:
                 choices.begin[waiting], choices.action[waiting] = begin, action
-                _replay_matches(choices, waiting, key)
+                enter(choices.first, choices.least, waiting, key)
     for rank in range(p):
         for chunk in range(choices.weights.shape[1]):
             missing += choices.weights[rank, chunk]
@@ -354,7 +356,7 @@ def _choose(
             if key < best:
                 best, best_begin, best_action = key, clock, 4 * chunk + W
     choices.begin[rank], choices.action[rank] = best_begin, best_action
-    _replay_matches(choices, rank, best)
+    enter(choices.first, choices.least, rank, best)
 
 
 @compiled_inline
@@ -382,18 +384,3 @@ def _option(
     if tables.fuse[rank, chunk] or held + grows > limit:
         return key, begin, 4 * chunk + B
     return key, begin, 4 * chunk + I
-
-
-@compiled_inline
-def _replay_matches(choices: Choices, rank: int, key: float) -> None:  # pragma: no cover - compiled
-    """Find the rank with the smallest key, after that of one rank has changed."""
-    first, least = choices.first, choices.least
-    node = len(first) // 2 + rank
-    least[node] = key
-    while node > 1:
-        other = node ^ 1
-        # Ties go to the lower rank, so results are deterministic.
-        if least[other] < key or (least[other] == key and first[other] < rank):
-            rank, key = first[other], least[other]
-        node >>= 1
-        first[node], least[node] = rank, key

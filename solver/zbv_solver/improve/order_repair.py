@@ -18,11 +18,17 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.tables import Tables
-from zbv_solver.improve.order_state import State, critical_before, critical_end, objective, sweep_ends, sweep_tails
+from zbv_solver.improve.order_state import (
+    State,
+    critical_before,
+    critical_end,
+    objective,
+    sweep_ends,
+    sweep_tails,
+)
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-
 
 BUCKETS = 2
 """Buckets of the queue, as a multiple of the most actions of a rank."""

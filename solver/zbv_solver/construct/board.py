@@ -211,7 +211,7 @@ def enter(first: IntArray, least: FloatArray, rank: int, key: float) -> None:  #
     while node > 1:
         other = node ^ 1
         # Ties go to the lower rank, so results are deterministic.
-        if least[other] < key or (least[other] == key and first[other] < rank):
-            rank, key = first[other], least[other]
+        loses = (least[other] < key) | ((least[other] == key) & (first[other] < rank))
+        rank, key = first[other] if loses else rank, least[other] if loses else key
         node >>= 1
         first[node], least[node] = rank, key

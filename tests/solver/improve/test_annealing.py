@@ -59,7 +59,7 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
 ) -> None:
     orders = list(priority_schedules(problem))[which].orders
     tables, (code, length) = make_tables(problem), from_orders(orders, problem)
-    state, move = State.of(tables, code, length, window_starts(problem, orders)), Move.of(code.size)
+    state, move = State.of(tables, code, length, window_starts(problem, orders)), Move.of(*code.shape)
     _round(tables, state, code.copy(), Round(moves, temperature, 3), move, np.zeros(1, np.uint8))
     fresh = State.of(tables, code.copy(), length, state.release)
     compute_all(tables, fresh)

@@ -14,7 +14,7 @@ import numpy as np
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import CLOCK, FIRST, HELD, IDLE, Board, clear, enter
 from zbv_solver.construct.tables import Tables, make_tables
-from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
+from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, W
@@ -99,7 +99,7 @@ class Marks(NamedTuple):
     Attributes
     ----------
     every
-        A mark is at every so-manieth microbatch, from this one on.
+        The marks are at the microbatches ``every``, ``2 * every`` and so on.
     used
         (marks,) the copy of the last accepted injection.
     level, placed, length, weights
@@ -163,10 +163,11 @@ class InjectionScheduler:
         self.least_loads = self.tables.loads(least=True) * (1 - ROUNDING)
         self.is_span = problem.objective == "span"
 
-    def value(self, injection: Injection, most: float = np.inf) -> float:
+    def value(self, injection: Injection, most: float = np.inf, same: int = 0) -> float:
         """The objective of the order at the times of its construction; inf if the order is incomplete.
 
-        An order that is certain to be worse than ``most`` is abandoned and counts as incomplete.
+        An order that is certain to be worse than ``most`` is abandoned and counts as incomplete. ``same`` is
+        as in :func:`inject`.
         """
         complete = inject(
             self.tables,
@@ -177,7 +178,7 @@ class InjectionScheduler:
             self.is_span,
             most,
             self.marks,
-            ZERO,
+            same,
         )
         return self.board.value(self.problem) if complete else float("inf")
 
@@ -203,7 +204,7 @@ def inject(
     """Place all actions; False if memory blocks them, or if they exceed ``most``.
 
     The delays and the entries of the first ``same`` microbatches are those of the last accepted injection; 0
-    if the delays differ.
+    if the delays differ. If it is more, the board's codes may lack the beginning of the order.
 
     The rank with the smallest key places its choice. A rank chooses again when it has placed an action. When
     an input becomes known, the rank that waits for it compares only the action that needs it.
@@ -284,6 +285,13 @@ def inject(
         for chunk in range(choices.weights.shape[1]):
             missing += choices.weights[rank, chunk]
     return bool(missing == 0)
+
+
+@compiled_leaf
+def accept(marks: Marks, same: int) -> None:  # pragma: no cover - compiled
+    """Make the injection of the last call of :func:`inject`, which was complete, the last accepted one."""
+    for mark in range(max(0, (same - 1) // marks.every), len(marks.used)):
+        marks.used[mark] = 1 - marks.used[mark]
 
 
 @compiled_leaf

@@ -16,7 +16,7 @@ import numpy as np
 
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.tables import Tables, make_tables
-from zbv_solver.improve.order_repair import Queue, repair_ends, repair_path, repair_tails
+from zbv_solver.improve.order_repair import Queue, repair_ends, repair_path, repair_tails, spread
 from zbv_solver.improve.order_state import (
     State,
     compute_all,
@@ -170,7 +170,7 @@ def _round(
     code, length, end, release, path = state.code, state.length, state.end, state.release, move.path
     compute_all(tables, state)
     value = objective(state)
-    move.queue.scale[0] = len(move.queue.first) / value if value > 0.0 else 0.0
+    spread(move.queue, value)
     size = critical_path(tables, state, path)
     lowest, applied, looked = value, 0, 0
     while applied < budget.moves and looked < budget.moves * PROPOSALS and not halt[0]:

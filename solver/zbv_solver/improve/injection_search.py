@@ -18,7 +18,7 @@ import numpy as np
 
 from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.board import CLOCK, FIRST, Board
-from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, Marks, inject
+from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, Marks, accept, inject
 from zbv_solver.construct.tables import Tables, fuse_options
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
@@ -257,8 +257,7 @@ def _anneal(
         if value <= most:
             state.value[0] = value
             state.gap[:], state.delay[:] = gap, delay
-            for mark in range(max(0, (same - 1) // marks.every), len(marks.used)):
-                marks.used[mark] = 1 - marks.used[mark]
+            accept(marks, same)
             if value < state.value[1]:
                 state.value[1] = value
                 state.best_gap[:], state.best_delay[:] = gap, delay

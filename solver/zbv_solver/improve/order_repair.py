@@ -3,12 +3,13 @@
 A move permutes a short stretch of one rank. Only actions whose own inputs change can change, so each repair
 begins at the stretch and follows the changes: for ends to the next action of the rank and to the next
 position of the microbatch, for tails the other way. It stops wherever a recomputed value equals the old one.
-A few dozen to a few hundred of tens of thousands of values change in a typical move.
+A move changes either a few dozen values or most of those after it, as a delay of critical actions moves all
+that follows. In the second case, the repair ends with a sweep over the rest of the order.
 
 A priority queue visits actions by their value before the move. This order is topological outside the stretch,
-so nearly every action is recomputed once. The results do not depend on it: a value is recomputed whenever one
-of its inputs changes, so at the end all values are the ones that :func:`.order_state.compute_all` finds, to
-the last bit.
+but for actions of one bucket, so nearly every action is recomputed once. The results do not depend on it: a
+value is recomputed whenever one of its inputs changes, so at the end all values are the ones that
+:func:`.order_state.compute_all` finds, to the last bit.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from zbv_solver.problem.numeric import OPTIMAL_GAP
 
 BUCKETS = 2
 """Buckets of the queue, as a multiple of the most actions of a rank."""
+SHORTEST = 1e-300
+"""Durations may be 0; the scale of the buckets must be finite."""
 NONE, ABSENT = -1, -2
 SWEEP = 32
 """Once a repair has recomputed this fraction of the rest of the order one by one, it sweeps over the rest."""
@@ -52,7 +55,8 @@ class Queue(NamedTuple):
     size
         (2,) number of actions that wait, and a bucket that none of them precedes.
     scale
-        (1,) buckets per unit of the keys. Keys outside of all buckets belong to the first or last one.
+        (1,) buckets per unit of the keys, above 0. Keys outside of all buckets belong to the first or last
+        one.
     """
 
     first: IntArray
@@ -67,8 +71,14 @@ class Queue(NamedTuple):
             np.full(BUCKETS * most, NONE, np.int32),
             np.full(ranks * most, ABSENT, np.int32),
             np.array([0, BUCKETS * most - 1]),
-            np.zeros(1),
+            np.ones(1),
         )
+
+
+@compiled_leaf
+def spread(queue: Queue, longest: float) -> None:  # pragma: no cover - compiled
+    """Divide the times from 0 to ``longest`` among the buckets."""
+    queue.scale[0] = len(queue.first) / max(longest, SHORTEST)
 
 
 @compiled_leaf
@@ -76,7 +86,7 @@ def push(queue: Queue, key: float, action: int) -> None:  # pragma: no cover - c
     """Add an action, unless it waits already."""
     if queue.following[action] != ABSENT:
         return
-    bucket = min(int(max(key * queue.scale[0], 0.0)), len(queue.first) - 1)
+    bucket = int(min(max(key * queue.scale[0], 0.0), len(queue.first) - 1.0))
     queue.following[action] = queue.first[bucket]
     queue.first[bucket] = action
     queue.size[0] += 1
@@ -103,7 +113,8 @@ def repair_ends(
 ) -> float:  # pragma: no cover - compiled
     """Recompute ends after the stretch low..high of a rank was permuted; ``place`` is correct already.
 
-    Returns the latest end among those that changed, before or after, and those of the stretch.
+    Returns the latest end among those that changed, before or after, and those of the stretch; inf after a
+    sweep.
     """
     end, length, most = state.end, state.length, state.code.shape[1]
     latest = end[rank, high]

@@ -30,7 +30,8 @@ from zbv_solver.improve.annealing import (
     rotate,
     window_starts,
 )
-from zbv_solver.improve.order_state import State, compute_all, copy, sum_memory
+from zbv_solver.improve.order_repair import spread
+from zbv_solver.improve.order_state import State, compute_all, copy, objective, sum_memory
 from zbv_solver.improve.scenario_state import (
     Scenarios,
     Ways,
@@ -171,9 +172,9 @@ def _round(
     """
     np.random.seed(budget.seed)
     code, length, path, lanes = state.code, state.length, move.path, len(ways.value)
+    spread(move.queue, objective(state))
     compute_ways(tables, scenarios, state, ways, move.queue, actions)
     value = _score(ways.value, weight)
-    move.queue.scale[0] = len(move.queue.first) / value if value > 0.0 else 0.0
     space.first[0] = value
     lane = np.random.randint(lanes)
     size = critical_path_in(tables, scenarios, state, ways, lane, path)

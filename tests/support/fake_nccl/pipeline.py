@@ -18,6 +18,7 @@ from zbv_worker.execution.timeline import CudaTimeline
 from zbv_worker.transport.channels import Reduction, key_of
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.nccl import NcclTransport
+from zbv_worker.values.structure import TensorSpec
 
 from support.fake_nccl.cluster import Cluster, FakeRank
 from support.fake_nccl.communicators import NcclModes
@@ -222,13 +223,18 @@ class _RankRun:
         pools = self._transport._buffers._pools
         use = RankUse(
             kernels=self._here.device.most_running,
-            receive_buffers=sum(len(pool) for spec, pool in pools.items() if spec.dtype.is_floating_point),
+            receive_buffers=sum(is_activation(each.spec) for pool in pools.values() for each in pool),
             account=receive_account(self._plan, self._how.look_ahead),
             unsent=self._here.device.most_unsent,
         )
         self._executor.close()
         self._transport.close()
         return use
+
+
+def is_activation(spec: TensorSpec | None) -> bool:
+    """Whether a receive buffer is of a floating tensor, not of a header."""
+    return spec is not None and spec.dtype.is_floating_point
 
 
 def _added(wanted: list[Expected], stage: int) -> list[float]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import Microbatch
-from zbv_worker.pipeline.batch import microbatches_of, split_batch
+from zbv_worker.pipeline.batch import Batch, microbatches_of, split_batch
 
 
 class Pair(NamedTuple):
@@ -99,4 +99,4 @@ def test_given_microbatches_are_used_as_they_are() -> None:
 )
 def test_wrong_microbatches_are_refused(inputs: Any, keywords: Any, given: Any, message: str) -> None:
     with pytest.raises(InvalidRun, match=message):
-        microbatches_of(inputs, None, keywords, given, 2)
+        microbatches_of(Batch(inputs, None, keywords, given), 2)

@@ -34,6 +34,8 @@ class RankPlan:
     measured
         The program whose costs the plan was made with (:class:`zbv_worker.stage.program.Program`), as names
         and values; empty if the plan does not say.
+    features
+        The numbers that describe each microbatch, by name; empty if all are equal.
     """
 
     plan_id: str
@@ -44,6 +46,7 @@ class RankPlan:
     channels: tuple[Channel, ...]
     cut: PlannedCut = field(default_factory=PlannedCut)
     measured: Mapping[str, str] = field(default_factory=dict)
+    features: tuple[Mapping[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         self.cut.require_stages(self.placement.n_stages)

@@ -80,7 +80,7 @@ def test_a_batch_that_cannot_be_split_is_refused(batch: tuple[Any, Any, Any], me
 
 def test_given_microbatches_are_used_as_they_are() -> None:
     given = [Microbatch(1, 2, {"mask": 3}), (4,), (5, 6)]
-    found = microbatches_of(None, None, {}, given, 3)
+    found = microbatches_of(Batch(None, None, {}, given), 3)
     assert [(each.input, each.target, dict(each.keywords)) for each in found] == [
         (1, 2, {"mask": 3}),
         (4, None, {}),

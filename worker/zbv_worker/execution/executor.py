@@ -182,6 +182,9 @@ class Executor:
             inboxes=inboxes(map(activations, incoming), self._evaluated),
             outboxes=outboxes(self._evaluated),
         )
+        if plan.features and not options.stated:
+            self.expect(None)
+            self.expect(None, evaluation=True)
         self._forwards = forwards(program)
         self._data = FetchAhead(
             batches.microbatch,
@@ -201,7 +204,8 @@ class Executor:
     def expect(self, shapes: Sequence[int] | None, *, evaluation: bool = False) -> None:
         """Call before a step or evaluation if its data may have other shapes, alike on all ranks.
 
-        Otherwise all microbatches must be equal.
+        Otherwise all microbatches must be equal if the plan has no features, and every activation has a
+        header if it has.
 
         Parameters
         ----------

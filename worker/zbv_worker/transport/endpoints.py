@@ -97,8 +97,8 @@ class Outbox:
             )
         if self._crossings.are_equal:
             return ModelError(
-                f"{label}: the output is {found}, but it was {known} before. Without features in the plan, a "
-                f"stage's output must keep its shape; drop or pad the incomplete microbatch. With "
+                f"{label}: the output is {found}, but it was {known} before. A stage's output must keep "
+                f"its shape if the plan has no features; drop or pad the incomplete microbatch. With "
                 f"zbv.Pipeline it may change if all ranks or the data_rank have the batch."
             )
         return ModelError(

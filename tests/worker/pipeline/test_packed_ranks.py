@@ -1,4 +1,4 @@
-"""Packed sequences of random lengths: losses and gradients are those of one process, for every kind of plan."""
+"""Packed sequences of random lengths: losses and gradients are those of one process, for every plan."""
 
 from __future__ import annotations
 

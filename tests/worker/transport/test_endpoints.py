@@ -214,3 +214,94 @@ def test_a_value_that_is_too_large_to_describe_is_refused() -> None:
 def test_an_invalid_header_is_refused(numbers: list[int]) -> None:
     with pytest.raises(ModelError, match="header of an activation is invalid"):
         decode_header(torch.tensor([*numbers, *[0] * (HEADER.shape[0] - len(numbers))]))
+
+
+def pair(wire: Wire, carried: Channel, **options: Any) -> tuple[Outbox, Inbox, tuple[Crossings, Crossings]]:
+    """Both ends of a channel, as on two ranks."""
+    both = Crossings(MICROBATCHES, **options), Crossings(MICROBATCHES, **options)
+    return Outbox(wire, carried, both[0]), Inbox(wire, carried, both[1], look_ahead=2), both
+
+
+def pass_all(outbox: Outbox, inbox: Inbox, carried: Channel, values: list[Any]) -> list[Any]:
+    """What arrives in one step."""
+    for transfer, value in zip(carried.transfers, values, strict=True):
+        outbox.sender(transfer)(value, str(transfer))
+    inbox.begin()
+    return [inbox.take(at, 1.0) for at in range(len(values))]
+
+
+SIZES = (3, 5, 3, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "headers"),
+    [((7, 8, 7, 8, 9), [3, 0, 0]), ((1, 2, 3, 4, 5), [5, 0, 0]), (None, [5, 5, 5])],
+    ids=["by shapes", "all different", "unknown"],
+)
+def test_an_activation_of_unknown_shape_has_a_header(
+    shapes: tuple[int, ...] | None, headers: list[int]
+) -> None:
+    carried = channel(*(f"A0:{j}" for j in range(5)))
+    wire = Wire()
+    outbox, inbox, both = pair(wire, carried)
+    for expected in headers:
+        before = len(wire.sent)
+        for crossings in both:
+            crossings.expect(shapes)
+            crossings.begin()
+        values = [torch.rand(size) for size in SIZES]
+        assert all(map(torch.equal, pass_all(outbox, inbox, carried, values), values))
+        assert len(wire.sent) - before == expected + len(values)
+
+
+def test_shapes_that_the_model_states_need_no_header() -> None:
+    stated = [Structure.of_tensor(TensorSpec((size,), torch.float32)) for size in SIZES]
+    carried = channel("A0:4", "A0:1", "G2:3", "A0:0")
+    wire = Wire()
+    outbox, inbox, both = pair(wire, carried, stated=stated)
+    values = [torch.rand(SIZES[transfer.microbatch]) for transfer in carried.transfers]
+    assert all(map(torch.equal, pass_all(outbox, inbox, carried, values), values))
+    assert len(wire.sent) == 4
+    assert both[0].largest([0, 2]) == {0: stated[1], 2: stated[1]}
+    with pytest.raises(ModelError, match=r"0F4: the output is \[2\] float32, but shape_of returns \[1\]"):
+        outbox.sender(carried.transfers[0])(torch.rand(2), "0F4")
+
+
+def test_an_output_that_does_not_follow_from_the_shapes_of_the_data_is_refused() -> None:
+    outbox, _, (crossings, _) = pair(Wire(), channel("A0:0", "A0:1"))
+    crossings.expect((5, 5))
+    outbox.sender(Transfer.parse("A0:0"))(torch.zeros(2), "0F0")
+    with pytest.raises(ModelError, match="must depend only on the shapes of the data"):
+        outbox.sender(Transfer.parse("A0:1"))(torch.zeros(3), "0F1")
+
+
+def test_structure_and_dtypes_of_nested_values_are_sent_once() -> None:
+    """Later headers have only the shapes, unless something else differs."""
+
+    def value(size: int, constant: object = None) -> tuple[Any, ...]:
+        return torch.rand(size, 2, requires_grad=True), torch.arange(size), constant
+
+    values = [value(4), value(2), value(5), value(5, constant=3)]
+    carried = channel(*(f"A0:{j}" for j in range(len(values))))
+    wire = Wire()
+    outbox, inbox, both = pair(wire, carried)
+    for crossings in both:
+        crossings.expect(None)
+    for found, sent in zip(pass_all(outbox, inbox, carried, values), values, strict=True):
+        assert Structure.of(found) == Structure.of(sent)
+        assert all(map(torch.equal, tensors_of(found), tensors_of(sent)))
+    assert len(wire.sent) == len(values) + 2 + 1 + 1 + 2
+
+
+def test_shapes_of_long_ago_are_forgotten_at_both_ends() -> None:
+    carried = channel("A0:0")
+    wire = Wire()
+    outbox, inbox, both = pair(wire, carried)
+    for step in range(3000):
+        for crossings in both:
+            crossings.expect((step,))
+        (found,) = pass_all(outbox, inbox, carried, [torch.rand(step % 7)])
+        assert len(found) == step % 7
+        wire.sent.clear()
+        wire.posted_specs.clear()
+    assert len(both[0]._known) < 2000

@@ -67,8 +67,8 @@ class ReceiveBuffers:
     """The receive buffers of one rank, by size; channels share them.
 
     Tensors of equal size reuse each other's buffers. If sizes vary, a tensor may also get a slightly larger
-    buffer, and free buffers are given up rather than kept beside new ones: the pool holds little more than
-    was in use at once.
+    buffer, and free buffers of other sizes are given up before a new one is made: the pool holds little more
+    than was in use at once.
     """
 
     def __init__(self, device: torch.device):

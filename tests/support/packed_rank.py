@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -50,6 +51,11 @@ def model() -> nn.Sequential:
 def loss_sum(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """The sum over the tokens, and their number."""
     return nnf.cross_entropy(output, target, reduction="sum"), target.numel()
+
+
+def shape_of(features: Mapping[str, float]) -> Tensor:
+    """What passes between all layers."""
+    return torch.empty(int(features["tokens"]), WIDTH, device="meta")
 
 
 class PackedBatch(NamedTuple):
@@ -102,7 +108,7 @@ def step(pipe: zbv.Pipeline, batch: PackedBatch, mode: str, call: str) -> Any:
             each if f"{layer}.weight" in names else None
             for each, layer in ((tokens, 0), (targets, BLOCKS + 1))
         )
-    if mode == "planned":
+    if mode == "planned":  # the plan says which microbatch has which sequences
         return run(tokens, targets, cu_seqlens=batch.cu_seqlens)
     return run(tokens, targets, cu_seqlens=batch.cu_seqlens, sequences=batch.sequences)
 
@@ -111,6 +117,8 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Steps and an evaluation; the largest differences of losses and gradients from one process."""
     reference, mode = model(), case["mode"]
     given: dict[str, Any] = {"data_rank": int(os.environ["WORLD_SIZE"]) - 1} if mode == "data rank" else {}
+    if case.get("stated"):
+        given["shape_of"] = shape_of
     gradients, losses = [], []
     with zbv.Pipeline(
         folder / f"{case['plan']}.json", model(), loss_sum, timeout=TIMEOUT, startup_timeout=TIMEOUT, **given
@@ -118,7 +126,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         for seed in case["seeds"]:
             batch = PackedBatch.random(seed, case["microbatches"])
             if "lengths" in case:
-                batch = PackedBatch.of_lengths(case["lengths"], [], seed)
+                batch = PackedBatch.of_lengths(case["lengths"], case["sequences"], seed)
             for parameter in [*reference.parameters(), *pipe.parameters()]:
                 parameter.grad = None
             output = batch.tokens

@@ -12,7 +12,9 @@ from support.plans import unit_problem, write_plan
 from support.selfcheck import random_orders
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.host.local_ranks import LocalRanks, python_command
@@ -24,6 +26,30 @@ RANDOM = {"any order": 0.3, "any order, fused": 1.0, "any order, split": 0.0}
 """Plans in which microbatches overtake each other, and their share of fused backwards."""
 
 
+LENGTHS = [[5, 9], [20], [3, 3, 8], [7, 1], [12], [9, 2]]
+"""Of the sequences of every microbatch, for plans with features."""
+SEQUENCES = [[0, 1], [2], [3, 4, 5], [6, 7], [8], [9, 10]]
+PLANNED = {"headers": "parts", "stated": "parts", "in order": "planned"}
+"""Ways to run a plan with features: how ranks know shapes, and how data are passed."""
+
+
+def planned(p: int) -> Plan:
+    """A plan that knows the lengths."""
+    of_tokens = {"tokens": 1.0, "tokens_squared": 0.05}
+    document = {
+        "pp_degree": p,
+        "microbatches": MICROBATCHES,
+        "sequences": LENGTHS,
+        "costs": dict.fromkeys(("forward", "backward_input", "backward_weight"), of_tokens),
+        "memory": {
+            "forward": {"tokens": 2},
+            "backward_input": {"tokens": -1},
+            "backward_weight": {"tokens": -1},
+        },
+    }
+    return search(parse_problem(document), SearchOptions(effort="quick"))
+
+
 def plans(p: int) -> Iterator[tuple[str, Problem, Orders]]:
     problem = unit_problem(p, MICROBATCHES)
     found = search(problem, SearchOptions(effort="quick"))
@@ -32,17 +58,25 @@ def plans(p: int) -> Iterator[tuple[str, Problem, Orders]]:
         yield (name, *baseline(name, problem))
     for name, fused in RANDOM.items():
         yield name, problem, random_orders(problem, Random(p), fused)
+    of_lengths = planned(p)
+    yield "of lengths", of_lengths.problem, of_lengths.orders
 
 
 def cases(p: int) -> dict[str, dict[str, Any]]:
     """Every plan, with each way to pass data on at least one."""
     names = ["V", *BASELINES, *RANDOM]
     modes = {"V": MODES, "any order": MODES[:3]} if p > 1 else {}
+    equal = {"microbatches": MICROBATCHES, "seeds": [1, 2]}
+    lengths = {"lengths": [length for own in LENGTHS for length in own], "sequences": SEQUENCES}
+    unequal = {
+        f"of lengths, {name}": {"plan": "of lengths", "mode": mode, "stated": name == "stated", **lengths}
+        for name, mode in PLANNED.items()
+    }
     return {
-        f"{name}, {mode}": {"plan": name, "mode": mode, "microbatches": MICROBATCHES, "seeds": [1, 2]}
+        f"{name}, {mode}": {"plan": name, "mode": mode, **equal}
         for name in names
         for mode in modes.get(name, MODES[:1])
-    }
+    } | {name: case | equal for name, case in unequal.items()}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda p: f"{p} ranks")
@@ -65,3 +99,10 @@ def test_losses_and_gradients_are_those_of_one_process(found: list[dict[str, Any
         losses = [loss for rank in found for loss in rank[case]["losses"]]
         assert len(losses) == 4, case  # two steps and two evaluations
         assert max(losses) < 1e-6, case
+
+
+def test_the_largest_shape_of_a_boundary_is_shown(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        shown = rank["of lengths, stated"]["boundaries"]
+        assert set(shown.values()) <= {"[20, 8] float32"}
+        assert bool(shown) == (len(found) > 1)

@@ -6,7 +6,7 @@ A rank plan comes from the service, which sends each rank its own list and chann
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
@@ -64,12 +64,18 @@ class RankPlan:
             channels=channels_of(rank, channels(problem, orders)),
             cut=PlannedCut.of(problem),
             measured=dict(problem.measured),
+            features=by_microbatch({each.name: each.value for each in problem.features}),
         )
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages that this rank hosts, in model order."""
         return self.placement.stages_of[self.rank]
+
+
+def by_microbatch(features: Mapping[str, Sequence[float]]) -> tuple[Mapping[str, float], ...]:
+    """The features of every microbatch, from the values of every feature; empty without features."""
+    return tuple(dict(zip(features, values, strict=True)) for values in zip(*features.values(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -128,11 +128,7 @@ def _rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str,
         "channels": listed,
         **_cut_json(plan.problem),
         **({"measured": dict(problem.measured)} if problem.measured else {}),
-        **(
-            {"features": {each.name: list(each.value) for each in problem.features}}
-            if problem.features
-            else {}
-        ),
+        **({"features": features} if features else {}),
     }
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs, Deltas, Feature
-from zbv_solver.problem.problem import Memory, Problem
+from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
+from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import memory_profile
 from zbv_worker.execution.binding import Bound, WalkState
 from zbv_worker.execution.build_stages import build_stages
@@ -82,12 +82,12 @@ def account(problem: Problem, stages: dict[int, Stage]) -> Problem:
         slope[:, index] = (long - short) / 64
         fixed[:, index] = short - 32 * slope[:, index]
         stage.module.zero_grad()
-    rows = [tuple(row.tolist()) for row in fixed]
-    static = (0.0,) * problem.pp_degree
+    at_once: list[tuple[float, ...]] = [tuple(row.tolist()) for row in fixed]
     none = (0.0,) * problem.n_stages
     per_token = Deltas(*(tuple(row.tolist()) for row in slope))
     tokens = Feature("tokens", tuple(map(float, LENGTHS)), Costs(none, none, none, none[1:]), per_token)
-    return replace(problem, memory=Memory(*rows, static), features=(tokens,))
+    memory = Memory(at_once[0], at_once[1], at_once[2], (0.0,) * problem.pp_degree)
+    return replace(problem, memory=memory, features=(tokens,))
 
 
 def watch(executor: Executor, live: LiveBytes) -> list[int]:

@@ -101,7 +101,8 @@ def step(pipe: zbv.Pipeline, batch: PackedBatch, mode: str, call: str) -> Any:
         return run()
     if mode == "microbatches":
         return run(microbatches=batch.microbatches())
-    tokens, targets = batch.tokens, batch.targets
+    tokens: Tensor | None = batch.tokens
+    targets: Tensor | None = batch.targets
     if mode == "parts":
         names = [name for name, _ in pipe.named_parameters()]
         tokens, targets = (

@@ -81,7 +81,8 @@ class ExecutorOptions:
         Those that layers of the whole model take, for checks of microbatches
         (:func:`zbv_worker.execution.agreement.agree_on_keywords`); None if unknown.
     stated
-        The structures of what crosses boundaries, by microbatch, if the model states them; else empty.
+        The structures of what crosses boundaries in a step, by microbatch, if the model states them; else
+        empty.
     """
 
     look_ahead: int = DEFAULT_LOOK_AHEAD
@@ -174,15 +175,14 @@ class Executor:
             keywords=known,
         )
         self._program = self._binding.of_step(program)
-        # Separately, because nothing requires a gradient in an evaluation.
-        without = [structure.without_gradients() for structure in options.stated]
-        self._evaluated = Crossings(plan.microbatches, without)
+        # Separately, because an evaluation may have other data, and nothing requires a gradient.
+        self._evaluated = Crossings(plan.microbatches)
         self._evaluation = replace(
             self._binding,
             inboxes=inboxes(map(activations, incoming), self._evaluated),
             outboxes=outboxes(self._evaluated),
         )
-        if plan.features and not options.stated:
+        if plan.features:
             self.expect(None)
             self.expect(None, evaluation=True)
         self._forwards = forwards(program)

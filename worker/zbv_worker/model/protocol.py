@@ -135,7 +135,7 @@ class Shaped(Protocol):
 
         A value as stages pass them on, whose tensors are on the meta device: ``torch.empty(1,
         int(features["tokens"]), 512, device="meta")``. In a value of several tensors, those that need a
-        gradient require it. In an evaluation none does.
+        gradient require it. Evaluations, whose data may differ, do not use it.
         """
 
 

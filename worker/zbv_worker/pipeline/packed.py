@@ -7,7 +7,7 @@ sequences, and ``max_seqlen`` the length of the longest one. ``position_ids`` ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -179,7 +179,7 @@ def _cut(tensor: Tensor, spans: Sequence[tuple[int, int]], dimension: int) -> Te
 
 def _of_sequences(lengths: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
     """The keywords about a microbatch's sequences."""
-    made = {
+    made: dict[str, Callable[[], Any]] = {
         "cu_seqlens": partial(torch.tensor, [0, *accumulate(lengths)], dtype=torch.int32),
         "max_seqlen": partial(max, lengths),
         "position_ids": lambda: torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),

@@ -163,10 +163,6 @@ class Structure:
         specs = [TensorSpec(tuple(next(sizes) for _ in spec.shape), spec.dtype) for spec in self.specs]
         return replace(self, specs=tuple(specs))
 
-    def without_gradients(self) -> Structure:
-        """The structure of a value that nothing will be propagated back through."""
-        return self if self.is_plain else replace(self, has_gradient=(False,) * len(self.specs))
-
     def tensors(self, value: Any) -> list[Tensor]:
         """The tensors of a value with this structure, in order."""
         return list(tensors_of(value))

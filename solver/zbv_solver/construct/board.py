@@ -209,7 +209,7 @@ def stays_safe(tables: Tables, board: Board, rank: int, chunk: int) -> bool:  # 
 
     At worst it completes them in the order of entry, and each releases its memory before the next one runs
     its missing forwards (the banker's algorithm, Dijkstra 1965). So for every microbatch with missing
-    forwards, these must fit beside the forwards of all younger ones.
+    forwards, these must fit together with the forwards of all younger ones.
     """
     position, placed = tables.position, board.placed
     chunks, held = position.shape[1] // 4, tables.static[rank]

@@ -40,7 +40,7 @@ def _shape_rules(features: Sequence[Feature], microbatches: int, costs: Costs) -
                 f"characters and is not {FIXED!r}.",
             )
         if names.count(feature.name) > 1:
-            yield Issue(at, "found this name twice; every feature has a name of its own.")
+            yield Issue(at, "found this name twice; names of features are unique.")
         yield from _value_rules(at, feature, microbatches)
         yield from _coefficient_rules(feature, costs)
 

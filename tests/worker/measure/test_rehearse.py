@@ -62,7 +62,7 @@ class Finished:
 Rehearse = Callable[..., Finished]
 
 
-def test_actions_take_the_time_of_their_own_microbatch() -> None:
+def test_an_action_takes_the_time_that_its_microbatch_needs() -> None:
     taken: list[int] = []
 
     class Recording(SleepingDevice):

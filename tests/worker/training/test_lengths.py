@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from random import Random
 from typing import Any
@@ -11,10 +12,16 @@ import torch
 from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_in_threads
 from torch import Tensor
+from zbv_service.client.answers import read_rank
+from zbv_service.documents.packing import pack
+from zbv_service.plans.renderings import ranks_of
 from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.search import make_plan
 from zbv_worker.errors import ModelError
+from zbv_worker.execution.rank_plan import RankPlan, by_microbatch
 from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.training.options import TrainingOptions
 
@@ -117,3 +124,12 @@ def test_training_equals_one_process(model: type[Summed]) -> None:
 def test_what_does_not_fit_is_refused(model: type[Summed], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         train_in_threads(*plan(), TrainingOptions(), 1, model=model)
+
+
+def test_ranks_get_the_features_with_their_part_of_a_plan() -> None:
+    problem, orders = plan()
+    packed = pack(plan_json(make_plan(problem, orders, method="random")))
+    for rank, text in enumerate(ranks_of(packed)):
+        features = read_rank(json.loads(text)).features
+        assert features == {"tokens": tuple(2.0 * length for length in LENGTHS)}
+        assert by_microbatch(features) == RankPlan.of("plan", problem, orders, rank).features

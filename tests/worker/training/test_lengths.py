@@ -93,7 +93,7 @@ def alone() -> tuple[dict[str, Tensor], list[float]]:
         batch = [model.microbatch(step, index) for index in range(len(LENGTHS))]
         sums, counts = zip(*(model.loss_sum(module(words), target) for words, target in batch), strict=True)
         loss = torch.stack(sums).sum() / sum(counts)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()
         losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()

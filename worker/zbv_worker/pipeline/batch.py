@@ -15,7 +15,7 @@ from zbv_worker.pipeline.leaves import name_of, require_no_container
 from zbv_worker.pipeline.packed import split_packed
 from zbv_worker.stage.layers import Keywords
 
-_NO_LAYERS = Keywords()
+_ANY = Keywords(takes_any=True)
 
 
 class StepData:
@@ -53,7 +53,7 @@ class Batch:
 
 
 def microbatches_of(
-    batch: Batch, count: int, tokens: Sequence[int] | None = None, taken: Keywords = _NO_LAYERS
+    batch: Batch, count: int, tokens: Sequence[int] | None = None, taken: Keywords = _ANY
 ) -> list[Microbatch]:
     """The microbatches of a batch.
 
@@ -69,8 +69,19 @@ def microbatches_of(
     Raises
     ------
     InvalidRun
-        If the batch cannot be split, or is given twice.
+        If the batch cannot be split, is given twice, or has a keyword that no layer takes.
     """
+    found = _cut(batch, count, tokens, taken)
+    wrong = sorted({name for each in found for name in taken.untaken(each.keywords)})
+    if wrong:
+        raise InvalidRun(
+            f"found the keyword {wrong[0]!r}, which no layer takes. Name it in the forward of a layer, or "
+            f"leave it out."
+        )
+    return found
+
+
+def _cut(batch: Batch, count: int, tokens: Sequence[int] | None, taken: Keywords) -> list[Microbatch]:
     if batch.sequences is not None and batch.cu_seqlens is None:
         raise InvalidRun("found sequences= without cu_seqlens=, the offsets of the sequences. Pass both.")
     given = batch.microbatches

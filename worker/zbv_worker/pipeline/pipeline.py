@@ -408,20 +408,10 @@ class Pipeline:
 
     def _microbatches(self, batch: Batch) -> tuple[list[Microbatch], Given | Shapes]:
         """This rank's microbatches of a call, and what it was given, or with a data rank the shapes."""
-        split = partial(self._split, batch)
+        own = self._own
+        split = partial(microbatches_of, batch, own.microbatches, own.tokens, self._keywords)
         if self._shared is None:
             found = split()
             names = {name for each in found for name in each.keywords}
             return found, Given.of(found, names, equal=batch.is_even)
         return self._shared.exchange(batch.is_given, split, equal=batch.is_even), self._shared.shapes
-
-    def _split(self, batch: Batch) -> list[Microbatch]:
-        """The microbatches of a batch."""
-        found = microbatches_of(batch, self._own.microbatches, self._own.tokens, self._keywords)
-        wrong = sorted({name for each in found for name in self._keywords.untaken(each.keywords)})
-        if wrong:
-            raise InvalidRun(
-                f"found the keyword {wrong[0]!r}, which no layer takes. Name it in the forward of a layer, "
-                f"or leave it out."
-            )
-        return found

@@ -34,7 +34,7 @@ UNITS = {"time": "us", "memory": "bytes"}
 
 
 @dataclass(frozen=True)
-class Instance:
+class PlanningInstance:
     """One problem to plan.
 
     Attributes
@@ -74,10 +74,10 @@ class Instance:
         }
 
 
-def instances() -> list[Instance]:
+def instances() -> list[PlanningInstance]:
     """The 60 problems of the comparison with other schedules."""
     return [
-        Instance(law, p, m, share)
+        PlanningInstance(law, p, m, share)
         for p, m in SIZES
         for law in MADE
         for share in SHARES

@@ -38,9 +38,9 @@ def _lengths(parsed: argparse.Namespace) -> int:
 
     from benchmarks.errors import WrongInput
     from benchmarks.lengths.distributions import distributions
-    from benchmarks.lengths.instances import instances, packing_instances
+    from benchmarks.lengths.instances import PackingInstance, PlanningInstance, instances, packing_instances
 
-    everything = (*instances(), *packing_instances())
+    everything: list[PlanningInstance | PackingInstance] = [*instances(), *packing_instances()]
     chosen = [each for each in everything if fnmatchcase(each.name, parsed.only)]
     if not chosen:
         raise WrongInput(
@@ -49,9 +49,9 @@ def _lengths(parsed: argparse.Namespace) -> int:
         )
     if parsed.output is None:
         Console(soft_wrap=True).print(_table())
-        for each in distributions():
-            source = f" (source: {each.source})" if each.source else ""
-            print(f"{each.name}: {each.about}{source}")
+        for law in distributions():
+            source = f" (source: {law.source})" if law.source else ""
+            print(f"{law.name}: {law.about}{source}")
         sys.stdout.writelines(f"{each.name}\n" for each in chosen)
         return 0
     parsed.output.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,6 @@ from pathlib import Path
 from random import Random
 from statistics import NormalDist
 
-from benchmarks.errors import WrongInput
-
 LONGEST = 32_768
 """Longer draws are cut to this length, as a context window does."""
 SHORTEST = 16
@@ -154,11 +152,3 @@ def distributions() -> tuple[Distribution, ...]:
         for each in listed
     ]
     return (*MADE, *published)
-
-
-def distribution(name: str) -> Distribution:
-    """The distribution of a name; raises :class:`WrongInput`."""
-    named = {each.name: each for each in distributions()}
-    if name not in named:
-        raise WrongInput(f"found the distribution {name!r}; must be one of {', '.join(named)}.")
-    return named[name]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lengths.distributions import LONGEST, MADE, Distribution, distribution
+from benchmarks.lengths.distributions import LONGEST, MADE, Distribution
 from benchmarks.lengths.model_costs import costs_and_memory
 
 SHARES = (0.6, 1.0, 1.5)
@@ -128,11 +128,11 @@ class PackingInstance:
 
 
 def packing_instances() -> list[PackingInstance]:
-    """Batches over four replicas, of about a million tokens each."""
+    """Batches over four replicas; those for eight ranks are twice as large."""
     counts = {"web": 960, "bimodal": 512, "tail": 512}
     return [
-        PackingInstance(distribution(name), p, 4, count, share)
-        for name, count in counts.items()
+        PackingInstance(law, p, 4, counts[law.name] * p // 4, share)
+        for law in MADE
         for p in (4, 8)
         for share in (0.6, 1.0)
     ]

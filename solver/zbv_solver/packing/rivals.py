@@ -149,11 +149,11 @@ def largest_differencing(packer: Packer, made: Contents) -> Replicas:
     the largest differences are joined, the largest set of one with the smallest of the other.
     """
     made = _at_least(packer, made)
-    heap: list[tuple[float, int, list[tuple[float, list[list[int]]]]]] = []
+    heap: list[tuple[float, int, list[tuple[float, Contents]]]] = []
     for place, contents in enumerate(made):
         work = packer.work(contents)
-        sets = [(0.0, []) for _ in range(packer.replicas - 1)]
-        heapq.heappush(heap, (-work, place, [*sets, (work, [contents])]))
+        others: list[tuple[float, Contents]] = [(0.0, []) for _ in range(packer.replicas - 1)]
+        heapq.heappush(heap, (-work, place, [*others, (work, [contents])]))
     place = len(made)
     while len(heap) > 1:
         (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)

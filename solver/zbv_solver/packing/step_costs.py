@@ -109,7 +109,8 @@ class StepCosts:
         """(S, 3): the least time from the start of a stage's F to the end of its I or B, of a microbatch."""
         both = self.duration[F] + np.minimum(self.duration[I], self.duration[B])
         both[:-1] += 2 * self.latency
-        return np.cumsum(both[::-1], axis=0)[::-1]
+        summed: FloatArray = np.cumsum(both[::-1], axis=0)[::-1]
+        return summed
 
     @cached_property
     def held(self) -> FloatArray:
@@ -177,7 +178,8 @@ class StepCosts:
 
     @cached_property
     def _load_rows(self) -> list[list[float]]:
-        return _largest(_rounded(self.load)).tolist()
+        rows: list[list[float]] = _largest(_rounded(self.load)).tolist()
+        return rows
 
     def step(self, microbatches: Sequence[Sequence[int]]) -> float:
         """The estimate of a replica's step.
@@ -195,7 +197,8 @@ def _largest(rows: FloatArray) -> FloatArray:
     """The rows that no other row reaches in every entry; (n, k) to (fewer, k)."""
     distinct = np.unique(rows, axis=0)
     reached = (distinct[:, None] <= distinct[None]).all(axis=2).sum(axis=1) > 1
-    return distinct[~reached]
+    largest: FloatArray = distinct[~reached]
+    return largest
 
 
 def _product(one: FloatArray, other: FloatArray) -> FloatArray:

@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from zbv_solver.construct.baselines import without_limit
+from zbv_solver.construct.baselines import baseline, without_limit
 from zbv_solver.packing.arrangement import Packer
 from zbv_solver.packing.batch import Batch, parse_batch
 from zbv_solver.packing.pack import pack
 from zbv_solver.packing.packing import Packing
 from zbv_solver.packing.rivals import equal_tokens
 from zbv_solver.packing.step_costs import StepCosts
+from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.timing.start_times import evaluate
 
@@ -29,12 +31,14 @@ from benchmarks.lengths.instances import PackingInstance, packing_instances
 LEAST_GAIN_PERCENT = 15.0
 """On batches with a long tail, against what is usual."""
 USUAL = "equal tokens, given order, mean plan"
+CLASSICAL = "equal tokens, given order, 1F1B"
 
 
 @dataclass(frozen=True)
-class Usual:
+class GivenOrder:
     """The step of the slowest replica, and whether every replica keeps the memory limit."""
 
+    name: str
     step_time: float
     fits: bool
 
@@ -60,8 +64,8 @@ def packing_table(
     for each in chosen:
         batch = parse_batch(each.document())
         found = pack(batch, options, compare=True)
-        usual = usual_step(batch, options)
-        gain = shorter(found.step_time, usual.step_time)
+        usual = in_given_order(batch, options)
+        gain = shorter(found.step_time, usual[0].step_time)
         write(_row(each.name, found, usual))
         sys.stdout.flush()
         target = at_least(LEAST_GAIN_PERCENT) if each.law.name == "tail" else None
@@ -69,18 +73,24 @@ def packing_table(
     return findings
 
 
-def usual_step(batch: Batch, options: SearchOptions) -> Usual:
-    """The step of equal tokens in the given order with plans for the mean microbatch."""
+def in_given_order(batch: Batch, options: SearchOptions) -> tuple[GivenOrder, GivenOrder]:
+    """Steps of equal tokens in the given order: by plans for the mean microbatch, and by 1F1B."""
     packer = Packer(StepCosts.of(batch.problem), batch.sequences, batch.max_tokens, batch.replicas)
-    steps, fits = [], []
-    for contents in equal_tokens(packer):
-        problem = batch.problem_of(contents)
-        orders = search(problem.averaged(), options).orders
-        timing = evaluate(without_limit(problem), orders)
-        steps.append(timing.span if problem.objective == "span" else timing.makespan)
-        limits = problem.memory.limit or ()
-        fits.append(not any(map(exceeds, timing.peak_memory, limits)))
-    return Usual(max(steps), all(fits))
+    problems = [batch.problem_of(contents) for contents in equal_tokens(packer)]
+    planned = [(problem, search(problem.averaged(), options).orders) for problem in problems]
+    return (
+        _given_order(USUAL, planned),
+        _given_order(CLASSICAL, [baseline("1f1b", problem) for problem in problems]),
+    )
+
+
+def _given_order(name: str, replicas: Sequence[tuple[Problem, Orders]]) -> GivenOrder:
+    timings = [(problem, evaluate(without_limit(problem), orders)) for problem, orders in replicas]
+    fits = [
+        not any(map(exceeds, timing.peak_memory, problem.memory.limit or ())) for problem, timing in timings
+    ]
+    step = max(objective_value(problem.objective, timing) for problem, timing in timings)
+    return GivenOrder(name, step, all(fits))
 
 
 def shorter(step: float, than: float) -> float:
@@ -88,15 +98,18 @@ def shorter(step: float, than: float) -> float:
     return 100 * (1 - step / than)
 
 
-def _row(name: str, found: Packing, usual: Usual) -> str:
+def _row(name: str, found: Packing, usual: Sequence[GivenOrder]) -> str:
     microbatches = sum(len(each.microbatches) for each in found.replicas)
     gains = [
         f"{each.name} {shorter(found.step_time, each.step_time):.1f}"
         for each in found.rivals
         if each.step_time is not None
     ]
-    exceeding = "" if usual.fits else " (exceeds the limit)"
-    gains.append(f"{USUAL} {shorter(found.step_time, usual.step_time):.1f}{exceeding}")
+    gains += [
+        f"{each.name} {shorter(found.step_time, each.step_time):.1f}"
+        f"{'' if each.fits else ' (exceeds the limit)'}"
+        for each in usual
+    ]
     return (
         f"{name:26} {found.step_time:9.4g} {found.gap:6.1%} {microbatches:4} {found.seconds:6.1f}   "
         f"{', '.join(gains)}\n"

@@ -23,6 +23,8 @@ MOST_PER_REPLICA = 128
 """Microbatches of a replica: candidates with more are not tried. More of them take longer to plan."""
 WORSE = 0.05
 """Candidates whose estimate exceeds the best by more than this share are not planned."""
+STARTS = 2
+"""Rivals whose packing, improved, is a candidate: those with the smallest estimates."""
 _SHARES = (1, 2, 3, 4, 6, 8)
 """Candidates have microbatches of the capacity divided by these."""
 
@@ -52,10 +54,19 @@ class Arrangement:
 
 
 def arrangements(packer: Packer, rivals: dict[str, Replicas], seed: int) -> list[Arrangement]:
-    """Candidates, the smallest estimate first, which is no larger than that of the best rival."""
-    best = min((arranged(packer, replicas) for replicas in rivals.values()), key=lambda each: each.estimate)
+    """Candidates, the smallest estimate first.
+
+    It is no larger than that of any rival with at most ``MOST_PER_REPLICA`` microbatches per replica.
+    """
+    starts = [
+        arranged(packer, replicas)
+        for replicas in rivals.values()
+        if max(map(len, replicas)) <= MOST_PER_REPLICA
+    ]
+    starts.sort(key=lambda each: each.estimate)
     found = sorted(
-        (improved(each, seed) for each in (best, *_by_size(packer))), key=lambda each: each.estimate
+        (improved(each, seed) for each in (*starts[:STARTS], *_by_size(packer))),
+        key=lambda each: each.estimate,
     )
     kept: dict[frozenset[tuple[int, ...]], Arrangement] = {}
     for each in found:
@@ -91,7 +102,7 @@ def _by_size(packer: Packer) -> Iterator[Arrangement]:
         capacity = max(1, packer.capacity // share)
         count = packer.replicas * ceil(tokens / capacity / packer.replicas)
         count = min(count, len(packer.lengths))
-        if count in seen or count > MOST_PER_REPLICA * packer.replicas:
+        if count in seen or (seen and count > MOST_PER_REPLICA * packer.replicas):
             continue
         seen.add(count)
         smaller = replace(packer, capacity=capacity)

@@ -1,9 +1,8 @@
 """Chooses microbatches, their distribution over replicas, their order and the plans together.
 
 1. Arrangements with microbatches of several sizes, and the best rival's, are improved by estimate.
-2. The slowest replica of each is planned briefly, and the arrangement with the shortest of these plans goes
-   on.
-3. Its replicas are planned with the effort asked for.
+2. The slowest replica of each is planned briefly. Those with the shortest of these plans go on.
+3. Their replicas are planned with the effort asked for, and the fastest arrangement stays.
 4. Where their plans take unequally long, the arrangement is improved again with every replica's estimate
    corrected by its plan, and planned again, as long as the slowest replica gets faster.
 """
@@ -20,12 +19,16 @@ from zbv_solver.packing.batch import Batch
 from zbv_solver.packing.floor import packing_bound
 from zbv_solver.packing.packing import Packing, ReplicaPlan, RivalPacking
 from zbv_solver.packing.step_costs import StepCosts
+from zbv_solver.plans.certificate import certify
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
 Planner = Callable[[Problem, SearchOptions], Plan]
+Plans = tuple[ReplicaPlan, ...]
+FINALISTS = 2
+"""Arrangements of which all replicas are planned."""
 UNEQUAL = 0.002
 """Replicas are balanced again if the slowest takes this share longer than the average."""
 ROUNDS = 2
@@ -66,16 +69,14 @@ def pack(
     say("choosing microbatches")
     found = arrangements(packer, rivals, options.seed)
     planning = _Planning(batch, options, planner, say)
-    chosen = planning.best(found)
-    plans, chosen = planning.balanced(chosen)
+    plans, chosen = planning.balanced(*planning.fastest(planning.promising(found)))
+    certificate = certify(batch.problem, _step(plans), packing_bound(packer), "packings")
     results = [
         RivalPacking(
             name,
             sum(map(len, replicas)),
             arranged(packer, replicas).estimate,
-            max(each.plan.objective for each in planning.plans(arranged(packer, replicas)))
-            if compare
-            else None,
+            _step(planning.plans(arranged(packer, replicas))) if compare else None,
         )
         for name, replicas in rivals.items()
     ]
@@ -83,7 +84,8 @@ def pack(
         batch,
         plans,
         chosen.estimate,
-        packing_bound(packer),
+        certificate.lower_bound,
+        certificate.gap,
         tuple(results),
         options.effort,
         options.seed,
@@ -99,21 +101,26 @@ class _Planning:
     ) -> None:
         self.batch, self.options, self.planner, self.say = batch, options, planner, say
 
-    def best(self, found: Sequence[Arrangement]) -> Arrangement:
-        """The arrangement with the smallest step, judged by a brief plan of its slowest replica."""
-        if len(found) == 1:
-            return found[0]
+    def promising(self, found: Sequence[Arrangement]) -> list[Arrangement]:
+        """The arrangements with the smallest steps, judged by a brief plan of each one's slowest replica."""
+        if len(found) <= FINALISTS:
+            return list(found)
         brief = replace(self.options, effort="quick")
         planned = []
         for each in found:
             self.say(f"planning {sum(map(len, each.replicas))} microbatches")
             slowest = max(each.replicas, key=each.packer.estimate)
             planned.append(self._plan(slowest, brief).plan.objective)
-        return found[min(range(len(found)), key=lambda place: (planned[place], place))]
+        ranking = sorted(range(len(found)), key=lambda place: (planned[place], place))
+        return [found[place] for place in ranking[:FINALISTS]]
 
-    def balanced(self, chosen: Arrangement) -> tuple[tuple[ReplicaPlan, ...], Arrangement]:
+    def fastest(self, found: Sequence[Arrangement]) -> tuple[Plans, Arrangement]:
+        """The arrangement whose planned step is the smallest, and its plans."""
+        planned = [(self.plans(each), each) for each in found]
+        return min(planned, key=lambda each: _step(each[0]))
+
+    def balanced(self, plans: Plans, chosen: Arrangement) -> tuple[Plans, Arrangement]:
         """Plans of all replicas, after balancing them by their plans."""
-        plans = self.plans(chosen)
         for turn in range(ROUNDS):
             steps = [each.plan.objective for each in plans]
             if max(steps) <= (1 + UNEQUAL) * sum(steps) / len(steps):
@@ -124,12 +131,12 @@ class _Planning:
             ]
             changed = improved(chosen, self.options.seed + 1 + turn, weights)
             others = self.plans(changed)
-            if max(each.plan.objective for each in others) >= max(steps):
+            if _step(others) >= max(steps):
                 break
             plans, chosen = others, changed
         return plans, chosen
 
-    def plans(self, chosen: Arrangement) -> tuple[ReplicaPlan, ...]:
+    def plans(self, chosen: Arrangement) -> Plans:
         """Plans of all replicas."""
         made = []
         for place, own in enumerate(chosen.replicas):
@@ -140,6 +147,11 @@ class _Planning:
     def _plan(self, own: Sequence[Microbatch], options: SearchOptions) -> ReplicaPlan:
         contents = _small_at_both_ends(own)
         return ReplicaPlan(contents, self.planner(self.batch.problem_of(contents), options))
+
+
+def _step(plans: Plans) -> float:
+    """The objective of the slowest replica."""
+    return max(each.plan.objective for each in plans)
 
 
 def _small_at_both_ends(own: Sequence[Microbatch]) -> tuple[tuple[int, ...], ...]:

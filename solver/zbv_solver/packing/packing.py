@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from zbv_solver._version import __version__
@@ -64,12 +65,15 @@ class Packing:
     lower_bound
         A proven bound: no packing of the batch into microbatches of at most ``max_tokens`` tokens has plans
         with a smaller step time.
+    gap
+        step_time / lower_bound - 1.
     """
 
     batch: Batch
     replicas: tuple[ReplicaPlan, ...]
     estimate: float
     lower_bound: float
+    gap: float
     rivals: tuple[RivalPacking, ...]
     effort: str
     seed: int
@@ -80,11 +84,6 @@ class Packing:
         """The objective of the slowest replica's plan: all replicas wait for it."""
         return max(each.plan.objective for each in self.replicas)
 
-    @property
-    def gap(self) -> float:
-        """step_time / lower_bound - 1; 0 if both are 0."""
-        return self.step_time / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
-
 
 def packing_json(packing: Packing) -> dict[str, Any]:
     """A packing as a JSON document."""
@@ -93,7 +92,7 @@ def packing_json(packing: Packing) -> dict[str, Any]:
         "objective": batch.problem.objective,
         "step_time": number(packing.step_time),
         "lower_bound": number(packing.lower_bound),
-        "gap": packing.gap,
+        "gap": packing.gap if isfinite(packing.gap) else None,
         "estimate": number(packing.estimate),
         "replicas": [
             {

@@ -26,7 +26,9 @@ QUICK = SearchOptions("quick")
 def by_estimate(problem: Any, options: SearchOptions) -> Any:
     """A planner that answers with the estimate, so that packings can be tested without searches."""
     tokens, squares = (feature.value for feature in problem.features)
-    return SimpleNamespace(objective=sum(tokens) + sum(squares), problem=problem, effort=options.effort)
+    return SimpleNamespace(
+        objective=1e3 * (sum(tokens) + sum(squares)), problem=problem, effort=options.effort
+    )
 
 
 def test_a_batch_is_packed_planned_and_written() -> None:
@@ -34,6 +36,7 @@ def test_a_batch_is_packed_planned_and_written() -> None:
     found = zbv.pack(batch, compare=True)
     assert [len(each.microbatches) for each in found.replicas] == [4, 4, 4]
     assert found.lower_bound <= found.step_time == max(each.plan.objective for each in found.replicas)
+    assert found.gap == 0
     document = json.loads(json.dumps(packing_json(found)))
     assert document["step_time"] == pytest.approx(found.step_time)
     assert {each["name"] for each in document["baselines"]} == {
@@ -61,7 +64,9 @@ def test_replicas_are_balanced_again_by_their_plans() -> None:
 
     def planner(problem: Any, options: SearchOptions) -> Any:
         plan = by_estimate(problem, options)
-        plan.objective = sum(problem.features[0].value) * (1.5 if max(problem.features[0].value) > 40 else 1)
+        plan.objective = (
+            1e3 * sum(problem.features[0].value) * (1.5 if max(problem.features[0].value) > 40 else 1)
+        )
         return plan
 
     batch = parse_batch(batch_document([50] + [3] * 90, limit=None))

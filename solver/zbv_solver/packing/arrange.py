@@ -65,7 +65,7 @@ def arrangements(packer: Packer, rivals: dict[str, Replicas], seed: int) -> list
     ]
     starts.sort(key=lambda each: each.estimate)
     found = sorted(
-        (improved(each, seed) for each in (*starts[:STARTS], *_by_size(packer))),
+        (improved(each, seed) for each in (*map(_no_larger, starts[:STARTS]), *_by_size(packer))),
         key=lambda each: each.estimate,
     )
     kept: dict[frozenset[tuple[int, ...]], Arrangement] = {}
@@ -93,6 +93,12 @@ def improved(start: Arrangement, seed: int, weights: Sequence[float] | None = No
     search.run(min(MOST_TRIES, TRIES * len(start.packer.lengths)), Random(seed))
     estimate = max(map(start.packer.estimate, search.replicas))
     return Arrangement(start.packer, search.replicas, estimate)
+
+
+def _no_larger(start: Arrangement) -> Arrangement:
+    """The arrangement; its microbatches must not grow beyond the largest that has several sequences."""
+    tokens = [each.tokens for own in start.replicas for each in own if len(each.contents) > 1]
+    return replace(start, packer=replace(start.packer, capacity=max(tokens, default=1)))
 
 
 def _by_size(packer: Packer) -> Iterator[Arrangement]:

@@ -50,7 +50,7 @@ def pack(
     options
         Of the search of every replica's plan; a time limit holds for each.
     compare
-        Plan the rivals' packings, too.
+        Plan the rivals' packings, too. The packing is then no slower than any of them.
     say
         Called with what is being done.
     planner
@@ -69,16 +69,20 @@ def pack(
     say("choosing microbatches")
     found = arrangements(packer, rivals, options.seed)
     planning = _Planning(batch, options, planner, say)
-    plans, chosen = planning.balanced(*planning.fastest(planning.promising(found)))
+    usual = {name: arranged(packer, replicas) for name, replicas in rivals.items()}
+    compared = {name: planning.plans(each) for name, each in usual.items()} if compare else {}
+    finalists = [(planning.plans(each), each) for each in planning.promising(found)]
+    finalists += [(plans, usual[name]) for name, plans in compared.items()]
+    plans, chosen = planning.balanced(*min(finalists, key=lambda each: _step(each[0])))
     certificate = certify(batch.problem, _step(plans), packing_bound(packer), "packings")
     results = [
         RivalPacking(
             name,
-            sum(map(len, replicas)),
-            arranged(packer, replicas).estimate,
-            _step(planning.plans(arranged(packer, replicas))) if compare else None,
+            sum(map(len, each.replicas)),
+            each.estimate,
+            _step(compared[name]) if compare else None,
         )
-        for name, replicas in rivals.items()
+        for name, each in usual.items()
     ]
     return Packing(
         batch,
@@ -113,11 +117,6 @@ class _Planning:
             planned.append(self._plan(slowest, brief).plan.objective)
         ranking = sorted(range(len(found)), key=lambda place: (planned[place], place))
         return [found[place] for place in ranking[:FINALISTS]]
-
-    def fastest(self, found: Sequence[Arrangement]) -> tuple[Plans, Arrangement]:
-        """The arrangement whose planned step is the smallest, and its plans."""
-        planned = [(self.plans(each), each) for each in found]
-        return min(planned, key=lambda each: _step(each[0]))
 
     def balanced(self, plans: Plans, chosen: Arrangement) -> tuple[Plans, Arrangement]:
         """Plans of all replicas, after balancing them by their plans."""

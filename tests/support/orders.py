@@ -30,14 +30,15 @@ def random_orders(problem: Problem, random: Random) -> Orders:
         action = ready.pop(place)[1]
         rank = rank_of[action.stage]
         ranks[rank].append(action)
-        clock[rank] = start + float(problem.arrays.duration["FIWB".index(action.letter), action.stage])
+        kind = problem.arrays.kind_of[action.microbatch]
+        clock[rank] = start + float(problem.arrays.duration["FIWB".index(action.letter), action.stage, kind])
         ready += [(clock[rank] + lag, follower) for lag, follower in _followers(problem, action, random)]
     return Orders.from_actions(ranks)
 
 
 def _followers(problem: Problem, action: Action, random: Random) -> list[tuple[float, Action]]:
     stage, letter, j = action
-    transfer = problem.arrays.latency
+    transfer = problem.arrays.latency[:, problem.arrays.kind_of[j]]
     if letter == "F" and stage + 1 < problem.n_stages:
         return [(float(transfer[stage]), Action(stage + 1, "F", j))]
     if letter == "F":

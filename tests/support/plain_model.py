@@ -34,9 +34,9 @@ class _Plain:
 
     def __init__(self, problem: Problem, grid: Grid, most: int):
         self.problem, self.grid, self.model = problem, grid, cp_model.CpModel()
-        self.duration: list[list[int]] = grid.problem.arrays.duration.astype(int).tolist()
+        self.duration: list[list[int]] = grid.problem.arrays.of_equal().duration.astype(int).tolist()
         self.cells = list(product(range(problem.n_stages), range(problem.microbatches)))
-        lags = grid.problem.arrays.latency.astype(int).tolist()
+        lags = grid.problem.arrays.of_equal().latency.astype(int).tolist()
         self.most, self.horizon = most, 2 * most
         self.start = {(letter, *cell): self.time() for letter, cell in product((F, I, W, B), self.cells)}
         self.fused = {cell: self.model.new_bool_var("") for cell in self.cells}

@@ -47,6 +47,9 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full", enough: float = 
     (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`); it takes up to three seconds and is
     stronger still at half of 1F1B's memory or less.
     """
+    if not problem.is_equal:
+        loads = [problem.busy_time(rank) for rank in range(problem.pp_degree)]
+        return Bound(max(loads), f"load of rank {loads.index(max(loads))}")
     quick = one_machine_bounds(problem)
     best = Bound(0.0, "nothing to do")
     for rank, value in enumerate(quick):

@@ -71,17 +71,17 @@ def directions(problem: Problem) -> tuple[Direction, Direction]:
     Lemma 5 for the lengths, 8 for the reversal, 9 for ``capacity``, 12 for ``in_flight``, and 14 for
     ``work_per_memory``.
     """
-    arrays = problem.arrays
+    costs = problem.arrays.of_equal()
     stages = np.array(problem.placement.stages_of, dtype=np.int64)
     fusable = may_fuse(problem)
-    forward, inputs, weights, fused = arrays.duration
+    forward, inputs, weights, fused = costs.duration
     backward = np.where(fusable, np.minimum(inputs, fused), inputs)
     rest = np.where(fusable, np.minimum(inputs + weights, fused), inputs + weights) - backward
-    held = arrays.delta[F]
+    held = costs.delta[F]
     # This is g of Lemma 5: what a virtual backward releases.
-    by_input = np.clip(-arrays.delta[I], 0.0, held)
+    by_input = np.clip(-costs.delta[I], 0.0, held)
     zeros = np.zeros(problem.n_stages)
-    latency = np.append(arrays.latency, 0.0)
+    latency = np.append(costs.latency, 0.0)
     capacity = _capacity(problem) * (1 + AMOUNT_ROUNDING)
     in_flight = _in_flight(capacity, held[stages])
     is_split = np.where(fusable, 0, 1)[stages]
@@ -104,6 +104,7 @@ def directions(problem: Problem) -> tuple[Direction, Direction]:
 def _capacity(problem: Problem) -> FloatArray:
     """Limit less static memory (p,), as checks tolerate it, rounded down to what cells can add up to."""
     arrays = problem.arrays
+    delta = arrays.of_equal().delta
     capacity = np.full(problem.pp_degree, np.inf)
     for rank, stages in enumerate(problem.placement.stages_of):
         limit, static = float(arrays.limit[rank]), float(arrays.static[rank])
@@ -111,7 +112,7 @@ def _capacity(problem: Problem) -> FloatArray:
             continue
         # Capacity must not be below what the verifier admits: Lemma 9.
         space = limit - static + 2 * MEMORY_TOLERANCE * max(limit, static)
-        scale = integer_scale(arrays.delta[:3, list(stages)].ravel().tolist(), MOST_UNITS)
+        scale = integer_scale(delta[:3, list(stages)].ravel().tolist(), MOST_UNITS)
         capacity[rank] = space if scale is None else math.floor(space * scale) / scale
     return capacity
 

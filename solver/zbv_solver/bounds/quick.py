@@ -24,11 +24,12 @@ def one_machine_bounds(problem: Problem) -> list[float]:
     of the cheaper of I and B. The rest of the backward's cheapest work (mostly W) is not on the path of a
     microbatch: it is a separate job, without a tail.
     """
-    forward, inputs, weights, fused = problem.arrays.duration
+    costs = problem.arrays.of_equal()
+    forward, inputs, weights, fused = costs.duration
     on_path = np.minimum(inputs, fused)
     rest = np.minimum(fused, inputs + weights) - on_path
     length = np.concatenate([forward, on_path[::-1]])
-    transfer = problem.arrays.latency
+    transfer = costs.latency
     latency = np.concatenate([transfer, [0.0], transfer[::-1]])
     # When every position starts if one microbatch runs alone.
     start = np.concatenate([[0.0], np.cumsum(length[:-1] + latency)])

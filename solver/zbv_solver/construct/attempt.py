@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zbv_solver.construct.board import Board
+from zbv_solver.construct.tables import Tables
 from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.plans.orders import Orders
@@ -29,6 +30,8 @@ class Attempt:
         (p, 3 * chunks * m) int8 and (p,): codes (see :mod:`.tables`) of every rank, in order.
     span, makespan
         At earliest start, which makes ``span`` an upper bound of the exact span.
+    entry
+        (m,) the microbatch that enters as the k-th.
     rule
         The rule of list scheduling that placed all actions, if one rule did.
     """
@@ -39,20 +42,25 @@ class Attempt:
     length: IntArray
     span: float
     makespan: float
+    entry: IntArray
     rule: Rule | None = None
 
     @classmethod
-    def of(cls, method: str, problem: Problem, board: Board, rule: Rule | None = None) -> Attempt:
+    def of(
+        cls, method: str, problem: Problem, tables: Tables, board: Board, rule: Rule | None = None
+    ) -> Attempt:
         """The order on a complete board."""
-        code, length = board.code.copy(), board.length.copy()
-        return cls(method, problem, code, length, board.span, board.makespan, rule)
+        code, length, entry = board.code.copy(), board.length.copy(), tables.entry.copy()
+        return cls(method, problem, code, length, board.span, board.makespan, entry, rule)
 
     @classmethod
-    def retimed(cls, method: str, problem: Problem, code: IntArray, length: IntArray) -> Attempt:
+    def retimed(
+        cls, method: str, problem: Problem, code: IntArray, length: IntArray, entry: IntArray
+    ) -> Attempt:
         """An order whose codes were made for other costs, or were changed since: timed again."""
-        orders = to_orders(code, length, problem)
+        orders = to_orders(code, length, problem, entry)
         makespan, span = earliest_start_values(problem, orders)
-        return cls(method, problem, code.copy(), length.copy(), span, makespan)
+        return cls(method, problem, code.copy(), length.copy(), span, makespan, entry.copy())
 
     @property
     def value(self) -> float:
@@ -62,23 +70,23 @@ class Attempt:
     @cached_property
     def orders(self) -> Orders:
         """The attempt's order."""
-        return to_orders(self.code, self.length, self.problem)
+        return to_orders(self.code, self.length, self.problem, self.entry)
 
 
-def to_orders(code: IntArray, length: IntArray, problem: Problem) -> Orders:
-    """Orders from codes (p, n) int8 and lengths (p,).
+def to_orders(code: IntArray, length: IntArray, problem: Problem, entry: IntArray) -> Orders:
+    """Orders from codes (p, n) int8, lengths (p,), and the order of entry (m,).
 
-    Microbatches ascend: the k-th action of a stage and letter runs microbatch k. B and I are counted
+    The k-th action of a stage and letter runs the microbatch that enters as the k-th. B and I are counted
     together, and a W runs the microbatch of the oldest I without a W.
     """
     stages = np.array(problem.placement.stages_of, dtype=np.int32)
     offset = np.concatenate(([0], np.cumsum(length))).astype(np.int64)
     stage, letter, microbatch = _numbered(code, offset, stages, problem.n_stages, problem.microbatches)
-    return Orders(stage, letter, microbatch, offset)
+    return Orders(stage, letter, entry.astype(np.int32)[microbatch], offset)
 
 
-def from_orders(orders: Orders, problem: Problem) -> tuple[IntArray, IntArray]:
-    """Codes (p, 3 * chunks * m) int8 and lengths (p,) of orders, without the microbatch numbers."""
+def from_orders(orders: Orders, problem: Problem) -> tuple[IntArray, IntArray, IntArray]:
+    """Codes (p, 3 * chunks * m) int8, lengths (p,), and the order of entry (m,), that of the first stage."""
     chunk_of = np.array(problem.placement.chunk_of, dtype=np.int8)
     flat = chunk_of[orders.stage] * 4 + orders.letter
     p = problem.pp_degree
@@ -86,7 +94,8 @@ def from_orders(orders: Orders, problem: Problem) -> tuple[IntArray, IntArray]:
     for rank in range(p):
         part = flat[orders.slice_of(rank)]
         code[rank, : len(part)] = part
-    return code, np.diff(orders.offset)
+    entry = orders.microbatch[(orders.stage == 0) & (orders.letter == F)]
+    return code, np.diff(orders.offset), entry.astype(np.int64)
 
 
 @compiled

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.costs import Costs, Deltas, Memory
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import B, Costs, F, I, Memory, Problem, W
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 Rows = NDArray[np.int32]
 """A rank's list, (n, 3): stage, letter code, microbatch."""
@@ -136,10 +137,16 @@ def merge_stages(problem: Problem) -> Problem:
 
     Costs and deltas are summed; transfers remain only between merged stages.
     """
-    costs, memory, chunks = problem.costs, problem.memory, problem.placement.chunks
+    memory, chunks = problem.memory, problem.placement.chunks
 
     def merged(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[k : k + chunks]) for k in range(0, len(values), chunks))
+
+    def merged_costs(costs: Costs) -> Costs:
+        return costs.mapped(merged, costs.p2p[chunks - 1 :: chunks])
+
+    def merged_deltas(deltas: Deltas) -> Deltas:
+        return Deltas(merged(deltas.forward), merged(deltas.backward_input), merged(deltas.backward_weight))
 
     static, model = memory.static, problem.model
     if model is not None:
@@ -149,19 +156,11 @@ def merge_stages(problem: Problem) -> Problem:
         problem,
         placement=Placement.of("single", problem.pp_degree),
         model=model,
-        costs=Costs(
-            forward=merged(costs.forward),
-            backward_input=merged(costs.backward_input),
-            backward_weight=merged(costs.backward_weight),
-            p2p=costs.p2p[chunks - 1 :: chunks],
-            backward=None if costs.backward is None else merged(costs.backward),
-        ),
-        memory=Memory(
-            forward=merged(memory.forward),
-            backward_input=merged(memory.backward_input),
-            backward_weight=merged(memory.backward_weight),
-            static=static,
-            limit=memory.limit,
+        costs=merged_costs(problem.costs),
+        memory=Memory(**vars(merged_deltas(memory)), static=static, limit=memory.limit),
+        features=tuple(
+            replace(each, costs=merged_costs(each.costs), memory=merged_deltas(each.memory))
+            for each in problem.features
         ),
     )
 

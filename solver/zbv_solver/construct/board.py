@@ -13,7 +13,7 @@ import numpy as np
 
 from zbv_solver.construct.tables import Tables
 from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
 from zbv_solver.problem.problem import F, I, Problem, W
 
 CLOCK, HELD, IDLE, FIRST = range(4)
@@ -36,6 +36,9 @@ class Board(NamedTuple):
     queue, ends
         (p, chunks * m) int8 and (p, 2): chunks of the waiting W's, oldest first, and the FRONT and BACK
         of this queue.
+    split, splits
+        (p, chunks, m) int32 and (p, chunks, 2): the microbatches that ran I, in order, and how many of them
+        ran W (FRONT) and I (BACK).
     code, length
         (p, 3 * chunks * m) int8 and (p,): the order so far.
     halt
@@ -47,6 +50,8 @@ class Board(NamedTuple):
     end: FloatArray
     queue: IntArray
     ends: IntArray
+    split: IntArray
+    splits: IntArray
     code: IntArray
     length: IntArray
     halt: IntArray
@@ -61,6 +66,8 @@ class Board(NamedTuple):
             end=np.zeros((positions, m)),
             queue=np.zeros((p, chunks * m), np.int8),
             ends=np.zeros((p, 2), np.int64),
+            split=np.zeros((p, chunks, m), np.int32),
+            splits=np.zeros((p, chunks, 2), np.int64),
             code=np.zeros((p, 3 * chunks * m), np.int8),
             length=np.zeros(p, np.int64),
             halt=np.zeros(1, np.uint8) if halt is None else halt,
@@ -91,6 +98,7 @@ def clear(tables: Tables, board: Board) -> None:  # pragma: no cover - compiled
     """Remove everything from the board."""
     board.placed.fill(0)
     board.ends.fill(0)
+    board.splits.fill(0)
     board.length.fill(0)
     board.level.fill(0.0)
     for rank in range(len(tables.static)):
@@ -109,21 +117,37 @@ def place(
     else:
         # Idle time before the first start does not count: a span begins there.
         level[rank, IDLE] += start - level[rank, CLOCK]
-    finish = start + tables.duration[rank, action]
+    letter, chunk = action & 3, action >> 2
+    kind = next_kind(tables, board, rank, action)
+    finish = start + tables.duration[rank, action, kind]
     level[rank, CLOCK] = finish
-    level[rank, HELD] += tables.delta[rank, action]
+    level[rank, HELD] += tables.delta[rank, action, kind]
     board.code[rank, at] = action
     board.length[rank] = at + 1
-    letter = action & 3
     if letter == W:
-        _leave_queue(board, rank, action >> 2)
+        board.splits[rank, chunk, FRONT] += 1
+        _leave_queue(board, rank, chunk)
         return
     position = tables.position[rank, action]
-    board.end[position, board.placed[position]] = finish
-    board.placed[position] += 1
+    k = board.placed[position]
+    board.end[position, k] = finish
+    board.placed[position] = k + 1
     if letter == I:
-        board.queue[rank, board.ends[rank, BACK]] = action >> 2
+        board.split[rank, chunk, board.splits[rank, chunk, BACK]] = k
+        board.splits[rank, chunk, BACK] += 1
+        board.queue[rank, board.ends[rank, BACK]] = chunk
         board.ends[rank, BACK] += 1
+
+
+@compiled_inline
+def next_kind(tables: Tables, board: Board, rank: int, action: int) -> int:  # pragma: no cover - compiled
+    """The kind of the microbatch that the next action of a code runs; there must be one."""
+    if tables.duration.shape[2] == 1:
+        return ZERO
+    chunk = action >> 2
+    if action & 3 == W:
+        return int(tables.kind[board.split[rank, chunk, board.splits[rank, chunk, FRONT]]])
+    return int(tables.kind[board.placed[tables.position[rank, action]]])
 
 
 @compiled_leaf
@@ -151,7 +175,7 @@ def arrival(tables: Tables, board: Board, rank: int, action: int) -> float:  # p
         return np.inf
     if position == 0:
         return 0.0
-    return float(board.end[position - 1, k] + tables.latency[position])
+    return float(board.end[position - 1, k] + tables.latency[position, tables.kind[k]])
 
 
 @compiled_leaf
@@ -162,18 +186,46 @@ def admits_forward(
 
     A microbatch releases its forwards' memory only after its last forward. So a forward is admitted if the
     forwards that follow it on this rank fit too, or if an older microbatch has finished all of its forwards
-    here: that one can run its backwards and will release as much.
+    here: that one can run its backwards and will release as much. Where microbatches differ,
+    :func:`stays_safe` must hold, too.
     """
     position, delta, limit = tables.position, tables.delta, tables.limit[rank]
     chunks, held = position.shape[1] // 4, board.level[rank, HELD]
+    kind = next_kind(tables, board, rank, 4 * chunk + F)
     following = 0.0
     for later in range(chunk, chunks):
-        following += delta[rank, 4 * later + F]
-    if held + following <= limit:
-        return True
-    fits = held + delta[rank, 4 * chunk + F] <= limit
-    innermost, backward = position[rank, 4 * (chunks - 1) + F], position[rank, I]
-    return bool(fits and board.placed[innermost] > board.placed[backward])
+        following += delta[rank, 4 * later + F, kind]
+    if held + following > limit:
+        fits = held + delta[rank, 4 * chunk + F, kind] <= limit
+        innermost, backward = position[rank, 4 * (chunks - 1) + F], position[rank, I]
+        if not (fits and board.placed[innermost] > board.placed[backward]):
+            return False
+    return tables.duration.shape[2] == 1 or stays_safe(tables, board, rank, chunk)
+
+
+@compiled_leaf
+def stays_safe(tables: Tables, board: Board, rank: int, chunk: int) -> bool:  # pragma: no cover - compiled
+    """Whether the rank can complete one microbatch after another if it runs the next F of a chunk now.
+
+    At worst it completes them in the order of entry, and each releases its memory before the next one runs
+    its missing forwards (the banker's algorithm, Dijkstra 1965). So for every microbatch with missing
+    forwards, these must fit together with the forwards of all younger ones.
+    """
+    position, placed = tables.position, board.placed
+    chunks, held = position.shape[1] // 4, tables.static[rank]
+    admitted = placed[position[rank, 4 * chunk + F]]
+    youngest = max(placed[position[rank, F]] - 1, admitted)
+    for k in range(youngest, placed[position[rank, 4 * (chunks - 1) + F]] - 1, -1):
+        missing, kind = 0.0, tables.kind[k]
+        for each in range(chunks):
+            amount = tables.delta[rank, 4 * each + F, kind]
+            if k < placed[position[rank, 4 * each + F]] or (each == chunk and k == admitted):
+                held += amount
+            else:
+                missing += amount
+        if held + missing > tables.limit[rank]:
+            return False
+    return True
 
 
 @compiled_leaf

@@ -25,8 +25,10 @@ from zbv_solver.construct.board import (
     admits_forward,
     arrival,
     clear,
+    next_kind,
     place,
 )
+from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes
 from zbv_solver.construct.tables import Tables, fuse_options, make_tables
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
@@ -55,6 +57,8 @@ class GreedyParameters(NamedTuple):
         (p,) further idle time allowed, such as the bubbles of the previous pass.
     warm_up_limit
         (p,) memory that the forwards of the warm-up may use.
+    entry
+        (m,) the microbatch that enters as the k-th.
     """
 
     fill_forward: bool
@@ -62,6 +66,7 @@ class GreedyParameters(NamedTuple):
     surplus: FloatArray
     allowance: FloatArray
     warm_up_limit: FloatArray
+    entry: IntArray
 
 
 class GreedyV:
@@ -83,30 +88,39 @@ class GreedyV:
         self.tables = make_tables(problem, fuse)
         self.has_true_costs = True
         if mean_costs:
-            letters = self.tables.duration.reshape(-1, 4).mean(axis=0)
-            mean = np.tile(letters, (problem.pp_degree, CHUNKS))
+            letters = self.tables.duration.reshape(-1, 4, self.tables.kinds).mean(axis=0)
+            mean = np.tile(letters, (problem.pp_degree, CHUNKS, 1))
             self.has_true_costs = np.array_equal(mean, self.tables.duration)
             self.tables = self.tables._replace(duration=mean)
         self.board = Board.of(self.tables, halt)
 
-    def default(self, fill_forward: bool = True, fill_backward: bool = True) -> GreedyParameters:
+    def default(
+        self, fill_forward: bool = True, fill_backward: bool = True, peak: float = PEAKS[0]
+    ) -> GreedyParameters:
         """The published parameters, for a first pass."""
         loads, limit = self.tables.loads(), self.tables.limit
         return GreedyParameters(
-            fill_forward, fill_backward, loads.max() - loads, np.zeros(len(loads)), limit.copy()
+            fill_forward,
+            fill_backward,
+            loads.max() - loads,
+            np.zeros(len(loads)),
+            limit.copy(),
+            mountain(sizes(self.problem), peak),
         )
 
     def lay(self, parameters: GreedyParameters) -> bool:
         """Fill the board; whether all actions were placed."""
         tables, board = self.tables, self.board
+        if not self.problem.is_equal:
+            tables.enter(parameters.entry, self.problem.arrays.kind_of)
         _lay(tables, board, parameters)
         return board.is_complete(tables)
 
     def attempt(self, method: str) -> Attempt:
         """The complete board as an order, timed with the true costs."""
         if self.has_true_costs:
-            return Attempt.of(method, self.problem, self.board)
-        return Attempt.retimed(method, self.problem, self.board.code, self.board.length)
+            return Attempt.of(method, self.problem, self.tables, self.board)
+        return Attempt.retimed(method, self.problem, self.board.code, self.board.length, self.tables.entry)
 
 
 def get_v_schedule(problem: Problem) -> Iterator[Attempt]:
@@ -116,11 +130,12 @@ def get_v_schedule(problem: Problem) -> Iterator[Attempt]:
             greedy = GreedyV(problem, fuse, mean_costs=mean_costs)
             if mean_costs and greedy.has_true_costs:
                 break  # all stages are equal, so the orders would be the same
-            for fill_forward, fill_backward in product((True, False), repeat=2):
+            peaks = PEAKS[:1] if problem.is_equal else PEAKS
+            for fill_forward, fill_backward, peak in product((True, False), (True, False), peaks):
                 fills = f"fill_f={int(fill_forward)},fill_b={int(fill_backward)}"
                 costs = "mean" if mean_costs else "true"
                 method = f"greedy-v({fills},costs={costs},fuse={fuse_name})"
-                for _ in _with_reruns(greedy, greedy.default(fill_forward, fill_backward)):
+                for _ in _with_reruns(greedy, greedy.default(fill_forward, fill_backward, peak)):
                     yield greedy.attempt(method)
 
 
@@ -196,8 +211,8 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
         while (
             progress
             and placed[position[rank, F]] < m
-            and level[rank, CLOCK] + tables.duration[rank, F] <= ready
-            and _has_reserve(tables.delta, warm_up_limit, level, rank)
+            and level[rank, CLOCK] + tables.duration[rank, F, next_kind(tables, board, rank, ZERO)] <= ready
+            and _has_reserve(tables, board, warm_up_limit, rank)
         ):
             progress = False
             for upstream in range(rank + 1):
@@ -226,12 +241,17 @@ def _forwards(position: IntArray, placed: IntArray, rank: int) -> int:  # pragma
 
 @compiled_leaf
 def _has_reserve(
-    delta: FloatArray, warm_up_limit: FloatArray, level: FloatArray, rank: int
+    tables: Tables, board: Board, warm_up_limit: FloatArray, rank: int
 ) -> bool:  # pragma: no cover - compiled
-    """Whether ranks 0 to ``rank`` keep memory for the forwards that precede their first backward."""
+    """Whether ranks 0 to ``rank`` keep memory for the forwards that precede their first backward.
+
+    Where microbatches differ, those are taken to be like the next one of the rank.
+    """
+    delta = tables.delta
     for upstream in range(rank + 1):
-        pair = delta[upstream, F] + delta[upstream, 4 + F]
-        if level[upstream, HELD] + (rank + 1) * pair > warm_up_limit[upstream]:
+        kind = tables.kind[min(board.placed[tables.position[upstream, F]], len(tables.kind) - 1)]
+        pair = delta[upstream, F, kind] + delta[upstream, 4 + F, kind]
+        if board.level[upstream, HELD] + (rank + 1) * pair > warm_up_limit[upstream]:
             return False
     return True
 
@@ -295,7 +315,8 @@ def _fill_and_place(
     # remains is larger than the slack.
     while ends[rank, FRONT] < ends[rank, BACK]:
         weight = 4 * board.queue[rank, ends[rank, FRONT]] + W
-        fits = level[rank, CLOCK] + tables.duration[rank, weight] <= ready
+        takes = tables.duration[rank, weight, next_kind(tables, board, rank, weight)]
+        fits = level[rank, CLOCK] + takes <= ready
         overfills = fill and ready - level[rank, CLOCK] > slack
         if not fits and not overfills:
             break
@@ -312,7 +333,7 @@ def _fill_and_place(
     else:
         # Release memory with W's first. If it still does not suffice, fuse: a B releases at once what its W
         # would.
-        grows = max(0.0, tables.delta[rank, action])
+        grows = max(0.0, tables.delta[rank, action, next_kind(tables, board, rank, action)])
         while level[rank, HELD] + grows > limit and ends[rank, FRONT] < ends[rank, BACK]:
             _place_weight(tables, board, rank)
         if level[rank, HELD] + grows > limit:

@@ -12,7 +12,19 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.board import CLOCK, FIRST, HELD, IDLE, Board, admits_forward, clear
+from zbv_solver.construct.board import (
+    BACK,
+    CLOCK,
+    FIRST,
+    FRONT,
+    HELD,
+    IDLE,
+    Board,
+    admits_forward,
+    clear,
+    next_kind,
+)
+from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes
 from zbv_solver.construct.tables import Tables, make_tables
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
@@ -49,15 +61,12 @@ class Choices(NamedTuple):
         (leaves,) start plus delay; inf where nothing can start. ``leaves`` is a power of two.
     first
         (2 * leaves,) the rank with the smallest key, by subtree of a complete binary tree over the ranks.
-    weights
-        (p, c) number of waiting W's.
     """
 
     action: IntArray
     begin: FloatArray
     key: FloatArray
     first: IntArray
-    weights: IntArray
 
     @classmethod
     def of(cls, tables: Tables) -> Choices:
@@ -69,16 +78,20 @@ class Choices(NamedTuple):
             np.zeros(p),
             np.zeros(leaves),
             np.zeros(2 * leaves, np.int64),
-            np.zeros((p, tables.chunks), np.int64),
         )
 
 
 class InjectionScheduler:
     """Constructs orders of one problem by injections, on one board that is reused."""
 
-    def __init__(self, problem: Problem, fuse: BoolArray | None = None, halt: IntArray | None = None):
+    def __init__(
+        self,
+        problem: Problem,
+        fuse: BoolArray | None = None,
+        halt: IntArray | None = None,
+    ):
         self.problem = problem
-        self.tables = make_tables(problem, fuse)
+        self.tables = make_tables(problem, fuse, mountain(sizes(problem), PEAKS[0]))
         self.board = Board.of(self.tables, halt)
         self.choices = Choices.of(self.tables)
         self.least_loads = self.tables.loads(least=True) * (1 - ROUNDING)
@@ -98,7 +111,7 @@ class InjectionScheduler:
         """The order at earliest start, or None if it is incomplete."""
         if self.value(injection) == float("inf"):
             return None
-        return Attempt.retimed(method, self.problem, self.board.code, self.board.length)
+        return Attempt.retimed(method, self.problem, self.board.code, self.board.length, self.tables.entry)
 
 
 @compiled_leaf
@@ -119,7 +132,6 @@ def inject(
     level, placed, code, length = board.level, board.placed, board.code, board.length
     p, positions, m = len(board.length), len(tables.latency), tables.microbatches
     clear(tables, board)
-    choices.weights.fill(0)
     choices.key.fill(np.inf)
     for rank in range(len(choices.key)):
         choices.first[len(choices.key) + rank] = rank
@@ -142,19 +154,21 @@ def inject(
             rank
         ] > most:
             return False
-        level[rank, CLOCK] = begin + tables.duration[rank, action]
-        level[rank, HELD] += tables.delta[rank, action]
+        kind = next_kind(tables, board, rank, action)
+        level[rank, CLOCK] = begin + tables.duration[rank, action, kind]
+        level[rank, HELD] += tables.delta[rank, action, kind]
         code[rank, at] = action
         length[rank] = at + 1
         letter, chunk = action & 3, action >> 2
         if letter == W:
-            choices.weights[rank, chunk] -= 1
+            board.splits[rank, chunk, FRONT] += 1
             _choose(tables, board, choices, injection, rank)
             continue
-        if letter == I:
-            choices.weights[rank, chunk] += 1
         missing -= 1
         here = tables.position[rank, action]
+        if letter == I:
+            board.split[rank, chunk, board.splits[rank, chunk, BACK]] = placed[here]
+            board.splits[rank, chunk, BACK] += 1
         board.end[here, placed[here]] = level[rank, CLOCK]
         placed[here] += 1
         _choose(tables, board, choices, injection, rank)
@@ -164,8 +178,8 @@ def inject(
             if waiting != rank:
                 _offer(tables, board, choices, injection, waiting, here + 1)
     for rank in range(p):
-        for chunk in range(choices.weights.shape[1]):
-            missing += choices.weights[rank, chunk]
+        for chunk in range(board.splits.shape[1]):
+            missing += board.splits[rank, chunk, BACK] - board.splits[rank, chunk, FRONT]
     return bool(missing == 0)
 
 
@@ -174,13 +188,13 @@ def _choose(
     tables: Tables, board: Board, choices: Choices, injection: Injection, rank: int
 ) -> None:  # pragma: no cover - compiled
     """Choose the next action of a rank from all that could start."""
-    chunks = choices.weights.shape[1]
+    chunks = board.splits.shape[1]
     clock = board.level[rank, CLOCK]
     choices.key[rank] = np.inf
     for chunk in range(chunks):
         for letter in (F, I):
             _consider(tables, board, choices, injection, rank, 4 * chunk + letter)
-        if choices.weights[rank, chunk] > 0:
+        if board.splits[rank, chunk, FRONT] < board.splits[rank, chunk, BACK]:
             key = clock + injection.delay[rank, 2 * chunks + chunk]
             if key < choices.key[rank]:
                 choices.key[rank], choices.begin[rank] = key, clock
@@ -193,7 +207,7 @@ def _offer(
     tables: Tables, board: Board, choices: Choices, injection: Injection, rank: int, here: int
 ) -> None:  # pragma: no cover - compiled
     """Compare a rank's choice with the action whose input has just become known."""
-    chunks = choices.weights.shape[1]
+    chunks = board.splits.shape[1]
     for chunk in range(chunks):
         for letter in (F, I):
             if tables.position[rank, 4 * chunk + letter] == here:
@@ -215,10 +229,10 @@ def _consider(
     if here == 0:
         ready = injection.entry[k]
     elif board.placed[here - 1] > k:
-        ready = board.end[here - 1, k] + tables.latency[here]
+        ready = board.end[here - 1, k] + tables.latency[here, tables.kind[k]]
     else:
         return
-    chunk, chunks = action >> 2, choices.weights.shape[1]
+    chunk, chunks = action >> 2, board.splits.shape[1]
     begin = max(board.level[rank, CLOCK], ready)
     if action & 3 == F:
         key = begin + injection.delay[rank, chunk]
@@ -228,7 +242,7 @@ def _consider(
         key = begin + injection.delay[rank, chunks + chunk]
         if key >= choices.key[rank]:
             return
-        grows = max(0.0, tables.delta[rank, action])
+        grows = max(0.0, tables.delta[rank, action, tables.kind[k]])
         if tables.fuse[rank, chunk] or board.level[rank, HELD] + grows > tables.limit[rank]:
             action = 4 * chunk + B
     choices.key[rank], choices.begin[rank], choices.action[rank] = key, begin, action

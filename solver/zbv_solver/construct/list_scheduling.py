@@ -16,9 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.board import BACK, CLOCK, FIRST, FRONT, HELD, IDLE, Board, arrival, place, replay
+from zbv_solver.construct.board import (
+    BACK,
+    CLOCK,
+    FIRST,
+    FRONT,
+    HELD,
+    IDLE,
+    Board,
+    arrival,
+    next_kind,
+    place,
+    replay,
+    stays_safe,
+)
+from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes
 from zbv_solver.construct.tables import Tables, fuse_options, make_tables
-from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
+from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, W
@@ -45,18 +59,30 @@ class Rule(NamedTuple):
     patience
         (p, PHASES) float64: a W may start if it delays the next known arrival by at most this share of its
         duration.
+    room
+        (p,) float64: most memory that a rank may hold after an F of the first chunk, where microbatches
+        differ, unless none is in flight there.
+    entry
+        (m,) the microbatch that enters as the k-th.
     """
 
     priority: FloatArray
     target: IntArray
     cap: IntArray
     patience: FloatArray
+    room: FloatArray
+    entry: IntArray
 
 
 class ListScheduler:
     """Constructs orders of one problem by rules, on one board that is reused."""
 
-    def __init__(self, problem: Problem, fuse: BoolArray | None = None, halt: IntArray | None = None):
+    def __init__(
+        self,
+        problem: Problem,
+        fuse: BoolArray | None = None,
+        halt: IntArray | None = None,
+    ):
         self.problem = problem
         self.tables = make_tables(problem, fuse)
         self.board = Board.of(self.tables, halt)
@@ -75,6 +101,8 @@ class ListScheduler:
             rule places the others. The kept actions must be executable without the others.
         """
         tables, board = self.tables, self.board
+        if not self.problem.is_equal:
+            tables.enter(rule.entry, self.problem.arrays.kind_of)
         codes, until = (board.code, np.zeros_like(board.length)) if kept is None else kept
         replay(tables, board, codes, until)
         complete = _schedule(tables, board, rule, self.least_loads, self.is_span, most)
@@ -89,7 +117,7 @@ class ListScheduler:
         """The rule's order, or None if it is incomplete."""
         if self.value(rule) == float("inf"):
             return None
-        return Attempt.of(method, self.problem, self.board, rule)
+        return Attempt.of(method, self.problem, self.tables, self.board, rule)
 
 
 PREFERENCES = {
@@ -100,13 +128,37 @@ PREFERENCES = {
 """The letter that goes first, and whether the later chunks (deep) or the earlier ones go first."""
 
 
+CAPS, ROOMS = (1.0, 0.75, 1.4, 2.0), (1.0, 0.85, 0.7)
+"""For microbatches that differ: shares of the microbatches that fit on average, and of the memory."""
+
+
 def priority_schedules(problem: Problem, shares: tuple[float, ...] = (1.0, 0.75)) -> Iterator[Attempt]:
     """Orders of a small portfolio of rules; ``shares`` scale the caps that memory allows."""
+    if not problem.is_equal:
+        yield from _schedules_by_entry(problem)
+        return
     for fuse_name, fuse in fuse_options(problem):
         scheduler = ListScheduler(problem, fuse)
         for name, share, patience in product(PREFERENCES, shares, (0.0, 0.5)):
             rule = simple_rule(problem, name, share, patience)
             method = f"list({name},cap={share:g},patience={patience:g},fuse={fuse_name})"
+            attempt = scheduler.attempt(rule, method)
+            if attempt is not None:
+                yield attempt
+
+
+def _schedules_by_entry(problem: Problem) -> Iterator[Attempt]:
+    """Orders of a portfolio of rules and orders of entry, for microbatches that differ."""
+    size, arrays = sizes(problem), problem.arrays
+    room = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
+    for fuse_name, fuse in fuse_options(problem):
+        scheduler = ListScheduler(problem, fuse)
+        grid = product((0.0, 0.5), ROOMS, CAPS, PEAKS, PREFERENCES)
+        for patience, held, share, peak, name in grid:
+            rule = simple_rule(problem, name, share, patience)._replace(
+                room=arrays.static + held * room, entry=mountain(size, peak)
+            )
+            method = f"list({name},cap={share:g},room={held:g},peak={peak:g},fuse={fuse_name})"
             attempt = scheduler.attempt(rule, method)
             if attempt is not None:
                 yield attempt
@@ -126,6 +178,8 @@ def simple_rule(problem: Problem, preference: str, share: float, patience: float
         target=np.zeros((p, chunks), np.int64),
         cap=np.maximum(1, np.ceil(caps * share)).astype(np.int64),
         patience=np.full((p, PHASES), patience),
+        room=np.full(p, np.inf),
+        entry=mountain(sizes(problem), PEAKS[0]),
     )
 
 
@@ -133,7 +187,8 @@ def in_flight_caps(problem: Problem) -> NDArray[np.int64]:
     """Most microbatches in flight per rank (p,): as many as memory allows, but at most 2p."""
     stages = np.array(problem.placement.stages_of)
     arrays = problem.arrays
-    held = arrays.delta[F][stages].sum(axis=1)
+    average = arrays.delta[F] @ (arrays.count / problem.microbatches)
+    held = average[stages].sum(axis=1)
     room = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
     allowed = np.divide(room, held, out=np.full_like(room, np.inf), where=held > 0)
     most = min(2 * problem.pp_degree, problem.microbatches)
@@ -173,7 +228,8 @@ def _schedule(
     target, cap, patience = rule.target, rule.cap, rule.patience
     p, positions = position.shape[0], len(latency)
     chunks, m = position.shape[1] // 4, tables.microbatches
-    slot, ready, flight, needs = _ready(tables, board)
+    slot, ready, flight = _ready(tables, board)
+    is_equal, kind_of = duration.shape[2] == 1, tables.kind
     wishes, innermost = rule.priority.reshape(-1), 4 * (chunks - 1)
     # A complete binary tree: the leaf of a rank is at ``leaves + rank``, and the padding never starts (inf).
     leaves = 1
@@ -201,8 +257,18 @@ def _schedule(
                 input_at, in_flight = ready[one * 2 * chunks + chunk], flight[one * chunks + chunk]
                 if input_at < np.inf and (chunk > 0 or in_flight < cap[one, min(phase, 1)]):
                     # The rule of board.admits_forward.
-                    after = held + delta[one, 4 * chunk + F]
-                    if held + needs[one * chunks + chunk] <= room or (after <= room and completes):
+                    kind = ZERO if is_equal else kind_of[placed[position[one, 4 * chunk + F]]]
+                    needs = 0.0
+                    for later in range(chunk, chunks):
+                        needs += delta[one, 4 * later + F, kind]
+                    after = held + delta[one, 4 * chunk + F, kind]
+                    if (held + needs <= room or (after <= room and completes)) and (
+                        is_equal
+                        or (
+                            (chunk > 0 or after <= rule.room[one] or in_flight == 0)
+                            and stays_safe(tables, board, one, chunk)
+                        )
+                    ):
                         begin = max(clock, input_at)
                         # ``over`` selects the second group of priorities: forwards on a chunk that has
                         # reached its target.
@@ -218,7 +284,8 @@ def _schedule(
                 if input_at < np.inf:
                     begin = max(clock, input_at)
                     letter = B if fuse[one, chunk] else I
-                    if letter == I and held + max(0.0, delta[one, 4 * chunk + I]) > room:
+                    kind = ZERO if is_equal else kind_of[placed[position[one, 4 * chunk + I]]]
+                    if letter == I and held + max(0.0, delta[one, 4 * chunk + I, kind]) > room:
                         letter, blocked = B, True
                     wish = wishes[kinds + 2 * chunks + chunk]
                     if begin < best_start or (begin == best_start and wish < best_wish):
@@ -229,8 +296,9 @@ def _schedule(
                 # Without any known input, ``best_start`` is inf and the overlap -inf, so a waiting W always
                 # runs. If memory blocks an action, a W runs instead of idling or fusing, because it may
                 # release memory.
-                overlap = clock + duration[one, weight] - best_start
-                fills = best_start > clock and overlap <= patience[one, phase] * duration[one, weight]
+                length = duration[one, weight, next_kind(tables, board, one, weight)]
+                overlap = clock + length - best_start
+                fills = best_start > clock and overlap <= patience[one, phase] * length
                 if fills or (blocked and (best_start > clock or best & 3 == B)):
                     start[one], best = clock, weight
             chosen[one] = best
@@ -268,7 +336,7 @@ def _schedule(
             # Only the microbatch just placed can be the one that the next position lacks. If that position is
             # further behind, the arrival of its next input is known already.
             if here + 1 < positions and placed[here + 1] == placed[here] - 1:
-                input_at = level[rank, CLOCK] + latency[here + 1]
+                input_at = level[rank, CLOCK] + latency[here + 1, kind_of[placed[here] - 1]]
                 ready[slot[here + 1]] = input_at
                 waiting = host[here + 1]
                 # No new choice is needed if that rank has an F or I to start at once.
@@ -289,7 +357,7 @@ def _schedule(
 @compiled
 def _ready(
     tables: Tables, board: Board
-) -> tuple[IntArray, FloatArray, IntArray, FloatArray]:  # pragma: no cover - compiled
+) -> tuple[IntArray, FloatArray, IntArray]:  # pragma: no cover - compiled
     """The numbers that choices depend on, flat and by rank, so that a choice reads few adjacent numbers.
 
     Returns
@@ -301,27 +369,18 @@ def _ready(
         unknown.
     flight
         (p * chunks,) microbatches in flight.
-    needs
-        (p * chunks,) memory of one F on the chunk and on every later one.
     """
-    position, delta, placed = tables.position, tables.delta, board.placed
+    position, placed = tables.position, board.placed
     p, chunks = position.shape[0], position.shape[1] // 4
     slot = np.zeros(len(placed), np.int64)
     ready = np.full(p * 2 * chunks, np.inf)
     flight = np.zeros(p * chunks, np.int64)
-    needs = np.zeros(p * chunks)
     for rank in range(p):
-        following = 0.0
         for chunk in range(chunks):
-            following += delta[rank, 4 * chunk + F]
-        # Sums of a suffix: the F of this chunk and of all later ones, as in board.admits_forward.
-        for chunk in range(chunks):
-            needs[rank * chunks + chunk] = following
-            following -= delta[rank, 4 * chunk + F]
             forward, back = position[rank, 4 * chunk + F], position[rank, 4 * chunk + I]
             flight[rank * chunks + chunk] = placed[forward] - placed[back]
             slot[forward] = rank * 2 * chunks + chunk
             slot[back] = slot[forward] + chunks
             ready[slot[forward]] = arrival(tables, board, rank, 4 * chunk + F)
             ready[slot[back]] = arrival(tables, board, rank, 4 * chunk + I)
-    return slot, ready, flight, needs
+    return slot, ready, flight

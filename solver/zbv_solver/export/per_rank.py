@@ -48,7 +48,7 @@ def idle_shares(plan: Plan) -> list[float]:
     orders, span = plan.orders, plan.metrics.span
     if span <= 0:
         return [0.0] * orders.pp_degree
-    duration = plan.problem.arrays.duration[orders.letter, orders.stage]
+    duration = plan.problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
     busy = np.bincount(orders.rank_index(), weights=duration, minlength=orders.pp_degree)
     return [float(share) for share in 1 - busy / span]
 

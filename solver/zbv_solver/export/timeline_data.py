@@ -14,6 +14,7 @@ import numpy as np
 from zbv_solver.export import palette, quantities
 from zbv_solver.export.per_rank import accounts_for_memory
 from zbv_solver.export.timeline import Timeline
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.problem.problem import LETTERS, Problem
 
 MAX_GLYPHS = 8_000
@@ -31,18 +32,23 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
         Whether the times were measured. If so, :func:`timeline_bytes` must contain the ends of actions.
     """
     arrays, units = problem.arrays, problem.units
+
+    def by_kind(table: FloatArray) -> Any:
+        return (table[..., 0] if problem.is_equal else table).tolist()
+
     scale, memory_unit = quantities.memory_scale(float(line.during.max(initial=0.0)), units)
     return {
         "count": len(line),
         "is_measured": is_measured,
         "microbatch_bytes": _microbatch_type(line).itemsize,
         "microbatches": problem.microbatches,
+        "kind_of": None if problem.is_equal else arrays.kind_of.tolist(),
         "offset": line.offset.tolist(),
         "stages": [list(stages) for stages in problem.placement.stages_of],
-        "durations": arrays.duration.tolist(),
-        "transfers": arrays.latency.tolist(),
+        "durations": by_kind(arrays.duration),
+        "transfers": by_kind(arrays.latency),
         "memory": {
-            "deltas": arrays.delta.tolist(),
+            "deltas": by_kind(arrays.delta),
             "static": arrays.static.tolist(),
             "limits": sorted(set(problem.memory.limit or ())),
             "is_known": accounts_for_memory(problem),

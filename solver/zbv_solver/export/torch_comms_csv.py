@@ -60,8 +60,9 @@ class _History:
     def __init__(self, problem: Problem, orders: Orders):
         self._problem = problem
         self._rank_of: Sequence[int] = problem.placement.rank_of
-        self._duration: list[list[float]] = problem.arrays.duration.tolist()
-        self._transfer: list[float] = problem.arrays.latency.tolist()
+        self._kind_of: list[int] = problem.arrays.kind_of.tolist()
+        self._duration: list[list[list[float]]] = problem.arrays.duration.tolist()
+        self._transfer: list[list[float]] = problem.arrays.latency.tolist()
         self._actions = [orders.actions(rank) for rank in range(problem.pp_degree)]
         self._next = [0] * problem.pp_degree
         self._clock = [0.0] * problem.pp_degree
@@ -99,7 +100,8 @@ class _History:
             self._waiting[needed] = rank
             return
         ready = self._arrived.pop(needed) if needed is not None else 0.0
-        duration = self._duration[LETTERS.index(action.letter)][action.stage]
+        kind = self._kind_of[action.microbatch]
+        duration = self._duration[LETTERS.index(action.letter)][action.stage][kind]
         heapq.heappush(self._ending, (max(self._clock[rank], ready) + duration, rank))
 
     def _input_of(self, action: Action) -> _Input | None:
@@ -122,7 +124,8 @@ class _History:
             self._lists[rank].append(f"{action.stage}SEND_{kind}{action.microbatch}")
             self._lists[receiver].append(f"{target}RECV_{kind}{action.microbatch}")
         output = _Input(kind, target, action.microbatch)
-        self._arrived[output] = end + self._transfer[min(action.stage, target)]
+        latency = self._transfer[min(action.stage, target)][self._kind_of[action.microbatch]]
+        self._arrived[output] = end + latency
         # The rank itself starts its next action in any case; only others need waking.
         waiting = self._waiting.pop(output, rank)
         if waiting != rank:

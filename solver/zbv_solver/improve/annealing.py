@@ -15,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.attempt import from_orders, to_orders
-from zbv_solver.construct.tables import Tables, make_tables
+from zbv_solver.construct.tables import Tables, make_tables, swap
 from zbv_solver.improve.order_repair import Queue, repair_ends, repair_path, repair_tails
 from zbv_solver.improve.order_state import (
     State,
     compute_all,
     copy,
     critical_path,
+    duration_at,
     objective,
     sum_memory,
 )
@@ -35,6 +36,9 @@ from zbv_solver.timing.start_times import objective_of, span_start_times
 REACH = 12
 """Most places that one move shifts an action."""
 CRITICAL_SHARE = 0.9
+ENTRIES, NEAR = 0.02, 4
+"""Where microbatches differ: share of moves that swap two of them in the order of entry, and how far apart
+these are at most in most of the swaps."""
 PROPOSALS = 40
 """A round ends after this many moves looked at for each move that it may apply."""
 
@@ -75,7 +79,7 @@ def anneal(
     seed: int,
     halt: IntArray | None = None,
 ) -> Annealed:
-    """One round of moves from an order with ascending microbatches.
+    """One round of moves from an order whose stages all run the microbatches in the order of entry.
 
     Parameters
     ----------
@@ -87,15 +91,16 @@ def anneal(
     halt
         (1,) uint8: another thread sets it to end the round.
     """
-    tables = make_tables(problem)
-    code, length = from_orders(orders, problem)
-    best = code.copy()
+    code, length, entry = from_orders(orders, problem)
+    tables = make_tables(problem, entry=entry)
+    best, best_entry = code.copy(), entry.copy()
     state = State.of(tables, code, length, window_starts(problem, orders))
     halt = np.zeros(1, np.uint8) if halt is None else halt
     applied, looked, lowest = _round(
-        tables, state, best, Round(moves, temperature, seed), Move.of(code.size), halt
+        tables, state, best, best_entry, Round(moves, temperature, seed), Move.of(code.size), halt
     )
-    better, last = to_orders(best, length, problem), to_orders(code, length, problem)
+    better = to_orders(best, length, problem, best_entry)
+    last = to_orders(code, length, problem, tables.entry)
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
 
 
@@ -159,9 +164,15 @@ class Move(NamedTuple):
 
 @compiled_leaf
 def _round(
-    tables: Tables, state: State, best: IntArray, budget: Round, move: Move, halt: IntArray
+    tables: Tables,
+    state: State,
+    best: IntArray,
+    best_entry: IntArray,
+    budget: Round,
+    move: Move,
+    halt: IntArray,
 ) -> tuple[int, int, float]:  # pragma: no cover - compiled
-    """Move actions of the state, and write the best codes into ``best``.
+    """Move actions of the state; write the best codes into ``best``, and their order of entry.
 
     Returns the moves applied, the moves looked at, and the best value. Random numbers are drawn in the same
     order on every machine, so a seed gives the same plan everywhere.
@@ -174,6 +185,17 @@ def _round(
     lowest, applied, looked = value, 0, 0
     while applied < budget.moves and looked < budget.moves * PROPOSALS and not halt[0]:
         looked += 1
+        if tables.duration.shape[2] > 1 and np.random.random() < ENTRIES:
+            if _swap_entries(tables, state, value, budget.temperature):
+                value = objective(state)
+                size = critical_path(tables, state, path)
+                applied += 1
+                if value < lowest - ROUNDING * abs(lowest):
+                    lowest = value
+                    copy(tables.entry, best_entry)
+                    for other in range(len(length)):
+                        copy(code[other], best[other])
+            continue
         if np.random.random() < CRITICAL_SHARE:
             chosen = np.random.randint(size)
             rank, at = path[chosen, 0], path[chosen, 1]
@@ -204,9 +226,44 @@ def _round(
         # O(actions).
         if value < lowest - ROUNDING * abs(lowest):
             lowest = value
+            copy(tables.entry, best_entry)
             for other in range(len(length)):
                 copy(code[other], best[other])
     return applied, looked, lowest
+
+
+@compiled_leaf
+def _swap_entries(
+    tables: Tables, state: State, value: float, temperature: float
+) -> bool:  # pragma: no cover - compiled
+    """Swap two microbatches in the order of entry, unless memory or the objective forbids it.
+
+    Every time may change, so the state is computed afresh.
+    """
+    m = len(tables.kind)
+    one = np.random.randint(m)
+    near = one + np.random.randint(-NEAR, NEAR + 1)
+    other = near if 0 <= near < m else np.random.randint(m)
+    if tables.kind[one] == tables.kind[other]:
+        return False
+    most = value - temperature * np.log(1.0 - np.random.random())
+    swap(tables, one, other)
+    compute_all(tables, state)
+    if objective(state) <= most and _fits(tables, state):
+        return True
+    swap(tables, one, other)
+    compute_all(tables, state)
+    return False
+
+
+@compiled_leaf
+def _fits(tables: Tables, state: State) -> bool:  # pragma: no cover - compiled
+    """Whether every rank keeps its memory limit."""
+    for rank in range(len(state.length)):
+        for at in range(state.length[rank]):
+            if state.held[rank, at] > tables.limit[rank]:
+                return False
+    return True
 
 
 @compiled_leaf
@@ -247,7 +304,7 @@ def delimit(
     position, limit, static = tables.position, tables.limit[rank], tables.static[rank]
     code, microbatch, end, held = state.code, state.microbatch, state.end, state.held
     action, k = code[rank, at], microbatch[rank, at]
-    change = tables.delta[rank, action]
+    change = tables.delta[rank, action, tables.kind[k]]
     here = at
     if reach > 0:
         arrives = _arrives(tables, state, rank, action, k)
@@ -290,7 +347,9 @@ def _arrives(
 ) -> float:  # pragma: no cover - compiled
     """When the input of an action arrives from the previous position; -inf for a W or the first position."""
     position = tables.position[rank, action]
-    return float(state.passed_on[position - 1, k] + tables.latency[position]) if position > 0 else -np.inf
+    if position <= 0:
+        return -np.inf
+    return float(state.passed_on[position - 1, k] + tables.latency[position, tables.kind[k]])
 
 
 @compiled_leaf
@@ -318,29 +377,29 @@ def _judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pra
     tails than before; if it moves to a later place, the path arrives there no later than before. So the old
     tails and arrivals, which are used here, are large enough.
     """
-    code, tail, duration, latency = state.code, state.tail, tables.duration, tables.latency
+    tail, duration, latency = state.tail, tables.duration, tables.latency
     (low, high), way = move.bounds, move.way
     n, positions = high - low + 1, len(latency)
     if high + 1 < state.length[rank]:
-        after = tail[rank, high + 1] + duration[rank, code[rank, high + 1]]
+        after = tail[rank, high + 1] + duration_at(tables, state, rank, high + 1)
     else:
         after = -state.release[rank]
     # Backwards: the longest path from each end to the objective, on this rank or through the next position.
     for step in range(n - 1, -1, -1):
-        action = move.code[step]
-        position = tables.position[rank, action]
+        action, k = move.code[step], move.microbatch[step]
+        position, kind = tables.position[rank, action], tables.kind[k]
         if 0 <= position < positions - 1:
-            other, there = tables.host[position + 1], state.place[position + 1, move.microbatch[step]]
-            onward = tail[other, there] + duration[other, code[other, there]] + latency[position + 1]
-            after = max(after, onward)
+            other, there = tables.host[position + 1], state.place[position + 1, k]
+            onward = tail[other, there] + duration_at(tables, state, other, there)
+            after = max(after, onward + latency[position + 1, kind])
         way[step] = after
-        after += duration[rank, action]
+        after += duration[rank, action, kind]
     # Forwards: the earliest ends. Their sum with ``way`` is the longest path through each moved action.
     clock = state.end[rank, low - 1] if low > 0 else state.release[rank]
     longest = -np.inf
     for step in range(n):
-        action = move.code[step]
-        clock = max(clock, _arrives(tables, state, rank, action, move.microbatch[step]))
-        clock += duration[rank, action]
+        action, k = move.code[step], move.microbatch[step]
+        clock = max(clock, _arrives(tables, state, rank, action, k))
+        clock += duration[rank, action, tables.kind[k]]
         longest = max(longest, clock + way[step])
     return longest

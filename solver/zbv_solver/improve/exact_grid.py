@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING, integer_scale
-from zbv_solver.problem.problem import Costs, Problem
+from zbv_solver.problem.problem import Problem
 
 GRID = 1 << 20
 """Number of steps in the largest number if the numbers have no common unit."""
@@ -72,7 +73,7 @@ class Grid:
 
 def make_grid(problem: Problem) -> Grid:
     """The finest grid that a problem needs and CP-SAT can handle."""
-    arrays = problem.arrays
+    arrays = problem.arrays.of_equal()
     most_parts = problem.max_actions + 1
     cycles, slack = 1, 0
     if problem.objective == "span" and problem.pp_degree > 1:

@@ -49,7 +49,8 @@ class Amounts:
         limit, static = float(arrays.limit[rank]), float(arrays.static[rank])
         stages = problem.placement.stages_of[rank]
         keys = [(letter, stage) for letter in (F, I, W) for stage in stages]
-        true = np.array([arrays.delta[key] for key in keys])
+        given = arrays.of_equal().delta
+        true = np.array([given[key] for key in keys])
         scale = integer_scale(true.tolist(), LARGEST_INTEGER)
         if scale is None:
             scale = GRID / float(np.abs(true).max())

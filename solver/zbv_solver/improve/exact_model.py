@@ -73,8 +73,8 @@ class ExactModel:
         self.may_fuse = may_fuse(problem).tolist()
         self.grid = grid
         self.model = cp_model.CpModel()
-        self.duration = [list(map(int, row)) for row in grid.problem.arrays.duration]
-        self.transfer = [int(lag) for lag in grid.problem.arrays.latency]
+        self.duration = [list(map(int, row)) for row in grid.problem.arrays.of_equal().duration]
+        self.transfer = [int(lag) for lag in grid.problem.arrays.of_equal().latency]
         self.cells = [(s, j) for s in range(problem.n_stages) for j in range(problem.microbatches)]
         self.known = known or [None] * problem.pp_degree
         self.upper = max(0, upper)
@@ -232,7 +232,7 @@ class ExactModel:
 
         Ties go to the stage that is first in the list. Stages whose W's may be fused are left out.
         """
-        release = self.problem.arrays.delta[W]
+        release = self.problem.arrays.of_equal().delta[W]
         for rank, stages in enumerate(self.problem.placement.stages_of):
             plain = [s for s in stages if not self.may_fuse[s]]
             for y, x in combinations(sorted(plain, key=lambda s: (release[s], s)), 2):

@@ -92,8 +92,8 @@ class _States:
         limit, static = float(problem.arrays.limit[rank]), float(problem.arrays.static[rank])
         self.m, self.chains = problem.microbatches, chains
         self.fusable = [stage for stage in fusable if (I, stage) in chains]
-        self.duration = problem.arrays.duration.astype(np.int64)
-        self.delta: FloatArray = problem.arrays.delta
+        self.duration = problem.arrays.of_equal().duration.astype(np.int64)
+        self.delta: FloatArray = problem.arrays.of_equal().delta
         self.change = np.array([self.delta[chain] for chain in chains])
         # Extra room only adds states, and facts that hold in more states also hold in fewer.
         self.room = limit - static + 2 * MEMORY_TOLERANCE * abs(limit)

@@ -19,11 +19,11 @@ import numpy as np
 from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.board import CLOCK, FIRST, Board
 from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, inject
-from zbv_solver.construct.tables import Tables, fuse_options
+from zbv_solver.construct.tables import Tables, fuse_options, swap
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
+from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
-from zbv_solver.problem.problem import Costs, Problem
+from zbv_solver.problem.problem import B, I, Problem, W
 
 SHARES_OF_OWN = (1.0, 0.3, 0.0, 0.6)
 """Share of a stage's own cost in its smoothed cost, by run."""
@@ -43,6 +43,9 @@ POLISH, COOL = 2_000, 0.05
 """Most moves of annealing at the end of a run, and their temperature as a share of the mean duration."""
 SLICES = 10
 """A run is divided into this many calls of the kernel, so that the caller can poll in between."""
+ENTRIES, NEAR = 0.3, 4
+"""Where microbatches differ: share of moves that swap two of them, and how far apart these are at most in
+most of the swaps."""
 DELAYS = 0.25
 """Share of moves that change a delay; the others change gaps."""
 ADJACENT, FAR = 0.6, 0.3
@@ -59,17 +62,22 @@ class Best(NamedTuple):
     Attributes
     ----------
     gap, delay
-        (m,) and (p, 3 * c): the current ones; ``gap`` is the distance from the previous entry.
-    best_gap, best_delay
-        Those with the smallest objective.
+        (m,) and (p, 3 * c): the current ones; ``gap`` is the distance from the previous entry, in the unit of
+        time times ``pace`` of the microbatch that entered.
+    pace
+        (K,) by kind of microbatch: 1 on average, and proportional to its load.
+    best_gap, best_delay, best_entry
+        Those with the smallest objective; ``best_entry`` (m,) is the order of entry.
     value
         (2,): the objective of the current and of the best ones.
     """
 
     gap: FloatArray
     delay: FloatArray
+    pace: FloatArray
     best_gap: FloatArray
     best_delay: FloatArray
+    best_entry: IntArray
     value: FloatArray
 
 
@@ -132,19 +140,11 @@ def injection_search(
 def smoothed(problem: Problem, share: float) -> Problem:
     """The problem with costs of stages between their own (1) and the average of all stages (0)."""
 
-    def of(times: tuple[float, ...]) -> tuple[float, ...]:
-        row = np.array(times)
-        return tuple((share * row + (1 - share) * row.mean()).tolist())
-
-    costs = problem.costs
-    own = Costs(
-        of(costs.forward),
-        of(costs.backward_input),
-        of(costs.backward_weight),
-        costs.p2p,
-        None if costs.backward is None else of(costs.backward),
-    )
-    return replace(problem, costs=own, model=None)
+    duration = problem.arrays.duration
+    mixed = share * duration + (1 - share) * duration.mean(axis=1, keepdims=True)
+    if problem.costs.backward is None:
+        mixed[B] = mixed[I] + mixed[W]
+    return problem.with_arrays(replace(problem.arrays, duration=mixed))
 
 
 def _mean_duration(problem: Problem) -> float:
@@ -161,14 +161,21 @@ class _InjectionRun:
         self.scheduler = InjectionScheduler(problem, fuse, halt)
         self.fuse, self.halt, self.evaluations, self.seed = fuse, halt, evaluations, seed
         self.unit = _mean_duration(problem)
-        first = self._first()
-        gap = np.diff(first.entry, prepend=0.0)
-        self.state = Best(gap, first.delay, gap.copy(), first.delay.copy(), np.full(2, np.inf))
+        tables = self.scheduler.tables
+        loads = tables.loads_by_kind().max(axis=0)
+        mean = float(loads[tables.kind].mean())
+        self.pace = loads / mean if mean > 0 else np.ones_like(loads)
+        gap, delay = self._first()
+        self.state = Best(
+            gap, delay, self.pace, gap.copy(), delay.copy(), tables.entry.copy(), np.full(2, np.inf)
+        )
 
     @property
     def best(self) -> Injection:
-        """The best injection so far."""
-        return Injection(np.cumsum(self.state.best_gap), self.state.best_delay)
+        """The best injection so far; its order of entry is that of the scheduler."""
+        state, tables = self.state, self.scheduler.tables
+        tables.enter(state.best_entry, self.scheduler.problem.arrays.kind_of)
+        return Injection(entry_times(state.best_gap, self.pace[tables.kind]), state.best_delay)
 
     def advance(self, part: int) -> None:
         """Evaluate the next slice."""
@@ -184,31 +191,52 @@ class _InjectionRun:
             Slice(begin, end, self.evaluations, WARMEST * self.unit, self.unit, self.seed * SLICES + part),
         )
 
-    def _first(self) -> Injection:
-        """The best even injection, of as many as the run has evaluations, but at least ``FEW_EVEN``."""
+    def _first(self) -> tuple[FloatArray, FloatArray]:
+        """Gaps and delays of the best even injection, of as many as the run has evaluations.
+
+        It tries at least ``FEW_EVEN``.
+        """
         problem = self.scheduler.problem
         few = FEW_MICROBATCHES * problem.pp_degree
         even = list(islice(product(EVEN_DELAYS, PACES), max(FEW_EVEN, self.evaluations)))
-        if few < problem.microbatches:
+        if few < problem.microbatches and problem.is_equal:
             small = InjectionScheduler(replace(problem, microbatches=few), self.fuse, self.halt)
-            value = {each: small.value(self._even(few, *each)) for each in even}
+            value = {each: small.value(self._timed(*self._even(few, *each))) for each in even}
             even = sorted(even, key=value.__getitem__)[:FINALISTS]
         found, least = self._even(problem.microbatches, *even[0]), np.inf
         for each in even:
-            injection = self._even(problem.microbatches, *each)
-            value_of_all = self.scheduler.value(injection, least)
+            gap, delay = self._even(problem.microbatches, *each)
+            value_of_all = self.scheduler.value(self._timed(gap, delay), least)
             if value_of_all < least:
-                found, least = injection, value_of_all
+                found, least = (gap, delay), value_of_all
         return found
 
-    def _even(self, microbatches: int, delays: tuple[float, float], pace: float) -> Injection:
-        """Equal distances between microbatches and equal delays on all ranks."""
+    def _timed(self, gap: FloatArray, delay: FloatArray) -> Injection:
+        """The injection with these gaps, for the scheduler's order of entry."""
+        return Injection(entry_times(gap, self.pace[self.scheduler.tables.kind[: len(gap)]]), delay)
+
+    def _even(
+        self, microbatches: int, delays: tuple[float, float], pace: float
+    ) -> tuple[FloatArray, FloatArray]:
+        """Equal gaps between microbatches and equal delays on all ranks."""
         problem, (weight, forward) = self.scheduler.problem, delays
         load = float(self.scheduler.tables.loads(least=True).max()) / problem.microbatches
         delay = np.zeros((problem.pp_degree, 3 * problem.placement.chunks))
         delay[:, 2 * problem.placement.chunks :] = weight * self.unit
         delay[:, 0] = forward * self.unit
-        return Injection(np.arange(microbatches, dtype=np.float64) * (load * pace), delay)
+        gap = np.full(microbatches, load * pace)
+        gap[:1] = 0.0
+        return gap, delay
+
+
+@compiled
+def entry_times(gap: FloatArray, pace: FloatArray) -> FloatArray:  # pragma: no cover - compiled
+    """When microbatches enter, (m,): a gap counts in the pace (m,) of the microbatch before it."""
+    entry, time = np.empty(len(gap)), 0.0
+    for k in range(len(gap)):
+        time += gap[k] * (pace[k - 1] if k > 0 else 1.0)
+        entry[k] = time
+    return entry
 
 
 @compiled
@@ -228,27 +256,35 @@ def _anneal(
         if board.halt[0]:
             return
         gap[:], delay[:] = state.gap, state.delay
+        one, other = ZERO, ZERO
         if evaluation > 0:
-            if np.random.random() < DELAYS or len(gap) < 3:
+            if len(state.pace) > 1 and np.random.random() < ENTRIES:
+                one = np.random.randint(len(gap))
+                near = one + np.random.randint(-NEAR, NEAR + 1)
+                other = near if 0 <= near < len(gap) else np.random.randint(len(gap))
+                swap(tables, one, other)
+            elif np.random.random() < DELAYS or len(gap) < 3:
                 _change_delay(delay, part.unit)
             else:
                 _change_gaps(gap, part.unit)
         time = 0.0
         for k in range(len(gap)):
-            time += gap[k]
+            time += gap[k] * (state.pace[tables.kind[k - 1]] if k > 0 else 1.0)
             entry[k] = time
         rest = 1.0 - evaluation / part.evaluations
         # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
         most = state.value[0] - part.temperature * rest * rest * np.log(1.0 - np.random.random())
-        if not inject(tables, board, choices, Injection(entry, delay), least_loads, is_span, most):
+        complete = inject(tables, board, choices, Injection(entry, delay), least_loads, is_span, most)
+        value = _value(board, is_span) if complete else np.inf
+        if value > most or not complete:
+            swap(tables, one, other)
             continue
-        value = _value(board, is_span)
-        if value <= most:
-            state.value[0] = value
-            state.gap[:], state.delay[:] = gap, delay
-            if value < state.value[1]:
-                state.value[1] = value
-                state.best_gap[:], state.best_delay[:] = gap, delay
+        state.value[0] = value
+        state.gap[:], state.delay[:] = gap, delay
+        if value < state.value[1]:
+            state.value[1] = value
+            state.best_gap[:], state.best_delay[:] = gap, delay
+            state.best_entry[:] = tables.entry
 
 
 @compiled_leaf

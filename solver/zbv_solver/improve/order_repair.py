@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.tables import Tables
-from zbv_solver.improve.order_state import State, critical_before, critical_end, objective
+from zbv_solver.improve.order_state import State, critical_before, critical_end, duration_at, objective
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -132,8 +132,8 @@ def _end(tables: Tables, state: State, rank: int, at: int) -> float:  # pragma: 
     position = tables.position[rank, action]
     if position > 0:
         k = state.microbatch[rank, at]
-        clock = max(clock, state.passed_on[position - 1, k] + tables.latency[position])
-    return float(clock + tables.duration[rank, action])
+        clock = max(clock, state.passed_on[position - 1, k] + tables.latency[position, tables.kind[k]])
+    return float(clock + duration_at(tables, state, rank, at))
 
 
 @compiled_leaf
@@ -184,16 +184,17 @@ def repair_tails(
 @compiled_leaf
 def _tail(tables: Tables, state: State, rank: int, at: int) -> float:  # pragma: no cover - compiled
     """The tail of an action from the tails of what follows it, by the sums of ``sweep_tails``."""
-    tail, duration = state.tail, tables.duration
+    tail = state.tail
     if at + 1 < state.length[rank]:
-        way = tail[rank, at + 1] + duration[rank, state.code[rank, at + 1]]
+        way = tail[rank, at + 1] + duration_at(tables, state, rank, at + 1)
     else:
         way = -state.release[rank]
     after = tables.position[rank, state.code[rank, at]] + 1
     if 0 < after < len(tables.host):
-        other, there = tables.host[after], state.place[after, state.microbatch[rank, at]]
-        onward = tail[other, there] + duration[other, state.code[other, there]]
-        way = max(way, onward + tables.latency[after])
+        k = state.microbatch[rank, at]
+        other, there = tables.host[after], state.place[after, k]
+        onward = tail[other, there] + duration_at(tables, state, other, there)
+        way = max(way, onward + tables.latency[after, tables.kind[k]])
     return float(way)
 
 
@@ -230,7 +231,7 @@ def repair_path(
         while kept < until:
             middle = (kept + until) >> 1
             other, there = path[middle, 0], path[middle, 1]
-            begin = end[other, there] - tables.duration[other, state.code[other, there]]
+            begin = end[other, there] - duration_at(tables, state, other, there)
             if begin - rounding > latest:
                 kept = middle + 1
             else:

@@ -16,9 +16,9 @@ import numpy as np
 
 from zbv_solver.construct.tables import Tables
 from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.problem.problem import I, W
+from zbv_solver.problem.problem import B, I, W
 
 
 class State(NamedTuple):
@@ -76,10 +76,11 @@ def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - com
     """Compute all arrays from the codes."""
     state.cursor[:] = 0
     state.counted[:] = 0
+    for rank in range(len(state.length)):
+        number_weights(tables, state, rank)
     sweep_ends(tables, state)
     for rank in range(len(state.length)):
         state.cursor[rank] = state.length[rank]
-        number_weights(tables, state, rank)
         sum_memory(tables, state, rank, ZERO, state.length[rank])
     state.counted[:] = tables.microbatches
     sweep_tails(tables, state)
@@ -87,13 +88,16 @@ def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - com
 
 @compiled_leaf
 def number_weights(tables: Tables, state: State, rank: int) -> None:  # pragma: no cover - compiled
-    """Write ``microbatch`` of the W's of a rank: the microbatch of the oldest I without one."""
+    """Write ``microbatch`` of the backwards of a rank; a W has that of the oldest I without one."""
     code, microbatch = state.code[rank], state.microbatch[rank]
     for chunk in range(tables.position.shape[1] // 4):
         # Match W's and I's first in, first out: ``split`` only moves forward, so one pass per chunk suffices.
-        split = -1
+        split, ran = -1, 0
         for at in range(state.length[rank]):
-            if code[at] == 4 * chunk + W:
+            if code[at] == 4 * chunk + I or code[at] == 4 * chunk + B:
+                microbatch[at] = ran
+                ran += 1
+            elif code[at] == 4 * chunk + W:
                 split += 1
                 while code[split] != 4 * chunk + I:
                     split += 1
@@ -110,7 +114,7 @@ def sum_memory(
     """
     now = state.held[rank, begin - 1] if begin > 0 else tables.static[rank]
     for at in range(begin, state.length[rank]):
-        now += tables.delta[rank, state.code[rank, at]]
+        now += tables.delta[rank, state.code[rank, at], tables.kind[state.microbatch[rank, at]]]
         if at >= settled and state.held[rank, at] == now:
             return
         state.held[rank, at] = now
@@ -121,6 +125,12 @@ def copy(source: IntArray, target: IntArray) -> None:  # pragma: no cover - comp
     """Copy a row; NumPy's assignment would make an array in between."""
     for at in range(len(source)):
         target[at] = source[at]
+
+
+@compiled_inline
+def duration_at(tables: Tables, state: State, rank: int, at: int) -> float:  # pragma: no cover - compiled
+    """The duration of an action whose microbatch is known."""
+    return float(tables.duration[rank, state.code[rank, at], tables.kind[state.microbatch[rank, at]]])
 
 
 @compiled_leaf
@@ -143,14 +153,15 @@ def sweep_ends(tables: Tables, state: State) -> None:  # pragma: no cover - comp
                 position = tables.position[rank, action]
                 if position < 0:
                     # A W needs only its I, and the rank's order already puts that before it.
-                    clock += tables.duration[rank, action]
+                    clock += tables.duration[rank, action, tables.kind[state.microbatch[rank, at]]]
                 else:
                     k = counted[position]
+                    kind = tables.kind[k]
                     if position > 0:
                         if k >= counted[position - 1]:
                             break
-                        clock = max(clock, passed_on[position - 1, k] + latency[position])
-                    clock += tables.duration[rank, action]
+                        clock = max(clock, passed_on[position - 1, k] + latency[position, kind])
+                    clock += tables.duration[rank, action, kind]
                     passed_on[position, k] = clock
                     state.place[position, k] = at
                     state.microbatch[rank, at] = k
@@ -166,7 +177,7 @@ def sweep_ends(tables: Tables, state: State) -> None:  # pragma: no cover - comp
 def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
     """Compute tails from just before the cursors back to the first actions."""
     code, length, cursor, counted = state.code, state.length, state.cursor, state.counted
-    tail, duration, latency, host = state.tail, tables.duration, tables.latency, tables.host
+    tail, latency, host = state.tail, tables.latency, tables.host
     p, positions = len(length), len(latency)
     progress = True
     while progress:
@@ -182,7 +193,7 @@ def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - com
                 if at == length[rank]:
                     way = -state.release[rank]
                 else:
-                    way = tail[rank, at] + duration[rank, code[rank, at]]
+                    way = tail[rank, at] + duration_at(tables, state, rank, at)
                 if position >= 0:
                     k = state.microbatch[rank, at - 1]
                     after = position + 1
@@ -191,8 +202,8 @@ def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - com
                         if k < counted[after]:
                             break
                         other, there = host[after], state.place[after, k]
-                        onward = tail[other, there] + duration[other, code[other, there]]
-                        way = max(way, onward + latency[after])
+                        onward = tail[other, there] + duration_at(tables, state, other, there)
+                        way = max(way, onward + latency[after, tables.kind[k]])
                     counted[position] = k
                 tail[rank, at - 1] = way
                 at -= 1
@@ -244,11 +255,11 @@ def critical_before(
     """The action whose end determines the start of an action, as rank and index; (-1, -1) for the first."""
     action = state.code[rank, at]
     position = tables.position[rank, action]
-    begin = state.end[rank, at] - tables.duration[rank, action] - rounding
+    begin = state.end[rank, at] - duration_at(tables, state, rank, at) - rounding
     if at > 0 and state.end[rank, at - 1] >= begin:
         return rank, at - 1
     if position > 0:
         k = state.microbatch[rank, at]
-        if state.passed_on[position - 1, k] + tables.latency[position] >= begin:
+        if state.passed_on[position - 1, k] + tables.latency[position, tables.kind[k]] >= begin:
             return tables.host[position - 1], state.place[position - 1, k]
     return -1, -1

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.entry_orders import PEAKS, changed, mountain, sizes
 from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
 from zbv_solver.construct.list_scheduling import PHASES, ListScheduler, Rule, in_flight_caps
 from zbv_solver.construct.tables import fuse_options
@@ -36,6 +37,9 @@ AHEAD, FAR_AHEAD, FAR = 2 / 3, 0.9, 1.03
 """Shares of the budget for the leading climber, and the ratio from which it is far ahead."""
 FEW_MICROBATCHES = 4
 """Times p: with more microbatches than this, parameters are tuned with this many."""
+ENTRIES, ROOMS = 0.5, 0.15
+"""Where microbatches differ: share of changes that concern their order of entry or the share of memory that
+they may use, and share of the latter among these."""
 FINALISTS = 6
 """Number of parameter sets, tuned with few microbatches, that are tried with all of them."""
 
@@ -105,7 +109,10 @@ def parameter_search(
 def at_few_microbatches(problem: Problem) -> Problem:
     """The problem with the few microbatches that parameters are tuned with."""
     few = max(FEW_MICROBATCHES * problem.pp_degree, 8)
-    return problem if problem.microbatches <= few else replace(problem, microbatches=few)
+    # Microbatches that differ are not periodic.
+    return (
+        problem if problem.microbatches <= few or not problem.is_equal else replace(problem, microbatches=few)
+    )
 
 
 def _turn(used: float, climbers: list[Climber]) -> int:
@@ -128,6 +135,7 @@ class RuleClimber:
         self.random = np.random.default_rng(seed)
         self.options = [(name, ListScheduler(problem, fuse, halt)) for name, fuse in fuse_options(problem)]
         self.caps = in_flight_caps(problem)
+        self.size, self.ascending = sizes(problem), np.arange(problem.microbatches)
         self.best = np.inf
         self.basins: list[tuple[float, Rule, int]] = []
         self.last = self.evaluation = self.placed = 0
@@ -138,14 +146,14 @@ class RuleClimber:
         self.evaluation += 1
         if used < EXPLORATION or not self.basins:
             basin = None
-            rule, self.last = self.fresh(), int(self.random.integers(len(self.options)))
+            rule, self.last = self._entering(self.fresh()), int(self.random.integers(len(self.options)))
             # Once all basins are taken, a random rule must be better than the worst of them to be kept, so
             # the scheduler may abandon it as soon as it is certainly worse.
             most = self.basins[-1][0] if len(self.basins) == self.most_basins else np.inf
         else:
             basin = self.evaluation % len(self.basins) if used < RACE else 0
             most, rule, self.last = self.basins[basin]
-            rule = self.neighbour(rule, COARSE if used < RACE else FINE)
+            rule = self.varied(rule, COARSE if used < RACE else FINE)
         scheduler = self.options[self.last][1]
         self.rule, value = rule, scheduler.value(rule, most)
         self.placed += scheduler.placed
@@ -167,7 +175,7 @@ class RuleClimber:
         """The order of the last evaluation."""
         name, scheduler = self.options[self.last]
         method = f"parameters(rule,fuse={name},evaluation={self.evaluation})"
-        return Attempt.of(method, self.problem, scheduler.board, self.rule)
+        return Attempt.of(method, self.problem, scheduler.tables, scheduler.board, self.rule)
 
     def finalists(self, problem: Problem) -> Iterator[Attempt]:
         """The best rules with more microbatches."""
@@ -175,9 +183,8 @@ class RuleClimber:
         for _, rule, option in self.basins:
             name, fuse = fuses[option]
             scheduler = ListScheduler(problem, fuse, self.halt)
-            attempt = scheduler.attempt(
-                rule, f"parameters(rule,fuse={name},tuned_at={self.problem.microbatches})"
-            )
+            method = f"parameters(rule,fuse={name},tuned_at={self.problem.microbatches})"
+            attempt = scheduler.attempt(rule._replace(entry=np.arange(problem.microbatches)), method)
             if attempt is not None:
                 yield attempt
 
@@ -201,8 +208,40 @@ class RuleClimber:
         if random.random() < 0.5:
             patience[:, PHASES - 1] = random.choice(PATIENCE)
         return Rule(
-            priority, np.round(target).astype(np.int64), np.maximum(1, caps).astype(np.int64), patience
+            priority,
+            np.round(target).astype(np.int64),
+            np.maximum(1, caps).astype(np.int64),
+            patience,
+            np.full(p, np.inf),
+            self.ascending,
         )
+
+    def _entering(self, rule: Rule) -> Rule:
+        """A random rule with a random order of entry and share of memory, where microbatches differ."""
+        if self.problem.is_equal:
+            return rule
+        noise = np.exp(0.3 * self.random.random() * self.random.normal(size=len(self.size)))
+        peak = float(self.random.choice((*PEAKS, self.random.uniform(0.2, 1.0))))
+        share = 1.0 if self.random.random() < 0.4 else self.random.uniform(0.6, 1.0)
+        return rule._replace(entry=mountain(self.size * noise, peak), room=self._room(share))
+
+    def _room(self, share: float) -> FloatArray:
+        """A share of the memory of every rank, (p,)."""
+        arrays = self.problem.arrays
+        if self.problem.memory.limit is None:
+            return np.full(self.problem.pp_degree, np.inf)
+        room: FloatArray = arrays.static + share * (arrays.limit - arrays.static)
+        return room
+
+    def varied(self, rule: Rule, whole: float, entered: int = 0) -> Rule:
+        """A neighbour of the rule, in its order of entry from a place on, or in its other parameters."""
+        if self.problem.is_equal or self.random.random() > ENTRIES:
+            return self.neighbour(rule, whole)
+        if self.random.random() < ROOMS and self.problem.memory.limit is not None:
+            ranks, room = _some_ranks(self.random, len(rule.room), whole), rule.room.copy()
+            room[ranks] = self._room(self.random.uniform(0.6, 1.1))[ranks]
+            return rule._replace(room=room)
+        return rule._replace(entry=changed(rule.entry, self.random, entered))
 
     def neighbour(self, rule: Rule, whole: float) -> Rule:
         """A copy with one to three changes, each on adjacent ranks, or on all with probability ``whole``."""
@@ -227,7 +266,7 @@ class RuleClimber:
                 cap[ranks, phases] = np.maximum(1, cap[ranks, phases] + random.choice((-2, -1, 1, 2)))
             else:
                 target[ranks, random.integers(target.shape[1])] += random.choice((-2, -1, 1, 2))
-        return Rule(priority, target, cap, patience)
+        return Rule(priority, target, cap, patience, rule.room, rule.entry)
 
 
 class GreedyClimber:
@@ -245,11 +284,12 @@ class GreedyClimber:
     def step(self, used: float) -> bool:
         """Evaluate the published parameters first, and then neighbours of the best ones."""
         self.evaluation += 1
-        first = 4 * len(self.options)
+        peaks = PEAKS[:1] if self.problem.is_equal else PEAKS
+        first = 4 * len(self.options) * len(peaks)
         if self.evaluation <= first or not self.pool:
-            self.last = (self.evaluation - 1) % first // 4
-            fills = (self.evaluation - 1) % 4
-            parameters = self.options[self.last][1].default(bool(fills & 1), bool(fills & 2))
+            number, fills = divmod((self.evaluation - 1) % first, 4)
+            self.last, peak = number % len(self.options), peaks[number // len(self.options)]
+            parameters = self.options[self.last][1].default(bool(fills & 1), bool(fills & 2), peak)
         else:
             _, parameters, self.last = self.pool[-1]
             parameters = self._neighbour(parameters)
@@ -278,12 +318,16 @@ class GreedyClimber:
             greedy = GreedyV(problem, fuse, halt=self.halt)
             # The surplus is a difference of loads, which grow with the number of microbatches.
             share = problem.microbatches / self.problem.microbatches
-            if greedy.lay(parameters._replace(surplus=parameters.surplus * share)):
+            if greedy.lay(
+                parameters._replace(surplus=parameters.surplus * share, entry=np.arange(problem.microbatches))
+            ):
                 yield greedy.attempt(f"parameters(greedy-v,fuse={name},tuned_at={self.problem.microbatches})")
 
     def _neighbour(self, parameters: GreedyParameters) -> GreedyParameters:
-        """A copy with one parameter changed on adjacent ranks."""
+        """A copy with one parameter changed on adjacent ranks, or with another order of entry."""
         random, p = self.random, self.problem.pp_degree
+        if not self.problem.is_equal and random.random() < ENTRIES:
+            return parameters._replace(entry=changed(parameters.entry, random))
         ranks, kind = _some_ranks(random, p, FINE), random.integers(6)
         if kind == 0:
             limit = parameters.warm_up_limit.copy()

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt, from_orders
+from zbv_solver.construct.entry_orders import changed
 from zbv_solver.construct.list_scheduling import Rule
-from zbv_solver.improve.parameter_search import FINE, RuleClimber
+from zbv_solver.improve.parameter_search import ENTRIES, FINE, RuleClimber
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import F, Problem
 from zbv_solver.timing.start_times import earliest_times
 
 FRESH, RECENT = 0.2, 0.2
@@ -83,6 +84,8 @@ class RestClimber:
             # accepted order has the same kept part.
             self.kept = np.array([int(np.searchsorted(start, self.cut)) for start in _starts(self.found)])
         rule = self._rule()
+        if not self.problem.is_equal:
+            rule = self._from_here(rule)
         option = int(self.random.integers(len(self.rules.options)))
         name, scheduler = self.rules.options[option]
         value = scheduler.value(rule, self.best, (self.found.code, self.kept))
@@ -92,12 +95,23 @@ class RestClimber:
         improved = value < self.best
         method = f"parameters(rest,fuse={name},evaluation={self.evaluation})"
         # An order as good as the best one replaces it: sideways steps lead out of plateaus.
-        self.found = Attempt.of(method if improved else self.found.method, self.problem, scheduler.board)
+        self.found = Attempt.of(
+            method if improved else self.found.method, self.problem, scheduler.tables, scheduler.board
+        )
         if improved or self.cut < (1 - SHORT) * self.found.makespan:
             # The new rule governs from the cut on, so it replaces all entries from there.
             self.laid = [*(kept for kept in self.laid if kept[0] < self.cut), (self.cut, rule)]
         self.pool = [*self.pool[-REMEMBERED + 1 :], rule]
         return improved
+
+    def _from_here(self, rule: Rule) -> Rule:
+        """The rule with the found order of entry up to the cut, and most often the same one after it."""
+        entry, first = self.found.entry, self.problem.placement.rank_of[0]
+        code = self.found.code[first, : self.kept[first]]
+        chunk = self.problem.placement.chunk_of[0]
+        if self.random.random() < ENTRIES:
+            entry = changed(entry, self.random, int(np.count_nonzero(code == 4 * chunk + F)))
+        return rule._replace(entry=entry)
 
     def _rule(self) -> Rule:
         """A rule to try after the cut."""

@@ -82,7 +82,7 @@ def anneal_in_scenarios(
     weight: float = 0.0,
     halt: IntArray | None = None,
 ) -> AnnealedInScenarios:
-    """One round of moves from an order with ascending microbatches.
+    """One round of moves from an order whose stages all run the microbatches in the order of entry.
 
     Parameters
     ----------
@@ -97,8 +97,8 @@ def anneal_in_scenarios(
     halt
         (1,) uint8: another thread sets it to end the round.
     """
-    tables = make_tables(problem)
-    code, length = from_orders(orders, problem)
+    code, length, entry = from_orders(orders, problem)
+    tables = make_tables(problem, entry=entry)
     best = code.copy()
     state = State.of(tables, code, length, window_starts(problem, orders))
     compute_all(tables, state)
@@ -122,9 +122,9 @@ def anneal_in_scenarios(
         halt,
     )
     return AnnealedInScenarios(
-        to_orders(best, length, problem),
+        to_orders(best, length, problem, entry),
         float(lowest),
-        to_orders(code, length, problem),
+        to_orders(code, length, problem, entry),
         float(space.first[0]),
         int(applied),
         int(looked),

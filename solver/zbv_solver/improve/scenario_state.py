@@ -28,7 +28,7 @@ class Scenarios(NamedTuple):
     Attributes
     ----------
     duration
-        (p, 4 * chunks, m, N) by rank, code and microbatch.
+        (p, 4 * chunks, m, N) by rank, code and place in the order of entry.
     latency
         (2S, m, N) of the transfer to a position.
     """
@@ -45,9 +45,10 @@ class Scenarios(NamedTuple):
         factor = draws.action.reshape(4, n, m, lanes)[:, stages].transpose(1, 2, 0, 3, 4)
         by_code = factor.reshape(len(stages), -1, m, lanes)
         down, up = draws.transfer.reshape(2, n, m, lanes)
+        planned = tables.duration[:, :, tables.kind, None]
         return cls(
-            tables.duration[:, :, None, None] * by_code * draws.rank[:, None, None, :],
-            tables.latency[:, None, None] * np.concatenate([down, up[::-1]]),
+            planned * by_code[:, :, tables.entry] * draws.rank[:, None, None, :],
+            tables.latency[:, tables.kind, None] * np.concatenate([down, up[::-1]])[:, tables.entry],
         )
 
 

@@ -16,7 +16,7 @@ def without_useless_splits(problem: Problem, orders: Orders) -> Orders:
     """The orders with B for I and W in all stages where the split gains nothing."""
     duration = problem.arrays.duration
     is_useless = (duration[W] == 0) & (duration[B] <= duration[I])
-    useless = is_useless[orders.stage]
+    useless = is_useless[orders.stage, problem.arrays.kind_of[orders.microbatch]]
     kept = ~(useless & (orders.letter == W))
     letter = np.where(useless & (orders.letter == I), B, orders.letter)
     ranks = (orders.slice_of(rank) for rank in range(orders.pp_degree))

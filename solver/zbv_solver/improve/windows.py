@@ -171,12 +171,13 @@ class Paths:
         release = np.zeros(problem.pp_degree)
         if problem.objective == "span":
             release = np.floor(span_start_times(problem, orders)[orders.offset[:-1]])
-        state = State.of(make_tables(problem), *from_orders(orders, problem), release)
-        compute_all(make_tables(problem), state)
+        code, length, entry = from_orders(orders, problem)
+        state = State.of(make_tables(problem), code, length, release)
+        compute_all(make_tables(problem, entry=entry), state)
         ranks = orders.rank_index()
         at = np.arange(len(orders)) - orders.offset[:-1][ranks]
         end, tail = (row[ranks, at].astype(np.int64) for row in (state.end, state.tail))
-        start = end - problem.arrays.duration.astype(np.int64)[orders.letter, orders.stage]
+        start = end - problem.arrays.of_equal().duration.astype(np.int64)[orders.letter, orders.stage]
         return cls(start, end, tail, *_needs(problem, orders), release=release.astype(np.int64)[ranks])
 
 
@@ -187,7 +188,7 @@ def _needs(problem: Problem, orders: Orders) -> tuple[IntArray, IntArray]:
     kind, stage, j = np.where(orders.letter == B, I, orders.letter), orders.stage + 1, orders.microbatch
     index[kind, stage, j] = np.arange(n)
     needs, latency = np.full((n, 3), -1), np.zeros((n, 3), np.int64)
-    transfer = np.concatenate([[0], problem.arrays.latency, [0]]).astype(np.int64)
+    transfer = np.concatenate([[0], problem.arrays.of_equal().latency, [0]]).astype(np.int64)
     for letter, above in ((F, -1), (I, 1), (W, 0)):
         own = np.flatnonzero(kind == letter)
         needs[own, 1] = index[min(letter, I), stage[own] + above, j[own]]
@@ -262,7 +263,7 @@ class _WindowModel:
     ):
         self.problem, self.incumbent = problem, orders
         self.model = cp_model.CpModel()
-        self.duration: list[list[int]] = grid.problem.arrays.duration.astype(np.int64).tolist()
+        self.duration: list[list[int]] = grid.problem.arrays.of_equal().duration.astype(np.int64).tolist()
         rows = zip(
             orders.letter[boundary.free],
             orders.stage[boundary.free],

@@ -225,10 +225,10 @@ def drawn_costs(problem: Problem, draws: Draws) -> tuple[FloatArray, FloatArray]
     arrays, stages, m = problem.arrays, problem.n_stages, problem.microbatches
     shared = draws.rank[np.array(problem.placement.rank_of)]
     action = draws.action.reshape(len(LETTERS), stages, m, -1)
-    duration: FloatArray = arrays.duration[:, :, None, None] * action * shared[None, :, None, :]
-    planned = np.zeros((2, stages))
-    planned[0, 1:] = planned[1, :-1] = arrays.latency
-    latency: FloatArray = planned[:, :, None, None] * draws.transfer.reshape(2, stages, m, -1)
+    duration: FloatArray = arrays.duration[:, :, arrays.kind_of, None] * action * shared[None, :, None, :]
+    planned = np.zeros((2, stages, m))
+    planned[0, 1:] = planned[1, :-1] = arrays.latency[:, arrays.kind_of]
+    latency: FloatArray = planned[..., None] * draws.transfer.reshape(2, stages, m, -1)
     return duration, latency
 
 

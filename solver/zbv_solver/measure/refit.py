@@ -20,7 +20,8 @@ from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
 from zbv_solver.measure.stage_costs import with_stage_costs
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import LETTERS, B, Costs, F, I, Problem, W
+from zbv_solver.problem.costs import Costs
+from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 
 NANOSECONDS: dict[str, float] = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
 """Nanoseconds in one time unit."""
@@ -66,7 +67,7 @@ def largest_change(planned: Problem, measured: Problem) -> float:
     """The largest relative change of any stage's F, I, W or B; inf if the planned value is 0."""
     changes = [0.0]
     for letter in (F, I, W, B):
-        before, after = planned.arrays.duration[letter], measured.arrays.duration[letter]
+        before, after = planned.arrays.duration[letter].ravel(), measured.arrays.duration[letter].ravel()
         changes += map(relative_change, before.tolist(), after.tolist())
     return max(changes)
 
@@ -146,7 +147,7 @@ def grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatAr
 
 def _fitted_unit(problem: Problem, samples: Samples) -> float:
     """Nanoseconds per unit of the problem, such that the measured actions took as long as planned."""
-    planned = problem.arrays.duration[samples.letter, samples.stage].sum()
+    planned = problem.arrays.durations(samples.stage, samples.letter, samples.microbatch).sum()
     measured = samples.duration.sum()
     return float(measured / planned) if planned > 0 and measured > 0 else 1.0
 

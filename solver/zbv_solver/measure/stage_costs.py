@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.layer import Layer, LayerCosts, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Costs, Problem
+from zbv_solver.problem.problem import Problem
 
 _Scale = Callable[[float], float]
 

@@ -237,12 +237,13 @@ _CODE[ord("\n")] = _END
 _CODE[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
 
 
-def first_in_first_out(orders: Orders, n_stages: int) -> Orders:
-    """The same order with microbatches relabelled so that every stage runs every letter in ascending order.
+def first_in_first_out(orders: Orders, n_stages: int, *, is_equal: bool = True) -> Orders:
+    """The same order with microbatches relabelled so that all stages run them in one order.
 
-    The result is executable if the original is, and never slower: microbatches are equal, so the k-th action
-    of a stage may as well belong to microbatch k. I and B are numbered together; a W takes the oldest I that
-    has no W yet.
+    The result is executable if the original is. Equal microbatches ascend, and the result is never slower:
+    the k-th action of a stage may as well belong to microbatch k. Others keep the order of the first stage,
+    and the result is the original if all stages have this order. I and B are numbered together; a W takes the
+    oldest I that has no W yet.
     """
     letter, stage = orders.letter, orders.stage
     microbatch = np.zeros(len(orders), dtype=np.int32)
@@ -250,6 +251,8 @@ def first_in_first_out(orders: Orders, n_stages: int) -> Orders:
     _number(microbatch, stage, (letter == I) | (letter == B), n_stages)
     inputs, weights = np.flatnonzero(letter == I), np.flatnonzero(letter == W)
     microbatch[_by_stage(weights, stage)] = microbatch[_by_stage(inputs, stage)]
+    if not is_equal:
+        microbatch = orders.microbatch[(stage == 0) & (letter == F)][microbatch]
     return Orders(stage, letter, microbatch, orders.offset)
 
 

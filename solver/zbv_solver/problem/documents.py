@@ -12,38 +12,55 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from zbv_solver.documents.fields import MAX_NAME, AtMost, Count, Document, Number
+from zbv_solver.problem.features import MAX_FEATURE_NAME, MAX_FEATURES
 from zbv_solver.problem.limits import MAX_CELLS, MAX_CHUNKS, MAX_LAYERS, MAX_PP_DEGREE, MAX_STAGES
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Objective
 
 
-def _number_or_list(value: Any) -> str:
+def _shape_of_number(value: Any) -> str:
+    if isinstance(value, dict):
+        return "features"
     return "list" if isinstance(value, list | tuple) else "number"
 
 
 NumberOrList = Annotated[
     Annotated[Number, Tag("number")] | Annotated[list[Number], AtMost(MAX_STAGES), Tag("list")],
-    Discriminator(_number_or_list),
+    Discriminator(_shape_of_number),
 ]
 """A scalar, one value per chunk, or one per stage."""
+FeatureName = Annotated[str, Field(min_length=1, max_length=MAX_FEATURE_NAME)]
+Amount = Annotated[
+    Annotated[Number, Tag("number")]
+    | Annotated[list[Number], AtMost(MAX_STAGES), Tag("list")]
+    | Annotated[dict[FeatureName, NumberOrList], Field(max_length=MAX_FEATURES + 1), Tag("features")],
+    Discriminator(_shape_of_number),
+]
+"""A number that may depend on the microbatch: its fixed part, and coefficients of features, by name."""
 
 
 class CostsDocument(Document):
-    """Durations in the caller's time unit: a scalar, one per chunk, or one per stage in model order."""
+    """Durations in the caller's time unit: a scalar, one per chunk, or one per stage in model order.
 
-    forward: NumberOrList
-    backward_input: NumberOrList
-    backward_weight: NumberOrList
-    backward: NumberOrList | None = Field(None, description="Fused backward; null means I + W.")
-    p2p: NumberOrList = Field(0.0, description="Latency of a stage boundary: a scalar, or one per boundary.")
+    An object `{"fixed": …, "<feature>": …}` makes a duration depend on the microbatch.
+    """
+
+    forward: Amount
+    backward_input: Amount
+    backward_weight: Amount
+    backward: Amount | None = Field(None, description="Fused backward; null means I + W.")
+    p2p: Amount = Field(0.0, description="Latency of a stage boundary: a scalar, or one per boundary.")
 
 
 class MemoryDocument(Document):
-    """Memory deltas (scalar, per chunk, or per stage); static use and limit (scalar or per rank)."""
+    """Memory deltas (scalar, per chunk, or per stage); static use and limit (scalar or per rank).
 
-    forward: NumberOrList
-    backward_input: NumberOrList
-    backward_weight: NumberOrList
+    An object `{"fixed": …, "<feature>": …}` makes a delta depend on the microbatch.
+    """
+
+    forward: Amount
+    backward_input: Amount
+    backward_weight: Amount
     static: NumberOrList = 0.0
     limit: NumberOrList | None = Field(None, description="null means unlimited.")
 
@@ -61,6 +78,24 @@ Measured = Annotated[
 ]
 
 
+PerMicrobatch = Annotated[list[Number], AtMost(MAX_CELLS)]
+Features = Annotated[
+    dict[FeatureName, PerMicrobatch],
+    Field(
+        max_length=MAX_FEATURES,
+        description="Numbers that differ between microbatches, one per microbatch, by name.",
+    ),
+]
+Sequences = Annotated[
+    list[PerMicrobatch],
+    AtMost(MAX_CELLS),
+    Field(
+        description="The lengths of every microbatch's sequences: short for the features `tokens` (their "
+        "sum) and `tokens_squared` (the sum of their squares)."
+    ),
+]
+
+
 class ProblemDocument(Document):
     """A planning problem."""
 
@@ -71,6 +106,8 @@ class ProblemDocument(Document):
     objective: Objective = "span"
     costs: CostsDocument
     memory: MemoryDocument | None = None
+    features: Features | None = None
+    sequences: Sequences | None = None
     units: UnitsDocument | None = None
     measured: Measured | None = None
 

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.cut import Cut, CutModel, CutRules, Link
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.numeric import MAX_NUMBER, broken_rule
 from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
-from zbv_solver.problem.problem import Costs, Memory, Objective, Problem, Units, basic_rules
+from zbv_solver.problem.problem import Objective, Problem, Units, basic_rules
 
 PlacementChoice = Literal["auto", "v", "loop", "single"]
 

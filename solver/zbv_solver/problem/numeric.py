@@ -103,15 +103,15 @@ def delta_rule(
     return None
 
 
-def clean_deltas(forward: float, backward_input: float) -> tuple[float, float]:
-    """Memory deltas of I and W such that those of F, I and W sum to exactly 0.
+def clean_deltas(forward: FloatArray, backward_input: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Memory deltas of I and W such that those of F, I and W sum to exactly 0; arrays of any shape.
 
     The stated deltas sum to 0 only up to rounding (:func:`delta_rule`), and every microbatch would leak the
     difference. Here W releases exactly what F and I leave. If F and I leave less than 0, which is rounding, I
     releases what F allocated.
     """
     left = forward + backward_input
-    return (backward_input, -left) if left > 0 else (0.0 - forward, 0.0)
+    return np.where(left > 0, backward_input, 0.0 - forward), np.where(left > 0, -left, 0.0)
 
 
 def integer_scale(values: Iterable[float], largest_integer: int) -> float | None:

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal, Protocol, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.problem.arrays import ProblemArrays
+from zbv_solver.problem.costs import Costs, Feature, Memory
 from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.features import feature_rules
 from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
 from zbv_solver.problem.numeric import (
     FEASIBLE_MEMORY,
     MAX_NUMBER,
     MEMORY_TOLERANCE,
     broken_rule,
-    clean_deltas,
     delta_rule,
     exceeds,
 )
@@ -36,8 +36,6 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 LETTERS = "FIWB"
 """Action letters; the code of an action is the index of its letter."""
 F, I, W, B = range(4)  # noqa: E741 - the field's own letter
-
-PerStage = tuple[float, ...]
 
 
 class Times(Protocol):
@@ -58,84 +56,11 @@ def objective_value(objective: Objective, times: Times) -> float:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Durations, one per stage (S,), in the caller's unit.
-
-    Attributes
-    ----------
-    backward
-        The fused backward B; None means that it costs I + W.
-    p2p
-        Transfer latency per stage boundary (S-1,); ignored where the boundary lies inside one rank.
-    """
-
-    forward: PerStage
-    backward_input: PerStage
-    backward_weight: PerStage
-    p2p: PerStage
-    backward: PerStage | None = None
-
-    def fused(self, stage: int) -> float:
-        """Duration of the fused backward of a stage."""
-        if self.backward is not None:
-            return self.backward[stage]
-        return self.backward_input[stage] + self.backward_weight[stage]
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory deltas, one per stage (S,), and static use and limit, one per rank (p,).
-
-    ``forward + backward_input + backward_weight`` is 0 per stage, up to rounding. These are the numbers that
-    the user stated, and they are part of a plan's identity. Sums over microbatches must use
-    :attr:`ProblemArrays.delta` instead, whose deltas sum to exactly 0. ``limit`` is None when unlimited.
-    """
-
-    forward: PerStage
-    backward_input: PerStage
-    backward_weight: PerStage
-    static: tuple[float, ...]
-    limit: tuple[float, ...] | None = None
-
-    @classmethod
-    def unlimited(cls, placement: Placement) -> Memory:
-        """All deltas 0 and no limit."""
-        zeros = (0.0,) * placement.n_stages
-        return cls(zeros, zeros, zeros, (0.0,) * placement.pp_degree)
-
-
-@dataclass(frozen=True)
 class Units:
     """Names of the caller's units, for display only."""
 
     time: str | None = None
     memory: str | None = None
-
-
-@dataclass(frozen=True)
-class ProblemArrays:
-    """A problem as arrays, for kernels.
-
-    Attributes
-    ----------
-    duration
-        (4, S) float64, indexed [letter code, stage].
-    delta
-        (4, S) float64, change of the rank's memory at an action. F + I + W and F + B are exactly 0.
-    latency
-        (S-1,) float64, latency of a boundary; 0 inside one rank.
-    rank_of
-        (S,) int32.
-    static, limit
-        (p,) float64; the limit is inf when unlimited.
-    """
-
-    duration: FloatArray
-    delta: FloatArray
-    latency: FloatArray
-    rank_of: NDArray[np.int32]
-    static: FloatArray
-    limit: FloatArray
 
 
 @dataclass(frozen=True)
@@ -148,6 +73,11 @@ class Problem:
         The layers and the cut that the stages come from; None for a problem given by stages.
     measured
         Names and values that describe the program whose costs were measured. Planning ignores them.
+    features
+        What microbatches differ in; empty when they are equal. If there are any, ``costs`` and the deltas of
+        ``memory`` are the part that does not depend on the microbatch.
+    given_arrays
+        Arrays that stand for ``costs``, ``memory`` and ``features``: of a search, in its own unit of time.
 
     Raises
     ------
@@ -163,6 +93,8 @@ class Problem:
     units: Units = field(default_factory=Units)
     model: CutModel | None = None
     measured: tuple[tuple[str, str], ...] = ()
+    features: tuple[Feature, ...] = ()
+    given_arrays: ProblemArrays | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         issues = [
@@ -173,8 +105,14 @@ class Problem:
             *_number_rules(self),
             *_delta_rules(self),
         ]
+        if not issues and self.features:
+            issues = [*feature_rules(self.features, self.microbatches, self.costs, self.memory)]
         if issues:
             raise InvalidInput(issues)
+        if self.given_arrays is not None and len(self.given_arrays.kind_of) != self.microbatches:
+            raise ValueError(
+                f"found arrays of {len(self.given_arrays.kind_of)} microbatches; must be {self.microbatches}."
+            )
 
     @property
     def pp_degree(self) -> int:
@@ -194,24 +132,41 @@ class Problem:
     @cached_property
     def arrays(self) -> ProblemArrays:
         """The problem as arrays (read-only)."""
-        costs, memory, placement = self.costs, self.memory, self.placement
-        fused = [costs.fused(stage) for stage in range(self.n_stages)]
-        cleaned = list(map(clean_deltas, memory.forward, memory.backward_input))
-        inputs, weights = zip(*cleaned, strict=True)
-        freed = [0.0 - forward for forward in memory.forward]
-        latency = [0.0 if placement.is_local(boundary) else cost for boundary, cost in enumerate(costs.p2p)]
-        unlimited = (math.inf,) * self.pp_degree
-        arrays = ProblemArrays(
-            duration=np.array([costs.forward, costs.backward_input, costs.backward_weight, fused]),
-            delta=np.array([memory.forward, inputs, weights, freed]),
-            latency=np.array(latency, dtype=np.float64),
-            rank_of=np.array(placement.rank_of, dtype=np.int32),
-            static=np.array(memory.static, dtype=np.float64),
-            limit=np.array(memory.limit or unlimited, dtype=np.float64),
+        if self.given_arrays is not None:
+            return self.given_arrays
+        return ProblemArrays.of(self.placement, self.microbatches, self.costs, self.memory, self.features)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all microbatches cost the same."""
+        return self.arrays.kinds == 1
+
+    def with_arrays(self, arrays: ProblemArrays) -> Problem:
+        """The problem with other durations and latencies, by kind of microbatch; without layers."""
+        costs = self.costs
+        if self.is_equal:
+            forward, inputs, weights, fused = map(tuple, arrays.duration[:, :, 0].tolist())
+            backward = None if costs.backward is None else fused
+            costs = Costs(forward, inputs, weights, tuple(arrays.latency[:, 0].tolist()), backward)
+        return replace(
+            self, costs=costs, given_arrays=None if self.is_equal else arrays, features=(), model=None
         )
-        for array in vars(arrays).values():
-            array.flags.writeable = False
-        return arrays
+
+    def averaged(self, microbatches: int | None = None) -> Problem:
+        """The problem with equal microbatches that cost the average, as many as there are or as given."""
+        average = self.arrays.average()
+        forward, inputs, weights, fused = map(tuple, average.duration[:, :, 0].tolist())
+        latency = tuple(average.latency[:, 0].tolist())
+        held, by_inputs, by_weights = map(tuple, average.delta[: W + 1, :, 0].tolist())
+        return replace(
+            self,
+            microbatches=microbatches or self.microbatches,
+            costs=Costs(forward, inputs, weights, latency, None if self.costs.backward is None else fused),
+            memory=Memory(held, by_inputs, by_weights, self.memory.static, self.memory.limit),
+            features=(),
+            given_arrays=None,
+            model=None,
+        )
 
     @cached_property
     def smallest_limit(self) -> tuple[float, ...]:
@@ -219,12 +174,12 @@ class Problem:
 
         A rank holds the forwards of all its stages for every microbatch at some time: the first backward
         waits for the model's last forward, which waits for all other forwards. So every order needs at least
-        static + the sum of the stages' forward deltas. One microbatch at a time with fused backwards, which
-        never allocate, needs exactly that.
+        static + the sum of the stages' forward deltas, of the largest microbatch. One microbatch at a time
+        with fused backwards, which never allocate, needs exactly that.
         """
-        forward = self.memory.forward
+        forward = self.arrays.delta[F]
         return tuple(
-            static + sum(forward[stage] for stage in stages)
+            static + max(sum(kind) for kind in forward[list(stages)].T.tolist())
             for static, stages in zip(self.memory.static, self.placement.stages_of, strict=True)
         )
 
@@ -238,17 +193,18 @@ class Problem:
             raise InfeasibleMemory(self.smallest_limit, limits)
 
     def busy_time(self, rank: int) -> float:
-        """Least total work of a rank: m times F and the cheaper of B and I + W, over its stages."""
-        costs = self.costs
-        return self.microbatches * math.fsum(
-            costs.forward[s] + min(costs.fused(s), costs.backward_input[s] + costs.backward_weight[s])
-            for s in self.placement.stages_of[rank]
-        )
+        """Least total work of a rank: F and the cheaper of B and I + W of all its stages and microbatches."""
+        arrays = self.arrays
+        forward, inputs, weights, fused = arrays.duration[:, list(self.placement.stages_of[rank])]
+        least = forward + np.minimum(fused, inputs + weights)
+        return math.fsum((least @ arrays.count).tolist())
 
 
 def require_same_problem(asked: Problem, of_plan: Problem) -> None:
     """Raise :class:`InvalidPlan` when a plan was made for another problem. Only descriptions may differ."""
-    names = [name for name in Problem.__dataclass_fields__ if name not in ("units", "measured")]
+    names = [
+        name for name in Problem.__dataclass_fields__ if name not in ("units", "measured", "given_arrays")
+    ]
     differing = [name for name in names if getattr(asked, name) != getattr(of_plan, name)]
     if differing:
         raise InvalidPlan(
@@ -285,12 +241,15 @@ def _number_rules(problem: Problem) -> Iterator[Issue]:
     stages, ranks = problem.n_stages, problem.pp_degree
     lengths = {"p2p": stages - 1, "static": ranks, "limit": ranks}
     for section, figures in (("costs", problem.costs), ("memory", problem.memory)):
-        for name, values in vars(figures).items():
+        for part in fields(figures):
+            name, values = part.name, getattr(figures, part.name)
             if values is None:
                 continue
             pointer, length = f"/{section}/{name}", lengths.get(name, stages)
             is_delta = section == "memory" and name.startswith("backward")
-            issue = _wrong_value(pointer, values, length, is_delta)
+            # With features, only the sum for a microbatch has a sign that matters.
+            is_fixed_part = bool(problem.features) and name not in ("static", "limit")
+            issue = _wrong_value(pointer, values, length, is_delta or is_fixed_part)
             if issue is None and length == stages:
                 issue = _wrong_sum(pointer, values, problem.placement.chunks)
             if issue is not None:
@@ -323,6 +282,8 @@ def _wrong_sum(pointer: str, values: Sequence[float], chunks: int) -> Issue | No
 
 def _delta_rules(problem: Problem) -> Iterator[Issue]:
     memory = problem.memory
+    if problem.features:
+        return  # they hold for every microbatch, not for the fixed part
     deltas = zip(memory.forward, memory.backward_input, memory.backward_weight, strict=False)
     for stage, (forward, inputs, weights) in enumerate(deltas):
         if not all(map(math.isfinite, (forward, inputs, weights))):

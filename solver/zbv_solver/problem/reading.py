@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from zbv_solver.documents.files import load
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
 from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
 from zbv_solver.problem.documents import (
     CostsDocument,
@@ -24,12 +25,15 @@ from zbv_solver.problem.documents import (
     RecomputeDocument,
     UnitsDocument,
 )
+from zbv_solver.problem.features import FIXED
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
-from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.numeric import broken_rule, exceeds
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Memory, Problem, Units, size_rule
+from zbv_solver.problem.problem import Problem, Units, size_rule
 
+TOKENS, TOKENS_SQUARED = "tokens", "tokens_squared"
+"""The features that ``sequences`` stands for."""
 _BY_STAGE = ("forward", "backward_input", "backward_weight")
 
 
@@ -85,47 +89,136 @@ def to_problem(document: ProblemDocument) -> Problem:
     issues = [*size_rule(placement, document.microbatches)]
     if issues:  # checked before values expand: a short document must not fill the memory
         raise InvalidInput(issues)
-    memory = Memory.unlimited(placement)
-    costs = Costs(**_expanded("/costs", document.costs, placement, issues))
-    if document.memory is not None:
-        memory = Memory(**_expanded("/memory", document.memory, placement, issues))
+    values = _feature_values(document)
+    costs = _Expanded("/costs", document.costs, placement, values, issues)
+    memory = (
+        None if document.memory is None else _Expanded("/memory", document.memory, placement, values, issues)
+    )
     if issues:
         raise InvalidInput(issues)
+    none = Memory.unlimited(placement)
+    features = tuple(
+        Feature(
+            name,
+            value,
+            Costs(**costs.of(name)),
+            Deltas(none.forward, none.backward_input, none.backward_weight)
+            if memory is None
+            else Deltas(**memory.of(name)),
+        )
+        for name, value in values.items()
+    )
     return Problem(
         placement,
         document.microbatches,
-        costs,
-        memory,
+        Costs(**costs.of(FIXED)),
+        none if memory is None else Memory(**memory.of(FIXED) | memory.per_rank),
         document.objective,
         _units(document.units),
         measured=tuple(sorted((document.measured or {}).items())),
+        features=features,
     )
 
 
-def _expanded(
-    at: str, document: CostsDocument | MemoryDocument, placement: Placement, issues: list[Issue]
-) -> dict[str, tuple[float, ...]]:
-    """Every given key with one value per stage, boundary or rank; ``issues`` gets lists of wrong lengths."""
-    per_boundary = (placement.n_stages - 1, "stage boundary")
-    per_rank = (placement.pp_degree, "rank")
-    items = {"p2p": per_boundary, "static": per_rank, "limit": per_rank}
-    expanded = {}
-    for key, values in document:
-        if values is None:
-            continue
-        length, item = items.get(key, (placement.n_stages, "stage"))
-        if not isinstance(values, list):
-            expanded[key] = (float(values),) * length
-        elif len(values) == length:
-            expanded[key] = tuple(map(float, values))
-        elif item == "stage" and len(values) == placement.chunks:
-            expanded[key] = tuple(float(values[chunk]) for chunk in placement.chunk_of)
-        else:
-            expanded[key] = ()
-            per_chunk = f", {placement.chunks} values (one per chunk)" if item == "stage" else ""
-            rule = f"must be a number{per_chunk} or {length} values (one per {item})."
-            issues.append(Issue(f"{at}/{key}", f"found {len(values)} values; {rule}"))
-    return expanded
+def _feature_values(document: ProblemDocument) -> dict[str, tuple[float, ...]]:
+    """The features of a document, those of its sequences included; raises :class:`InvalidInput`."""
+    values = {name: tuple(each) for name, each in (document.features or {}).items()}
+    if FIXED in values:
+        raise InvalidInput.at(
+            f"/features/{FIXED}", f"found a feature named {FIXED}, which means the part without features."
+        )
+    if document.sequences is None:
+        return values
+    for index, lengths in enumerate(document.sequences):
+        for place, length in enumerate(lengths):
+            if (rule := broken_rule(length)) is not None:
+                raise InvalidInput.at(f"/sequences/{index}/{place}", rule)
+    if len(document.sequences) != document.microbatches:
+        raise InvalidInput.at(
+            "/sequences",
+            f"found {len(document.sequences)} lists; must be {document.microbatches}, one per microbatch.",
+        )
+    for name, power in ((TOKENS, 1), (TOKENS_SQUARED, 2)):
+        if name in values:
+            raise InvalidInput.at(
+                f"/features/{name}",
+                "found together with sequences, which define this feature; give one of them.",
+            )
+        values[name] = tuple(float(sum(length**power for length in each)) for each in document.sequences)
+    return values
+
+
+class _Expanded:
+    """The numbers of a section with one value per stage, boundary or rank: the fixed part and coefficients.
+
+    Attributes
+    ----------
+    amounts
+        By key and then by feature, or ``fixed``.
+    per_rank
+        The keys that do not depend on the microbatch.
+    """
+
+    def __init__(
+        self,
+        at: str,
+        document: CostsDocument | MemoryDocument,
+        placement: Placement,
+        features: Iterable[str],
+        issues: list[Issue],
+    ):
+        self.amounts: dict[str, dict[str, tuple[float, ...]]] = {}
+        self.per_rank: dict[str, tuple[float, ...]] = {}
+        lengths = {"p2p": (placement.n_stages - 1, "stage boundary")}
+        per_rank = (placement.pp_degree, "rank")
+        for key, values in document:
+            if values is None:
+                continue
+            if key in ("static", "limit"):
+                self.per_rank[key] = _lengthened(f"{at}/{key}", values, per_rank, placement, issues)
+                continue
+            item = lengths.get(key, (placement.n_stages, "stage"))
+            self.amounts[key] = dict.fromkeys((FIXED, *features), (0.0,) * item[0])
+            for name, own in values.items() if isinstance(values, dict) else ((FIXED, values),):
+                pointer = f"{at}/{key}/{name}" if isinstance(values, dict) else f"{at}/{key}"
+                if name not in self.amounts[key]:
+                    issues.append(Issue(pointer, _unknown(name, [*features])))
+                else:
+                    self.amounts[key][name] = _lengthened(pointer, own, item, placement, issues)
+
+    def of(self, name: str) -> dict[str, tuple[float, ...]]:
+        """The coefficients of a feature, or the fixed part, by key."""
+        return {key: each[name] for key, each in self.amounts.items()}
+
+
+def _lengthened(
+    at: str,
+    values: float | list[float],
+    needed: tuple[int, str],
+    placement: Placement,
+    issues: list[Issue],
+) -> tuple[float, ...]:
+    """One value per stage, boundary or rank; ``issues`` gets lists of wrong lengths."""
+    length, item = needed
+    if not isinstance(values, list):
+        return (float(values),) * length
+    if len(values) == length:
+        return tuple(map(float, values))
+    if item == "stage" and len(values) == placement.chunks:
+        return tuple(float(values[chunk]) for chunk in placement.chunk_of)
+    per_chunk = f", {placement.chunks} values (one per chunk)" if item == "stage" else ""
+    rule = f"must be a number{per_chunk} or {length} values (one per {item})."
+    issues.append(Issue(at, f"found {len(values)} values; {rule}"))
+    return ()
+
+
+def _unknown(name: str, features: list[str]) -> str:
+    if not features:
+        return (
+            f"found {name!r}, but the problem has no features; give /features or /sequences, one number or "
+            f"list per microbatch, or use a plain number here."
+        )
+    return f"found {name!r}; must be {FIXED} or one of the features {', '.join(features)}."
 
 
 def to_layered(document: LayeredProblemDocument) -> LayeredProblem:

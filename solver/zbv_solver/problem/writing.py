@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zbv_solver.documents.text import number, plain
+from zbv_solver.problem.features import FIXED
 from zbv_solver.problem.layer import Layer
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem
@@ -25,6 +26,9 @@ def problem_json(problem: Problem) -> dict[str, Any]:
         "costs": plain(problem.costs),
         "memory": plain(problem.memory),
     }
+    if problem.features:
+        document["features"] = {each.name: plain(each.value) for each in problem.features}
+        _add_coefficients(document, problem)
     document["costs"]["p2p"] = document["costs"].pop("p2p")  # the last of the costs, as in docs/formats.md
     if problem.placement.kind == "loop":
         document["chunks"] = problem.placement.chunks
@@ -39,6 +43,16 @@ def problem_json(problem: Problem) -> dict[str, Any]:
         if cut_model.link is not None:
             document["costs"]["link"] = plain(cut_model.link)
     return document | _descriptions(problem)
+
+
+def _add_coefficients(document: dict[str, Any], problem: Problem) -> None:
+    """Make objects of the numbers that depend on features; the others stay lists."""
+    for feature in problem.features:
+        for (section, name), values in feature.coefficients.items():
+            if any(values):
+                fixed = document[section][name]
+                amount = fixed if isinstance(fixed, dict) else {FIXED: fixed}
+                document[section][name] = amount | {feature.name: plain(values)}
 
 
 def layered_json(problem: LayeredProblem) -> dict[str, Any]:

@@ -197,15 +197,14 @@ class _Search:
 
     def _compared(self, name: str, orders: Orders) -> _Candidate:
         """A candidate of an order, with ascending microbatches."""
-        ascending = first_in_first_out(orders, self.problem.n_stages)
+        ascending = first_in_first_out(orders, self.problem.n_stages, is_equal=self.problem.is_equal)
         return _Candidate(name, ascending, self._time(ascending, COMPARING, TRIES))
 
     def _with_longer(self, longer: float) -> Problem:
         """The problem with longer latencies between ranks, by a multiple of the mean duration."""
-        host = self.problem.arrays.rank_of
-        added = np.where(host[1:] != host[:-1], longer * self.unit, 0.0)
-        latencies = tuple((self.problem.arrays.latency + added).tolist())
-        return replace(self.problem, costs=replace(self.problem.costs, p2p=latencies))
+        arrays = self.problem.arrays
+        added = np.where(arrays.rank_of[1:] != arrays.rank_of[:-1], longer * self.unit, 0.0)
+        return self.problem.with_arrays(replace(arrays, latency=arrays.latency + added[:, None]))
 
     def _annealed(self, task: tuple[int, int, _Candidate, int]) -> _Candidate:
         """The candidate after some rounds of annealing, or as it was if that is better."""

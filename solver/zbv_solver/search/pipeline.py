@@ -207,6 +207,8 @@ class Pipeline(SearchState):
         """Improve one window of time after another by CP-SAT, if the problem is small enough."""
         if self.problem.max_actions > self.budget.window_actions or self.found is None:
             return
+        if not self.problem.is_equal:
+            return
         # Imported here because OR-Tools takes a second to import and many searches do not need it.
         from zbv_solver.improve.windows import sweep_windows
 
@@ -231,6 +233,8 @@ class Pipeline(SearchState):
     def _refine(self) -> None:
         """Solve the whole problem by CP-SAT, if it is small enough."""
         if self.problem.max_actions > self.budget.exact_actions or self.found is None:
+            return
+        if not self.problem.is_equal:
             return
         from zbv_solver.improve.exact import Listener, refine  # late, as above
 

@@ -81,6 +81,8 @@ class SearchState:
         The incumbent.
     bests
         The best order of every chain of every stage.
+    resumed
+        An order to start from whose stages do not all run the microbatches in the same order.
     heard
         The best objective that was reported.
     """
@@ -106,6 +108,7 @@ class SearchState:
         self.bound, self.source = 0.0, "bounds"
         self.found: Found | None = None
         self.bests: list[Found] = []
+        self.resumed: Found | None = None
         self.heard = float("inf")
 
     def __enter__(self) -> Self:
@@ -122,7 +125,12 @@ class SearchState:
     def resume_from(self, incumbent: Orders) -> None:
         """Start from a known order; raises :class:`InvalidPlan` when it is not an order of the problem."""
         verify_orders(self.given, incumbent)
-        orders = first_in_first_out(incumbent, self.problem.n_stages)
+        orders = first_in_first_out(incumbent, self.problem.n_stages, is_equal=self.problem.is_equal)
+        if orders != incumbent and not self.problem.is_equal:
+            # Stages that run microbatches that differ in different orders: the search does not change such an
+            # order, but it remembers it.
+            self.resumed = Found(objective_of(self.problem, incumbent), incumbent, "resumed")
+            return
         self._take(Found(objective_of(self.problem, orders), orders, "resumed"))
 
     def finish(self) -> Plan:
@@ -133,6 +141,8 @@ class SearchState:
         ContradictedBound
             When the plan undercuts the bound.
         """
+        if self.resumed is not None and (self.found is None or self.resumed.value < self.found.value):
+            self.found = self.resumed
         if self.found is None:
             raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
         extra: dict[str, object] = {"effort": self.options.effort}

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.problem.numeric import MIN_NUMBER, integer_scale, rounded_to_bits
-from zbv_solver.problem.problem import Costs, Problem
+from zbv_solver.problem.problem import B, I, Problem, W
 
 LARGEST_COST = 1 << 32
 """Sums of a million integer costs up to this are exact."""
@@ -43,9 +44,12 @@ class SearchUnit:
 
     def converted(self, times: Sequence[float]) -> tuple[float, ...]:
         """Convert times from the caller's unit to this one; times below the smallest number become 0."""
-        row = np.array(times, dtype=np.float64)
-        found = rounded_to_bits(row / self.length) if self.scale is None else np.rint(row * self.scale)
-        return tuple(np.where(found < MIN_NUMBER, 0.0, found).tolist())
+        return tuple(self.table(np.array(times, dtype=np.float64)).tolist())
+
+    def table(self, times: FloatArray) -> FloatArray:
+        """Like :meth:`converted`, for an array of any shape."""
+        found = rounded_to_bits(times / self.length) if self.scale is None else np.rint(times * self.scale)
+        return np.where(found < MIN_NUMBER, 0.0, found)
 
 
 def in_search_unit(problem: Problem) -> tuple[Problem, float]:
@@ -53,13 +57,16 @@ def in_search_unit(problem: Problem) -> tuple[Problem, float]:
 
     Multiply a time of the returned problem by the length to get the caller's time, up to rounding.
     """
+    if problem.features and problem.is_equal:
+        problem = problem.averaged()
     arrays, costs = problem.arrays, problem.costs
-    unit = SearchUnit.of([*arrays.duration.ravel().tolist(), *arrays.latency.tolist()])
-    own = Costs(
-        unit.converted(costs.forward),
-        unit.converted(costs.backward_input),
-        unit.converted(costs.backward_weight),
-        unit.converted(arrays.latency.tolist()),
-        None if costs.backward is None else unit.converted(costs.backward),
-    )
+    unit = SearchUnit.of([*arrays.duration.ravel().tolist(), *arrays.latency.ravel().tolist()])
+    if not problem.is_equal:
+        # Every sum for a microbatch is converted, not the coefficients, so that sums are exact as below.
+        duration = unit.table(arrays.duration)
+        if costs.backward is None:
+            duration[B] = duration[I] + duration[W]
+        converted = replace(arrays, duration=duration, latency=unit.table(arrays.latency))
+        return problem.with_arrays(converted), unit.length
+    own = costs.mapped(unit.converted, unit.converted(arrays.latency[:, 0].tolist()))
     return replace(problem, costs=own, model=None), unit.length

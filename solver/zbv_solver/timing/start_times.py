@@ -62,18 +62,16 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
     """
     executed = _execute_orders(problem, orders)
     span = _exact_span(executed, orders)[0]
-    count = np.bincount(executed.graph.row, minlength=len(executed.graph.duration))
-    busy = float(count @ executed.graph.duration)
+    busy = float(executed.graph.duration.sum())
     arrays = problem.arrays
+    delta = arrays.deltas(orders.stage, orders.letter, orders.microbatch)
     return Timing(
         start=executed.start,
         end=executed.end,
         makespan=_makespan(executed, orders),
         span=span,
         bubble_rate=1 - busy / (problem.pp_degree * span) if span > 0 else 0.0,
-        peak_memory=tuple(
-            sweeps.peaks(executed.graph.row, orders.offset, arrays.delta.ravel(), arrays.static).tolist()
-        ),
+        peak_memory=tuple(sweeps.peaks(orders.offset, delta, arrays.static).tolist()),
     )
 
 
@@ -122,7 +120,7 @@ def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
     _, release = _exact_span(executed, orders)
     origin, length = np.empty(len(orders), np.int32), np.empty(len(orders))
     sweeps.sweep(executed.graph, release, origin, length)
-    start: FloatArray = release[origin] + length - executed.graph.duration[executed.graph.row]
+    start: FloatArray = release[origin] + length - executed.graph.duration
     return start - start.min(initial=np.inf) if len(start) else start
 
 
@@ -132,7 +130,7 @@ def memory_profile(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
     For a given order this does not depend on times: it is a prefix sum per rank.
     """
     arrays = problem.arrays
-    delta = arrays.delta[orders.letter, orders.stage]
+    delta = arrays.deltas(orders.stage, orders.letter, orders.microbatch)
     after = np.empty(len(orders))
     for rank in range(orders.pp_degree):
         part = orders.slice_of(rank)
@@ -163,18 +161,20 @@ def _execute_orders(problem: Problem, orders: Orders) -> _Executed:
                 f"found {orders.text_at(at)}; the problem has {n_stages} stages and {m} microbatches."
             )
     arrays = problem.arrays
-    duration, latency = arrays.duration.ravel(), np.full((4, n_stages), -1.0)
+    duration = arrays.durations(orders.stage, orders.letter, orders.microbatch)
+    waits = np.full((4, n_stages, arrays.kinds), -1.0)
     # F receives over the boundary before its stage, I and B over the one after it. The others have no remote
     # input: -1.
-    latency[F, 1:] = latency[I, :-1] = latency[B, :-1] = arrays.latency
+    waits[F, 1:] = waits[I, :-1] = waits[B, :-1] = arrays.latency
+    latency = waits[orders.letter, orders.stage, arrays.kind_of[orders.microbatch]]
     row = orders.letter * np.int32(n_stages) + orders.stage
     cell = orders.stage * np.int32(m) + orders.microbatch
     start, end, source, runs, reached = sweeps.execute(
-        row, cell, orders.offset, duration, latency.ravel(), n_stages, m
+        row, cell, orders.offset, duration, latency, n_stages, m
     )
     if (reached < orders.offset[1:]).any():
         raise InvalidPlan(_deadlock_message(orders, reached))
-    graph = Graph(row, source, orders.offset, duration, latency.ravel(), runs)
+    graph = Graph(source, orders.offset, duration, latency, runs)
     return _Executed(graph, start, end)
 
 

@@ -126,7 +126,7 @@ def _run(
     ``inputs`` (n,) are the rows of an action in ``draws.action``, and of its input in ``draws.transfer``.
     ``end`` (n, L) is written.
     """
-    row, source, offset, runs = graph.row, graph.source, graph.offset, graph.runs
+    source, offset, runs = graph.source, graph.offset, graph.runs
     chains = end.shape[1]
     reached = offset[:-1].copy()
     # The chains are the innermost index, so that the processor computes several at once.
@@ -134,9 +134,9 @@ def _run(
         rank, stop = runs[k]
         for at in range(reached[rank], stop):
             feed, own, shared = source[at], draws.action[rows[at]], draws.rank[rank]
-            duration, clock, ends = graph.duration[row[at]], ready[rank], end[at]
+            duration, clock, ends = graph.duration[at], ready[rank], end[at]
             if feed >= 0:
-                sent, factor, latency = end[feed], draws.transfer[inputs[at]], graph.latency[row[at]]
+                sent, factor, latency = end[feed], draws.transfer[inputs[at]], graph.latency[at]
                 for chain in range(chains):
                     arrival = sent[chain] + latency * factor[chain]
                     start = clock[chain] if clock[chain] > arrival else arrival

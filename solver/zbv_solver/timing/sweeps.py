@@ -23,8 +23,8 @@ def execute(
     """Start, end, source and runs of an order, and the index at which every rank stopped.
 
     A rank runs until an input is missing, and is visited again once that input is there: O(n) in all.
-    ``row``, ``offset``, ``duration`` and ``latency`` are those of a :class:`Graph`; ``cell`` (n,) is
-    stage * m + microbatch.
+    ``offset``, ``duration`` and ``latency`` are those of a :class:`Graph`; ``row`` (n,) is letter code * S +
+    stage, and ``cell`` (n,) stage * m + microbatch.
     """
     n, p, cells = len(row), len(offset) - 1, n_stages * m
     # Among the actions, the index of every cell's F, then of every cell's I or B. Until it has executed: -1,
@@ -46,17 +46,17 @@ def execute(
             # I and B need the F of their cell; W needs the I.
             need = -1 if is_forward else where + cells if is_weight else where
             begin, is_there = free, need < 0 or done[need] >= 0
-            if is_there and latency[kind] >= 0:
+            if is_there and latency[at] >= 0:
                 # Cells are stage * m + microbatch: m cells further is the same microbatch on the next stage.
                 need = where - m if is_forward else cells + where + m
                 is_there = done[need] >= 0
                 if is_there:
                     source[at] = done[need]
-                    begin = max(begin, end[done[need]] + latency[kind])
+                    begin = max(begin, end[done[need]] + latency[at])
             if not is_there:
                 before[rank], done[need] = done[need], -2 - rank
                 break
-            free = begin + duration[kind]
+            free = begin + duration[at]
             start[at], end[at] = begin, free
             if not is_weight:
                 made = where if is_forward else cells + where
@@ -76,24 +76,21 @@ def execute(
 
 
 class Graph(NamedTuple):
-    """An order of n actions on p ranks and S stages as it executes: what longest paths need.
+    """An order of n actions on p ranks as it executes: what longest paths need.
 
     Attributes
     ----------
-    row
-        (n,) letter code * S + stage: the index of an action's costs in ``duration`` and ``latency``.
     source
         (n,) the action that sends the remote input, or -1.
     offset
         (p + 1,) the actions of rank r are ``offset[r]:offset[r + 1]``.
     duration, latency
-        (4 S,) time that an action takes, and that its remote input is in transfer; -1 without such an input.
+        (n,) time that an action takes, and that its remote input is in transfer; -1 without such an input.
     runs
         (k, 2) stretches of consecutive actions: a rank, and the index where they stop. Every input of a run
         is in an earlier run, or earlier in this one.
     """
 
-    row: IntArray
     source: IntArray
     offset: IntArray
     duration: FloatArray
@@ -110,7 +107,7 @@ def sweep(
     An action ends at ``release[origin] + length``: its critical path begins with the first start of rank
     ``origin`` and has this length. The two are kept apart so that sums of whole costs stay whole.
     """
-    row, source, offset, runs = graph.row, graph.source, graph.offset, graph.runs
+    source, offset, runs = graph.source, graph.offset, graph.runs
     duration, latency = graph.duration, graph.latency
     reached = offset[:-1].copy()
     for run in range(len(runs)):
@@ -120,13 +117,13 @@ def sweep(
         if at > offset[rank]:
             begun, path = origin[at - 1], length[at - 1]
         while at < stop:
-            feed, kind = source[at], row[at]
+            feed = source[at]
             if feed >= 0:
-                arrival = length[feed] + latency[kind]
+                arrival = length[feed] + latency[at]
                 # Compare ends, which include the releases. On a tie the path along the rank stays.
                 if release[origin[feed]] + arrival > release[begun] + path:
                     begun, path = origin[feed], arrival
-            path += duration[kind]
+            path += duration[at]
             origin[at], length[at] = begun, path
             at += 1
         reached[rank] = stop
@@ -145,7 +142,7 @@ def policy_iteration(
     the span.
     """
     offset = graph.offset
-    n, p = len(graph.row), len(offset) - 1
+    n, p = len(graph.source), len(offset) - 1
     origin, length = np.empty(n, np.int32), np.empty(n)
     parent, weight = np.full(p, -1, np.int32), np.zeros(p)
     span, is_first = 0.0, True
@@ -217,14 +214,14 @@ def _settle(
 
 @compiled
 def peaks(
-    row: IntArray, offset: IntArray, delta: FloatArray, static: FloatArray
+    offset: IntArray, delta: FloatArray, static: FloatArray
 ) -> FloatArray:  # pragma: no cover - compiled
-    """Peak memory of every rank, (p,)."""
+    """Peak memory of every rank, (p,); ``delta`` (n,) is the change of memory at every action."""
     most = static.copy()
     for rank in range(len(static)):
         grown = 0.0
         for at in range(offset[rank], offset[rank + 1]):
-            change = delta[row[at]]
+            change = delta[at]
             most[rank] = max(most[rank], static[rank] + grown + max(change, 0.0))
             grown += change
     return most

@@ -55,24 +55,51 @@ class PrecedenceGraph(NamedTuple):
     last: IntArray
 
 
+def amounts(problem: Problem, section: str, name: str) -> FloatArray:
+    """What microbatches cost on a stage or boundary, (length, m), straight from the problem's document."""
+    if problem.given_arrays is not None:
+        raise ValueError("a problem in the unit of a search cannot be verified; verify the caller's problem.")
+    fixed = getattr(getattr(problem, section), name)
+    table = np.repeat(np.array(fixed, dtype=np.float64)[:, None], problem.microbatches, axis=1)
+    for feature in problem.features:
+        table += np.outer(getattr(getattr(feature, section), name), feature.value)
+    return table
+
+
+def durations_of(problem: Problem, orders: Orders) -> FloatArray:
+    """The duration of every action, (n,)."""
+    forward, inputs, weights = (
+        amounts(problem, "costs", name) for name in ("forward", "backward_input", "backward_weight")
+    )
+    fused = inputs + weights if problem.costs.backward is None else amounts(problem, "costs", "backward")
+    # A sum of terms with different signs may be 0 up to rounding.
+    return np.maximum(by_action(orders, {F: forward, I: inputs, W: weights, B: fused}), 0.0)
+
+
+def by_action(orders: Orders, tables: dict[int, FloatArray]) -> FloatArray:
+    """The number of every action, (n,), from a table (S, m) per letter."""
+    found = np.zeros(len(orders))
+    for letter, table in tables.items():
+        chosen = orders.letter == letter
+        found[chosen] = table[orders.stage[chosen], orders.microbatch[chosen]]
+    return found
+
+
 def precedence_graph(problem: Problem, orders: Orders, where: IntArray) -> PrecedenceGraph:
     """The graph of a complete order; ``where`` as in :mod:`zbv_solver.verify.verifier`.
 
     Raises :class:`InvalidPlan` when a cycle makes the order a deadlock.
     """
-    costs, placement = problem.costs, problem.placement
-    durations = np.zeros((4, problem.n_stages))
-    durations[F], durations[I], durations[W] = costs.forward, costs.backward_input, costs.backward_weight
-    durations[B] = [costs.fused(stage) for stage in range(problem.n_stages)]
-    transfers = [
-        0.0 if placement.rank_of[boundary] == placement.rank_of[boundary + 1] else cost
-        for boundary, cost in enumerate(costs.p2p)
-    ]
-    at_boundary = np.array(transfers, dtype=np.float64)
+    placement = problem.placement
+    duration = durations_of(problem, orders)
+    at_boundary = amounts(problem, "costs", "p2p")
+    for boundary in range(problem.n_stages - 1):
+        if placement.rank_of[boundary] == placement.rank_of[boundary + 1]:
+            at_boundary[boundary] = 0.0
     previous = np.arange(-1, len(orders) - 1, dtype=np.int32)
     filled = np.flatnonzero(np.diff(orders.offset))
     previous[orders.offset[filled]] = -1 - filled
-    feed, latency = _feeds(*columns(orders), for_loops(where), at_boundary, problem.microbatches)
+    feed, latency = _feeds(*columns(orders), for_loops(where), at_boundary)
     sequence, done = _kahn(for_loops(previous), for_loops(feed))
     if done < len(orders):
         stuck = np.ones(len(orders), dtype=bool)
@@ -81,7 +108,6 @@ def precedence_graph(problem: Problem, orders: Orders, where: IntArray) -> Prece
             f"the order deadlocks: {len(orders) - done} actions wait in a cycle, among them "
             f"{orders.text_at(int(np.argmax(stuck)))}."
         )
-    duration = durations[orders.letter, orders.stage]
     first, last = orders.offset[:-1], orders.offset[1:] - 1
     return PrecedenceGraph(previous, feed, latency, duration, sequence, first, last)
 
@@ -135,21 +161,21 @@ def _longest_cycle(pushed_by: dict[int, tuple[int, float]]) -> float:
 
 @compiled_where_possible
 def _feeds(
-    stage: IntArray, letter: IntArray, microbatch: IntArray, where: IntArray, at_boundary: FloatArray, m: int
+    stage: IntArray, letter: IntArray, microbatch: IntArray, where: IntArray, at_boundary: FloatArray
 ) -> tuple[IntArray, FloatArray]:  # pragma: no cover - compiled
     """The action whose output is the input of every action, or -1, and the latency of the transfer."""
-    n, last_stage = len(stage), len(at_boundary)
+    n, (last_stage, m) = len(stage), at_boundary.shape
     feed, latency = np.full(n, -1, np.int32), np.zeros(n)
     for at in range(n):
         s, k, j = stage[at], letter[at], microbatch[at]
         if k == F and s > 0:
             feed[at] = where[4 * ((s - 1) * m + j) + F]
-            latency[at] = at_boundary[s - 1]
+            latency[at] = at_boundary[s - 1, j]
         elif k != F and k != W and s < last_stage:
             above = 4 * ((s + 1) * m + j)
             # A complete cell has either I or B; the index of the other is -1.
             feed[at] = max(where[above + I], where[above + B])
-            latency[at] = at_boundary[s]
+            latency[at] = at_boundary[s, j]
     return feed, latency
 
 

@@ -20,6 +20,8 @@ from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 from zbv_solver.verify.graph import (
     PrecedenceGraph,
+    amounts,
+    by_action,
     columns,
     earliest,
     for_loops,
@@ -163,15 +165,14 @@ def _fault(problem: Problem, orders: Orders, rule: int, at: int) -> str:
 def _check_memory(problem: Problem, orders: Orders) -> list[float]:
     """Peak memory (p,); raises when it exceeds a limit."""
     memory = problem.memory
-    delta = np.zeros((4, problem.n_stages))
-    forward, inputs = np.array(memory.forward), np.array(memory.backward_input)
+    forward, inputs = amounts(problem, "memory", "forward"), amounts(problem, "memory", "backward_input")
     # W releases what F and I leave. The stated deltas sum to 0 only up to rounding, and the rounding would
     # accumulate over many microbatches.
     left = np.maximum(forward + inputs, 0.0)
-    delta[F], delta[I] = forward, np.where(left > 0, inputs, -forward)
-    delta[W], delta[B] = -left, -forward
+    tables = {F: forward, I: np.where(left > 0, inputs, -forward), W: -left, B: -forward}
+    delta = by_action(orders, tables)
     static = np.array(memory.static, dtype=np.float64)
-    peaks: list[float] = _highest(*columns(orders)[:2], orders.offset, delta, static).tolist()
+    peaks: list[float] = _highest(orders.offset, delta, static).tolist()
     for rank, limit in enumerate(memory.limit or ()):
         if peaks[rank] > limit + MEMORY_TOLERANCE * max(abs(peaks[rank]), abs(limit)):
             raise InvalidPlan(f"rank {rank} needs {peaks[rank]:.15g} of memory; its limit is {limit:.15g}.")
@@ -229,7 +230,7 @@ def _misses(where: IntArray) -> tuple[int, int]:  # pragma: no cover - compiled
 
 @compiled_where_possible
 def _highest(
-    stage: IntArray, letter: IntArray, offset: IntArray, delta: FloatArray, static: FloatArray
+    offset: IntArray, delta: FloatArray, static: FloatArray
 ) -> FloatArray:  # pragma: no cover - compiled
     """Peak memory of every rank (p,): before, during and after all actions."""
     highest = static.copy()
@@ -238,7 +239,7 @@ def _highest(
         for at in range(offset[rank], offset[rank + 1]):
             # While an action runs, its rank holds the larger of the amounts before and after it. So it
             # suffices to look after every action.
-            held += delta[letter[at], stage[at]]
+            held += delta[at]
             if held > highest[rank]:
                 highest[rank] = held
     return highest

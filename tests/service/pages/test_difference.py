@@ -9,7 +9,8 @@ from support.cut_models import cut_problem
 from support.problems import problems, uniform
 from zbv_service.pages.views.difference import Difference, differences
 from zbv_solver.construct.baselines import merge_stages
-from zbv_solver.problem.problem import Costs, Problem, Units
+from zbv_solver.problem.costs import Costs
+from zbv_solver.problem.problem import Problem, Units
 
 
 @given(problems(), problems())

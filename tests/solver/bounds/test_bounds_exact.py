@@ -149,7 +149,7 @@ def assert_inside(problem: Problem, orders: Orders) -> None:
     orders = split_where_fusing_never_pays(problem, orders)
     spans = problem.objective == "span"
     start = span_start_times(problem, orders) if spans else evaluate(problem, orders).start
-    end = start + problem.arrays.duration[orders.letter, orders.stage]
+    end = start + problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
     slack = 1e-9 * (1 + end.max())
     letter = np.where(orders.letter == B, I, orders.letter)
     cell = letter, orders.stage, orders.microbatch
@@ -205,14 +205,14 @@ def _random_order(problem: Problem, chance: random.Random, weights: dict[int, fl
             action
             for action in ready
             if not exceeds(
-                held[rank_of[action[0]]] + max(0.0, arrays.delta[action[1], action[0]]),
+                held[rank_of[action[0]]] + max(0.0, arrays.delta[action[1], action[0], 0]),
                 peak[rank_of[action[0]]],
             )
         ]
         if not fitting:
             break
         stage, letter, j = chance.choices(fitting, [weights[action[1]] for action in fitting])[0]
-        held[rank_of[stage]] += arrays.delta[letter, stage]
+        held[rank_of[stage]] += arrays.delta[letter, stage, 0]
         ranks[rank_of[stage]].append((stage, letter, j))
         if letter == F:
             begun[stage] += 1

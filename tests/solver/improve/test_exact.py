@@ -22,7 +22,8 @@ from zbv_solver.improve.exact import Listener, make_solver, refine
 from zbv_solver.improve.exact_grid import make_grid
 from zbv_solver.improve.exact_model import ExactModel
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import LETTERS, Costs, Problem
+from zbv_solver.problem.costs import Costs
+from zbv_solver.problem.problem import LETTERS, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders

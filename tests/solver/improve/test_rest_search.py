@@ -27,7 +27,7 @@ def test_what_starts_before_the_cut_is_kept(problem: Problem, share: float) -> N
     scheduler = ListScheduler(problem)
     rule = simple_rule(problem, "forward-deep", 1.0, 0.0)
     assert scheduler.value(rule, kept=(start.code, kept)) < np.inf
-    attempt = Attempt.of("again", problem, scheduler.board)
+    attempt = Attempt.of("again", problem, scheduler.tables, scheduler.board)
     for rank in ranks:
         assert np.array_equal(attempt.code[rank, : kept[rank]], start.code[rank, : kept[rank]])
     verify_orders(problem, attempt.orders)
@@ -51,7 +51,7 @@ def test_improves_an_order_and_repeats_itself() -> None:
     runs = [[a for a in rest_search(problem, start, 40_000, seed) if a is not None] for seed in (1, 1, 2)]
     assert [a.value for a in runs[0]] == [a.value for a in runs[1]] != [a.value for a in runs[2]]
     assert runs[0][-1].orders == runs[1][-1].orders
-    code, length = from_orders(runs[0][-1].orders, problem)
+    code, length, _ = from_orders(runs[0][-1].orders, problem)
     assert np.array_equal(code, runs[0][-1].code)
     assert np.array_equal(length, runs[0][-1].length)
 

@@ -17,8 +17,9 @@ from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 from zbv_solver.measure.refit import largest_change, refit
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import plan_json
+from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.placement import PlacementKind
-from zbv_solver.problem.problem import Costs, Problem, Units
+from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import make_plan
@@ -185,7 +186,7 @@ def test_without_a_known_unit_the_total_work_stays_as_planned() -> None:
     found = refit(problem, traces_of(slow, orders))
 
     def work(one: Problem) -> float:
-        return float(one.arrays.duration[orders.letter, orders.stage].sum())
+        return float(one.arrays.durations(orders.stage, orders.letter, orders.microbatch).sum())
 
     assert work(found) == pytest.approx(work(problem), rel=1e-4)
     assert found.costs.forward[0] / found.costs.backward_input[0] == pytest.approx(7.0, rel=1e-4)

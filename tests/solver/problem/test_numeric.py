@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from support.problems import decades, rough_problems, uniform
 from zbv_solver.documents.text import decode_json
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.costs import Memory
 from zbv_solver.problem.numeric import (
     FEASIBLE_MEMORY,
     MEMORY_TOLERANCE,
@@ -19,7 +21,7 @@ from zbv_solver.problem.numeric import (
     exceeds,
     integer_scale,
 )
-from zbv_solver.problem.problem import B, F, I, Memory, Problem, W
+from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import SearchOptions, search
@@ -75,16 +77,17 @@ def test_costs_in_the_search_s_unit_equal_the_caller_s_costs(problem: Problem) -
     own, unit = in_search_unit(problem)
     largest = float(problem.arrays.duration.max())
     for letter in range(4):
-        for ours, theirs in zip(own.arrays.duration[letter], problem.arrays.duration[letter], strict=True):
-            assert ours * unit == pytest.approx(theirs, rel=1e-10, abs=largest * 1e-90)
+        ours, theirs = own.arrays.duration[letter, :, 0], problem.arrays.duration[letter, :, 0]
+        assert ours * unit == pytest.approx(theirs, rel=1e-10, abs=largest * 1e-90)
 
 
 @given(decades(1e-100, 1e15), st.floats(-1.5, 1.5))
 def test_clean_deltas_sum_to_zero_and_are_a_fixed_point(forward: float, share: float) -> None:
-    inputs, weights = clean_deltas(forward, share * forward)
-    assert forward + inputs + weights == 0
+    held = np.array([forward])
+    inputs, weights = clean_deltas(held, share * held)
+    assert held + inputs + weights == 0
     assert weights <= 0
-    assert clean_deltas(forward, inputs) == (inputs, weights)
+    assert clean_deltas(held, inputs) == (inputs, weights)
 
 
 @given(rough_problems())
@@ -132,7 +135,7 @@ def test_stated_deltas_are_kept_in_the_document() -> None:
     deltas = {"forward": 0.3, "backward_input": -0.1, "backward_weight": -0.2}
     problem = parse_problem({**DOCUMENT, "memory": deltas})
     assert problem_json(problem)["memory"]["backward_weight"] == [-0.2, -0.2]
-    assert problem.arrays.delta[W].tolist() == [-(0.3 - 0.1)] * 2
+    assert problem.arrays.delta[W, :, 0].tolist() == [-(0.3 - 0.1)] * 2
 
 
 DOCUMENT = {

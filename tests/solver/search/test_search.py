@@ -232,12 +232,12 @@ def test_the_rest_of_an_order_may_follow_weights_in_any_order() -> None:
         "1F0 2F0 2I0 1I0 1F1 2F1 1W0 2W0 2I1 1I1 1W1 2W1",
     ]
     start = Orders.from_text([row.split() for row in rows])
-    code, length = from_orders(start, problem)
+    code, length, _ = from_orders(start, problem)
     scheduler = ListScheduler(problem)
     rule = simple_rule(problem, "backward-deep", 1.0, 0.0)
     for until in [*(np.array([4, kept]) for kept in range(4, 9)), length]:
         assert scheduler.value(rule, kept=(code, until)) < float("inf")
-        verify_orders(problem, Attempt.of("rest", problem, scheduler.board).orders)
+        verify_orders(problem, Attempt.of("rest", problem, scheduler.tables, scheduler.board).orders)
 
 
 def test_an_incumbent_of_another_problem_is_refused() -> None:

@@ -72,9 +72,11 @@ def plain_ends(problem: Problem, orders: Orders, seed: int, iterations: int, fir
                             break
                         boundary = min(stage, source[0])
                         row = (stage if is_forward else n + stage) * m + j
-                        ready = max(ready, ended[source] + arrays.latency[boundary] * draws.transfer[row, 0])
+                        ready = max(
+                            ready, ended[source] + arrays.latency[boundary, 0] * draws.transfer[row, 0]
+                        )
                     factor = draws.action[(code * n + stage) * m + j, 0] * draws.rank[rank, 0]
-                    clock[rank] = ready + arrays.duration[code, stage] * factor
+                    clock[rank] = ready + arrays.duration[code, stage, 0] * factor
                     if letter != "W":
                         ended[stage, is_forward, j] = clock[rank]
                     queue.pop(0)

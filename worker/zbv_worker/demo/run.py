@@ -81,7 +81,7 @@ class ScheduleResult:
     def of(cls, name: str, plan: Plan, run: RunSummary) -> ScheduleResult:
         """Combine a plan, whose times are in microseconds, and its run."""
         orders = plan.orders
-        busy = float(plan.problem.arrays.duration[orders.letter, orders.stage].sum())
+        busy = float(plan.problem.arrays.durations(orders.stage, orders.letter, orders.microbatch).sum())
         return cls(name, plan.plan_id, plan.metrics.span / 1e6, busy / 1e6, run)
 
     @property

@@ -129,9 +129,11 @@ class WholePlan:
 
     def busy(self, rank: int) -> float:
         """A rank's total time in actions, in the plan's unit."""
-        part = self.orders.slice_of(rank)
-        duration = self.problem.arrays.duration
-        return float(duration[self.orders.letter[part], self.orders.stage[part]].sum())
+        part, orders = self.orders.slice_of(rank), self.orders
+        durations = self.problem.arrays.durations(
+            orders.stage[part], orders.letter[part], orders.microbatch[part]
+        )
+        return float(durations.sum())
 
 
 def _objective_value(problem: Problem, orders: Orders) -> float:

@@ -107,7 +107,7 @@ def account(plan: Plan, measured: MeasuredStep) -> Account:
 
     orders, is_span = plan.orders, plan.problem.objective == "span"
     source = sources(plan)
-    duration = plan.problem.arrays.duration[orders.letter, orders.stage]
+    duration = plan.problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
     start = span_start_times(plan.problem, orders) if is_span else earliest_times(plan.problem, orders)[0]
     end = start + duration
     length = step_length(plan, measured)
@@ -132,7 +132,10 @@ def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ..
     The measured duration of a stage is the median over microbatches and steps; stages are weighted by their
     number of actions.
     """
-    orders, durations = plan.orders, plan.problem.arrays.duration
+    orders, durations = (
+        plan.orders,
+        plan.problem.arrays.durations(plan.orders.stage, plan.orders.letter, plan.orders.microbatch),
+    )
     found = []
     for rank in sorted(set().union(*(step.ranks for step in steps))):
         part = orders.slice_of(rank)
@@ -149,7 +152,7 @@ def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ..
                     rank,
                     letter,
                     int(counts.sum()),
-                    float(durations[code, stages] @ counts) / float(counts.sum()),
+                    float(durations[part][is_one].mean()),
                     float(np.array(medians) @ counts) / float(counts.sum()),
                 )
             )

@@ -161,7 +161,7 @@ def _specific(cause: Cause) -> int:
 def _causes(plan: Plan, measured: MeasuredStep, account: Account) -> Iterator[Cause]:
     from zbv_solver.timing.start_times import earliest_start_values, objective_of  # loads numba
 
-    planned = plan.problem.arrays.duration
+    planned = plan.problem.arrays.of_equal().duration
     base = objective_of(plan.problem, plan.orders)
     if plan.problem.objective == "span":
         yield Cause("start", None, None, None, earliest_start_values(plan.problem, plan.orders)[1] - base)
@@ -230,13 +230,13 @@ def _transfers(plan: Plan, measured: MeasuredStep, base: float) -> Iterator[Caus
 
 def _durations(plan: Plan, measured: MeasuredStep) -> tuple[FloatArray, FloatArray]:
     """(4, S) each: number of actions, and mean measured duration, the planned one if nothing was measured."""
-    orders, shape = plan.orders, plan.problem.arrays.duration.shape
+    orders, planned = plan.orders, plan.problem.arrays.of_equal().duration
     row = orders.letter.astype(np.int64) * plan.problem.n_stages + orders.stage
-    size = plan.problem.arrays.duration.size
+    shape, size = planned.shape, planned.size
     took = measured.end - measured.start
     known = np.isfinite(took)
     sums, count = np.bincount(row[known], took[known], size), np.bincount(row[known], minlength=size)
-    means = np.divide(sums, count, out=plan.problem.arrays.duration.ravel().copy(), where=count > 0)
+    means = np.divide(sums, count, out=planned.ravel().copy(), where=count > 0)
     return np.bincount(row, minlength=size).astype(np.float64).reshape(shape), means.reshape(shape)
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
 from zbv_solver.measure.refit import NANOSECONDS
+from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import F, W
 
@@ -71,9 +72,13 @@ def nanoseconds_of_unit(plan: Plan, traces: Sequence[RankTrace]) -> tuple[float,
     named = NANOSECONDS.get(plan.problem.units.time or "")
     if named is not None:
         return named, True
-    durations = plan.problem.arrays.duration
+    arrays = plan.problem.arrays
+
+    def planned_durations(orders: Orders) -> FloatArray:
+        return arrays.durations(orders.stage, orders.letter, orders.microbatch)
+
     steps = [step for trace in traces for step in trace.steps]
-    planned = sum(float(durations[s.orders.letter, s.orders.stage].sum()) for s in steps)
+    planned = sum(float(planned_durations(s.orders).sum()) for s in steps)
     measured = sum(float((s.times[:, END] - s.times[:, START]).sum()) for s in steps)
     return (measured / planned if planned > 0 and measured > 0 else 1.0), False
 

@@ -46,7 +46,7 @@ def action_lists(plan: Plan) -> list[RankLine]:
     orders, problem = plan.orders, plan.problem
     chips, has_memory = len(orders) <= MAX_CHIPS, accounts_for_memory(problem)
     span = plan.metrics.span or 1.0
-    duration = problem.arrays.duration[orders.letter, orders.stage]
+    duration = problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
     lines = []
     for rank in range(orders.pp_degree):
         count = orders.slice_of(rank).stop - orders.slice_of(rank).start

@@ -109,7 +109,7 @@ def test_a_step_as_planned_has_no_difference(problem: Problem, seed: int) -> Non
         (step,) = (lay_out(plan, as_planned(plan), 0, MICROSECOND),)
     else:
         start = span_start_times(plan.problem, orders)
-        end = start + plan.problem.arrays.duration[orders.letter, orders.stage]
+        end = start + plan.problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
         turned = np.concatenate(
             [
                 np.concatenate((start[part][:1], end[part][:-1]))

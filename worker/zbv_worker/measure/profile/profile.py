@@ -12,8 +12,9 @@ from statistics import median
 from typing import Any
 
 from pydantic import TypeAdapter
+from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Costs, Problem, Units
+from zbv_solver.problem.problem import Problem, Units
 
 from zbv_worker.measure.problems import plan_memory
 from zbv_worker.measure.ranks import measure_on_ranks

@@ -230,7 +230,7 @@ def sleeping_stages(
     plan: WholePlan, rank: int, scale: float, size: int, device: SleepingDevice
 ) -> Mapping[int, SleepingStage]:
     """A rank's stages with their planned costs; ``scale`` in seconds per time unit, ``size`` in bytes."""
-    duration, last = plan.problem.arrays.duration, plan.problem.n_stages - 1
+    duration, last = plan.problem.arrays.of_equal().duration, plan.problem.n_stages - 1
     return {
         stage: SleepingStage(
             {letter: round(duration[code, stage] * scale * 1e9) for code, letter in enumerate("FIWB")},

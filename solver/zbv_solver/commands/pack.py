@@ -72,7 +72,7 @@ def _replicas(found: Packing) -> Table:
     lengths = found.batch.sequences
     table = Table(title=f"lower bound of every packing: {found.lower_bound:.6g}")
     columns = ("replica", "microbatches", "sequences", "tokens", "largest", found.batch.problem.objective)
-    for column in (*columns, "plan"):
+    for column in columns:
         table.add_column(column, justify="right")
     for place, each in enumerate(found.replicas):
         tokens = [sum(lengths[index] for index in contents) for contents in each.microbatches]
@@ -83,7 +83,6 @@ def _replicas(found: Packing) -> Table:
             str(sum(tokens)),
             str(max(tokens)),
             f"{each.plan.objective:.6g}",
-            each.plan.plan_id[:12],
         )
     return table
 

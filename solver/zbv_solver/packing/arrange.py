@@ -63,9 +63,9 @@ def arrangements(packer: Packer, rivals: dict[str, Replicas], seed: int) -> list
         for replicas in rivals.values()
         if max(map(len, replicas)) <= MOST_PER_REPLICA
     ]
-    starts.sort(key=lambda each: each.estimate)
+    best = sorted(starts, key=lambda each: each.estimate)[:STARTS]
     found = sorted(
-        (improved(each, seed) for each in (*map(_no_larger, starts[:STARTS]), *_by_size(packer))),
+        (improved(each, seed) for each in (*best, *map(_no_larger, best), *_by_size(packer))),
         key=lambda each: each.estimate,
     )
     kept: dict[frozenset[tuple[int, ...]], Arrangement] = {}
@@ -103,7 +103,8 @@ def _no_larger(start: Arrangement) -> Arrangement:
 
 def _by_size(packer: Packer) -> Iterator[Arrangement]:
     """Arrangements of microbatches with equal work, of several sizes."""
-    tokens, seen = sum(packer.lengths), set()
+    tokens = sum(packer.lengths)
+    seen: set[int] = set()
     for share in _SHARES:
         capacity = max(1, packer.capacity // share)
         count = packer.replicas * ceil(tokens / capacity / packer.replicas)

@@ -130,7 +130,8 @@ class StepCosts:
     @property
     def _longer_fused(self) -> FloatArray:
         """(S, 3): by how much B is longer than I at least; 0 where a coefficient is smaller."""
-        return np.maximum(0.0, self.duration[B] - np.minimum(self.duration[I], self.duration[B]))
+        longer: FloatArray = np.maximum(0.0, self.duration[B] - self.duration[I])
+        return longer
 
     @cached_property
     def rates(self) -> FloatArray:

@@ -3,7 +3,7 @@
 Between its visits to a rank a microbatch is *away*: it takes its path through other stages, and the rank
 holds its activations. How long it is away at least, and how much it holds, depends on the microbatch. A long
 microbatch fills the memory for a long time, and others cannot run next to it, whatever the order. The bounds
-that follow are in :mod:`.away_prices`, and their proofs in PROOFS.md, section 8.
+that follow are in :mod:`.away_prices`, and their proofs in PROOFS.md, section 9.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOM_STEP = 17
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """What the microbatches of every kind need of a rank, for K kinds, G gaps, O operations: Lemma 46.
+    """What the microbatches of every kind need of a rank, for K kinds, G gaps, O operations: Lemma 48.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Needs:
 
     @classmethod
     def of(cls, problem: Problem, paths: Paths, rank: int) -> Needs | None:
-        """The needs of a rank; None if its memory has no limit or nothing is ever away: Lemma 46."""
+        """The needs of a rank; None if its memory has no limit or nothing is ever away: Lemma 48."""
         arrays, n = problem.arrays, problem.n_stages
         limit, static = float(arrays.limit[rank]), float(arrays.static[rank])
         stages = list(problem.placement.stages_of[rank])
@@ -76,14 +76,14 @@ class Needs:
         )
 
     def area_bound(self) -> float:
-        """Bound of the rank's window from memory times time: Lemma 46."""
+        """Bound of the rank's window from memory times time: Lemma 48."""
         both = (self.held * self.away).sum(axis=0) + (self.taken * self.length).sum(axis=0)
         return float(both @ self.count) / self.capacity
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The needs of a rank in units of memory, for K groups, G gaps, R classes of operations: Lemma 47.
+    """The needs of a rank in units of memory, for K groups, G gaps, R classes of operations: Lemma 49.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class Demand:
 
     @classmethod
     def of(cls, needs: Needs, most_groups: int) -> Demand:
-        """The needs with gaps, kinds and operations joined that are equal or nearly so: Lemma 47."""
+        """The needs with gaps, kinds and operations joined that are equal or nearly so: Lemma 49."""
         # A microbatch is in one gap at a time, so gaps with equal units are one.
         units, gap_of = np.unique(_units(needs.held, needs.capacity), axis=0, return_inverse=True)
         away = np.zeros(units.shape)

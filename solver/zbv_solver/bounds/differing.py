@@ -1,7 +1,7 @@
 """Bounds of problems whose microbatches differ and may run in any order.
 
 Every microbatch has its own path through the stages and back, so every action has its own head and tail.
-Nothing is known about the order: microbatches cannot be relabelled. The proofs are in PROOFS.md, section 8.
+Nothing is known about the order: microbatches cannot be relabelled. The proofs are in PROOFS.md, section 9.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zbv_solver.problem.problem import Problem
 
 
 class Paths(NamedTuple):
-    """What the microbatches of every kind do, each alone, for K kinds: Lemma 45.
+    """What the microbatches of every kind do, each alone, for K kinds: Lemma 47.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Paths(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> Paths:
-        """The paths of all kinds, with the virtual operations of Lemma 5: Lemma 45."""
+        """The paths of all kinds, with the virtual operations of Lemma 5: Lemma 47."""
         forward, inputs, weights, fused = problem.arrays.duration
         on_path = np.minimum(inputs, fused)
         rest = np.minimum(fused, inputs + weights) - on_path
@@ -48,7 +48,7 @@ class Paths(NamedTuple):
         return cls(length, rest, start)
 
     def tails(self, exits: list[int]) -> FloatArray:
-        """Time (2S, K) from the end of a position to the last end at the stages ``exits``: Lemma 45."""
+        """Time (2S, K) from the end of a position to the last end at the stages ``exits``: Lemma 47."""
         n = len(self.rest)
         end = self.start + self.length
         last = np.full_like(end, -np.inf)
@@ -59,7 +59,7 @@ class Paths(NamedTuple):
 
 
 def differing_machine_bounds(problem: Problem) -> list[float]:
-    """Jackson's bound of every rank, with heads and tails of every microbatch's own path: Lemma 45."""
+    """Jackson's bound of every rank, with heads and tails of every microbatch's own path: Lemma 47."""
     paths, n = Paths.of(problem), problem.n_stages
     is_span = problem.objective == "span"
     kind_of = problem.arrays.kind_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbv_solver.bounds.differing import Paths
+from zbv_solver.bounds.differing import MicrobatchPaths
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING, MEMORY_TOLERANCE
 from zbv_solver.problem.problem import F, I, Problem
@@ -51,7 +51,7 @@ class Needs:
     capacity: float
 
     @classmethod
-    def of(cls, problem: Problem, paths: Paths, rank: int) -> Needs | None:
+    def of(cls, problem: Problem, paths: MicrobatchPaths, rank: int) -> Needs | None:
         """The needs of a rank; None if its memory has no limit or nothing is ever away: Lemma 48."""
         arrays, n = problem.arrays, problem.n_stages
         limit, static = float(arrays.limit[rank]), float(arrays.static[rank])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.bounds.away import UNITS, Demand, Needs
-from zbv_solver.bounds.differing import Paths
+from zbv_solver.bounds.differing import MicrobatchPaths
 from zbv_solver.bounds.quick import preemptive_bound
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
@@ -44,7 +44,7 @@ FULL, THOROUGH = Effort(3, 24, 20), Effort(5, 40, 40)
 
 def away_bounds(problem: Problem, effort: Effort) -> Iterator[tuple[int, float]]:
     """Ranks and bounds of the objective; simple ones of all ranks, then better ones of a few: Lemma 50."""
-    paths = Paths.of(problem)
+    paths = MicrobatchPaths.of(problem)
     found = []
     for rank in range(problem.pp_degree):
         needs = Needs.of(problem, paths, rank)
@@ -70,7 +70,7 @@ def away_bounds(problem: Problem, effort: Effort) -> Iterator[tuple[int, float]]
 
 
 def bound_in_windows(
-    problem: Problem, paths: Paths, rank: int, needs: Needs, demand: Demand, best: Priced
+    problem: Problem, paths: MicrobatchPaths, rank: int, needs: Needs, demand: Demand, best: Priced
 ) -> float:
     """Jackson's bound with what every gap and operation of a rank earns as its length: Lemma 51.
 

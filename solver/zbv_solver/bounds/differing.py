@@ -15,7 +15,7 @@ from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.problem.problem import Problem
 
 
-class Paths(NamedTuple):
+class MicrobatchPaths(NamedTuple):
     """What the microbatches of every kind do, each alone, for K kinds: Lemma 47.
 
     Attributes
@@ -33,7 +33,7 @@ class Paths(NamedTuple):
     start: FloatArray
 
     @classmethod
-    def of(cls, problem: Problem) -> Paths:
+    def of(cls, problem: Problem) -> MicrobatchPaths:
         """The paths of all kinds, with the virtual operations of Lemma 5: Lemma 47."""
         forward, inputs, weights, fused = problem.arrays.duration
         on_path = np.minimum(inputs, fused)
@@ -60,7 +60,7 @@ class Paths(NamedTuple):
 
 def differing_machine_bounds(problem: Problem) -> list[float]:
     """Jackson's bound of every rank, with heads and tails of every microbatch's own path: Lemma 47."""
-    paths, n = Paths.of(problem), problem.n_stages
+    paths, n = MicrobatchPaths.of(problem), problem.n_stages
     is_span = problem.objective == "span"
     kind_of = problem.arrays.kind_of
     tails = None if is_span else paths.tails(list(range(n)))

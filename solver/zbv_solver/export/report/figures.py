@@ -158,21 +158,21 @@ def cost_facts(problem: Problem) -> list[tuple[str, str]]:
 def cost_values(problem: Problem) -> dict[str, tuple[float, ...] | None]:
     """The costs and deltas of memory by their names in a document, of every stage and microbatch.
 
-    If all microbatches are equal, there is one value per stage or boundary, as the user stated it. B is None
-    if it costs I + W.
+    If all microbatches are equal, there is one value per stage or boundary, as the user stated it; otherwise
+    boundaries inside a rank do not count. B is None if it costs I + W.
     """
     costs, memory = problem.costs, problem.memory
     if problem.is_equal and not problem.features:
         held = {f"memory {field.name}": getattr(memory, field.name) for field in fields(Deltas)}
         return {field.name: getattr(costs, field.name) for field in fields(Costs)} | held
     arrays = problem.arrays
-    every = arrays.kind_of
+    every, placement, boundaries = arrays.kind_of, problem.placement, range(problem.n_stages - 1)
     tables = {
         "forward": arrays.duration[F],
         "backward_input": arrays.duration[I],
         "backward_weight": arrays.duration[W],
         "backward": None if costs.backward is None else arrays.duration[B],
-        "p2p": arrays.latency,
+        "p2p": arrays.latency[[not is_local for is_local in map(placement.is_local, boundaries)]],
         "memory forward": arrays.delta[F],
         "memory backward_input": arrays.delta[I],
         "memory backward_weight": arrays.delta[W],

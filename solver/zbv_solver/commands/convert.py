@@ -13,7 +13,7 @@ from zbv_solver.export import RENUMBERED
 from zbv_solver.export import export as exported
 from zbv_solver.export.torch_csv import batch_order
 from zbv_solver.measure.rank_trace import parse_rank_trace
-from zbv_solver.measure.refit import largest_change
+from zbv_solver.measure.refit import largest_change, relative_residual
 from zbv_solver.measure.refit import refit as refitted
 from zbv_solver.plans.plan import identity
 from zbv_solver.plans.reading import load_plan_document, parse_orders
@@ -59,3 +59,8 @@ def refit(arguments: argparse.Namespace) -> None:
         f"{len(traces)} ranks measured; the cost that differs most from its planned value differs by "
         f"{largest_change(problem, measured):.1%}\n"
     )
+    if measured.features:
+        sys.stderr.write(
+            f"fitted over features; relative residual {relative_residual(measured, traces):.1%} (root mean "
+            f"square of fitted minus measured costs, by that of measured costs)\n"
+        )

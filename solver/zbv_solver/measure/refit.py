@@ -5,18 +5,22 @@ garbage collection has no effect. The latency of a transfer is the time from its
 consumer's start, but only if the consumer was already waiting; otherwise the input may have arrived long
 before. Costs that were not measured stay as planned. If only some of B, I and W were run, the others keep
 their planned proportion to them.
+
+If microbatches differ, the coefficients of their features are fitted
+(:mod:`zbv_solver.measure.coefficients`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.measure.coefficients import fitted, regressors
 from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
 from zbv_solver.measure.stage_costs import with_stage_costs
 from zbv_solver.plans.orders import Orders
@@ -47,8 +51,10 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
         When a trace belongs to another problem, or no trace has a step.
     """
     samples = collect(problem, traces)
+    if problem.features:
+        return _refit_features(problem, samples)
     medians = _medians(samples, problem.n_stages)
-    scale = NANOSECONDS.get(problem.units.time or "") or _fitted_unit(problem, samples)
+    scale = _nanoseconds(problem, samples)
     forward, inputs, weights, fused = medians / scale
     costs = problem.costs
     planned = np.array([costs.fused(stage) for stage in range(problem.n_stages)])
@@ -65,11 +71,29 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
 
 def largest_change(planned: Problem, measured: Problem) -> float:
     """The largest relative change of any stage's F, I, W or B; inf if the planned value is 0."""
-    changes = [0.0]
-    for letter in (F, I, W, B):
-        before, after = planned.arrays.duration[letter].ravel(), measured.arrays.duration[letter].ravel()
-        changes += map(relative_change, before.tolist(), after.tolist())
-    return max(changes)
+    tables = [
+        each.arrays.duration
+        if planned.is_equal and measured.is_equal
+        else each.arrays.duration[..., each.arrays.kind_of]
+        for each in (planned, measured)
+    ]
+    before, after = (table.ravel() for table in tables)
+    change = np.abs(after - before)
+    return float(np.divide(change, before, out=np.where(change > 0, np.inf, 0.0), where=before > 0).max())
+
+
+def relative_residual(problem: Problem, traces: Sequence[RankTrace]) -> float:
+    """How far the costs of a problem are from measured ones: |costs - medians| / |medians|.
+
+    The medians are those of every letter, stage and kind of microbatch that was measured. Raises
+    :class:`InvalidInput` like :func:`refit`.
+    """
+    samples = collect(problem, traces)
+    medians = _kind_medians(problem, samples) / _nanoseconds(problem, samples)
+    known = np.isfinite(medians)
+    difference = (problem.arrays.duration - medians)[known]
+    size = float(np.linalg.norm(medians[known]))
+    return float(np.linalg.norm(difference)) / size if size > 0 else 0.0
 
 
 def relative_change(planned: float, measured: float) -> float:
@@ -128,6 +152,61 @@ def _require_of(problem: Problem, trace: RankTrace, orders: Orders) -> None:
             )
 
 
+def _refit_features(problem: Problem, samples: Samples) -> Problem:
+    """:func:`refit` of a problem with features: the fixed part and every coefficient, by stage."""
+    scale, amounts = _nanoseconds(problem, samples), regressors(problem)
+
+    def planned(name: str) -> FloatArray:
+        return np.array([getattr(each.costs, name) for each in (problem, *problem.features)])
+
+    before = [planned(name) for name in ("forward", "backward_input", "backward_weight")]
+    halves = before[I] + before[W]
+    before.append(halves if problem.costs.backward is None else planned("backward"))
+    medians = _kind_medians(problem, samples) / scale
+    found = [fitted(amounts, table, medians[letter]) for letter, table in enumerate(before)]
+    fused, was_fused = found[B], not np.isnan(found[B]).all()
+    total = problem.arrays.count @ amounts
+    for letter in (I, W):
+        in_proportion = before[letter] * _ratio(total @ fused, total @ before[B])
+        supposed = np.where(total @ before[B] > 0, in_proportion, fused / 2)
+        alone = np.isnan(found[letter]) & ~np.isnan(fused)
+        found[letter] = np.where(
+            alone, supposed, np.where(np.isnan(found[letter]), before[letter], found[letter])
+        )
+    supposed = before[B] * _ratio(total @ (found[I] + found[W]), total @ halves)
+    found[B] = np.where(np.isnan(fused), supposed, fused)
+    found[F] = np.where(np.isnan(found[F]), before[F], found[F])
+    boundary, latency, kind = latencies(problem, samples)
+    shape = (max(problem.n_stages - 1, 0), problem.arrays.kinds)
+    waits = grouped_medians(boundary * shape[1] + kind, latency, shape[0] * shape[1]).reshape(shape) / scale
+    p2p = fitted(amounts, planned("p2p"), waits)
+    p2p = np.where(np.isnan(p2p), planned("p2p"), p2p)
+    has_fused = problem.costs.backward is not None or was_fused
+    fixed, *coefficients = (
+        Costs(
+            *(_rounded(found[letter][row]) for letter in (F, I, W)),
+            _rounded(p2p[row]),
+            _rounded(found[B][row]) if has_fused else None,
+        )
+        for row in range(amounts.shape[1])
+    )
+    features = zip(problem.features, coefficients, strict=True)
+    return replace(
+        problem,
+        costs=fixed,
+        measured=(),
+        features=tuple(replace(each, costs=costs) for each, costs in features),
+    )
+
+
+def _kind_medians(problem: Problem, samples: Samples) -> FloatArray:
+    """(4, S, K): median duration by letter, stage and kind of microbatch, in ns; nan without measurements."""
+    shape = problem.arrays.duration.shape
+    kind = problem.arrays.kind_of[samples.microbatch]
+    group = (samples.letter * shape[1] + samples.stage) * shape[2] + kind
+    return grouped_medians(group, samples.duration, math.prod(shape)).reshape(shape)
+
+
 def _medians(samples: Samples, n_stages: int) -> FloatArray:
     """(4, S): median duration by letter and stage, in nanoseconds; nan without measurements."""
     return grouped_medians(
@@ -143,6 +222,11 @@ def grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatAr
     for index in np.flatnonzero(np.diff(begins)):
         found[index] = np.median(values[by_group[begins[index] : begins[index + 1]]])
     return found
+
+
+def _nanoseconds(problem: Problem, samples: Samples) -> float:
+    """Nanoseconds per unit of the problem."""
+    return NANOSECONDS.get(problem.units.time or "") or _fitted_unit(problem, samples)
 
 
 def _fitted_unit(problem: Problem, samples: Samples) -> float:
@@ -191,12 +275,12 @@ def _ratio(measured: FloatArray, planned: FloatArray) -> FloatArray:
 
 def _latencies(problem: Problem, samples: Samples) -> FloatArray:
     """(S-1,): median latency of every boundary in ns, over both directions; nan without measurements."""
-    boundary, latency = latencies(problem, samples)
+    boundary, latency, _ = latencies(problem, samples)
     return grouped_medians(boundary, latency, max(problem.n_stages - 1, 0))
 
 
-def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray]:
-    """Boundary, and latency in ns, of every transfer that its receiver waited for; both (k,)."""
+def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray, IntArray]:
+    """Boundary, latency in ns and kind of microbatch of every transfer that its receiver waited for; (k,)."""
     n_stages, m = problem.n_stages, problem.microbatches
     down = samples.letter == F
     shape = (int(samples.run.max()) + 1, 2, n_stages, m)
@@ -213,7 +297,8 @@ def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray]
     times = samples.times[taken]
     waited_for = (sent > np.iinfo(np.int64).min) & (times[:, WAIT] < sent)
     latency = np.maximum(times[waited_for, START] - sent[waited_for], 0).astype(np.float64)
-    return boundary[taken][waited_for], latency
+    kind = problem.arrays.kind_of[samples.microbatch[taken][waited_for]]
+    return boundary[taken][waited_for], latency, kind
 
 
 def _or_planned(measured: FloatArray, planned: tuple[float, ...]) -> tuple[float, ...]:

@@ -29,7 +29,9 @@ def one_f_one_b_memory(problem: Problem) -> float:
         largest = map(sub, problem.smallest_limit, problem.memory.static)
         return max(one_f_one_b_memory(problem.averaged()), *largest)
     p, m, chunks = problem.pp_degree, problem.microbatches, problem.placement.chunks
-    forward = problem.arrays.delta[F, :, 0].tolist() if problem.features else problem.memory.forward
+    forward: Sequence[float] = problem.memory.forward
+    if problem.features:
+        forward = problem.arrays.delta[F, :, 0].tolist()
     # 1F1B merges neighbouring stages in model order on every placement (construct.baselines).
     held = (sum(forward[rank * chunks : (rank + 1) * chunks]) for rank in range(p))
     return max(min(p - rank, m) * amount for rank, amount in enumerate(held))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -155,48 +155,51 @@ def _require_of(problem: Problem, trace: RankTrace, orders: Orders) -> None:
 def _refit_features(problem: Problem, samples: Samples) -> Problem:
     """:func:`refit` of a problem with features: the fixed part and every coefficient, by stage."""
     scale, amounts = _nanoseconds(problem, samples), regressors(problem)
-
-    def planned(name: str) -> FloatArray:
-        return np.array([getattr(each.costs, name) for each in (problem, *problem.features)])
-
-    before = [planned(name) for name in ("forward", "backward_input", "backward_weight")]
-    halves = before[I] + before[W]
-    before.append(halves if problem.costs.backward is None else planned("backward"))
+    parts = [problem.costs, *(each.costs for each in problem.features)]
+    tables = [np.array([getattr(part, field.name) or () for part in parts]) for field in fields(Costs)]
+    forward, inputs, weights, p2p, fused = tables
+    planned = [forward, inputs, weights, inputs + weights if problem.costs.backward is None else fused]
     medians = _kind_medians(problem, samples) / scale
-    found = [fitted(amounts, table, medians[letter]) for letter, table in enumerate(before)]
-    fused, was_fused = found[B], not np.isnan(found[B]).all()
-    total = problem.arrays.count @ amounts
-    for letter in (I, W):
-        in_proportion = before[letter] * _ratio(total @ fused, total @ before[B])
-        supposed = np.where(total @ before[B] > 0, in_proportion, fused / 2)
-        alone = np.isnan(found[letter]) & ~np.isnan(fused)
-        found[letter] = np.where(
-            alone, supposed, np.where(np.isnan(found[letter]), before[letter], found[letter])
-        )
-    supposed = before[B] * _ratio(total @ (found[I] + found[W]), total @ halves)
-    found[B] = np.where(np.isnan(fused), supposed, fused)
-    found[F] = np.where(np.isnan(found[F]), before[F], found[F])
+    found = [fitted(amounts, table, medians[letter]) for letter, table in enumerate(planned)]
+    has_fused = problem.costs.backward is not None or not np.isnan(found[B]).all()
+    _complete(found, planned, problem.arrays.count @ amounts)
     boundary, latency, kind = latencies(problem, samples)
     shape = (max(problem.n_stages - 1, 0), problem.arrays.kinds)
-    waits = grouped_medians(boundary * shape[1] + kind, latency, shape[0] * shape[1]).reshape(shape) / scale
-    p2p = fitted(amounts, planned("p2p"), waits)
-    p2p = np.where(np.isnan(p2p), planned("p2p"), p2p)
-    has_fused = problem.costs.backward is not None or was_fused
+    waits = grouped_medians(boundary * shape[1] + kind, latency, math.prod(shape)).reshape(shape)
+    measured_p2p = fitted(amounts, p2p, waits / scale)
     fixed, *coefficients = (
         Costs(
-            *(_rounded(found[letter][row]) for letter in (F, I, W)),
-            _rounded(p2p[row]),
-            _rounded(found[B][row]) if has_fused else None,
+            forward=_rounded(found[F][row]),
+            backward_input=_rounded(found[I][row]),
+            backward_weight=_rounded(found[W][row]),
+            p2p=_rounded(np.where(np.isnan(measured_p2p), p2p, measured_p2p)[row]),
+            backward=_rounded(found[B][row]) if has_fused else None,
         )
-        for row in range(amounts.shape[1])
+        for row in range(len(parts))
     )
-    features = zip(problem.features, coefficients, strict=True)
-    return replace(
-        problem,
-        costs=fixed,
-        measured=(),
-        features=tuple(replace(each, costs=costs) for each, costs in features),
+    features = (
+        replace(each, costs=costs) for each, costs in zip(problem.features, coefficients, strict=True)
     )
+    return replace(problem, costs=fixed, measured=(), features=tuple(features))
+
+
+def _complete(found: list[FloatArray], planned: list[FloatArray], amounts: FloatArray) -> None:
+    """Fill in what was not measured, by letter: in proportion to what was, else as planned.
+
+    ``amounts`` (1 + f,) are those of all microbatches together.
+    """
+
+    def in_proportion(letters: tuple[int, ...], to: FloatArray, before: FloatArray) -> None:
+        whole = amounts @ before
+        for letter in letters:
+            scaled = planned[letter] * _ratio(amounts @ to, whole)
+            supposed = np.where(whole > 0, scaled, to / len(letters))
+            found[letter] = np.where(np.isnan(found[letter]), supposed, found[letter])
+
+    in_proportion((I, W), found[B], planned[B])
+    for letter in (F, I, W):
+        found[letter] = np.where(np.isnan(found[letter]), planned[letter], found[letter])
+    in_proportion((B,), found[I] + found[W], planned[I] + planned[W])
 
 
 def _kind_medians(problem: Problem, samples: Samples) -> FloatArray:

@@ -18,6 +18,7 @@ from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 from zbv_solver.measure.refit import largest_change, refit, relative_residual
 from zbv_solver.measure.residuals import jitter_of_traces
 from zbv_solver.plans.plan import identity
+from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import B, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
@@ -52,6 +53,11 @@ def really() -> Problem:
     return parse_problem({**DOCUMENT, "costs": costs})
 
 
+def parts(problem: Problem) -> list[Costs]:
+    """The fixed part and the coefficients of every feature."""
+    return [problem.costs, *(each.costs for each in problem.features)]
+
+
 def traces_of(problem: Problem, fused: int = 0, **how: Any) -> list[RankTrace]:
     """Traces of a run in which the last microbatches have whole backwards."""
     orders = mixed_orders(problem, lambda j: j >= problem.microbatches - fused)
@@ -63,10 +69,8 @@ def test_the_coefficients_of_every_stage_are_recovered() -> None:
     found = refit(parse_problem(DOCUMENT), traces_of(actual))
     assert found.costs.backward is None
     for name in ("forward", "backward_input", "backward_weight"):
-        for mine, theirs in zip((found, *found.features), (actual, *actual.features), strict=True):
-            assert getattr(mine.costs, name) == pytest.approx(
-                getattr(theirs.costs, name), rel=0.02, abs=0.003
-            )
+        for mine, theirs in zip(parts(found), parts(actual), strict=True):
+            assert getattr(mine, name) == pytest.approx(getattr(theirs, name), rel=0.02, abs=0.003)
     assert relative_residual(found, traces_of(actual)) < 1e-4
     assert largest_change(actual, found) < 1e-2
     assert largest_change(parse_problem(DOCUMENT), found) > 0.5
@@ -91,8 +95,8 @@ def test_too_few_kinds_scale_the_planned_coefficients() -> None:
 def test_stages_without_a_trace_stay_as_planned() -> None:
     planned = parse_problem(DOCUMENT)
     found = refit(planned, traces_of(really())[:1])
-    for mine, theirs in zip((found, *found.features), (planned, *planned.features), strict=True):
-        assert mine.costs.forward[1:3] == theirs.costs.forward[1:3]
+    for mine, theirs in zip(parts(found), parts(planned), strict=True):
+        assert mine.forward[1:3] == theirs.forward[1:3]
     assert found.costs.forward[0] != planned.costs.forward[0]
 
 

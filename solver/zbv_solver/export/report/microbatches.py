@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from zbv_solver.construct.entry_orders import sizes
 from zbv_solver.export import quantities
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import B, F, I, W
+from zbv_solver.problem.problem import F
 
 MOST = 256
 """Only as many microbatches have a bar and a row, the first to enter."""
@@ -40,8 +39,7 @@ def microbatches_view(plan: Plan) -> MicrobatchesView | None:
     problem, arrays, orders = plan.problem, plan.problem.arrays, plan.orders
     if problem.is_equal:
         return None
-    duration, units = arrays.duration, problem.units
-    work = (duration[F] + np.minimum(duration[B], duration[I] + duration[W])).sum(axis=0)[arrays.kind_of]
+    work, units = sizes(problem), problem.units
     held = arrays.delta[F].sum(axis=0)[arrays.kind_of]
     entry = orders.microbatch[(orders.stage == 0) & (orders.letter == F)].tolist()
     largest = float(work.max()) or 1.0

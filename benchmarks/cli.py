@@ -11,7 +11,8 @@ from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput
 from zbv_worker.errors import InvalidRun, WorkerError
 
 from benchmarks.errors import BenchmarkError, WrongInput
-from benchmarks.planner.cli import add_jitter, add_partitioning, add_planner, add_speed
+from benchmarks.lengths.cli import add_lengths
+from benchmarks.planner.cli import add_jitter, add_packing, add_partitioning, add_planner, add_speed
 from benchmarks.service.cli import add_service
 from benchmarks.soak.cli import add_soak
 from benchmarks.worker.cli import add_worker
@@ -61,7 +62,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for add in (add_planner, add_partitioning, add_jitter, add_speed, add_soak, add_service, add_worker):
+    for add in (
+        *(add_planner, add_partitioning, add_jitter, add_packing, add_speed),
+        *(add_lengths, add_soak, add_service, add_worker),
+    ):
         add(commands)
     return parser
 

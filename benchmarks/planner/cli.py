@@ -1,4 +1,4 @@
-"""``python -m benchmarks planner``, ``partitioning``, ``jitter`` and ``speed``."""
+"""``python -m benchmarks planner``, ``partitioning``, ``jitter``, ``packing`` and ``speed``."""
 
 from __future__ import annotations
 
@@ -85,6 +85,23 @@ def add_jitter(commands: Any) -> None:
     command.set_defaults(run=_jitter)
 
 
+def add_packing(commands: Any) -> None:
+    """Add the benchmark of packings."""
+    command = commands.add_parser(
+        "packing",
+        help="pack global batches; compare with other methods and with what is usual",
+        description="Pack batches of sequences for four replicas. Compare the planned steps with those of "
+        "other methods, planned by the same search, and with equal tokens in the given order.",
+    )
+    _add_search_options(command)
+    command.add_argument(
+        "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
+    )
+    command.add_argument("--only", metavar="GLOB", help="only batches with a matching name")
+    add_output(command)
+    command.set_defaults(run=_packing)
+
+
 def add_speed(commands: Any) -> None:
     """Add the benchmark of the kernels."""
     command = commands.add_parser("speed", help="count evaluations per second on one core")
@@ -146,6 +163,17 @@ def _jitter(parsed: argparse.Namespace) -> int:
         return jitter_table(chosen, options, parsed.scenarios, sys.stdout.write)
 
     return measure_all([("jitter", f"{len(chosen)} instances", measure)], parsed.output)
+
+
+def _packing(parsed: argparse.Namespace) -> int:
+    from benchmarks.planner.packing import instances, packing_table
+
+    options, chosen = _options(parsed, workers=parsed.workers), instances(parsed.only)
+
+    def measure() -> Sequence[Finding]:
+        return packing_table(chosen, options, sys.stdout.write)
+
+    return measure_all([("packing", f"{len(chosen)} batches", measure)], parsed.output)
 
 
 def _speed(_parsed: argparse.Namespace) -> int:

@@ -34,6 +34,8 @@ from zbv_solver.errors import (
 if TYPE_CHECKING:
     from zbv_solver.frontiers.frontier import FrontierPoint
     from zbv_solver.jitter.noise import Jitter
+    from zbv_solver.packing.batch import Batch, load_batch, parse_batch
+    from zbv_solver.packing.packing import Packing
     from zbv_solver.plans.orders import Orders
     from zbv_solver.plans.plan import Baseline, Metrics, Plan
     from zbv_solver.plans.simulation import Simulation
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Baseline",
+    "Batch",
     "CheckedPlan",
     "ContradictedBound",
     "FrontierPoint",
@@ -60,6 +63,7 @@ __all__ = [
     "Metrics",
     "MissingDependency",
     "Orders",
+    "Packing",
     "Plan",
     "Problem",
     "Progress",
@@ -69,27 +73,34 @@ __all__ = [
     "check",
     "compare",
     "frontier",
+    "load_batch",
     "load_plan",
     "load_problem",
+    "pack",
     "parse",
+    "parse_batch",
     "plan",
     "simulate",
 ]
 
 _HOMES = {
     "Baseline": "plans.plan.Baseline",
+    "Batch": "packing.batch.Batch",
     "CheckedPlan": "search.claims.CheckedPlan",
     "FrontierPoint": "frontiers.frontier.FrontierPoint",
     "Jitter": "jitter.noise.Jitter",
     "LayeredProblem": "problem.layered_problem.LayeredProblem",
     "Metrics": "plans.plan.Metrics",
     "Orders": "plans.orders.Orders",
+    "Packing": "packing.packing.Packing",
     "Plan": "plans.plan.Plan",
     "Problem": "problem.problem.Problem",
     "Progress": "search.search_state.Progress",
     "Simulation": "plans.simulation.Simulation",
     "compare": "search.assemble.compare",
+    "load_batch": "packing.batch.load_batch",
     "load_problem": "problem.reading.load_problem",
+    "parse_batch": "packing.batch.parse_batch",
     "parse": "problem.reading.parse_any_problem",
 }
 
@@ -237,6 +248,38 @@ def frontier(
     _show_plans_in_notebooks()
     options = SearchOptions(effort, time_limit, seed, workers)
     return frontier_points(problem, lambda limited: search(limited, options))
+
+
+def pack(
+    batch: Batch,
+    effort: Effort = "quick",
+    *,
+    time_limit: float | None = None,
+    seed: int = 0,
+    workers: int = 1,
+    compare: bool = False,
+) -> Packing:
+    """Choose the microbatches of a global batch, the replica of each, their order and the plans together.
+
+    Parameters
+    ----------
+    effort, time_limit, seed, workers
+        As in :func:`plan`, for the search of every replica's plan.
+    compare
+        Plan the packings of other methods too, with the same effort.
+
+    Raises
+    ------
+    InvalidInput
+        When an option is out of range.
+    ContradictedBound
+        When a plan undercuts a lower bound, which is a bug in zbv.
+    """
+    from zbv_solver.packing.pack import pack
+    from zbv_solver.search.options import SearchOptions
+
+    _show_plans_in_notebooks()
+    return pack(batch, SearchOptions(effort, time_limit, seed, workers), compare=compare)
 
 
 def simulate(plan: Plan, jitter: Jitter | str, *, scenarios: int = 256, seed: int = 0) -> Simulation:

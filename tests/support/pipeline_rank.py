@@ -228,12 +228,12 @@ def several_batch() -> tuple[Tensor, Tensor, dict[str, Any]]:
     return inputs, targets, {"scale": batch(4)[0][:, :1], "weight": (targets[:, :1] > 0).float()}
 
 
-def several_trained() -> Any:
+def several_trained(sizes: int | list[int] = 2) -> Any:
     """The layers after a plain loop over the microbatches, with gradients."""
     inputs, targets, keywords = several_batch()
     total, weights = torch.zeros(()), torch.zeros(())
     reference: Any = several()
-    parts = (torch.split(each, 2) for each in (inputs, targets, keywords["scale"], keywords["weight"]))
+    parts = (torch.split(each, sizes) for each in (inputs, targets, keywords["scale"], keywords["weight"]))
     for x, target, scale, weight in zip(*parts, strict=True):
         y, place, _ = reference[0](x)
         for layer in list(reference)[1:-1]:
@@ -258,6 +258,30 @@ def passes_values(folder: Path) -> Found:
             pipe.step(inputs, targets, mask=inputs)
         except zbv.InvalidRun as error:
             found["said"] = str(error)
+    return found
+
+
+def varies(folder: Path) -> Found:
+    """Nested values of microbatches with different numbers of rows; then a loss that would need weights."""
+    inputs, targets, keywords = several_batch()
+    found = Found(apart=[])
+    with pipeline(folder, layers=several(), loss=weighted) as pipe:
+        for sizes in ([1, 3, 3, 1], [2, 1, 1, 4]):
+            reference = several_trained(sizes)
+            parts = zip(
+                *(torch.split(each, sizes) for each in (inputs, targets, *keywords.values())), strict=True
+            )
+            given = [(x, target, dict(zip(keywords, rest, strict=True))) for x, target, *rest in parts]
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            _, outputs = pipe.step(microbatches=given, outputs=True)
+            found["apart"].append(apart(pipe, reference))
+            if outputs is not None:
+                found["rows"] = [len(each) for each in outputs]
+        found["boundaries"] = {str(at): str(each) for at, each in pipe.boundaries.items()}
+    pipe = pipeline(folder)
+    uneven = list(zip(*(torch.split(each, [1, 3, 2, 2]) for each in (inputs, targets)), strict=True))
+    found["said"] = error_of(lambda: pipe.step(microbatches=uneven))
     return found
 
 

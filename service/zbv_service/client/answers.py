@@ -143,6 +143,8 @@ class RankPlan:
         For each stage of the model, whether it is recomputed; None when the plan does not say.
     measured
         The program whose costs were planned with; empty when the plan does not say.
+    features
+        The values of every feature, by microbatch; empty when all microbatches are equal.
     """
 
     plan_id: str
@@ -158,6 +160,7 @@ class RankPlan:
     partition: tuple[tuple[str, ...], ...] | None = None
     recompute: tuple[StrictBool, ...] | None = None
     measured: dict[str, str] = field(default_factory=dict)
+    features: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ def _cut_json(problem: Problem) -> dict[str, Any]:
 def _rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str, Any]:
     """The actions of one rank, and its channels."""
     problem, placement = plan.problem, plan.problem.placement
+    features = {each.name: list(each.value) for each in problem.features}
     listed = [
         {
             "peer": channel.receiver if channel.sender == rank else channel.sender,
@@ -127,6 +128,7 @@ def _rank_document(plan: Plan, rank: int, found: Sequence[Channel]) -> dict[str,
         "channels": listed,
         **_cut_json(plan.problem),
         **({"measured": dict(problem.measured)} if problem.measured else {}),
+        **({"features": features} if features else {}),
     }
 
 

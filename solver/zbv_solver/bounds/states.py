@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_leaf
+from zbv_solver.kernels.jit import compiled, compiled_inline, compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 
 EMPTY = -1
@@ -165,7 +165,7 @@ def _next_choice(
     return False
 
 
-@compiled_leaf
+@compiled_inline
 def _start(
     route: Route, state: IntArray, x: int, arrival: IntArray, held: float, taken: IntArray
 ) -> int:  # pragma: no cover - compiled
@@ -212,7 +212,7 @@ def _all_rests(route: Route, state: IntArray, r: int) -> int:  # pragma: no cove
     return end
 
 
-@compiled_leaf
+@compiled_inline
 def _follow(
     route: Route, state: IntArray, x: int, start: int, taken: IntArray, child: IntArray
 ) -> None:  # pragma: no cover - compiled
@@ -254,7 +254,7 @@ def _follow(
             new += 1
 
 
-@compiled_leaf
+@compiled_inline
 def _insert(route: Route, table: _Table, size: int) -> int:  # pragma: no cover - compiled
     """Keep the state at ``size`` unless another one precedes it, and drop those that it precedes.
 
@@ -309,7 +309,7 @@ def _differ_by(left: IntArray, right: IntArray, n: int, shift: int) -> bool:  # 
     return i == n
 
 
-@compiled_leaf
+@compiled_inline
 def _lead(route: Route, left: IntArray, right: IntArray, least: int) -> int:  # pragma: no cover - compiled
     """The largest time by which ``left`` precedes ``right``, whatever their counts.
 

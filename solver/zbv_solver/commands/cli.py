@@ -35,6 +35,7 @@ MODULES = {
     "plan": "searches",
     "compare": "searches",
     "frontier": "searches",
+    "pack": "pack",
     "simulate": "simulate",
     "check": "check",
     "export": "convert",
@@ -165,6 +166,26 @@ def _parser() -> argparse.ArgumentParser:
     frontier.add_argument("-o", "--output", metavar="DIR", help="keep the plans and frontier.json here")
     _add_search(frontier, "quick", "of every limit")
     _add_json(frontier, "a table")
+
+    packed = add(
+        "pack",
+        "choose microbatches and replicas for the sequences of a batch, and plan them",
+        "Choose the microbatches of a global batch, how many there are, which replica runs each, their\n"
+        "order and the plans, so that the slowest replica ends as early as possible.\n"
+        "docs/formats.md describes the batch and the packing.",
+        epilog=EFFORTS,
+    )
+    packed.add_argument("batch", help="batch file (JSON), or -")
+    packed.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="packing file; without it, a summary is printed to a terminal and the packing to a pipe",
+    )
+    packed.add_argument(
+        "--compare", action="store_true", help="also plan the packings of other methods, with the same effort"
+    )
+    _add_search(packed, "quick", "of every replica")
 
     simulated = add(
         "simulate",

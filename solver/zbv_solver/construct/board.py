@@ -249,3 +249,21 @@ def replay(
                         break
                 place(tables, board, rank, action, ready)
                 progress = True
+
+
+@compiled_inline
+def enter(first: IntArray, least: FloatArray, rank: int, key: float) -> None:  # pragma: no cover - compiled
+    """Write the key of a rank, and find the rank with the smallest one again, in a tournament tree.
+
+    ``first`` and ``least`` (2 * leaves,) have the rank with the smallest key, and this key, by subtree of a
+    complete binary tree; node 1 is its root, and the leaf of a rank is at ``leaves + rank``.
+    """
+    node = len(first) // 2 + rank
+    least[node] = key
+    while node > 1:
+        other = node ^ 1
+        # Ties go to the lower rank, so results are deterministic.
+        loses = (least[other] < key) | ((least[other] == key) & (first[other] < rank))
+        rank, key = first[other] if loses else rank, least[other] if loses else key
+        node >>= 1
+        first[node], least[node] = rank, key

@@ -25,8 +25,8 @@ from zbv_solver.construct.board import (
     IDLE,
     Board,
     arrival,
+    enter,
     next_kind,
-    place,
     replay,
     stays_safe,
 )
@@ -224,7 +224,8 @@ def _schedule(
     """
     position, duration, delta, latency = tables.position, tables.duration, tables.delta, tables.latency
     host, limit, fuse = tables.host, tables.limit, tables.fuse
-    level, placed, queue, ends = board.level, board.placed, board.queue, board.ends
+    level, placed, end, queue, ends = board.level, board.placed, board.end, board.queue, board.ends
+    code, length = board.code, board.length
     target, cap, patience = rule.target, rule.cap, rule.patience
     p, positions = position.shape[0], len(latency)
     chunks, m = position.shape[1] // 4, tables.microbatches
@@ -235,13 +236,10 @@ def _schedule(
     leaves = 1
     while leaves < p:
         leaves *= 2
-    start = np.full(leaves, np.inf)
     chosen = np.full(p, NOTHING, np.int64)
-    first = np.zeros(2 * leaves, np.int64)  # tournament: the rank that starts first, by subtree
+    first, start = np.zeros(2 * leaves, np.int64), np.full(2 * leaves, np.inf)
     for rank in range(leaves):
         first[leaves + rank] = rank
-    for node in range(leaves - 1, 0, -1):
-        first[node] = first[2 * node]
     actions, changed, other = 0, 0, NOTHING
     while True:
         # Choose again: at first on all ranks, then on the one that placed and the one that waits for it.
@@ -290,25 +288,18 @@ def _schedule(
                     wish = wishes[kinds + 2 * chunks + chunk]
                     if begin < best_start or (begin == best_start and wish < best_wish):
                         best, best_start, best_wish = 4 * chunk + letter, begin, wish
-            start[one] = best_start
             if ends[one, FRONT] < ends[one, BACK]:
                 weight = 4 * queue[one, ends[one, FRONT]] + W
                 # Without any known input, ``best_start`` is inf and the overlap -inf, so a waiting W always
                 # runs. If memory blocks an action, a W runs instead of idling or fusing, because it may
                 # release memory.
-                length = duration[one, weight, next_kind(tables, board, one, weight)]
-                overlap = clock + length - best_start
-                fills = best_start > clock and overlap <= patience[one, phase] * length
+                takes = duration[one, weight, next_kind(tables, board, one, weight)]
+                overlap = clock + takes - best_start
+                fills = best_start > clock and overlap <= patience[one, phase] * takes
                 if fills or (blocked and (best_start > clock or best & 3 == B)):
-                    start[one], best = clock, weight
+                    best_start, best = clock, weight
             chosen[one] = best
-            # Replay the matches from this leaf to the root. Ties go to the lower rank, so results are
-            # deterministic.
-            node = (leaves + changed) >> 1
-            while node > 0:
-                left, right = first[2 * node], first[2 * node + 1]
-                first[node] = left if start[left] <= start[right] else right
-                node >>= 1
+            enter(first, start, one, best_start)
             # The first pass visits every rank. Later passes visit ``changed``, then ``other``, where p means
             # none.
             if actions == 0:
@@ -316,32 +307,53 @@ def _schedule(
             else:
                 changed, other = (other, p) if other >= 0 else (p, p)
         rank = first[1]
-        begin = start[rank]
+        begin = start[1]
         if begin == np.inf:
             break
-        action = chosen[rank]
+        action, at = chosen[rank], length[rank]
+        # What follows is board.place. A call would pass every field of every array, which took longer.
+        if at == 0:
+            level[rank, FIRST] = begin
+        else:
+            level[rank, IDLE] += begin - level[rank, CLOCK]
         # The rank takes at least the time before its first start, its idle time and its least load.
-        first_start, idle = begin, 0.0
-        if board.length[rank] > 0:
-            first_start = level[rank, FIRST]
-            idle = level[rank, IDLE] + (begin - level[rank, CLOCK])
-        if (0.0 if is_span else first_start) + idle + least_loads[rank] > most:
+        if (0.0 if is_span else level[rank, FIRST]) + level[rank, IDLE] + least_loads[rank] > most:
             return False
-        place(tables, board, rank, action, begin)
+        kind = ZERO if is_equal else next_kind(tables, board, rank, action)
+        finish = begin + duration[rank, action, kind]
+        level[rank, CLOCK] = finish
+        level[rank, HELD] += delta[rank, action, kind]
+        code[rank, at] = action
+        length[rank] = at + 1
         changed, other = rank, p
         here = position[rank, action]
-        if here >= 0:
+        if here < 0:
+            ends[rank, FRONT] += 1  # a rule always takes the oldest W
+            board.splits[rank, action >> 2, FRONT] += 1
+        else:
+            k = placed[here]
+            end[here, k] = finish
+            if action & 3 == I:
+                queue[rank, ends[rank, BACK]] = action >> 2
+                ends[rank, BACK] += 1
+                board.split[rank, action >> 2, board.splits[rank, action >> 2, BACK]] = k
+                board.splits[rank, action >> 2, BACK] += 1
+            k += 1
+            placed[here] = k
             flight[rank * chunks + (action >> 2)] += 1 if action & 3 == F else -1
-            ready[slot[here]] = arrival(tables, board, rank, action)
+            arrives = np.inf
+            if k < m and (here == 0 or k < placed[here - 1]):
+                arrives = end[here - 1, k] + latency[here, kind_of[k]] if here > 0 else 0.0
+            ready[slot[here]] = arrives
             # Only the microbatch just placed can be the one that the next position lacks. If that position is
             # further behind, the arrival of its next input is known already.
-            if here + 1 < positions and placed[here + 1] == placed[here] - 1:
-                input_at = level[rank, CLOCK] + latency[here + 1, kind_of[placed[here] - 1]]
+            if here + 1 < positions and placed[here + 1] == k - 1:
+                input_at = finish + latency[here + 1, kind]
                 ready[slot[here + 1]] = input_at
                 waiting = host[here + 1]
                 # No new choice is needed if that rank has an F or I to start at once.
-                busy = start[waiting] == level[waiting, CLOCK] and chosen[waiting] & 3 <= I
-                if waiting != rank and not (busy and input_at > start[waiting]):
+                busy = start[leaves + waiting] == level[waiting, CLOCK] and chosen[waiting] & 3 <= I
+                if waiting != rank and not (busy and input_at > start[leaves + waiting]):
                     other = waiting
         actions += 1
         if actions % POLL_EVERY == 0 and board.halt[0]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.tables import Tables, make_tables, swap
-from zbv_solver.improve.order_repair import Queue, repair_ends, repair_path, repair_tails
+from zbv_solver.improve.order_repair import Queue, repair_ends, repair_path, repair_tails, spread
 from zbv_solver.improve.order_state import (
     State,
     compute_all,
@@ -25,6 +25,7 @@ from zbv_solver.improve.order_state import (
     duration_at,
     objective,
     sum_memory,
+    sweep_ends,
 )
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
@@ -95,13 +96,24 @@ def anneal(
     tables = make_tables(problem, entry=entry)
     best, best_entry = code.copy(), entry.copy()
     state = State.of(tables, code, length, window_starts(problem, orders))
+    trial = trial_of(state)
     halt = np.zeros(1, np.uint8) if halt is None else halt
     applied, looked, lowest = _round(
-        tables, state, best, best_entry, Round(moves, temperature, seed), Move.of(code.size), halt
+        tables, state, trial, best, best_entry, Round(moves, temperature, seed), Move.of(*code.shape), halt
     )
     better = to_orders(best, length, problem, best_entry)
     last = to_orders(code, length, problem, tables.entry)
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
+
+
+def trial_of(state: State) -> State:
+    """A state of the same order with its own ends, to try another order of entry."""
+    return state._replace(
+        end=np.zeros_like(state.end),
+        passed_on=np.zeros_like(state.passed_on),
+        cursor=np.zeros_like(state.cursor),
+        counted=np.zeros_like(state.counted),
+    )
 
 
 def window_starts(problem: Problem, orders: Orders) -> FloatArray:
@@ -147,18 +159,18 @@ class Move(NamedTuple):
     queue: Queue
 
     @classmethod
-    def of(cls, actions: int) -> Move:
-        """Arrays that are large enough for any move."""
-        most = REACH + 1
+    def of(cls, ranks: int, most: int) -> Move:
+        """Arrays that are large enough for any move of so many ranks with up to ``most`` actions each."""
+        reach, actions = REACH + 1, ranks * most
         return cls(
             np.zeros(2, np.int64),
-            np.zeros(most, np.int8),
-            np.zeros(most, np.int64),
-            np.zeros(most),
-            np.zeros(most),
+            np.zeros(reach, np.int8),
+            np.zeros(reach, np.int64),
+            np.zeros(reach),
+            np.zeros(reach),
             np.zeros((actions, 2), np.int64),
             np.zeros((actions, 2), np.int64),
-            Queue.of(actions),
+            Queue.of(ranks, most),
         )
 
 
@@ -166,6 +178,7 @@ class Move(NamedTuple):
 def _round(
     tables: Tables,
     state: State,
+    trial: State,
     best: IntArray,
     best_entry: IntArray,
     budget: Round,
@@ -181,12 +194,13 @@ def _round(
     code, length, end, release, path = state.code, state.length, state.end, state.release, move.path
     compute_all(tables, state)
     value = objective(state)
+    spread(move.queue, value)
     size = critical_path(tables, state, path)
     lowest, applied, looked = value, 0, 0
     while applied < budget.moves and looked < budget.moves * PROPOSALS and not halt[0]:
         looked += 1
         if tables.duration.shape[2] > 1 and np.random.random() < ENTRIES:
-            if _swap_entries(tables, state, value, budget.temperature):
+            if _swap_entries(tables, state, trial, value, budget.temperature):
                 value = objective(state)
                 size = critical_path(tables, state, path)
                 applied += 1
@@ -234,25 +248,29 @@ def _round(
 
 @compiled_leaf
 def _swap_entries(
-    tables: Tables, state: State, value: float, temperature: float
+    tables: Tables, state: State, trial: State, value: float, temperature: float
 ) -> bool:  # pragma: no cover - compiled
     """Swap two microbatches in the order of entry, unless memory or the objective forbids it.
 
-    Every time may change, so the state is computed afresh.
+    Every time may change, so all ends are computed afresh, in ``trial``: the same order with other arrays for
+    ends. All other values are computed only if the swap is accepted.
     """
     m = len(tables.kind)
     one = np.random.randint(m)
     near = one + np.random.randint(-NEAR, NEAR + 1)
     other = near if 0 <= near < m else np.random.randint(m)
+    most = value - temperature * np.log(1.0 - np.random.random())
     if tables.kind[one] == tables.kind[other]:
         return False
-    most = value - temperature * np.log(1.0 - np.random.random())
     swap(tables, one, other)
-    compute_all(tables, state)
-    if objective(state) <= most and _fits(tables, state):
-        return True
+    if _fits(tables, state):
+        trial.cursor[:] = 0
+        trial.counted[:] = 0
+        sweep_ends(tables, trial)
+        if objective(trial) <= most:
+            compute_all(tables, state)
+            return True
     swap(tables, one, other)
-    compute_all(tables, state)
     return False
 
 
@@ -260,8 +278,10 @@ def _swap_entries(
 def _fits(tables: Tables, state: State) -> bool:  # pragma: no cover - compiled
     """Whether every rank keeps its memory limit."""
     for rank in range(len(state.length)):
+        held = tables.static[rank]
         for at in range(state.length[rank]):
-            if state.held[rank, at] > tables.limit[rank]:
+            held += tables.delta[rank, state.code[rank, at], tables.kind[state.microbatch[rank, at]]]
+            if held > tables.limit[rank]:
                 return False
     return True
 

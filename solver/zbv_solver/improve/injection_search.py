@@ -18,7 +18,7 @@ import numpy as np
 
 from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.board import CLOCK, FIRST, Board
-from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, inject
+from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, Marks, accept, inject
 from zbv_solver.construct.tables import Tables, fuse_options, swap
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
@@ -52,6 +52,8 @@ ADJACENT, FAR = 0.6, 0.3
 """Probability that a change of a delay concerns adjacent ranks only, and that these may be many."""
 LONGEST_RHYTHM = 6
 """Most microbatches of a rhythm that a move repeats."""
+MARKS = 64
+"""Most microbatches before whose entry an evaluation can begin."""
 WARMEST = 0.3
 """First temperature of a run, as a share of the mean duration; it falls with the square of the rest."""
 
@@ -158,7 +160,7 @@ class _InjectionRun:
     def __init__(
         self, problem: Problem, fuse: BoolArray | None, halt: IntArray | None, evaluations: int, seed: int
     ):
-        self.scheduler = InjectionScheduler(problem, fuse, halt)
+        self.scheduler = InjectionScheduler(problem, fuse, halt, MARKS)
         self.fuse, self.halt, self.evaluations, self.seed = fuse, halt, evaluations, seed
         self.unit = _mean_duration(problem)
         tables = self.scheduler.tables
@@ -185,6 +187,7 @@ class _InjectionRun:
             scheduler.tables,
             scheduler.board,
             scheduler.choices,
+            scheduler.marks,
             scheduler.least_loads,
             scheduler.is_span,
             self.state,
@@ -244,6 +247,7 @@ def _anneal(
     tables: Tables,
     board: Board,
     choices: Choices,
+    marks: Marks,
     least_loads: FloatArray,
     is_span: bool,
     state: Best,
@@ -252,35 +256,43 @@ def _anneal(
     """Evaluate neighbours of the current parameters; accept better ones and, while warm, worse ones."""
     np.random.seed(part.seed)
     gap, delay, entry = state.gap.copy(), state.delay.copy(), np.zeros(len(state.gap))
+    m = len(gap)
     for evaluation in range(part.begin, part.end):
         if board.halt[0]:
             return
         gap[:], delay[:] = state.gap, state.delay
-        one, other = ZERO, ZERO
+        one, other, same = ZERO, ZERO, 0
         if evaluation > 0:
             if len(state.pace) > 1 and np.random.random() < ENTRIES:
-                one = np.random.randint(len(gap))
+                one = np.random.randint(m)
                 near = one + np.random.randint(-NEAR, NEAR + 1)
-                other = near if 0 <= near < len(gap) else np.random.randint(len(gap))
+                other = near if 0 <= near < m else np.random.randint(m)
                 swap(tables, one, other)
-            elif np.random.random() < DELAYS or len(gap) < 3:
+            elif np.random.random() < DELAYS or m < 3:
                 _change_delay(delay, part.unit)
             else:
                 _change_gaps(gap, part.unit)
+                # Marks are those of an accepted injection; there is none before the first complete one.
+                while state.value[0] < np.inf and same < m and gap[same] == state.gap[same]:
+                    same += 1
         time = 0.0
-        for k in range(len(gap)):
+        for k in range(m):
             time += gap[k] * (state.pace[tables.kind[k - 1]] if k > 0 else 1.0)
             entry[k] = time
         rest = 1.0 - evaluation / part.evaluations
         # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
         most = state.value[0] - part.temperature * rest * rest * np.log(1.0 - np.random.random())
-        complete = inject(tables, board, choices, Injection(entry, delay), least_loads, is_span, most)
+        injection = Injection(entry, delay)
+        complete = same < m and inject(
+            tables, board, choices, injection, least_loads, is_span, most, marks, same
+        )
         value = _value(board, is_span) if complete else np.inf
-        if value > most or not complete:
+        if not complete or value > most:
             swap(tables, one, other)
             continue
         state.value[0] = value
         state.gap[:], state.delay[:] = gap, delay
+        accept(marks, same)
         if value < state.value[1]:
             state.value[1] = value
             state.best_gap[:], state.best_delay[:] = gap, delay

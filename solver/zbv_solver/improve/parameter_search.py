@@ -163,6 +163,16 @@ class RuleClimber:
         improved, self.best = value < self.best, min(value, self.best)
         return improved
 
+    def start_from(self, rule: Rule, option: int) -> None:
+        """Evaluate a rule that is known to be good, and climb from it if it is among the best."""
+        most = self.basins[-1][0] if len(self.basins) == self.most_basins else np.inf
+        scheduler = self.options[option][1]
+        value, self.last = scheduler.value(rule, most), option
+        self.placed += scheduler.placed
+        if value <= most and value < np.inf:
+            self._keep(value, rule, None)
+        self.best = min(value, self.best)
+
     def _keep(self, value: float, rule: Rule, basin: int | None) -> None:
         """Replace the rule of a basin, or add a random rule to the basins; keep the best."""
         if basin is not None:

@@ -30,7 +30,8 @@ from zbv_solver.improve.annealing import (
     rotate,
     window_starts,
 )
-from zbv_solver.improve.order_state import State, compute_all, copy, sum_memory
+from zbv_solver.improve.order_repair import spread
+from zbv_solver.improve.order_state import State, compute_all, copy, objective, sum_memory
 from zbv_solver.improve.scenario_state import (
     Scenarios,
     Ways,
@@ -117,7 +118,7 @@ def anneal_in_scenarios(
         best,
         Round(moves, temperature, seed),
         weight,
-        Move.of(code.size),
+        Move.of(*code.shape),
         space,
         halt,
     )
@@ -171,6 +172,7 @@ def _round(
     """
     np.random.seed(budget.seed)
     code, length, path, lanes = state.code, state.length, move.path, len(ways.value)
+    spread(move.queue, objective(state))
     compute_ways(tables, scenarios, state, ways, move.queue, actions)
     value = _score(ways.value, weight)
     space.first[0] = value

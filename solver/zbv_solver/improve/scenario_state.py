@@ -148,13 +148,10 @@ def _settle_ends(
     while queue.size[0] > 0:
         action = pop(queue)
         rank, at = action // most, action % most
-        while at < length[rank] and _write_end(tables, scenarios, state, ways, rank, at):
+        if _write_end(tables, scenarios, state, ways, rank, at):
             _pass_on(tables, state, ways, queue, rank, at)
-            at += 1
-            # Stay on the rank only while its next action is the first in line.
-            if at < length[rank] and queue.size[0] > 0 and queue.key[0] < ways.end[rank, at, 0]:
-                push(queue, ways.end[rank, at, 0], rank * most + at)
-                break
+            if at + 1 < length[rank]:
+                push(queue, ways.end[rank, at + 1, 0], action + 1)
 
 
 @compiled_leaf
@@ -166,12 +163,10 @@ def _settle_tails(
     while queue.size[0] > 0:
         action = pop(queue)
         rank, at = action // most, action % most
-        while at >= 0 and _write_tail(tables, scenarios, state, ways, rank, at):
+        if _write_tail(tables, scenarios, state, ways, rank, at):
             _ask(tables, state, ways, queue, rank, at)
-            at -= 1
-            if at >= 0 and queue.size[0] > 0 and queue.key[0] < ways.tail[rank, at, 0]:
-                push(queue, ways.tail[rank, at, 0], rank * most + at)
-                break
+            if at > 0:
+                push(queue, ways.tail[rank, at - 1, 0], action - 1)
 
 
 @compiled_leaf

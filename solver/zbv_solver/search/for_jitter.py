@@ -3,9 +3,11 @@
 A plan that is optimal for planned durations may lose to others when durations vary, because an order fixes
 which tensor a rank waits for. Further orders are therefore searched with longer latencies between ranks: in
 these, time is left between a tensor's arrival and its use. They and the plan for planned durations are
-annealed in random scenarios (:mod:`zbv_solver.improve.scenario_annealing`), and only the best ones go on to
-the next phase. At last, those left and the plan for planned durations are simulated in the same new
-scenarios, and the best one there is the plan.
+annealed in random scenarios (:mod:`zbv_solver.improve.scenario_annealing`), and the best ones go on. CP-SAT
+reorders these window by window (:mod:`zbv_solver.improve.windows`), with longer latencies too, in turn with
+annealing: where memory is tight, many actions must change places together, which annealing rarely finds, and
+annealing leads out of the orders that no window improves. At last, the orders found and the plan for planned
+durations are simulated in the same new scenarios, and the best one there is the plan.
 
 Lower bound, gap and status of the plan remain those of planned durations.
 """
@@ -39,10 +41,10 @@ from zbv_solver.search.search_unit import in_search_unit
 from zbv_solver.search.simulate import SCENARIOS, simulate
 from zbv_solver.timing.step_times import iteration_times
 
-PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.2
+PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.12
 """Shares of a time limit for the search with planned durations, and for each search with longer latencies."""
-LONGER = (0.05, 0.15)
-"""Latencies are longer by these multiples of the mean duration in two more searches."""
+LONGER = (0.05, 0.1, 0.15)
+"""Latencies are longer by these multiples of the mean duration in further searches."""
 WITHOUT = ("windows", "exact")
 """Stages that these searches leave out."""
 STARTS = 3
@@ -56,13 +58,25 @@ LARGEST = 200_000
 """Largest problem, in actions, whose orders are annealed: each thread takes about 0.4 GB for 32 scenarios."""
 LANES = 32
 """Scenarios in which a round of annealing judges moves; every round draws others."""
-KEPT, SHARES = (7, 3, 2), (0.3, 0.3, 0.4)
-"""Orders that are annealed in every phase, the best ones of the phase before, and the phases' shares of the
-moves."""
+KEPT, SHARES = (7, 2), (0.3, 0.7)
+"""Orders that are annealed first, the best of these, which windows improve too, and both phases' shares of
+the moves."""
 ROUNDS = 4
-"""Rounds of annealing in a phase."""
+"""Rounds of annealing in a cycle."""
 WARM, COLD = 0.01, 0.001
-"""Temperatures at the beginning and the end of a phase, as shares of the mean duration."""
+"""Temperatures at the beginning and the end of a cycle, as shares of the mean duration."""
+CYCLES = {"quick": 1, "standard": 8, "thorough": 24}
+"""Most cycles of the second phase: windows first, then annealing."""
+PATIENCE = 3
+"""Cycles in a row without a better order, not counting the first cycle, after which an order gets no more."""
+WINDOW_ACTIONS = {"quick": 0, "standard": 3_000, "thorough": 30_000}
+"""Largest problem, in actions, that windows improve."""
+WINDOW_TIME = 0.75
+"""CP-SAT's deterministic time for the windows of a cycle."""
+WINDOW_SIZE = 15
+"""Actions in a window on every rank, on average."""
+WINDOW_LONGER = 0.05
+"""In windows, latencies are longer by this multiple of the mean duration."""
 TRIES, LAST_TRIES = 256, 1024
 """Scenarios for comparisons of orders between phases, and at the end."""
 MOST_SIMULATED, FEWEST_SCENARIOS = 1 << 26, 32
@@ -156,6 +170,9 @@ class _Search:
         actions = given.max_actions
         most = min(MOST_MOVES[options.effort], MOVES_PER_ACTION * actions)
         self.moves = min(most, MOVES[options.effort] // actions) if actions <= LARGEST else 0
+        is_small = actions <= WINDOW_ACTIONS[options.effort]
+        self.has_windows = is_small and "windows" not in options.without
+        self.cycles = CYCLES[options.effort] if self.has_windows else 1
         self.weight = 0.0 if options.quantile is None else NormalDist().inv_cdf(options.quantile)
 
     def run(self, planned: Orders) -> _Candidate:
@@ -168,9 +185,9 @@ class _Search:
             candidates = [self._compared("planned", planned), *chain.from_iterable(searched)]
             for phase, kept in enumerate(KEPT):
                 candidates = sorted(candidates, key=_value)[:kept]
-                moves = int(SHARES[phase] * self.moves) // (len(candidates) * ROUNDS)
+                moves = int(SHARES[phase] * self.moves) // len(candidates)
                 tasks = [(phase, number, each, moves) for number, each in enumerate(candidates)]
-                candidates = list(pool.map(self._annealed, tasks))
+                candidates = list(pool.map(self._improved, tasks))
             last = [first, *sorted(candidates, key=_value)]
             values = pool.map(lambda each: self._time(each.orders, CHOOSING, LAST_TRIES), last)
             return last[int(np.argmin(list(values)))]
@@ -206,29 +223,63 @@ class _Search:
         added = np.where(arrays.rank_of[1:] != arrays.rank_of[:-1], longer * self.unit, 0.0)
         return self.problem.with_arrays(replace(arrays, latency=arrays.latency + added[:, None]))
 
-    def _annealed(self, task: tuple[int, int, _Candidate, int]) -> _Candidate:
-        """The candidate after some rounds of annealing, or as it was if that is better."""
+    def _improved(self, task: tuple[int, int, _Candidate, int]) -> _Candidate:
+        """The candidate after the cycles of a phase, or as it was if that is better."""
         phase, number, best, moves = task
-        orders, own = best.orders, ANNEALING + self.options.seed
-        for step in range(ROUNDS):
-            if self.halt.check():
+        orders, cycles, helped = best.orders, self.cycles if phase else 1, 0
+        for cycle in range(cycles):
+            if cycle - helped > PATIENCE:
                 break
-            round_number = (phase * ROUNDS + step) << 8 | number
-            result = anneal_in_scenarios(
-                self.problem,
-                orders,
-                draw(self.jitter, self.problem, own, range(LANES), round_number),
-                moves=moves,
-                temperature=self.unit * WARM * (COLD / WARM) ** (step / (ROUNDS - 1)),
-                seed=round_number,
-                weight=self.weight,
-                halt=self.halt.flag,
-            )
-            orders = result.last
-            value = self._time(orders, COMPARING, TRIES)
-            if value < best.value:
-                best = replace(best, orders=orders, value=value)
+            before = best.value
+            # The next cycle goes on from the last order, even if it is worse: the best one is left alone.
+            if phase and self.has_windows and not self.halt.check():
+                orders = self._reordered(orders, cycle)
+                best = self._better(best, orders)
+            for step in range(ROUNDS):
+                if self.halt.check():
+                    return best
+                orders = self._annealed(orders, (phase + cycle, step, number), moves // (cycles * ROUNDS))
+                if step + 1 == ROUNDS or not phase:
+                    best = self._better(best, orders)
+            if best.value < before:
+                helped = cycle
         return best
+
+    def _better(self, best: _Candidate, orders: Orders) -> _Candidate:
+        """The candidate with this order, if that is better."""
+        value = self._time(orders, COMPARING, TRIES)
+        return replace(best, orders=orders, value=value) if value < best.value else best
+
+    def _annealed(self, orders: Orders, place: tuple[int, int, int], moves: int) -> Orders:
+        """The order after a round of annealing; ``place`` is the round's cycle, step and candidate."""
+        cycle, step, number = place
+        round_number = (cycle * ROUNDS + step) << 8 | number
+        return anneal_in_scenarios(
+            self.problem,
+            orders,
+            draw(self.jitter, self.problem, ANNEALING + self.options.seed, range(LANES), round_number),
+            moves=moves,
+            temperature=self.unit * WARM * (COLD / WARM) ** (step / (ROUNDS - 1)),
+            seed=round_number,
+            weight=self.weight,
+            halt=self.halt.flag,
+        ).last
+
+    def _reordered(self, orders: Orders, cycle: int) -> Orders:
+        """The order after windows with longer latencies; every other cycle begins in the middle."""
+        # Imported here because OR-Tools takes a second to import and many searches do not need it.
+        from zbv_solver.improve.windows import sweep_windows
+
+        found = sweep_windows(
+            self._with_longer(WINDOW_LONGER),
+            orders,
+            effort=WINDOW_TIME,
+            sizes=(WINDOW_SIZE * self.problem.pp_degree,),
+            begin=0.5 if cycle % 2 else 1.0,
+            seed=self.options.seed,
+            cancelled=self.halt.check,
+        )
+        return orders if found is None else first_in_first_out(found, self.problem.n_stages)
 
     def _time(self, orders: Orders, purpose: int, scenarios: int) -> float:
         """The mean or quantile of the simulated times of an order."""

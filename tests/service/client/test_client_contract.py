@@ -99,6 +99,7 @@ def test_a_problem_with_layers_is_checked_searched_and_fetched(driver: Driver, f
     rank = driver.do(lambda made: made.rank(ended.plan_id, 0))
     assert (rank.partition, rank.recompute) == (plan.problem.model.partition, None)
     assert rank.measured == dict(plan.problem.measured) == measured
+    assert rank.features == {}
 
 
 def _submit(seed: int, made: Any) -> Any:

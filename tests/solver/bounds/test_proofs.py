@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from zbv_solver import bounds
+from zbv_solver.packing import floor
 from zbv_solver.partition import balance, floors, least_memory
 
 TEXT = (Path(bounds.__file__).parent / "PROOFS.md").read_text()
@@ -27,6 +28,7 @@ MODULES = [
         for each in pkgutil.iter_modules(bounds.__path__)
     ),
     balance,
+    floor,
     floors,
     least_memory,
 ]

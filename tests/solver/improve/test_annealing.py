@@ -10,7 +10,7 @@ from support.problems import limited, limited_problems, uniform
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.construct.tables import make_tables
-from zbv_solver.improve.annealing import Move, Round, _round, anneal, window_starts
+from zbv_solver.improve.annealing import Move, Round, _round, anneal, trial_of, window_starts
 from zbv_solver.improve.order_state import State, compute_all, critical_path
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
@@ -59,10 +59,11 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
 ) -> None:
     orders = list(priority_schedules(problem))[which].orders
     tables, (code, length, _) = make_tables(problem), from_orders(orders, problem)
-    state, move = State.of(tables, code, length, window_starts(problem, orders)), Move.of(code.size)
+    state, move = State.of(tables, code, length, window_starts(problem, orders)), Move.of(*code.shape)
     _round(
         tables,
         state,
+        trial_of(state),
         code.copy(),
         tables.entry.copy(),
         Round(moves, temperature, 3),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import limited_problems, rough_problems, uniform
 from zbv_solver.bounds import lower_bound
-from zbv_solver.construct.injection import Injection, InjectionScheduler
+from zbv_solver.construct.injection import Injection, InjectionScheduler, accept
 from zbv_solver.improve.injection_search import injection_search, smoothed
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import earliest_start_values
@@ -34,6 +34,24 @@ def test_every_injection_gives_a_valid_order(problem: Problem, seed: int) -> Non
     # An order is abandoned only if it is certainly worse.
     assert scheduler.value(Injection(entry, delay), value * (1 + 1e-9)) == value
     assert scheduler.value(Injection(entry, delay), value * 0.5) in (value, float("inf"))
+
+
+@given(limited_problems(max_p=4, max_m=8, kinds=KINDS), st.integers(0, 2**31), st.sampled_from([1, 2, 64]))
+def test_a_mark_continues_as_an_evaluation_from_the_beginning(problem: Problem, seed: int, most: int) -> None:
+    random, unit = np.random.default_rng(seed), float(problem.arrays.duration.mean()) + 1e-6
+    scheduler, fresh = InjectionScheduler(problem, marks=most), InjectionScheduler(problem)
+    entry = np.cumsum(random.exponential(unit, problem.microbatches))
+    delay = random.normal(0, unit, (problem.pp_degree, 3 * problem.placement.chunks))
+    scheduler.value(Injection(entry, delay))
+    accept(scheduler.marks, 0)
+    for _ in range(6):
+        same = int(random.integers(0, problem.microbatches))
+        later = entry.copy()
+        later[same:] += random.exponential(unit)
+        assert scheduler.value(Injection(later, delay), same=same) == fresh.value(Injection(later, delay))
+        if random.random() < 0.5:
+            accept(scheduler.marks, same)
+            entry = later
 
 
 @given(st.one_of(limited_problems(max_p=3, max_m=5, kinds=KINDS), rough_problems(max_p=3, max_m=5)))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,13 +21,14 @@ from zbv_worker.execution.timeline import CudaTimeline
 from zbv_worker.transport.channels import Reduction, key_of
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.nccl import NcclTransport
+from zbv_worker.values.structure import Structure, TensorSpec
 
 from support.fake_nccl.cluster import Cluster, FakeRank
 from support.fake_nccl.communicators import NcclModes
 from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.shards import FakeShards
 from support.fake_nccl.simulation import ModelError
-from support.fake_nccl.stages import Expected, FakeBatches, FakeStage, expected
+from support.fake_nccl.stages import DTYPE, WIDTH, Expected, FakeBatches, FakeStage, expected
 
 SECONDS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3}
 TIMEOUT = 60.0
@@ -48,6 +52,9 @@ class ModelRun:
         The class of the stages.
     plan
         Changes a rank's part of the plan; a test passes a wrong change.
+    sizes
+        Whether microbatches are equal, or differ, and how ranks know their sizes: by a header for every
+        activation, by a header for the first of every size, or because the model states them.
     """
 
     steps: int = 2
@@ -63,6 +70,12 @@ class ModelRun:
     checks_memory: bool = False
     stage: type[FakeStage] = FakeStage
     plan: Callable[[RankPlan], RankPlan] = lambda plan: plan
+    sizes: Literal["equal", "headers", "known", "stated"] = "equal"
+
+    @property
+    def is_varied(self) -> bool:
+        """Whether microbatches differ."""
+        return self.sizes != "equal"
 
 
 @dataclass(frozen=True)
@@ -74,9 +87,9 @@ class RankUse:
     kernels
         The most kernels of NCCL that ran at once.
     receive_buffers
-        Receive buffers of the transport's pool, without those of headers.
+        Receive buffers of the transport's pool, without those of headers; of the size of the smallest tensor.
     account
-        The most receive buffers that the plan and the look-ahead need.
+        The most receive buffers of that size that the plan and the look-ahead need.
     unsent
         The most sends that were queued or running at once.
     """
@@ -103,7 +116,10 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
         nccl=how.nccl,
     )
     wanted = [
-        [expected(problem.n_stages, problem.microbatches, step, replica) for replica in range(how.replicas)]
+        [
+            expected(problem.n_stages, problem.microbatches, step, replica, is_varied=how.is_varied)
+            for replica in range(how.replicas)
+        ]
         for step in range(how.steps)
     ]
 
@@ -150,10 +166,13 @@ class _RankRun:
         self._weights: list[dict[int, Tensor]] = []
         self._totals: list[Tensor] = []
         self._tied: list[list[Tensor]] = []
+        batches = FakeBatches(transport.replica, how.is_varied)
+        self._sizes = sizes = [batches.times(index) for index in range(problem.microbatches)]
+        stated = [Structure.of_tensor(TensorSpec((WIDTH * size,), DTYPE)) for size in sizes]
         self._executor = Executor(
             self._plan,
             self._stages,
-            FakeBatches(transport.replica),
+            batches,
             transport,
             device=here.torch_device,
             timeout=TIMEOUT,
@@ -161,8 +180,11 @@ class _RankRun:
                 look_ahead=how.look_ahead,
                 on_stage_done=self._sum_over_replicas,
                 timeline=CudaTimeline(here.torch_device, clock=here.clock, cuda=here.cuda),
+                stated=stated if how.sizes == "stated" else (),
             ),
         )
+        if how.sizes in ("headers", "known"):
+            self._executor.expect(sizes if how.sizes == "known" else None)
 
     def _sum_over_replicas(self, stage: int) -> None:
         if self._shards is not None:
@@ -222,8 +244,8 @@ class _RankRun:
         pools = self._transport._buffers._pools
         use = RankUse(
             kernels=self._here.device.most_running,
-            receive_buffers=sum(len(pool) for spec, pool in pools.items() if spec.dtype.is_floating_point),
-            account=receive_account(self._plan, self._how.look_ahead),
+            receive_buffers=sum(size_of(each.spec) for pool in pools.values() for each in pool),
+            account=receive_account(self._plan, self._how.look_ahead, self._sizes),
             unsent=self._here.device.most_unsent,
         )
         self._executor.close()
@@ -231,32 +253,50 @@ class _RankRun:
         return use
 
 
+def size_of(spec: TensorSpec | None) -> int:
+    """The size of a receive buffer, in the smallest tensors; 0 if it is not of a floating tensor."""
+    return prod(spec.shape) // WIDTH if spec is not None and spec.dtype.is_floating_point else 0
+
+
 def _added(wanted: list[Expected], stage: int) -> list[float]:
     """A stage's weight gradients, added up over the replicas."""
     return [sum(parts) for parts in zip(*(found.weights[stage] for found in wanted), strict=True)]
 
 
-def receive_account(plan: RankPlan, look_ahead: int) -> int:
-    """The most receive buffers in use at once: what actions hold, and what is posted and not yet used.
+def receive_account(plan: RankPlan, look_ahead: int, sizes: Sequence[int]) -> int:
+    """The most memory of receives in use at once: what actions hold, and what is posted and not yet used.
 
     An activation is held from its F, and a gradient from its I or B, until the end of the W or B. A channel
     has posted the look-ahead beyond the furthest tensor that was used so far
     (:class:`zbv_worker.transport.endpoints.Inbox`).
+
+    Parameters
+    ----------
+    sizes
+        Of each microbatch's tensors.
     """
     channels = {key_of(c): c.transfers for c in plan.channels if c.receiver == plan.rank}
+    size_until = {
+        key: [0, *accumulate(sizes[transfer.microbatch] for transfer in transfers)]
+        for key, transfers in channels.items()
+    }
     posted = {key: min(look_ahead, len(transfers)) for key, transfers in channels.items()}
     used = held = 0
-    most = sum(posted.values())
     held_of: dict[tuple[int, int], int] = {}
+
+    def in_use() -> int:
+        return held - used + sum(size_until[key][count] for key, count in posted.items())
+
+    most = in_use()
     for instruction in lower(plan):
         stage, letter, microbatch = instruction.action
         if isinstance(instruction.source, Remote):
             key, transfer = instruction.source.channel, instruction.source.transfer
             end = channels[key].index(transfer) + 1 + look_ahead
             posted[key] = max(posted[key], min(end, len(channels[key])))
-            used, held = used + 1, held + 1
-            held_of[stage, microbatch] = held_of.get((stage, microbatch), 0) + 1
-        most = max(most, held + sum(posted.values()) - used)
+            used, held = used + sizes[microbatch], held + sizes[microbatch]
+            held_of[stage, microbatch] = held_of.get((stage, microbatch), 0) + sizes[microbatch]
+        most = max(most, in_use())
         if letter in "BW":
             held -= held_of.pop((stage, microbatch), 0)
     return most

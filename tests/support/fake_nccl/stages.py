@@ -22,14 +22,26 @@ DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class FakeBatches:
-    """Inputs and targets of one replica."""
+    """Inputs and targets of one replica.
+
+    Attributes
+    ----------
+    is_varied
+        Whether microbatches have different sizes.
+    """
 
     replica: int = 0
+    is_varied: bool = False
+
+    def times(self, index: int) -> int:
+        """The size of a microbatch's data, in :data:`WIDTH`."""
+        return 1 + index * index % 3 if self.is_varied else 1
 
     def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Input and target, on the CPU."""
         seed = 1000 * step + 100 * self.replica + index
-        return torch.arange(WIDTH, dtype=DTYPE) * 13 + seed, torch.full((WIDTH,), 3.0 + seed, dtype=DTYPE)
+        size = WIDTH * self.times(index)
+        return torch.arange(size, dtype=DTYPE) * 13 + seed, torch.full((size,), 3.0 + seed, dtype=DTYPE)
 
 
 def parameters_of(stage: int) -> Tensor:
@@ -46,7 +58,7 @@ def _gradient(stage: int, input: Tensor, grad: Tensor) -> Tensor:
 
 
 def _weight(microbatch: int, input: Tensor, grad: Tensor) -> Tensor:
-    return (input * grad + microbatch) % _PRIME
+    return (input * grad + microbatch).reshape(-1, WIDTH).sum(0) % _PRIME
 
 
 class FakeStage:
@@ -79,7 +91,7 @@ class FakeStage:
         stage, is_last = self.stage, self._is_last
         if not is_last:
             return self._queued(
-                "F", (input,), lambda out, x: out.copy_(_forward(stage, microbatch, x)), (WIDTH,)
+                "F", (input,), lambda out, x: out.copy_(_forward(stage, microbatch, x)), tuple(input.shape)
             )
         assert target is not None
         return self._queued(
@@ -107,7 +119,7 @@ class FakeStage:
             return None
         stage = self.stage
         return self._queued(
-            letter, (input, grad), lambda out, x, g: out.copy_(_gradient(stage, x, g)), (WIDTH,)
+            letter, (input, grad), lambda out, x, g: out.copy_(_gradient(stage, x, g)), tuple(input.shape)
         )
 
     def backward_weight(self, microbatch: int) -> None:
@@ -167,7 +179,8 @@ class NestedFakeStage(FakeStage):
             number = torch.full((3,), microbatch, device="cuda")
         else:
             number, given = input["numbers"][0], (input["x"].detach(), input["numbers"][0])
-            input = self._queued("F", given, lambda out, x, n: out.copy_(x + (n[0] - microbatch)), (WIDTH,))
+            shape = tuple(given[0].shape)
+            input = self._queued("F", given, lambda out, x, n: out.copy_(x + (n[0] - microbatch)), shape)
         output = super().forward(microbatch, input, target, split=split)
         if self._is_last:
             return output
@@ -176,7 +189,8 @@ class NestedFakeStage(FakeStage):
     def backward_input(self, microbatch: int, grad_output: Any, *, letter: str = "I") -> Any:
         """Queue I; the second gradient is zero."""
         if not self._is_last:
-            grad_output = self._queued(letter, grad_output, lambda out, a, b: out.copy_(a + b), (WIDTH,))
+            shape = tuple(grad_output[0].shape)
+            grad_output = self._queued(letter, grad_output, lambda out, a, b: out.copy_(a + b), shape)
         made = super().backward_input(microbatch, grad_output, letter=letter)
         return None if made is None else (made, made * 0)
 
@@ -189,12 +203,14 @@ class Expected:
     weights: dict[int, list[float]]
 
 
-def expected(n_stages: int, microbatches: int, step: int, replica: int) -> Expected:
+def expected(
+    n_stages: int, microbatches: int, step: int, replica: int, *, is_varied: bool = False
+) -> Expected:
     """Compute a step without a pipeline."""
     losses: dict[int, float] = {}
     weights = {stage: torch.zeros(WIDTH, dtype=DTYPE) for stage in range(n_stages)}
     for microbatch in range(microbatches):
-        value, target = FakeBatches(replica).microbatch(step, microbatch)
+        value, target = FakeBatches(replica, is_varied).microbatch(step, microbatch)
         inputs = []
         for stage in range(n_stages):
             inputs.append(value)

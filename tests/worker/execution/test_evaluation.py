@@ -202,9 +202,8 @@ def fail(*_: object) -> None:
 def test_stages_without_a_model_cannot_be_evaluated() -> None:
     problem = unit_problem(1, MICROBATCHES)
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(1), 0.5), 0)
-    stages = {
-        index: SleepingStage(dict.fromkeys("FIWB", 0), None, None, SleepingDevice()) for index in plan.stages
-    }
+    nothing = {letter: [0] * MICROBATCHES for letter in "FIWB"}
+    stages = {index: SleepingStage(nothing, None, None, SleepingDevice()) for index in plan.stages}
     executor = Executor(plan, stages, NoBatches(), ThreadHub(1).transport(0), device=CPU, timeout=1)
     with pytest.raises(InvalidRun, match="a SleepingStage has no model and cannot be evaluated"):
         executor.evaluate(0)

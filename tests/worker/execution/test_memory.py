@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,6 +20,7 @@ from zbv_worker.execution.binding import Bound, WalkState
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.models.gpt import gpt
 from zbv_worker.stage.stage import Stage
@@ -76,6 +79,20 @@ def test_live_bytes_after_every_action_follow_the_plan(seed: int) -> None:
     for found, right in zip(seen, expected.tolist(), strict=True):
         assert abs(found - right) <= TOLERANCE * largest
     assert seen[-1] <= TOLERANCE * largest
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_the_memory_of_microbatches_of_different_lengths_follows_the_plan(p: int, tmp_path: Path) -> None:
+    """The account is a fixed part and one per token; receive buffers count as a whole."""
+    with LocalRanks([python_command("support.memory_rank", str(tmp_path))] * p, tmp_path / "logs") as ranks:
+        ranks.wait(100)
+    for rank in range(p):
+        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        largest = max(found["expected"])
+        assert largest > 1e6
+        for seen, expected in zip(found["seen"], found["expected"], strict=True):
+            assert abs(seen - expected) <= 0.05 * largest
+        assert max(found["seen"]) + found["receive_buffers"] == pytest.approx(largest, rel=0.05)
 
 
 def watch(executor: Executor, live: LiveBytes) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.selfcheck import random_orders
 from zbv_service.client import Client
 from zbv_service.client.retries import DEFAULT_RETRIES
@@ -22,6 +23,7 @@ from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Objective, Problem, Units
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.search import make_plan
 from zbv_solver.timing.step_times import rehearsed_times
@@ -30,7 +32,8 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
-from zbv_worker.measure.rehearse.rehearse import RehearseOptions
+from zbv_worker.measure.rehearse.rehearse import RehearseOptions, sleeping_stages
+from zbv_worker.measure.rehearse.sleeping_stage import SleepingDevice
 
 
 def problem_of(p: int, microbatches: int, objective: Objective = "span") -> Problem:
@@ -57,6 +60,37 @@ class Finished:
 
 
 Rehearse = Callable[..., Finished]
+
+
+def test_an_action_takes_the_time_that_its_microbatch_needs() -> None:
+    taken: list[int] = []
+
+    class Recording(SleepingDevice):
+        def take(self, nanoseconds: int, arrival: int | None = None) -> int:
+            taken.append(nanoseconds)
+            return 0
+
+    document = {
+        "pp_degree": 1,
+        "microbatches": 3,
+        "features": {"tokens": [1, 5, 1]},
+        "costs": {
+            "forward": {"fixed": 2, "tokens": 1},
+            "backward_input": {"tokens": 3},
+            "backward_weight": 4,
+        },
+    }
+    problem = parse_problem(document)
+    orders = random_orders(problem, Random(0))
+    plan = WholePlan("plan", problem, orders, 0.0)
+    stage = sleeping_stages(plan, 0, 1e-9, 8, Recording())[1]
+    gradient = torch.zeros(1)
+    for microbatch in range(3):
+        stage.forward(microbatch, gradient, split=True)
+        stage.backward_input(microbatch, gradient)
+        stage.backward_weight(microbatch)
+        stage.backward(microbatch, gradient)
+    assert taken == [3, 3, 4, 7, 7, 15, 4, 19, 3, 3, 4, 7]
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from zbv_worker.measure.rehearse.sleeping_stage import (
 )
 
 INPUT = torch.zeros(())
-LETTERS = {"F": 3_000_000, "I": 2_000_000, "W": 1_000_000, "B": 4_000_000}
+LETTERS = {"F": [3, 30], "I": [2, 20], "W": [1, 10], "B": [4, 40]}
+"""Durations by microbatch."""
 MS = 1_000_000
 
 
@@ -118,16 +119,15 @@ def test_actions_take_their_own_time_and_return_tensors_of_the_right_size() -> N
         assert gradient is not None
         assert gradient.nbytes == 4004
     stage.backward_weight(0)
-    assert taken == [LETTERS[letter] for letter in "FIBW"]
+    assert taken == [3, 2, 4, 1]
+    stage.forward(1, INPUT, split=True)
+    stage.backward_weight(1)
+    assert taken[4:] == [30, 10]
 
 
 def test_the_ends_of_the_model_return_a_loss_and_no_gradient() -> None:
-    last = SleepingStage(
-        dict.fromkeys("FIWB", 0), output_bytes=None, gradient_bytes=8, device=SleepingDevice()
-    )
-    first = SleepingStage(
-        dict.fromkeys("FIWB", 0), output_bytes=8, gradient_bytes=None, device=SleepingDevice()
-    )
+    last = SleepingStage(LETTERS, output_bytes=None, gradient_bytes=8, device=SleepingDevice())
+    first = SleepingStage(LETTERS, output_bytes=8, gradient_bytes=None, device=SleepingDevice())
     assert last.forward(0, INPUT, split=True).dim() == 0
     assert first.backward_input(0, None) is None
     assert first.backward(0, None) is None

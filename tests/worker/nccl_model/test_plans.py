@@ -28,7 +28,8 @@ def run(plan: Plan, slots: int | None = None, replicas: int = 1, **changes: obje
     device = DeviceModes(kernel_slots=slots, **changes.pop("device", {}))  # type: ignore[arg-type]
     how = ModelRun(device=device, replicas=replicas, **changes)  # type: ignore[arg-type]
     for use in run_plan(*plan, how):
-        assert use.receive_buffers <= use.account
+        # Of tensors of different sizes, the transport keeps at most a quarter more than was in use at once.
+        assert use.receive_buffers <= use.account * (1.25 if how.is_varied else 1)
         assert use.kernels <= slots
 
 
@@ -118,6 +119,17 @@ def test_a_plan_hangs_with(device: dict[str, object]) -> None:
 @pytest.mark.parametrize("family", ["1F1B", V])
 def test_nested_values_arrive(family: str) -> None:
     run(plan_of(family), stage=NestedFakeStage)
+
+
+@pytest.mark.parametrize("family", ["1F1B", V, "V, random order", "loop of 2 chunks, searched"])
+@pytest.mark.parametrize("sizes", ["headers", "known", "stated"])
+def test_microbatches_of_different_sizes_arrive(family: str, sizes: str) -> None:
+    run(plan_of(family), sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", ["headers", "known"])
+def test_nested_values_of_different_sizes_arrive(sizes: str) -> None:
+    run(plan_of(V), stage=NestedFakeStage, sizes=sizes)
 
 
 def test_nothing_stays_allocated_after_a_run() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import Microbatch
-from zbv_worker.pipeline.batch import microbatches_of, split_batch
+from zbv_worker.pipeline.batch import Batch, microbatches_of, split_batch
 
 
 class Pair(NamedTuple):
@@ -80,7 +80,7 @@ def test_a_batch_that_cannot_be_split_is_refused(batch: tuple[Any, Any, Any], me
 
 def test_given_microbatches_are_used_as_they_are() -> None:
     given = [Microbatch(1, 2, {"mask": 3}), (4,), (5, 6)]
-    found = microbatches_of(None, None, {}, given, 3)
+    found = microbatches_of(Batch(None, None, {}, given), 3)
     assert [(each.input, each.target, dict(each.keywords)) for each in found] == [
         (1, 2, {"mask": 3}),
         (4, None, {}),
@@ -99,4 +99,4 @@ def test_given_microbatches_are_used_as_they_are() -> None:
 )
 def test_wrong_microbatches_are_refused(inputs: Any, keywords: Any, given: Any, message: str) -> None:
     with pytest.raises(InvalidRun, match=message):
-        microbatches_of(inputs, None, keywords, given, 2)
+        microbatches_of(Batch(inputs, None, keywords, given), 2)

@@ -16,6 +16,7 @@ PROGRAMS = (
     "accumulates",
     "weighs",
     "passes_values",
+    "varies",
     "changes_shapes",
     "lacks_keyword",
     "shares_data",
@@ -79,6 +80,20 @@ def test_values_keywords_and_auxiliary_losses_reach_every_stage(seen: dict[str, 
     assert second["auxiliary"] > 0
     for rank in (first, second):
         assert "found the keyword 'mask', which no layer takes" in rank["said"]
+
+
+def test_microbatches_may_have_different_shapes(seen: dict[str, Found]) -> None:
+    first, second = seen["varies"]
+    assert max(first["apart"] + second["apart"]) < 1e-6
+    assert first["rows"] == [2, 1, 1, 4]
+    largest = "([4, 6] float32 with gradient, [4] int64, None)"
+    assert set(first["boundaries"].values()) == set(second["boundaries"].values()) == {largest}
+
+
+def test_means_over_microbatches_of_different_sizes_are_refused(seen: dict[str, Found]) -> None:
+    first, second = (rank["said"] for rank in seen["varies"])
+    assert first.startswith("ModelError: the loss returned means over microbatches with targets of 6 to 18")
+    assert second.startswith("PeerLost: rank 0 lost: the loss returned means over microbatches")
 
 
 def test_one_rank_has_the_data_of_all(seen: dict[str, Found]) -> None:

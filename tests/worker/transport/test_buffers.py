@@ -23,16 +23,33 @@ SPEC = TensorSpec((3, 4), torch.float32)
 BYTES = 3 * 4 * 4
 
 
-def allocated(buffers: ReceiveBuffers) -> int:
-    return sum(buffer.tensor.nbytes for pool in buffers._pools.values() for buffer in pool)
+def test_the_pool_holds_little_more_than_was_in_use_at_once() -> None:
+    """Microbatches have other lengths of sequences in every step, and one may be far longer than the rest."""
+    buffers, random = ReceiveBuffers(CPU), Random(0)
+    held: list[Tensor] = []
+    most = 0
+    for _ in range(2000):
+        length = random.choice([random.randint(1, 100), random.randint(1, 100), 3000])
+        held.append(buffers.take(TensorSpec((length, 4), torch.bfloat16)))
+        most = max(most, sum(tensor.nbytes for tensor in held))
+        while len(held) > random.randrange(6):
+            held.pop(random.randrange(len(held)))
+        assert len({tensor.data_ptr() for tensor in held}) == len(held)
+        # A tensor may lie in a buffer that is 1/8 larger, and 1/4 more memory is kept than was in use.
+        assert buffers.nbytes <= 1.125 * 1.25 * most + 1
 
 
-def test_buffers_of_shapes_that_no_step_uses_any_more_are_freed() -> None:
-    """Every step may have another length of sequences."""
+def test_a_smaller_tensor_reuses_a_buffer_that_is_a_little_too_large() -> None:
     buffers = ReceiveBuffers(CPU)
-    for length in range(1, 500):
-        buffers.take(TensorSpec((length,), torch.float32))
-    assert allocated(buffers) <= 4 * 64 * 500
+    place = buffers.take(TensorSpec((80, 4), torch.float32)).data_ptr()
+    smaller = buffers.take(TensorSpec((75, 4), torch.float32))
+    assert smaller.data_ptr() == place
+    assert (smaller.shape, smaller.stride(), smaller.dtype) == ((75, 4), (4, 1), torch.float32)
+    smaller.fill_(1.0)
+    other = buffers.take(TensorSpec((75, 4), torch.float32))
+    other.fill_(2.0)
+    assert float(smaller.sum()) == 300.0
+    assert buffers.take(TensorSpec((), torch.float32)).data_ptr() not in (place, other.data_ptr())
 
 
 def test_a_free_buffer_is_reused() -> None:
@@ -43,7 +60,7 @@ def test_a_free_buffer_is_reused() -> None:
         places.add(tensor.data_ptr())
         del tensor
     assert len(places) == 1
-    assert allocated(buffers) == BYTES
+    assert buffers.nbytes == BYTES
 
 
 def linear_that_saved_it(tensor: Tensor) -> Any:
@@ -85,21 +102,21 @@ def test_a_buffer_in_use_is_not_reused_until_released(
     del tensor
     others = [buffers.take(SPEC) for _ in range(3)]
     assert place not in [other.data_ptr() for other in others]
-    assert allocated(buffers) == 4 * BYTES
+    assert buffers.nbytes == 4 * BYTES
     del others
     del held
     again = [buffers.take(SPEC) for _ in range(4)]
     assert place in [tensor.data_ptr() for tensor in again]
-    assert allocated(buffers) == 4 * BYTES
+    assert buffers.nbytes == 4 * BYTES
 
 
-def test_tensors_of_other_shapes_and_dtypes_have_other_buffers() -> None:
+def test_tensors_of_other_shapes_and_dtypes_share_buffers_of_their_size() -> None:
     buffers = ReceiveBuffers(CPU)
-    specs = [SPEC, TensorSpec((4, 3), torch.float32), TensorSpec((3, 4), torch.float64)]
+    specs = [SPEC, TensorSpec((4, 3), torch.float32), TensorSpec((3, 2), torch.float64)]
     for _ in range(2):
         for spec in specs:
             assert TensorSpec.of(buffers.take(spec)) == spec
-    assert allocated(buffers) == BYTES + BYTES + 2 * BYTES
+    assert buffers.nbytes == BYTES
 
 
 def test_buffers_in_use_outlive_the_pool() -> None:
@@ -107,7 +124,7 @@ def test_buffers_in_use_outlive_the_pool() -> None:
     tensor = buffers.take(SPEC)
     tensor.fill_(7)
     buffers.clear()
-    assert allocated(buffers) == 0
+    assert buffers.nbytes == 0
     assert float(tensor.sum()) == 7 * 12
     assert buffers.take(SPEC).data_ptr() != tensor.data_ptr()
 
@@ -121,7 +138,7 @@ def test_buffers_released_in_any_order_are_all_reused() -> None:
             held.pop(random.randrange(len(held)))
         held.append(buffers.take(SPEC))
         assert len({tensor.data_ptr() for tensor in held}) == len(held)
-    assert allocated(buffers) <= 6 * BYTES
+    assert buffers.nbytes <= 6 * BYTES
 
 
 def test_after_the_first_step_receives_allocate_nothing(tmp_path: Path) -> None:

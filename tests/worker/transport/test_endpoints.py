@@ -11,8 +11,9 @@ from torch import Tensor
 from zbv_solver.plans.channels import Channel, Transfer
 from zbv_worker.errors import ModelError
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send
-from zbv_worker.transport.endpoints import Inbox, Outbox, decode_header, encode_header
-from zbv_worker.values.packing import Crossing
+from zbv_worker.transport.crossings import Crossings
+from zbv_worker.transport.endpoints import Inbox, Outbox
+from zbv_worker.transport.headers import HEADER, decode_header, encode_header
 from zbv_worker.values.structure import Structure, TensorSpec, tensors_of
 
 
@@ -51,8 +52,15 @@ def channel(*transfers: str) -> Channel:
     return Channel(0, 1, tuple(map(Transfer.parse, transfers)))
 
 
-def crossing(*shape: int) -> Crossing:
-    return Crossing(Structure.of_tensor(TensorSpec(shape, torch.float32)))
+MICROBATCHES = 10
+
+
+def crossings(**known: tuple[int, ...]) -> Crossings:
+    """Of equal microbatches; ``b4=(5,)`` if what crosses boundary 4 is known."""
+    made = Crossings(MICROBATCHES)
+    for boundary, shape in known.items():
+        made.add(int(boundary[1:]), 0, Structure.of_tensor(TensorSpec(shape, torch.float32)))
+    return made
 
 
 def take(inbox: Inbox, text: str) -> Tensor:
@@ -62,7 +70,7 @@ def take(inbox: Inbox, text: str) -> Tensor:
 
 
 def send_all(wire: Wire, carried: Channel, shapes: dict[int, tuple[int, ...]]) -> dict[Transfer, Tensor]:
-    outbox = Outbox(wire, carried)
+    outbox = Outbox(wire, carried, crossings())
     sent = {}
     for transfer in carried.transfers:
         sent[transfer] = torch.randn(shapes[transfer.boundary])
@@ -75,16 +83,13 @@ def test_tensors_are_taken_in_any_order_with_boundaries_of_different_shapes(look
     carried = channel("A0:1", "A0:0", "A2:1", "G4:1", "A0:2", "A2:0", "A2:2", "G4:0")
     wire = Wire()
     sent = send_all(wire, carried, {0: (2, 3), 2: (4,), 4: (5,)})
-    crossings = {4: crossing(5)}
-    inbox = Inbox(wire, carried, crossings, look_ahead)
+    known = crossings(b4=(5,))
+    inbox = Inbox(wire, carried, known, look_ahead)
     inbox.begin()
     for text in ("A0:0", "A0:1", "A2:0", "G4:1", "A2:1", "A2:2", "G4:0", "A0:2"):
         assert take(inbox, text) is sent[Transfer.parse(text)]
-    assert {s: each.spec("activation").shape for s, each in crossings.items()} == {
-        0: (2, 3),
-        2: (4,),
-        4: (5,),
-    }
+    shapes = {boundary: each.specs[0].shape for boundary, each in known.largest().items()}
+    assert shapes == {0: (2, 3), 2: (4,), 4: (5,)}
     # One header per boundary of activations, once; none for gradients.
     assert len(wire.sent) == len(wire.posted_specs) == 8 + 2
 
@@ -93,7 +98,7 @@ def test_receives_are_posted_ahead_of_the_furthest_needed_tensor() -> None:
     carried = channel(*(f"A0:{j}" for j in range(10)))
     wire = Wire()
     send_all(wire, carried, {0: (1,)})
-    inbox = Inbox(wire, carried, {}, look_ahead=2)
+    inbox = Inbox(wire, carried, crossings(), look_ahead=2)
     inbox.begin()
     assert len(wire.posted_specs) == 0  # the shape is not known yet, and beginning a step must not wait
     take(inbox, "A0:0")
@@ -109,13 +114,13 @@ def test_receives_are_posted_ahead_of_the_furthest_needed_tensor() -> None:
 
 def test_receives_are_posted_ahead_up_to_the_first_unknown_shape() -> None:
     carried = channel("A0:0", "G2:0", "A0:1")
-    wire, crossings = Wire(), dict[int, Crossing]()
+    wire, known = Wire(), crossings()
     sent = send_all(wire, carried, {0: (1,), 2: (3,)})
-    inbox = Inbox(wire, carried, crossings, look_ahead=2)
+    inbox = Inbox(wire, carried, known, look_ahead=2)
     inbox.begin()
     take(inbox, "A0:0")
     assert len(wire.posted_specs) == 1 + 1
-    crossings[2] = crossing(3)  # as sending the activation of stage 2 does
+    known.add(2, 0, Structure.of_tensor(TensorSpec((3,), torch.float32)))  # as sending its activation does
     assert take(inbox, "A0:1") is sent[Transfer.parse("A0:1")]
     assert take(inbox, "G2:0") is sent[Transfer.parse("G2:0")]
 
@@ -124,10 +129,10 @@ def test_a_gradient_that_precedes_its_activation_is_refused() -> None:
     carried = channel("A0:0", "G2:0", "A0:1")
     wire = Wire()
     send_all(wire, carried, {0: (1,), 2: (3,)})
-    inbox = Inbox(wire, carried, {}, look_ahead=1)
+    inbox = Inbox(wire, carried, crossings(), look_ahead=1)
     inbox.begin()
     with pytest.raises(
-        ModelError, match="gradient of boundary 2 is sent before this rank made the activation"
+        ModelError, match="gradient of boundary 2 for microbatch 0 is sent before this rank made"
     ):
         take(inbox, "A0:1")
 
@@ -135,7 +140,7 @@ def test_a_gradient_that_precedes_its_activation_is_refused() -> None:
 def test_the_next_step_posts_at_once_and_sends_no_header_again() -> None:
     carried = channel("A0:0", "A0:1")
     wire = Wire()
-    inbox, outbox = Inbox(wire, carried, {}, look_ahead=2), Outbox(wire, carried)
+    inbox, outbox = Inbox(wire, carried, crossings(), look_ahead=2), Outbox(wire, carried, crossings())
     for step in range(3):
         for transfer in carried.transfers:
             outbox.sender(transfer)(torch.full((1,), float(step)), "")
@@ -146,7 +151,7 @@ def test_the_next_step_posts_at_once_and_sends_no_header_again() -> None:
 
 
 def test_a_stage_whose_output_changes_its_shape_is_refused() -> None:
-    outbox = Outbox(Wire(), channel("A0:0", "A0:1"))
+    outbox = Outbox(Wire(), channel("A0:0", "A0:1"), crossings())
     outbox.sender(Transfer.parse("A0:0"))(torch.zeros(2, 3), "0F0")
     with pytest.raises(ModelError, match=r"0F1: the output is \[2, 2\] float32, but it was \[2, 3\] float32"):
         outbox.sender(Transfer.parse("A0:1"))(torch.zeros(2, 2), "0F1")
@@ -169,8 +174,10 @@ def nested(mask: bool = True) -> dict[str, Any]:
 
 def test_nested_values_travel_as_one_tensor_with_one_header() -> None:
     carried = channel("A0:0", "A0:1", "G2:0")
-    wire, crossings = Wire(), {2: Crossing(Structure.of(nested()))}
-    outbox, inbox = Outbox(wire, carried, {2: crossings[2]}), Inbox(wire, carried, crossings, look_ahead=1)
+    wire, sending, receiving = Wire(), crossings(), crossings()
+    for known in (sending, receiving):
+        known.add(2, 0, Structure.of(nested()))
+    outbox, inbox = Outbox(wire, carried, sending), Inbox(wire, carried, receiving, look_ahead=1)
     sent = [nested(), nested()]
     gradients = torch.rand(2, 3), torch.rand(4)
     for transfer, value in zip(carried.transfers, [*sent, gradients], strict=True):
@@ -185,7 +192,7 @@ def test_nested_values_travel_as_one_tensor_with_one_header() -> None:
 
 
 def test_a_value_that_changes_its_structure_is_refused() -> None:
-    outbox = Outbox(Wire(), channel("A0:0", "A0:1"))
+    outbox = Outbox(Wire(), channel("A0:0", "A0:1"), crossings())
     outbox.sender(Transfer.parse("A0:0"))(nested(), "0F0")
     changed = {**nested(), "n": 3}
     with pytest.raises(ModelError, match=r"0F1: the output is \{h: .*, n: 3\}, but it was \{h: "):
@@ -193,7 +200,7 @@ def test_a_value_that_changes_its_structure_is_refused() -> None:
 
 
 def test_a_tensor_on_another_device_is_refused() -> None:
-    outbox = Outbox(Wire(), channel("A0:0"))
+    outbox = Outbox(Wire(), channel("A0:0"), crossings())
     with pytest.raises(ModelError, match="0F0: the output has a tensor on meta; must be on cpu"):
         outbox.sender(Transfer.parse("A0:0"))((torch.zeros(2), torch.zeros(1, device="meta")), "0F0")
 
@@ -203,7 +210,98 @@ def test_a_value_that_is_too_large_to_describe_is_refused() -> None:
         encode_header(Structure.of([torch.zeros(1)] * 30_000))
 
 
-@pytest.mark.parametrize("numbers", [[7, 1], [0, 9], [0, 2, 3, -1], [-1, 0], [-1, 1 << 30], [-2, 1]])
+@pytest.mark.parametrize("numbers", [[7, 1], [0, 31], [0, -1], [0, 1, -1], [-1, 0], [-1, 1 << 30], [-2, 1]])
 def test_an_invalid_header_is_refused(numbers: list[int]) -> None:
     with pytest.raises(ModelError, match="header of an activation is invalid"):
-        decode_header(torch.tensor([*numbers, *[0] * (10 - len(numbers))]))
+        decode_header(torch.tensor([*numbers, *[0] * (HEADER.shape[0] - len(numbers))]))
+
+
+def pair(wire: Wire, carried: Channel, **options: Any) -> tuple[Outbox, Inbox, tuple[Crossings, Crossings]]:
+    """Both ends of a channel, as on two ranks."""
+    both = Crossings(MICROBATCHES, **options), Crossings(MICROBATCHES, **options)
+    return Outbox(wire, carried, both[0]), Inbox(wire, carried, both[1], look_ahead=2), both
+
+
+def pass_all(outbox: Outbox, inbox: Inbox, carried: Channel, values: list[Any]) -> list[Any]:
+    """What arrives in one step."""
+    for transfer, value in zip(carried.transfers, values, strict=True):
+        outbox.sender(transfer)(value, str(transfer))
+    inbox.begin()
+    return [inbox.take(at, 1.0) for at in range(len(values))]
+
+
+SIZES = (3, 5, 3, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "headers"),
+    [((7, 8, 7, 8, 9), [3, 0, 0]), ((1, 2, 3, 4, 5), [5, 0, 0]), (None, [5, 5, 5])],
+    ids=["by shapes", "all different", "unknown"],
+)
+def test_an_activation_of_unknown_shape_has_a_header(
+    shapes: tuple[int, ...] | None, headers: list[int]
+) -> None:
+    carried = channel(*(f"A0:{j}" for j in range(5)))
+    wire = Wire()
+    outbox, inbox, both = pair(wire, carried)
+    for expected in headers:
+        before = len(wire.sent)
+        for crossings in both:
+            crossings.expect(shapes)
+            crossings.begin()
+        values = [torch.rand(size) for size in SIZES]
+        assert all(map(torch.equal, pass_all(outbox, inbox, carried, values), values))
+        assert len(wire.sent) - before == expected + len(values)
+
+
+def test_shapes_that_the_model_states_need_no_header() -> None:
+    stated = [Structure.of_tensor(TensorSpec((size,), torch.float32)) for size in SIZES]
+    carried = channel("A0:4", "A0:1", "G2:3", "A0:0")
+    wire = Wire()
+    outbox, inbox, both = pair(wire, carried, stated=stated)
+    values = [torch.rand(SIZES[transfer.microbatch]) for transfer in carried.transfers]
+    assert all(map(torch.equal, pass_all(outbox, inbox, carried, values), values))
+    assert len(wire.sent) == 4
+    assert both[0].largest([0, 2]) == {0: stated[1], 2: stated[1]}
+    with pytest.raises(ModelError, match=r"0F4: the output is \[2\] float32, but shape_of returns \[1\]"):
+        outbox.sender(carried.transfers[0])(torch.rand(2), "0F4")
+
+
+def test_an_output_that_does_not_follow_from_the_shapes_of_the_data_is_refused() -> None:
+    outbox, _, (crossings, _) = pair(Wire(), channel("A0:0", "A0:1"))
+    crossings.expect((5, 5))
+    outbox.sender(Transfer.parse("A0:0"))(torch.zeros(2), "0F0")
+    with pytest.raises(ModelError, match="must depend only on the shapes of the data"):
+        outbox.sender(Transfer.parse("A0:1"))(torch.zeros(3), "0F1")
+
+
+def test_structure_and_dtypes_of_nested_values_are_sent_once() -> None:
+    """Later headers have only the shapes, unless something else differs."""
+
+    def value(size: int, constant: object = None) -> tuple[Any, ...]:
+        return torch.rand(size, 2, requires_grad=True), torch.arange(size), constant
+
+    values = [value(4), value(2), value(5), value(5, constant=3)]
+    carried = channel(*(f"A0:{j}" for j in range(len(values))))
+    wire = Wire()
+    outbox, inbox, both = pair(wire, carried)
+    for crossings in both:
+        crossings.expect(None)
+    for found, sent in zip(pass_all(outbox, inbox, carried, values), values, strict=True):
+        assert Structure.of(found) == Structure.of(sent)
+        assert all(map(torch.equal, tensors_of(found), tensors_of(sent)))
+    assert len(wire.sent) == len(values) + 2 + 1 + 1 + 2
+
+
+def test_shapes_of_long_ago_are_forgotten_at_both_ends() -> None:
+    carried = channel("A0:0")
+    wire = Wire()
+    outbox, inbox, both = pair(wire, carried)
+    for step in range(3000):
+        for crossings in both:
+            crossings.expect((step,))
+        (found,) = pass_all(outbox, inbox, carried, [torch.rand(step % 7)])
+        assert len(found) == step % 7
+        wire.sent.clear()
+        wire.posted_specs.clear()
+    assert len(both[0]._known) < 2000

@@ -8,7 +8,7 @@ next step (:mod:`zbv_worker.execution.timeline`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,9 +45,9 @@ from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.model.protocol import Evaluated
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
+from zbv_worker.transport.crossings import Crossings
 from zbv_worker.transport.endpoints import Inbox, Outbox
-from zbv_worker.values.packing import Crossing
-from zbv_worker.values.structure import bytes_of
+from zbv_worker.values.structure import Structure, bytes_of
 
 DEFAULT_LOOK_AHEAD = 3
 
@@ -80,6 +80,9 @@ class ExecutorOptions:
     keywords
         Those that layers of the whole model take, for checks of microbatches
         (:func:`zbv_worker.execution.agreement.agree_on_keywords`); None if unknown.
+    stated
+        The structures of what crosses boundaries in a step, by microbatch, if the model states them; else
+        empty.
     """
 
     look_ahead: int = DEFAULT_LOOK_AHEAD
@@ -92,6 +95,7 @@ class ExecutorOptions:
     last_step: int | None = None
     parts: int = 1
     keywords: Keywords | None = None
+    stated: Sequence[Structure] = ()
 
 
 class Executor:
@@ -147,15 +151,15 @@ class Executor:
         self._queued = (
             None if limit is None else Queued(limit, self._check_queued, self._timeline.clock, self._progress)
         )
-        self._crossings = dict[int, Crossing]()
+        self._crossings = Crossings(plan.microbatches, options.stated)
         known = options.keywords
         if known is None and set(stages) == set(range(plan.placement.n_stages)):
             known = keywords_of(stages.values())
 
-        def inboxes(channels: Iterable[Channel], crossings: dict[int, Crossing]) -> dict[ChannelKey, Inbox]:
+        def inboxes(channels: Iterable[Channel], crossings: Crossings) -> dict[ChannelKey, Inbox]:
             return {key_of(c): Inbox(transport, c, crossings, options.look_ahead) for c in channels}
 
-        def outboxes(crossings: dict[int, Crossing]) -> dict[ChannelKey, Outbox]:
+        def outboxes(crossings: Crossings) -> dict[ChannelKey, Outbox]:
             outgoing = [channel for channel in plan.channels if channel.sender == plan.rank]
             return {key_of(c): Outbox(transport, c, crossings, device) for c in outgoing}
 
@@ -171,15 +175,16 @@ class Executor:
             keywords=known,
         )
         self._program = self._binding.of_step(program)
-        # With separate headers, because nothing requires a gradient in an evaluation.
-        self._evaluated = dict[int, Crossing]()
+        # Separately, because an evaluation may have other data, and nothing requires a gradient.
+        self._evaluated = Crossings(plan.microbatches)
         self._evaluation = replace(
             self._binding,
             inboxes=inboxes(map(activations, incoming), self._evaluated),
             outboxes=outboxes(self._evaluated),
         )
-        self._remembered = dict[tuple[bool, int], dict[int, Crossing]]()
-        self._shapes = {False: 0, True: 0}
+        if plan.features:
+            self.expect(None)
+            self.expect(None, evaluation=True)
         self._forwards = forwards(program)
         self._data = FetchAhead(
             batches.microbatch,
@@ -191,27 +196,24 @@ class Executor:
         )
 
     @property
-    def crossings(self) -> Mapping[int, Crossing]:
-        """What crosses the boundaries between this rank and others, by boundary, as far as it is known."""
-        return self._crossings
+    def boundaries(self) -> dict[int, Structure]:
+        """What crosses the boundaries to other ranks, as far as it is known; the largest, if it varies."""
+        carried = {transfer.boundary for channel in self.plan.channels for transfer in channel.transfers}
+        return self._crossings.largest(sorted(carried))
 
-    def expect(self, shapes: int, *, evaluation: bool = False) -> None:
-        """Call before a step or evaluation if its data may have other shapes. All ranks must do so.
+    def expect(self, shapes: Sequence[int] | None, *, evaluation: bool = False) -> None:
+        """Call before a step or evaluation if its data may have other shapes, alike on all ranks.
 
-        Otherwise the shapes of what crosses boundaries must not change.
+        Otherwise all microbatches must be equal if the plan has no features, and every activation has a
+        header if it has.
 
         Parameters
         ----------
         shapes
-            A number that stands for the shapes of the data; initially 0.
+            By microbatch, numbers that stand for the shapes of its data; None if they are not known on all
+            ranks.
         """
-        before = self._shapes[evaluation]
-        if shapes != before:
-            current = self._evaluated if evaluation else self._crossings
-            self._remembered[evaluation, before] = current.copy()
-            self._shapes[evaluation] = shapes
-            current.clear()
-            current.update(self._remembered.get((evaluation, shapes), {}))
+        (self._evaluated if evaluation else self._crossings).expect(shapes)
 
     @property
     def is_late(self) -> bool:
@@ -243,6 +245,7 @@ class Executor:
             before.end()
         fetch = self._data.begin(number)
         state = WalkState(step, lambda _, index: fetch(number, index), self._patience)
+        self._crossings.begin()
         for inbox in self._binding.inboxes.values():
             inbox.begin()
         launched = self._walk(self._program, state)
@@ -289,6 +292,7 @@ class Executor:
         with ExitStack() as stack:
             for index, stage in self._stages.items():
                 stack.enter_context(evaluation_of(index, stage).evaluating())
+            self._evaluated.begin()
             for inbox in self._evaluation.inboxes.values():
                 inbox.begin()
             return self._walk(program, state).result().losses

@@ -15,7 +15,7 @@ from zbv_solver.verify.verifier import verify_orders
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.planned_cut import PlannedCut
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import RankPlan, by_microbatch
 from zbv_worker.execution.whole_plan import WholePlan, asking_service, naming_plan_file, require_rank
 
 
@@ -81,4 +81,5 @@ def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankP
         channels=answer.channels,
         cut=PlannedCut.parse(answer.partition, answer.recompute),
         measured=answer.measured,
+        features=by_microbatch(answer.features),
     )

@@ -6,7 +6,7 @@ A rank plan comes from the service, which sends each rank its own list and chann
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
@@ -34,6 +34,8 @@ class RankPlan:
     measured
         The program whose costs the plan was made with (:class:`zbv_worker.stage.program.Program`), as names
         and values; empty if the plan does not say.
+    features
+        The numbers that describe each microbatch, by name; empty if all are equal.
     """
 
     plan_id: str
@@ -44,6 +46,7 @@ class RankPlan:
     channels: tuple[Channel, ...]
     cut: PlannedCut = field(default_factory=PlannedCut)
     measured: Mapping[str, str] = field(default_factory=dict)
+    features: tuple[Mapping[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         self.cut.require_stages(self.placement.n_stages)
@@ -61,12 +64,18 @@ class RankPlan:
             channels=channels_of(rank, channels(problem, orders)),
             cut=PlannedCut.of(problem),
             measured=dict(problem.measured),
+            features=by_microbatch({each.name: each.value for each in problem.features}),
         )
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages that this rank hosts, in model order."""
         return self.placement.stages_of[self.rank]
+
+
+def by_microbatch(features: Mapping[str, Sequence[float]]) -> tuple[Mapping[str, float], ...]:
+    """The features of every microbatch, from the values of every feature; empty without features."""
+    return tuple(dict(zip(features, values, strict=True)) for values in zip(*features.values(), strict=True))
 
 
 @dataclass(frozen=True)

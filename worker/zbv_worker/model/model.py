@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,9 @@ class Model:
         default.
     schedule
         Takes the optimizer and returns its learning-rate schedule; none by default.
+    shape_of
+        Takes the plan's features of a microbatch, and returns what every stage passes to the next
+        (:class:`~zbv_worker.model.protocol.Shaped`). The method of ``layers`` by default, if it has one.
 
     Raises
     ------
@@ -65,6 +68,7 @@ class Model:
     loss: Callable[[Any, Any], Any]
     loss_sum: Callable[[Any, Any], tuple[Tensor, Any]]
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+    shape_of: Callable[[Mapping[str, float]], Any]
     evaluation_microbatch: Data
 
     def __init__(
@@ -78,18 +82,22 @@ class Model:
         evaluation_data: Data | Sized | None = None,
         optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer] = adamw,
         schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+        shape_of: Callable[[Mapping[str, float]], Any] | None = None,
     ):
         self._layers: Layered = as_layered(layers)
         self._set_loss(loss, loss_sum)
         self._microbatch = _microbatches("data", data, samples, torch.initial_seed())
         self._optimizer = optimizer
-        # Without these attributes, the model does not satisfy the protocols Evaluated and Scheduled, and
-        # without loss_sum not Weighted.
+        # Without these attributes, the model does not satisfy the protocols Evaluated, Scheduled and Shaped,
+        # and without loss_sum not Weighted.
         if evaluation_data is not None:
             seed = mixed(torch.initial_seed(), _EVALUATION)
             self.evaluation_microbatch = _microbatches("evaluation_data", evaluation_data, samples, seed)
         if schedule is not None:
             self.schedule = schedule
+        given = shape_of if shape_of is not None else getattr(layers, "shape_of", None)
+        if given is not None:
+            self.shape_of = given
 
     def _set_loss(
         self,

@@ -41,11 +41,12 @@ class PipelineModel(Protocol):
     - A parameter has the same name in every partition (name modules after their layer, not their position).
     - A stage maps one value to one: a tensor, or tensors and constants (None, bool, int, float, str) in
       dicts, lists, tuples and named tuples. A plain tuple is passed as positional arguments. The first stage
-      takes the microbatch's input. Shapes and constants are the same for all microbatches. A stage's output
-      may be a view of its input, but a stage must not write to its input.
+      takes the microbatch's input. Constants are the same for all microbatches, and so are shapes if the plan
+      has no features. A stage's output may be a view of its input, but a stage must not write to its input.
 
-    Optional additions: :class:`Layered`, :class:`Tied`, :class:`Weighted`, :class:`Evaluated`,
-    :class:`NamedOptimizer`, :class:`Scheduled`, :class:`StatefulData`, :class:`FetchedAhead`.
+    Optional additions: :class:`Layered`, :class:`Tied`, :class:`Weighted`, :class:`Shaped`,
+    :class:`Evaluated`, :class:`NamedOptimizer`, :class:`Scheduled`, :class:`StatefulData`,
+    :class:`FetchedAhead`.
     """
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
@@ -119,6 +120,22 @@ class Weighted(Protocol):
 
         Both are scalars; the weight has no gradient and may be 0 if the loss is. Training and evaluation call
         this instead of :meth:`PipelineModel.loss`.
+        """
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    """A model that knows what its stages pass on, so that no rank waits for another one to tell.
+
+    It is used with plans that have features: the shapes of microbatches then differ.
+    """
+
+    def shape_of(self, features: Mapping[str, float]) -> Any:
+        """What passes from every stage to the next for a microbatch with some features of the plan.
+
+        A value as stages pass them on, whose tensors are on the meta device: ``torch.empty(1,
+        int(features["tokens"]), 512, device="meta")``. In a value of several tensors, those that need a
+        gradient require it. Evaluations, whose data may differ, do not use it.
         """
 
 

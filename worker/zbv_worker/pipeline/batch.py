@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import Microbatch
+from zbv_worker.pipeline.leaves import name_of, require_no_container
+from zbv_worker.pipeline.packed import split_packed
+from zbv_worker.stage.layers import Keywords
+
+_ANY = Keywords(takes_any=True)
 
 
 class StepData:
@@ -24,26 +29,76 @@ class StepData:
         return self.microbatches[index]
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What a call of ``step`` or ``evaluate`` was given; see :meth:`zbv_worker.Pipeline.step`."""
+
+    inputs: Any
+    targets: Any
+    keywords: Mapping[str, Any]
+    microbatches: Sequence[Any] | None
+    cu_seqlens: Tensor | Sequence[int] | None = None
+    sequences: Sequence[Sequence[int]] | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is anything."""
+        given = (self.inputs, self.targets, self.microbatches, self.cu_seqlens)
+        return any(each is not None for each in given) or bool(self.keywords)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it is split into microbatches of equal shapes."""
+        return self.microbatches is None and self.cu_seqlens is None
+
+
 def microbatches_of(
-    inputs: Any, targets: Any, keywords: Mapping[str, Any], given: Sequence[Any] | None, count: int
+    batch: Batch, count: int, tokens: Sequence[int] | None = None, taken: Keywords = _ANY
 ) -> list[Microbatch]:
-    """The microbatches of a call of ``step`` or ``evaluate``.
+    """The microbatches of a batch.
 
     Parameters
     ----------
-    given
-        Microbatches that the user has split; None to split the batch.
     count
         The plan's number of microbatches.
+    tokens
+        Their numbers of tokens, as the plan states them; None if it does not.
+    taken
+        The keywords that layers take.
 
     Raises
     ------
     InvalidRun
-        If there are both, or the batch cannot be split.
+        If the batch cannot be split, is given twice, or has a keyword that no layer takes.
     """
+    found = _cut(batch, count, tokens, taken)
+    wrong = sorted({name for each in found for name in taken.untaken(each.keywords)})
+    if wrong:
+        raise InvalidRun(
+            f"found the keyword {wrong[0]!r}, which no layer takes. Name it in the forward of a layer, or "
+            f"leave it out."
+        )
+    return found
+
+
+def _cut(batch: Batch, count: int, tokens: Sequence[int] | None, taken: Keywords) -> list[Microbatch]:
+    if batch.sequences is not None and batch.cu_seqlens is None:
+        raise InvalidRun("found sequences= without cu_seqlens=, the offsets of the sequences. Pass both.")
+    given = batch.microbatches
+    if given is None and batch.cu_seqlens is None:
+        return split_batch(batch.inputs, batch.targets, batch.keywords, count)
     if given is None:
-        return split_batch(inputs, targets, keywords, count)
-    if inputs is not None or targets is not None or keywords:
+        return split_packed(
+            batch.inputs,
+            batch.targets,
+            batch.keywords,
+            batch.cu_seqlens,
+            batch.sequences,
+            tokens=tokens,
+            count=count,
+            taken=taken,
+        )
+    if replace(batch, microbatches=None).is_given:
         raise InvalidRun(
             "found a batch and microbatches=; pass one of them. Every microbatch has its own input, target "
             "and keywords."
@@ -70,8 +125,8 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
     """
     leaves, structure = tree_flatten_with_path((inputs, targets, dict(keywords)))
     for path, leaf in leaves:
-        _require_no_container(leaf, path)
-    _check_rows({_name(path): leaf.shape[0] for path, leaf in leaves if _is_split(leaf)}, count)
+        require_no_container(leaf, path)
+    _check_rows({name_of(path): leaf.shape[0] for path, leaf in leaves if _is_split(leaf)}, count)
     parts = [leaf.split(leaf.shape[0] // count) if _is_split(leaf) else (leaf,) * count for _, leaf in leaves]
     return [Microbatch(*tree_unflatten([part[at] for part in parts], structure)) for at in range(count)]
 
@@ -96,31 +151,8 @@ def _check_rows(rows: Mapping[str, int], count: int) -> None:
         )
 
 
-def _require_no_container(leaf: object, path: tuple[Any, ...]) -> None:
-    """Refuse what seems to have rows and would be passed whole to every microbatch."""
-    remedy = None
-    if isinstance(leaf, Mapping):
-        remedy = "Pass dict(…) of it"
-    elif is_dataclass(leaf) and not isinstance(leaf, type):
-        remedy = "Pass its fields in a dict"
-    elif type(leaf).__module__ == "numpy" and bool(getattr(leaf, "shape", None)):
-        remedy = "Pass torch.from_numpy(…) of it"
-    if remedy is not None:
-        raise InvalidRun(
-            f"{_name(path)}: found a {type(leaf).__name__}; a batch is split where it has tensors in lists, "
-            f"tuples and dicts. {remedy}, or split the batch yourself: "
-            f"step(microbatches=[Microbatch(input, target, keywords), …])."
-        )
-
-
 def _is_split(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    """A tensor's place in the call, for errors."""
-    head, *rest = path
-    return ("inputs", "targets", "keywords")[head.idx] + keystr(tuple(rest))
 
 
 def _as_microbatch(given: Any, at: int) -> Microbatch:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.execution.stated_shapes import ShapeOf
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.stage.precision import Precision
 from zbv_worker.stage.program import Program
@@ -35,6 +36,7 @@ class PipelineOptions:
     startup_timeout: float
     service: str | None
     data_rank: int | None = None
+    shape_of: ShapeOf | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in ("float32", "bfloat16"):

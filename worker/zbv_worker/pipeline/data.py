@@ -20,7 +20,7 @@ from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.connecting import PipelineOptions
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.preparing import Prepared
-from zbv_worker.pipeline.shapes import Given
+from zbv_worker.pipeline.shapes import Given, Shapes
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.control import ConnectedTransport
 from zbv_worker.transport.messages import MAX_BYTES
@@ -90,14 +90,16 @@ class SharedData:
             for at, rank in enumerate(ranks)
             if rank != self._source
         }
-        self.shapes = 0
+        self.shapes: Shapes = (0,) * prepared.plan.microbatches
         self._failures = failures
         self._timeout, self._patience = options.timeout, options.patience
         self._sent = dict[int, Structure]()
         self._received: Structure | None = None
         self._pending: list[Callable[[float], None]] = []
 
-    def exchange(self, has_data: bool, split: Callable[[], list[Microbatch]]) -> list[Microbatch]:
+    def exchange(
+        self, has_data: bool, split: Callable[[], list[Microbatch]], *, equal: bool
+    ) -> list[Microbatch]:
         """This rank's microbatches of the next step or evaluation. Collective over the pipeline.
 
         Parameters
@@ -106,6 +108,8 @@ class SharedData:
             Whether the caller gave this rank a batch.
         split
             Returns the microbatches of that batch.
+        equal
+            Whether these have equal shapes for certain.
 
         Raises
         ------
@@ -115,7 +119,7 @@ class SharedData:
         ChannelTimeout, PeerLost
             If a rank does not take part.
         """
-        found = self._give(has_data, split) if self._rank == self._source else self._take(has_data)
+        found = self._give(has_data, split, equal) if self._rank == self._source else self._take(has_data)
         self._patience = self._timeout
         return found
 
@@ -130,7 +134,7 @@ class SharedData:
         with suppress(TimeoutError, ConnectionError):
             self.finish(timeout)
 
-    def _give(self, has_data: bool, split: Callable[[], list[Microbatch]]) -> list[Microbatch]:
+    def _give(self, has_data: bool, split: Callable[[], list[Microbatch]], equal: bool) -> list[Microbatch]:
         try:
             if not has_data:
                 raise InvalidRun(
@@ -138,7 +142,7 @@ class SharedData:
                     f"step and evaluate."
                 )
             microbatches = split()
-            self.shapes = Given.of(tuple(microbatches[:1]), ()).shapes
+            self.shapes = Given.of(microbatches, (), equal=equal).shapes
             parts = {rank: _part(microbatches, needs) for rank, needs in self._needs.items()}
         except WorkerError as error:
             with self._failures.watched("passing on that there is no batch"):
@@ -168,7 +172,7 @@ class SharedData:
             self._start(_bytes(own.contiguous()), rank)
 
     def _announce(self, length: int, rank: int) -> None:
-        self._start(torch.tensor([length, self.shapes], device=_CPU), rank)
+        self._start(torch.tensor([length, *self.shapes], device=_CPU), rank)
 
     def _start(self, tensor: Tensor, rank: int) -> None:
         self._pending.append(self._control.start_send(tensor, rank))
@@ -181,9 +185,10 @@ class SharedData:
                     f"other ranks must call step and evaluate without data. Omit the batch, or omit "
                     f"data_rank= to let every rank load its own."
                 )
-            announced = torch.empty(2, dtype=torch.int64, device=_CPU)
+            announced = torch.empty(1 + len(self.shapes), dtype=torch.int64, device=_CPU)
             self._control.receive(announced, self._source, self._patience)
-            length, self.shapes = announced.tolist()
+            length, *shapes = announced.tolist()
+            self.shapes = tuple(shapes)
             if length < 0:
                 refusal = self._receive(-length).numpy().tobytes().decode()
             else:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.execution.stated_shapes import ShapeOf
 from zbv_worker.execution.step import Launched
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
-from zbv_worker.pipeline.batch import microbatches_of
+from zbv_worker.pipeline.batch import Batch, microbatches_of
 from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, training_state
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
@@ -26,7 +27,7 @@ from zbv_worker.pipeline.leaving import give_up, leave
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
-from zbv_worker.pipeline.shapes import Given
+from zbv_worker.pipeline.shapes import Given, Shapes
 from zbv_worker.pipeline.state import gather_state, load_state, named_parameters, state_of
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
@@ -101,6 +102,11 @@ class Pipeline:
         them. Batches then consist of tensors and constants in dicts, lists and tuples. In a mesh, each
         pipeline has a data rank at this position: those of different replicas pass different batches. By
         default every rank passes what its own layers need.
+    shape_of
+        For plans with features: takes the features of a microbatch, a mapping of names to numbers, and
+        returns what every stage passes to the next, with tensors on the meta device
+        (:class:`zbv_worker.model.protocol.Shaped`). By default the method of ``layers``, if that object has
+        one. Without it, the ranks tell each other the shapes.
     service
         The URL of the service that has the plan. For ``plan=None``, of the service that plans if the planner
         is not installed here.
@@ -135,6 +141,7 @@ class Pipeline:
         startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
         service: str | None = None,
         data_rank: int | None = None,
+        shape_of: ShapeOf | None = None,
     ):
         options = PipelineOptions(
             plan=plan,
@@ -148,6 +155,7 @@ class Pipeline:
             startup_timeout=startup_timeout,
             service=service,
             data_rank=data_rank,
+            shape_of=shape_of,
         )
         self._timeout = timeout
         self._transport, place = connected_world(options, mesh)
@@ -177,6 +185,8 @@ class Pipeline:
         targets: Any = None,
         *,
         microbatches: Sequence[Microbatch | tuple[Any, ...]] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        sequences: Sequence[Sequence[int]] | None = None,
         outputs: bool = False,
         **keywords: Any,
     ) -> Any:
@@ -191,10 +201,18 @@ class Pipeline:
             A batch; every tensor in them is split along its first dimension into the plan's microbatches.
             Ranks without the first layer do not use the inputs, and ranks without the last layer do not use
             the targets. With ``data_rank``, only that rank passes a batch. The shapes may change from one
-            call to the next, if all ranks or only the data rank are given the whole batch. All microbatches
-            of a call have the same shapes.
+            call to the next, if all ranks or only the data rank are given the whole batch.
         microbatches
-            The microbatches themselves, in place of a batch.
+            The microbatches themselves, in place of a batch. They may have different shapes, if all ranks or
+            only the data rank are given the whole batch, or if the plan has features.
+        cu_seqlens
+            The offsets of a packed batch's sequences, as for FlashAttention: from 0 to the number of tokens.
+            Tensors of the batch then have one row per token, or are (1, tokens, …). Layers that name them get
+            ``cu_seqlens``, ``max_seqlen`` and ``position_ids`` of their microbatch.
+        sequences
+            For every microbatch, the indices of its sequences in the packed batch. By default they follow one
+            another in the order of the microbatches, with as many tokens as the plan's feature ``tokens``
+            states.
         outputs
             Whether to return the last layer's outputs too.
         keywords
@@ -221,7 +239,8 @@ class Pipeline:
                 "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a gradient. "
                 "Call step outside of it, or call evaluate."
             )
-        found, given = self._microbatches(inputs, targets, keywords, microbatches)
+        batch = Batch(inputs, targets, keywords, microbatches, cu_seqlens, sequences)
+        found, given = self._microbatches(batch)
         with self._failures.watched(f"step {own.steps}"):
             own.take("step", found, given)
             own.loss.record(outputs)
@@ -236,6 +255,8 @@ class Pipeline:
         targets: Any = None,
         *,
         microbatches: Sequence[Microbatch | tuple[Any, ...]] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        sequences: Sequence[Sequence[int]] | None = None,
         outputs: bool = False,
         **keywords: Any,
     ) -> Any:
@@ -244,7 +265,8 @@ class Pipeline:
         Parameters, results and errors are those of :meth:`step`. Without a loss, the loss is None.
         """
         own = self._own
-        found, given = self._microbatches(inputs, targets, keywords, microbatches)
+        batch = Batch(inputs, targets, keywords, microbatches, cu_seqlens, sequences)
+        found, given = self._microbatches(batch)
         with self._failures.watched("evaluating"):
             own.take("evaluate", found, given)
             own.loss.record(outputs)
@@ -255,9 +277,9 @@ class Pipeline:
     def boundaries(self) -> dict[int, Structure]:
         """What crosses the boundaries between stages of this rank and others, known after the first step.
 
-        Boundary k is between the stages k and k + 1.
+        Boundary k is between the stages k and k + 1. If microbatches differ, the largest is returned.
         """
-        return {boundary: found.structure for boundary, found in sorted(self._own.crossings.items())}
+        return self._own.boundaries
 
     @property
     def auxiliary_loss(self) -> Tensor | None:
@@ -384,35 +406,12 @@ class Pipeline:
         else:
             self._failures.end(error)
 
-    def _microbatches(
-        self,
-        inputs: Any,
-        targets: Any,
-        keywords: Mapping[str, Any],
-        given: Sequence[Microbatch | tuple[Any, ...]] | None,
-    ) -> tuple[list[Microbatch], Given | int]:
+    def _microbatches(self, batch: Batch) -> tuple[list[Microbatch], Given | Shapes]:
         """This rank's microbatches of a call, and what it was given, or with a data rank the shapes."""
-        split = partial(self._split, inputs, targets, keywords, given)
+        own = self._own
+        split = partial(microbatches_of, batch, own.microbatches, own.tokens, self._keywords)
         if self._shared is None:
             found = split()
-            first = found[0]  # the others have the same shapes, or cannot cross boundaries
-            return found, Given.of(tuple(first), first.keywords)
-        has_data = any(each is not None for each in (inputs, targets, given)) or bool(keywords)
-        return self._shared.exchange(has_data, split), self._shared.shapes
-
-    def _split(
-        self,
-        inputs: Any,
-        targets: Any,
-        keywords: Mapping[str, Any],
-        given: Sequence[Microbatch | tuple[Any, ...]] | None,
-    ) -> list[Microbatch]:
-        """The microbatches of a batch."""
-        found = microbatches_of(inputs, targets, keywords, given, self._own.microbatches)
-        wrong = sorted({name for each in found for name in self._keywords.untaken(each.keywords)})
-        if wrong:
-            raise InvalidRun(
-                f"found the keyword {wrong[0]!r}, which no layer takes. Name it in the forward of a layer, "
-                f"or leave it out."
-            )
-        return found
+            names = {name for each in found for name in each.keywords}
+            return found, Given.of(found, names, equal=batch.is_even)
+        return self._shared.exchange(batch.is_given, split, equal=batch.is_even), self._shared.shapes

@@ -18,6 +18,7 @@ from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stated_shapes import digest_of, stated_structures
 from zbv_worker.model.checks import layer_names
 from zbv_worker.model.layer_list import Layers, as_layered
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied
@@ -27,6 +28,7 @@ from zbv_worker.pipeline.recorded_loss import RecordedLoss
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import Transport
+from zbv_worker.values.structure import Structure
 
 _REMEDY = "Plan for these layers, or give the layers the plan's names: {'name': layer, …}"
 
@@ -41,6 +43,8 @@ class Prepared:
         The keyword arguments that the layers of each rank take.
     ties
         Pairs of names of parameters that are one parameter.
+    stated
+        The structures of what crosses boundaries, by microbatch, if the layers state them; else empty.
     """
 
     plan: RankPlan
@@ -48,6 +52,7 @@ class Prepared:
     loss: RecordedLoss
     keywords_by_rank: Sequence[Keywords] = ()
     ties: Sequence[tuple[str, str]] = ()
+    stated: Sequence[Structure] = ()
 
     @property
     def keywords(self) -> Keywords:
@@ -105,7 +110,7 @@ def prepare(
         plan = cut_evenly(_own_part(given, options, transport), names)
         require_layers(layered, plan.cut, _REMEDY)
         prepared = _build(options, plan, layered, loss, transport.layout.replicas, place.device)
-    open_channels(options, plan, transport, place, prepared.ties)
+    open_channels(options, plan, transport, place, prepared.ties, prepared.stated)
     with naming_errors(transport.rank, "exchanging keywords"):
         own = keywords_of(prepared.stages.values())
         return replace(prepared, keywords_by_rank=keywords_by_rank(transport, own, options.patience))
@@ -175,7 +180,14 @@ def _build(
     recorded = RecordedLoss(given, is_recomputed=plan.cut.recomputes(last))
     model = cast("PipelineModel", LayersWithLoss(layers, recorded))
     stages = build_stages(model, plan, device, replicas=replicas, program=options.program)
-    return Prepared(plan, stages, recorded, ties=LayersWithLoss(layers, recorded).tied_parameters())
+    shape_of = options.shape_of or getattr(layers, "shape_of", None)
+    return Prepared(
+        plan,
+        stages,
+        recorded,
+        ties=LayersWithLoss(layers, recorded).tied_parameters(),
+        stated=stated_structures(shape_of, plan.features),
+    )
 
 
 def open_channels(
@@ -184,8 +196,9 @@ def open_channels(
     transport: Transport,
     place: RankDevice,
     ties: Sequence[tuple[str, str]] = (),
+    stated: Sequence[Structure] = (),
 ) -> None:
-    """Check that all ranks have the same plan and equally shared parameters, and open the channels."""
+    """Check that all ranks have the same plan, shapes and shared parameters, and open the channels."""
     layers = json.dumps([plan.cut.partition, [*map(list, ties)]])
     statement = Statement(
         plan_id=plan.plan_id,
@@ -201,6 +214,7 @@ def open_channels(
             ("precision", options.precision),
             ("compiling", str(options.is_compiled)),
             ("data rank", str(options.data_rank)),
+            ("shape_of", digest_of(stated)),
         ),
     )
     keys = agree(transport, statement, options.patience)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.preparing import Prepared
-from zbv_worker.pipeline.shapes import AgreedShapes, Call, Given
+from zbv_worker.pipeline.shapes import AgreedShapes, Call, Given, Shapes
 from zbv_worker.stage.dtensors import local_of
 from zbv_worker.stage.split_backward import stop_deferring
 from zbv_worker.tracing.clocks import Alignment, find_offsets
@@ -30,7 +30,7 @@ from zbv_worker.training.gradients import Gradients, gradients_of, multiply, tra
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.control import ConnectedTransport
-from zbv_worker.values.packing import Crossing
+from zbv_worker.values.structure import Structure
 
 
 class PipelineRank:
@@ -69,7 +69,13 @@ class PipelineRank:
         self._transport = transport
         self.device = place.device
         self.data = StepData()
-        self._agreed = AgreedShapes(transport, prepared.keywords_by_rank, options.timeout, options.patience)
+        self._agreed = AgreedShapes(
+            transport,
+            prepared.keywords_by_rank,
+            options.timeout,
+            options.patience,
+            may_differ=bool(plan.features),
+        )
         self.loss = prepared.loss
         self.steps = 0
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
@@ -92,6 +98,7 @@ class PipelineRank:
                 startup_timeout=options.startup_timeout,
                 keywords=prepared.keywords,
                 progress=progress,
+                stated=prepared.stated,
             ),
         )
 
@@ -99,6 +106,13 @@ class PipelineRank:
     def microbatches(self) -> int:
         """The plan's number of microbatches."""
         return self._plan.microbatches
+
+    @property
+    def tokens(self) -> list[int] | None:
+        """The tokens of every microbatch, if the plan has a feature of that name."""
+        if not all("tokens" in features for features in self._plan.features):
+            return None
+        return [int(features["tokens"]) for features in self._plan.features] or None
 
     @property
     def _gradients(self) -> Gradients:
@@ -116,17 +130,17 @@ class PipelineRank:
         if _identities(trained) != _identities(self._trained):
             self._accumulation.replace(lambda: self._gradients_of(trained))
 
-    def take(self, call: Call, microbatches: list[Microbatch], given: Given | int) -> None:
+    def take(self, call: Call, microbatches: list[Microbatch], given: Given | Shapes) -> None:
         """Set the microbatches of the next step or evaluation. Collective if their shapes are new.
 
         Parameters
         ----------
         given
-            What this rank was given, or the number of the shapes on which the ranks agree already.
+            What this rank was given, or the shapes on which the ranks agree already.
         """
         self.data.microbatches = microbatches
         with naming_errors(self._transport.rank, "comparing the batches of all ranks"):
-            shapes = given if isinstance(given, int) else self._agreed.agree(call, given)
+            shapes = self._agreed.agree(call, given) if isinstance(given, Given) else given
         self._executor.expect(shapes, evaluation=call == "evaluate")
 
     def step(self) -> tuple[Launched, Tensor | None]:
@@ -180,9 +194,9 @@ class PipelineRank:
         return None if mean is None else mean.to(next(iter(losses)).dtype), factor
 
     @property
-    def crossings(self) -> Mapping[int, Crossing]:
+    def boundaries(self) -> dict[int, Structure]:
         """What crosses the boundaries to other ranks, as far as it is known."""
-        return self._executor.crossings
+        return self._executor.boundaries
 
     @property
     def auxiliary_loss(self) -> Tensor | None:

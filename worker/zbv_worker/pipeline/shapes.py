@@ -1,10 +1,11 @@
-"""Agreement on the shapes of batches, so that they may change from one step to the next.
+"""Agreement on the shapes of batches, which may differ between microbatches and between steps.
 
-A channel's receives are posted before their tensors are sent, so both ends must know the shapes. They are
-exchanged when a boundary is first used, and must be exchanged again when a batch has others. If every rank
-of a pipeline is given the batch, every rank sees the change; the ranks then make sure of that, once for each
-new combination of shapes. If some ranks are given nothing, shapes cannot change, except with a data rank,
-which tells the others (:mod:`zbv_worker.pipeline.data`).
+A channel's receives are posted before their tensors are sent, so both ends must know the shapes of all
+microbatches' data, or know that they do not (:mod:`zbv_worker.transport.crossings`). If every rank of a
+pipeline is given the batch, every rank sees the shapes; the ranks then make sure of that, once for each new
+combination. With a data rank, that rank tells the others (:mod:`zbv_worker.pipeline.data`). If some ranks are
+given only what their layers need, the first call decides: either all microbatches of all steps have equal
+shapes, or every activation has a header.
 
 The first call also finds ranks that lack a keyword, which their layers would silently do without.
 """
@@ -23,21 +24,52 @@ from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.control import ConnectedTransport
 
 Call = Literal["step", "evaluate"]
+Shapes = tuple[int, ...]
+"""By microbatch, numbers that stand for the shapes of its data."""
+
+_MOST_KNOWN = 4096
+"""Combinations of shapes that are remembered."""
 
 
 class Given(NamedTuple):
-    """What a rank was given in a call: the names of keywords, and a number that stands for all shapes."""
+    """What a rank was given in a call: the names of keywords, and the shapes."""
 
     keywords: list[str]
-    shapes: int
+    shapes: Shapes
 
     @classmethod
-    def of(cls, microbatch: tuple[Any, ...], keywords: Collection[str]) -> Given:
-        """Describe a microbatch: any nested containers of tensors."""
-        leaves, structure = tree_flatten(microbatch)
-        shapes = [(*x.shape, str(x.dtype)) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
-        digest = hashlib.sha256(repr((structure, shapes)).encode()).digest()
-        return cls(sorted(keywords), int.from_bytes(digest[:6]))
+    def of(cls, microbatches: Sequence[tuple[Any, ...]], keywords: Collection[str], *, equal: bool) -> Given:
+        """Describe microbatches: any nested containers of tensors.
+
+        Parameters
+        ----------
+        equal
+            Whether they are known to have equal shapes.
+        """
+        if equal:
+            return cls(sorted(keywords), (_number_of(microbatches[0]),) * len(microbatches))
+        return cls(sorted(keywords), tuple(map(_number_of, microbatches)))
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all microbatches have equal shapes."""
+        return len(set(self.shapes)) == 1
+
+    @property
+    def combination(self) -> int:
+        """A number that stands for all shapes."""
+        return self.shapes[0] if self.are_equal else _digest(self.shapes)
+
+
+def _number_of(microbatch: tuple[Any, ...]) -> int:
+    leaves, structure = tree_flatten(microbatch)
+    shapes = [(*x.shape, str(x.dtype)) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
+    return _digest((structure, shapes))
+
+
+def _digest(value: object) -> int:
+    """A number that is equal on all ranks; hash() is not."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6])
 
 
 class AgreedShapes:
@@ -49,6 +81,8 @@ class AgreedShapes:
         Those that the layers of each rank take.
     timeout, startup_timeout
         Seconds to wait for another rank, and for all of them in the first call.
+    may_differ
+        Whether the plan says that microbatches differ.
     """
 
     def __init__(
@@ -57,6 +91,8 @@ class AgreedShapes:
         keywords_by_rank: Sequence[Keywords],
         timeout: float,
         startup_timeout: float,
+        *,
+        may_differ: bool = False,
     ):
         self._transport = transport
         self._control = transport.control
@@ -64,11 +100,12 @@ class AgreedShapes:
         self._column = [layout.global_rank(at, transport.column) for at in range(layout.pp_degree)]
         self._takes = keywords_by_rank
         self._timeout, self._startup_timeout = timeout, startup_timeout
+        self._may_differ = may_differ
         self._known: dict[Call, set[int]] = {}
-        self._changing: dict[Call, bool] = {}
+        self._rule: dict[Call, Literal["seen", "equal", "unknown"]] = {}
 
-    def agree(self, call: Call, given: Given) -> int:
-        """Return the number that stands for the shapes of a call's batch; 0 if shapes cannot change.
+    def agree(self, call: Call, given: Given) -> Shapes | None:
+        """Return the shapes of a call's microbatches; None if the ranks cannot know them.
 
         Collective in the first call of each kind, and over the pipeline if the shapes are new.
 
@@ -81,33 +118,41 @@ class AgreedShapes:
         TimeoutError, ConnectionError
             If a rank does not take part.
         """
-        known = self._known.get(call)
+        known, combination = self._known.get(call), given.combination
         if known is None:
-            self._known[call] = {given.shapes}
-            self._changing[call] = self._agree_first(call, given)
-        elif self._changing[call] and given.shapes not in known:
-            self._agree_again(given.shapes)
-            known.add(given.shapes)
-        return given.shapes if self._changing[call] else 0
+            self._known[call] = {combination}
+            self._rule[call] = self._agree_first(call, given)
+        elif self._rule[call] == "seen" and combination not in known:
+            self._agree_again(combination)
+            if len(known) == _MOST_KNOWN:
+                known.clear()
+            known.add(combination)
+        if self._rule[call] == "equal":
+            return (0,) * len(given.shapes)
+        return given.shapes if self._rule[call] == "seen" else None
 
-    def _agree_first(self, call: Call, given: Given) -> bool:
-        """Whether all ranks of the pipeline were given the same."""
-        said = self._transport.gather([call, *given], self._startup_timeout)
-        for rank, (other, _, _) in enumerate(said):
+    def _agree_first(self, call: Call, given: Given) -> Literal["seen", "equal", "unknown"]:
+        """Who knows the shapes: all ranks of the pipeline, because they were given the same, or none."""
+        said = self._transport.gather(
+            [call, given.keywords, given.combination, given.are_equal], self._startup_timeout
+        )
+        for rank, (other, *_) in enumerate(said):
             if other != said[0][0]:
                 raise Disagreement(
                     f"rank 0 called {said[0][0]} and rank {rank} called {other}. All ranks must make the "
                     f"same calls in the same order."
                 )
-        mine = {rank: Given(*said[rank][1:]) for rank in self._column}
-        self._require_keywords(mine)
-        return len({each.shapes for each in mine.values()}) == 1
+        self._require_keywords({rank: said[rank][1] for rank in self._column})
+        if len({said[rank][2] for rank in self._column}) == 1:
+            return "seen"
+        all_equal = all(said[rank][3] for rank in self._column)
+        return "equal" if all_equal and not self._may_differ else "unknown"
 
-    def _require_keywords(self, given: Mapping[int, Given]) -> None:
-        names = {name: rank for rank, each in reversed([*given.items()]) for name in each.keywords}
-        for rank, each in given.items():
+    def _require_keywords(self, given: Mapping[int, Sequence[str]]) -> None:
+        names = {name: rank for rank, own in reversed([*given.items()]) for name in own}
+        for rank, own in given.items():
             takes = self._takes[rank]
-            lacking = [n for n in names if n not in each.keywords and (takes.takes_any or n in takes.names)]
+            lacking = [n for n in names if n not in own and (takes.takes_any or n in takes.names)]
             if lacking:
                 raise InvalidRun(
                     f"rank {rank} was not given the keyword {lacking[0]!r}, which its layers take and rank "

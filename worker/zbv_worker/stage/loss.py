@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.dtensors import is_dtensor
+from zbv_worker.values.structure import tensors_of
 
 Loss = Callable[[Any, Any], Any]
 """Takes output and target; returns the mean over a microbatch, or a pair of sum and weight."""
@@ -38,6 +39,7 @@ class Objective:
         self._last_weight: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0
         self._seed: tuple[float, Tensor] | None = None
+        self._sizes: set[int] = set()
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """The loss of a microbatch, a scalar; raises :class:`ModelError` if it is not one number."""
@@ -48,6 +50,7 @@ class Objective:
         elif self._must_have_weight:
             weight = None
         else:
+            self._sizes.add(_size_of(target) or _size_of(output))
             return checked_loss(found)
         if not isinstance(weight, Tensor | int | float) or (
             isinstance(weight, Tensor) and weight.numel() != 1
@@ -66,6 +69,17 @@ class Objective:
         """The sum of the counted weights since the last call of this method; does not wait for a GPU."""
         weight, self._weight = self._weight, 0.0
         return weight
+
+    def require_equal_sizes(self) -> None:
+        """Call after a step: raise :class:`ModelError` if its microbatches need weights and have none."""
+        sizes, self._sizes = self._sizes, set()
+        if len(sizes) > 1 and not self.is_weighted:
+            raise ModelError(
+                f"the loss returned means over microbatches with targets of {min(sizes)} to {max(sizes)} "
+                f"numbers; the mean of such means is not the mean over the batch. Return a pair of the sum "
+                f"and its weight, such as the number of tokens (as loss_sum, if the model has methods). For "
+                f"equal weights, return (mean, 1.0)."
+            )
 
     def seed(self, loss: Tensor, value: float) -> Tensor:
         """The gradient of the loss; autograd only reads it, so microbatches share one tensor."""
@@ -86,6 +100,13 @@ def checked_loss(loss: object) -> Tensor:
             f"over a microbatch, or a pair of a sum and its weight (from loss_sum, if the model has that)."
         )
     return loss
+
+
+def _size_of(value: Any) -> int:
+    """The number of elements in a value's tensors."""
+    if isinstance(value, Tensor):
+        return value.numel()
+    return sum(tensor.numel() for tensor in tensors_of(value))
 
 
 def shown(output: object) -> str:

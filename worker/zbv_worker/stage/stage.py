@@ -317,6 +317,11 @@ class Stage:
         """The sum of the weights of all microbatches since the last call; does not wait for a GPU."""
         return 0.0 if self._objective is None else self._objective.take_weight()
 
+    def require_equal_sizes(self) -> None:
+        """Call after a step: raise :class:`ModelError` if its microbatches need weights and have none."""
+        if self._objective is not None:
+            self._objective.require_equal_sizes()
+
     def take_auxiliary_loss(self) -> Tensor | float:
         """The sum of the auxiliary losses of all F's since the last call; does not wait for a GPU.
 

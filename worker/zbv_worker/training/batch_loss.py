@@ -73,8 +73,11 @@ class BatchLoss:
         TimeoutError, ConnectionError
             If a rank does not take part.
         ModelError
-            If the loss has weights now, and had none in the first step.
+            If the loss has weights now, and had none in the first step, or has none and the microbatches
+            need them.
         """
+        for stage in self._stages:
+            stage.require_equal_sizes()
         mean = None
         if losses:
             mean = torch.cat([loss.detach().reshape(1) for loss in losses]).double().sum() / len(losses)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from typing import Any
 
 import torch
@@ -62,3 +64,15 @@ def mean_over_replicas(
     )
     transport.sum_over_replicas(total).wait(timeout)
     return None if value is None else total[0]
+
+
+def seed_generators(seed: int, transport: Transport) -> None:
+    """Give every position and replica its own random numbers: replicas with equal dropout would learn less.
+
+    The inner ranks of a replica get equal ones, or dropout would make their common activations differ.
+    Called after the stages are built, because the model may have seeded the same generators.
+    """
+    place = transport.pp_rank * transport.layout.replicas + transport.replica
+    digest = hashlib.sha256(f"{seed}/{place}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7]))
+    random.seed(digest)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -17,6 +15,7 @@ from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.fetch_ahead import fetched_ahead
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.stated_shapes import digest_of, stated_structures
 from zbv_worker.execution.step import Launched
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.layer_list import whole_name
@@ -37,12 +36,11 @@ from zbv_worker.training.options import (
 )
 from zbv_worker.training.plan_change import Swaps
 from zbv_worker.training.program_warning import warn_of_another_program
-from zbv_worker.training.replicas import DataOfReplica
+from zbv_worker.training.replicas import DataOfReplica, seed_generators
 from zbv_worker.training.report import RankReport, StepLine
 from zbv_worker.training.reporting import Reporting
 from zbv_worker.training.ties import Ties
 from zbv_worker.training.update import Update
-from zbv_worker.transport.channels import Transport
 
 if TYPE_CHECKING:  # it refuses versions of torch that it does not support
     from zbv_worker.torch_runtime.executor import TorchExecutor
@@ -128,7 +126,7 @@ class Training:
             names=_names(modules),
             is_late=is_late,
         )
-        _seed(setting.run.model.seed, transport)
+        seed_generators(setting.run.model.seed, transport)
         self._checkpoints = self._make_checkpoints(modules)
         self.first_step = 0 if self._checkpoints is None else self._checkpoints.load_newest()
         self._reporting = Reporting(plan, transport, options.trace_dir, label, self._timeout)
@@ -279,6 +277,7 @@ class Training:
     def _agree(self) -> None:
         """Check that all ranks have the same plan, and open its channels."""
         run, plan, transport = self._setting.run, self._plan, self._transport
+        self._stated = stated_structures(getattr(self._model, "shape_of", None), plan.features)
         statement = Statement(
             plan_id=plan.plan_id,
             pp_rank=plan.rank,
@@ -291,7 +290,7 @@ class Training:
             channels=plan.channels,
             traced=run.trace is not None,
             replicas=transport.layout.replicas,
-            options=self._options.common,
+            options=(*self._options.common, ("shape_of", digest_of(self._stated))),
         )
         keys = agree(transport, statement, run.startup_patience)
         if self._whole is None:
@@ -347,6 +346,7 @@ class Training:
                 last_step=None if isinstance(self._model, StatefulData) else last,
                 parts=parts,
                 keywords=self._keywords,
+                stated=self._stated,
             ),
         )
 
@@ -386,15 +386,3 @@ def _names(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, str]:
         for module in modules.values()
         for name, parameter in module.named_parameters()
     }
-
-
-def _seed(seed: int, transport: Transport) -> None:
-    """Give every position and replica its own random numbers: replicas with equal dropout would learn less.
-
-    The inner ranks of a replica get equal ones, or dropout would make their common activations differ.
-    Called after the stages are built, because the model may have seeded the same generators.
-    """
-    place = transport.pp_rank * transport.layout.replicas + transport.replica
-    digest = hashlib.sha256(f"{seed}/{place}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7]))
-    random.seed(digest)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Annotated, Any, Literal, NamedTuple
@@ -147,6 +147,21 @@ class Structure:
     def fits(self, value: Any) -> bool:
         """Whether a value has this structure; raises like :meth:`of`."""
         return self == Structure.of(value)
+
+    def is_like(self, other: Structure) -> bool:
+        """Whether another structure differs at most in the sizes of its tensors' dimensions."""
+        return (
+            self.has_gradient == other.has_gradient
+            and [(len(spec.shape), spec.dtype) for spec in self.specs]
+            == [(len(spec.shape), spec.dtype) for spec in other.specs]
+            and self.tree == other.tree
+        )
+
+    def reshaped(self, dimensions: Sequence[int]) -> Structure:
+        """The same structure with other dimensions, those of all tensors one after the other."""
+        sizes = iter(dimensions)
+        specs = [TensorSpec(tuple(next(sizes) for _ in spec.shape), spec.dtype) for spec in self.specs]
+        return replace(self, specs=tuple(specs))
 
     def tensors(self, value: Any) -> list[Tensor]:
         """The tensors of a value with this structure, in order."""

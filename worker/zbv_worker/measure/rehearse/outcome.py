@@ -203,6 +203,7 @@ def _links(plan: WholePlan, scale: float, traces: Sequence[RankTrace]) -> Iterat
     }
     found: dict[tuple[int, int], list[float]] = {}
     planned: dict[tuple[int, int], float] = {}
+    arrays = plan.problem.arrays
     for trace in traces:
         for index, action in enumerate(trace.actions):
             if not trace.received[-1, index]:
@@ -210,7 +211,8 @@ def _links(plan: WholePlan, scale: float, traces: Sequence[RankTrace]) -> Iterat
             source = where[producer_of(action)]
             boundary = action.stage - 1 if action.letter == "F" else action.stage
             pair = (source[0], trace.rank)
-            planned[pair] = max(planned.get(pair, 0.0), plan.problem.costs.p2p[boundary] * scale)
+            latency = float(arrays.latency[boundary, arrays.kind_of[action.microbatch]])
+            planned[pair] = max(planned.get(pair, 0.0), latency * scale)
             found.setdefault(pair, []).extend(_under_way(traces[source[0]], source[1], trace, index))
     for (sender, receiver), seconds in sorted(found.items()):
         if seconds:

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from zbv_solver.documents.files import write
 from zbv_solver.jitter.reading import jitter_json
+from zbv_solver.problem.problem import LETTERS
 
 from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
@@ -189,6 +191,7 @@ def rehearse_on(
         timeout=timeout,
         options=ExecutorOptions(look_ahead=options.look_ahead, timeline=timeline),
     )
+    executor.expect((0,) * mine.microbatches)  # all tensors have one size
 
     def run(step: int) -> StepResult:
         if times is not None:
@@ -230,10 +233,11 @@ def sleeping_stages(
     plan: WholePlan, rank: int, scale: float, size: int, device: SleepingDevice
 ) -> Mapping[int, SleepingStage]:
     """A rank's stages with their planned costs; ``scale`` in seconds per time unit, ``size`` in bytes."""
-    duration, last = plan.problem.arrays.of_equal().duration, plan.problem.n_stages - 1
+    arrays, last = plan.problem.arrays, plan.problem.n_stages - 1
+    nanoseconds = np.rint(arrays.duration[..., arrays.kind_of] * (scale * 1e9)).astype(np.int64)
     return {
         stage: SleepingStage(
-            {letter: round(duration[code, stage] * scale * 1e9) for code, letter in enumerate("FIWB")},
+            {letter: nanoseconds[code, stage].tolist() for code, letter in enumerate(LETTERS)},
             None if stage == last else size,
             None if stage == 0 else size,
             device,

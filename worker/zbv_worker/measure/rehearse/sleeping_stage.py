@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class SleepingStage:
     Parameters
     ----------
     nanoseconds
-        The duration of each action, by letter.
+        The durations of actions, by letter and microbatch.
     output_bytes
         Size of F's output; None for the last stage, whose F returns a loss.
     gradient_bytes
@@ -120,7 +120,7 @@ class SleepingStage:
 
     def __init__(
         self,
-        nanoseconds: Mapping[str, int],
+        nanoseconds: Mapping[str, Sequence[int]],
         output_bytes: int | None,
         gradient_bytes: int | None,
         device: SleepingDevice,
@@ -133,22 +133,22 @@ class SleepingStage:
 
     def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
         """Sleep for F."""
-        self._device.take(self._nanoseconds["F"])
+        self._device.take(self._nanoseconds["F"][microbatch])
         return self._output
 
     def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
         """Sleep for B."""
-        self._device.take(self._nanoseconds["B"])
+        self._device.take(self._nanoseconds["B"][microbatch])
         return self._gradient
 
     def backward_input(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
         """Sleep for I."""
-        self._device.take(self._nanoseconds["I"])
+        self._device.take(self._nanoseconds["I"][microbatch])
         return self._gradient
 
     def backward_weight(self, microbatch: int) -> None:
         """Sleep for W."""
-        self._device.take(self._nanoseconds["W"])
+        self._device.take(self._nanoseconds["W"][microbatch])
 
 
 class NoBatches:

@@ -1,0 +1,202 @@
+"""Packings as others make them, to compare with: written from their papers.
+
+Each takes a whole batch, so nothing may wait for a later step. Where a method leaves the distribution over
+replicas open, the microbatches go to the replicas in turn, as data loaders do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.packing.arrangement import Packer, Replicas
+
+Contents = list[list[int]]
+_MOST_LIMITS = 48
+"""Values of the largest microbatch that the dynamic program tries."""
+
+
+def first_fit(packer: Packer) -> Replicas:
+    """Each sequence, in the given order, into the first microbatch with room (Johnson 1973)."""
+    made: Contents = []
+    sums: list[tuple[int, int]] = []
+    for index, length in enumerate(packer.lengths):
+        grown = ((tokens + length, squares + length * length) for tokens, squares in sums)
+        place = next((place for place, each in enumerate(grown) if packer.fits(*each)), len(made))
+        if place == len(made):
+            made.append([])
+            sums.append((0, 0))
+        made[place].append(index)
+        sums[place] = sums[place][0] + length, sums[place][1] + length * length
+    return in_turn(packer, made)
+
+
+def equal_tokens(packer: Packer) -> Replicas:
+    """Consecutive sequences until the next one would exceed the largest microbatch, in the given order.
+
+    This is what a loader does that packs to a fixed number of tokens without cutting sequences.
+    """
+    made: Contents = [[]]
+    for index in range(len(packer.lengths)):
+        if made[-1] and not packer.fits_all([*made[-1], index]):
+            made.append([])
+        made[-1].append(index)
+    return in_turn(packer, made)
+
+
+def balanced_work(packer: Packer) -> Replicas:
+    """WLB-LLM's heuristic packing with variable lengths (Wang et al. 2025, arXiv 2503.17924).
+
+    The longest sequence first, each into the microbatch with the least work so far, or, if it is too large
+    for that, into the one with the fewest tokens. There are as many microbatches as :func:`equal_tokens`
+    makes. WLB-LLM keeps outliers and what fits nowhere for a later step; here the latter forms a further
+    microbatch.
+    """
+    made: Contents = [[] for _ in range(sum(map(len, equal_tokens(packer))))]
+    sums, work = [(0, 0)] * len(made), [0.0] * len(made)
+    for index in by_length(packer.lengths):
+        length = packer.lengths[index]
+        lightest = min(range(len(made)), key=lambda place: (work[place], place))
+        shortest = min(range(len(made)), key=lambda place: (sums[place], place))
+        for place in (lightest, shortest):
+            tokens, squares = sums[place][0] + length, sums[place][1] + length * length
+            if not made[place] or packer.fits(tokens, squares):
+                break
+        else:
+            place, tokens, squares = len(made), length, length * length
+            made.append([])
+            sums.append((0, 0))
+            work.append(0.0)
+        made[place].append(index)
+        sums[place], work[place] = (tokens, squares), packer.costs.work(tokens, squares)
+    return in_turn(packer, [contents for contents in made if contents])
+
+
+def dynamic_program(packer: Packer) -> Replicas:
+    """DynaPipe's dynamic program for microbatches (Jiang et al. 2023, arXiv 2311.10418).
+
+    Sequences are sorted by length and cut into consecutive microbatches. For every limit on the longest
+    microbatch, a dynamic program minimises the sum of all; the best limit minimises (stages - 1) · longest
+    / chunks + sum / replicas. Largest differencing distributes the microbatches.
+    """
+    order = by_length(packer.lengths)[::-1]
+    times = _times(packer, order)
+    chunks = len(packer.costs.stages_of[0])
+    stages = len(packer.costs.stages_of) * chunks
+    best: tuple[float, list[int]] | None = None
+    for longest in _limits(times):
+        total, cuts = _least_sum(times, longest)
+        value = (stages - 1) * longest / chunks + total / packer.replicas
+        if cuts and (best is None or value < best[0]):
+            best = value, cuts
+    cuts = [] if best is None else best[1]
+    made = [order[first:last] for first, last in zip([0, *cuts], cuts, strict=False)]
+    return largest_differencing(packer, made)
+
+
+def _times(packer: Packer, order: Sequence[int]) -> list[FloatArray]:
+    """Work of the microbatches that begin at each place of the order, by their last place."""
+    lengths = np.array([packer.lengths[index] for index in order], dtype=np.float64)
+    tokens, squares = (np.concatenate([[0.0], np.cumsum(lengths**power)]) for power in (1, 2))
+    times = []
+    for first in range(len(order)):
+        # Tokens grow with the last place, so those that fit come first. One sequence always fits.
+        last = max(first + 1, int(np.searchsorted(tokens, tokens[first] + packer.capacity, side="right")) - 1)
+        own = np.stack([tokens, squares])[:, first + 1 : last + 1] - [[tokens[first]], [squares[first]]]
+        fitting = [place for place in range(1, own.shape[1]) if not packer.fits(*own[:, place])][:1]
+        times.append(packer.costs.works(own[:, : fitting[0]] if fitting else own))
+    return times
+
+
+def _limits(times: Sequence[FloatArray]) -> list[float]:
+    """Limits on the longest microbatch: quantiles of all times, and the longest that one sequence needs."""
+    least = max(float(row[0]) for row in times)
+    values = np.concatenate(times)
+    values = np.unique(values[values >= least])
+    places = np.unique(np.linspace(0, len(values) - 1, _MOST_LIMITS).round().astype(int))
+    return [float(value) for value in values[places]]
+
+
+def _least_sum(times: Sequence[FloatArray], longest: float) -> tuple[float, list[int]]:
+    """The least sum of consecutive microbatches, none longer than the limit, and the ends of these."""
+    count = len(times)
+    total, before = np.full(count + 1, math.inf), np.zeros(count + 1, dtype=int)
+    total[0] = 0.0
+    for first in range(count):
+        row = times[first]
+        fitting = int(np.searchsorted(row, longest, side="right"))
+        ends = slice(first + 1, first + 1 + fitting)
+        reached = total[first] + row[:fitting]
+        better = reached < total[ends]
+        total[ends] = np.where(better, reached, total[ends])
+        before[ends][better] = first
+    if not math.isfinite(total[count]):
+        return math.inf, []
+    cuts = [count]
+    while before[cuts[-1]] > 0:
+        cuts.append(int(before[cuts[-1]]))
+    return float(total[count]), cuts[::-1]
+
+
+def largest_differencing(packer: Packer, made: Contents) -> Replicas:
+    """Microbatches on replicas by the largest differencing method for several sets (Karmarkar and Karp 1982).
+
+    Partial partitions wait in a heap, by the difference between their largest and smallest sum; the two with
+    the largest differences are joined, the largest set of one with the smallest of the other.
+    """
+    made = _at_least(packer, made)
+    heap: list[tuple[float, int, list[tuple[float, Contents]]]] = []
+    for place, contents in enumerate(made):
+        work = packer.work(contents)
+        others: list[tuple[float, Contents]] = [(0.0, []) for _ in range(packer.replicas - 1)]
+        heapq.heappush(heap, (-work, place, [*others, (work, [contents])]))
+    place = len(made)
+    while len(heap) > 1:
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = [
+            (sum_one + sum_other, [*set_one, *set_other])
+            for (sum_one, set_one), (sum_other, set_other) in zip(one, reversed(other), strict=True)
+        ]
+        joined.sort(key=lambda each: each[0])
+        heapq.heappush(heap, (joined[0][0] - joined[-1][0], place, joined))
+        place += 1
+    sets = heap[0][2]
+    if not all(each for _, each in sets):
+        return in_turn(packer, made)  # microbatches that cost nothing may leave a replica without any
+    return tuple(tuple(tuple(contents) for contents in each) for _, each in sets)
+
+
+def by_length(lengths: Sequence[int]) -> list[int]:
+    """Indices of sequences, the longest first; equally long ones in reverse of the given order."""
+    return sorted(range(len(lengths)), key=lambda index: (lengths[index], index), reverse=True)
+
+
+def in_turn(packer: Packer, made: Contents) -> Replicas:
+    """Microbatch j on replica j modulo the number of replicas."""
+    made = _at_least(packer, made)
+    return tuple(
+        tuple(tuple(contents) for contents in made[replica :: packer.replicas])
+        for replica in range(packer.replicas)
+    )
+
+
+def _at_least(packer: Packer, made: Contents) -> Contents:
+    """As many microbatches as there are replicas: the one with the most sequences is halved until then."""
+    made = [list(contents) for contents in made]
+    while len(made) < packer.replicas:
+        place = max(range(len(made)), key=lambda place: (len(made[place]), -place))
+        half = len(made[place]) // 2
+        made[place : place + 1] = [made[place][:half], made[place][half:]]
+    return made
+
+
+RIVALS: dict[str, Callable[[Packer], Replicas]] = {
+    "first-fit": first_fit,
+    "equal-tokens": equal_tokens,
+    "balanced-work": balanced_work,
+    "dynamic-program": dynamic_program,
+}

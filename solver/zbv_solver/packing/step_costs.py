@@ -1,0 +1,221 @@
+"""What a packing costs: a fast estimate of a replica's step, from the features of its microbatches.
+
+A microbatch of t tokens whose squared lengths sum to q costs a + b t + c q per action. Two sums over a
+replica's microbatches then say what its step takes at least (Lemmas 45 and 46 of bounds/PROOFS.md):
+
+- the work of every rank, which is linear in t and q;
+- the memory that a microbatch holds, integrated over the time that it must hold it, divided by the rank's
+  free memory. It grows faster than its size: twice the tokens hold twice as much for twice as long.
+
+Both are linear in the *moments* 1, t, q, t², t q and q². So the state of a replica is the sum of its
+microbatches' moments, and a move changes a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.problem.numeric import FEASIBLE_MEMORY, MEMORY_TOLERANCE, exceeds
+from zbv_solver.problem.problem import B, F, I, Problem, W
+
+FEATURES = ("tokens", "tokens_squared")
+"""What a packing decides. Costs of a batch depend on nothing else."""
+MOMENTS = 6
+"""1, t, q, t², t q, q²: products of two linear functions of t and q."""
+_PRODUCTS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
+_DIGITS = 12
+"""Significant digits of the rates: equal packings of costs in another unit compare equally."""
+
+
+def moments(lengths: Iterable[int]) -> FloatArray:
+    """The moments (6,) of a microbatch with sequences of these lengths."""
+    listed = list(lengths)
+    t, q = float(sum(listed)), float(sum(length * length for length in listed))
+    return np.array([1.0, t, q, t * t, t * q, q * q])
+
+
+@dataclass(frozen=True, eq=False)
+class StepCosts:
+    """Costs of a pipeline's actions per feature, on the last axis: fixed, tokens, tokens_squared.
+
+    Attributes
+    ----------
+    duration
+        (4, S, 3) indexed [letter code, stage, feature].
+    delta
+        (2, S, 3) change of the rank's memory by F and I.
+    latency
+        (S - 1, 3), 0 inside one rank.
+    stages_of
+        Stages of every rank in model order.
+    static, limit
+        (p,) memory that a rank always holds, and its limit; inf when unlimited.
+    """
+
+    duration: FloatArray
+    delta: FloatArray
+    latency: FloatArray
+    stages_of: tuple[tuple[int, ...], ...]
+    static: FloatArray
+    limit: FloatArray
+
+    @classmethod
+    def of(cls, problem: Problem) -> StepCosts:
+        """The coefficients of a problem whose features are at most ``FEATURES``."""
+        placement, memory = problem.placement, problem.memory
+        named = {feature.name: feature for feature in problem.features}
+        costs = [problem.costs, *(named[name].costs if name in named else None for name in FEATURES)]
+        deltas = [problem.memory, *(named[name].memory if name in named else None for name in FEATURES)]
+        stages = range(placement.n_stages)
+
+        def column(values: Sequence[float] | None, length: int) -> FloatArray:
+            return np.zeros(length) if values is None else np.array(values, dtype=np.float64)
+
+        def table(records: Sequence[object], name: str, length: int) -> FloatArray:
+            return np.stack([column(getattr(each, name, None), length) for each in records], axis=-1)
+
+        count = len(stages)
+        split = [table(costs, name, count) for name in ("forward", "backward_input", "backward_weight")]
+        fused = split[I] + split[W] if problem.costs.backward is None else table(costs, "backward", count)
+        latency = table(costs, "p2p", count - 1)
+        latency[[placement.is_local(boundary) for boundary in range(count - 1)]] = 0.0
+        limit = np.array(memory.limit or (np.inf,) * placement.pp_degree, dtype=np.float64)
+        return cls(
+            np.stack([*split, fused]),
+            np.stack([table(deltas, name, count) for name in ("forward", "backward_input")]),
+            latency,
+            placement.stages_of,
+            np.array(memory.static, dtype=np.float64),
+            limit,
+        )
+
+    @cached_property
+    def load(self) -> FloatArray:
+        """(p, 3): the least work of a rank for a microbatch.
+
+        Where a fused backward may be cheaper, each coefficient is the smaller one, which no microbatch
+        undercuts.
+        """
+        least = self.duration[F] + np.minimum(self.duration[I] + self.duration[W], self.duration[B])
+        return np.stack([least[list(stages)].sum(axis=0) for stages in self.stages_of])
+
+    @cached_property
+    def path(self) -> FloatArray:
+        """(S, 3): the least time from the start of a stage's F to the end of its I or B, of a microbatch."""
+        both = self.duration[F] + np.minimum(self.duration[I], self.duration[B])
+        both[:-1] += 2 * self.latency
+        summed: FloatArray = np.cumsum(both[::-1], axis=0)[::-1]
+        return summed
+
+    @cached_property
+    def held(self) -> FloatArray:
+        """(p, 6): the least memory times time that a microbatch holds on a rank, by moment.
+
+        F's memory is held from the start of F to the end of I or B. After I, what is left is held until W has
+        run; after B nothing is.
+        """
+        forward, inputs = self.delta
+        left = np.minimum(forward, forward + inputs)
+        left = np.where((left >= 0).all(axis=-1, keepdims=True), left, 0.0)
+        rest = np.minimum(_product(left, self.duration[W]), _product(forward, self._longer_fused))
+        return np.stack(
+            [(_product(forward, self.path) + rest)[list(stages)].sum(axis=0) for stages in self.stages_of]
+        )
+
+    @property
+    def _longer_fused(self) -> FloatArray:
+        """(S, 3): by how much B is longer than I at least; 0 where a coefficient is smaller."""
+        longer: FloatArray = np.maximum(0.0, self.duration[B] - self.duration[I])
+        return longer
+
+    @cached_property
+    def rates(self) -> FloatArray:
+        """(rows, 6): the step of a replica is at least the largest entry of rates @ (sum of moments).
+
+        Rows that another row exceeds in every moment are left out.
+        """
+        load = np.zeros((len(self.load), MOMENTS))
+        load[:, :3] = self.load
+        room = self.limit * (1 + MEMORY_TOLERANCE) - self.static
+        limited = np.isfinite(room) & (room > 0)
+        area = self.held[limited] / room[limited, None]
+        return _largest(_rounded(np.concatenate([load, area])))
+
+    @cached_property
+    def needs(self) -> list[tuple[float, float, float, float, float]]:
+        """Of a rank: static memory, limit, and a microbatch's forwards (fixed, tokens, tokens_squared)."""
+        forward = np.stack([self.delta[0, list(stages)].sum(axis=0) for stages in self.stages_of])
+        rows = np.column_stack([self.static, self.limit, forward])
+        return [tuple(row) for row in np.unique(rows[np.isfinite(self.limit)], axis=0).tolist()]
+
+    def fits(self, tokens: float, squares: float) -> bool:
+        """Whether a microbatch fits into the memory of every rank when it is there alone."""
+        return not any(
+            exceeds(static + fixed + linear * tokens + square * squares, limit, FEASIBLE_MEMORY)
+            for static, limit, fixed, linear, square in self.needs
+        )
+
+    @cached_property
+    def longest_path(self) -> FloatArray:
+        """(6,): rates of the longest path of one microbatch."""
+        padded = np.zeros(MOMENTS)
+        padded[:3] = _rounded(self.path[0])
+        return padded
+
+    def work(self, tokens: float, squares: float) -> float:
+        """The work of the busiest rank for a microbatch."""
+        return max(fixed + linear * tokens + square * squares for fixed, linear, square in self._load_rows)
+
+    def works(self, sizes: FloatArray) -> FloatArray:
+        """:meth:`work` of microbatches (2, n): tokens and squares."""
+        rows = np.array(self._load_rows)
+        works: FloatArray = (rows[:, :1] + rows[:, 1:] @ sizes).max(axis=0)
+        return works
+
+    @cached_property
+    def _load_rows(self) -> list[list[float]]:
+        rows: list[list[float]] = _largest(_rounded(self.load)).tolist()
+        return rows
+
+    def step(self, microbatches: Sequence[Sequence[int]]) -> float:
+        """The estimate of a replica's step.
+
+        Parameters
+        ----------
+        microbatches
+            Lengths of the sequences of every microbatch.
+        """
+        each = np.array([moments(lengths) for lengths in microbatches])
+        return max(float((self.rates @ each.sum(axis=0)).max()), float((each @ self.longest_path).max()))
+
+
+def _largest(rows: FloatArray) -> FloatArray:
+    """The rows that no other row reaches in every entry; (n, k) to (fewer, k)."""
+    distinct = np.unique(rows, axis=0)
+    reached = (distinct[:, None] <= distinct[None]).all(axis=2).sum(axis=1) > 1
+    largest: FloatArray = distinct[~reached]
+    return largest
+
+
+def _product(one: FloatArray, other: FloatArray) -> FloatArray:
+    """(…, 6): the product of two linear functions (…, 3), by moment."""
+    products = np.zeros((*one.shape[:-1], MOMENTS))
+    for moment, (i, j) in enumerate(_PRODUCTS):
+        products[..., moment] += one[..., i] * other[..., j]
+        if i != j:
+            products[..., moment] += one[..., j] * other[..., i]
+    return products
+
+
+def _rounded(values: FloatArray) -> FloatArray:
+    """The values with ``_DIGITS`` significant digits."""
+    with np.errstate(divide="ignore"):
+        exponent = np.where(values == 0, 0.0, np.floor(np.log10(np.abs(values))))
+    scale = 10.0 ** (_DIGITS - 1 - exponent)
+    rounded: FloatArray = np.rint(values * scale) / scale
+    return rounded

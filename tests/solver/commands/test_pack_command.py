@@ -1,0 +1,46 @@
+"""``zbv pack`` as users meet it: statuses, streams, messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.batches import batch_document
+from zbv_solver.commands.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+def written(path: Path, document: object) -> str:
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def test_a_packing_is_written_and_its_quality_reported(tmp_path: Path, capsys: Capture) -> None:
+    batch = written(tmp_path / "batch.json", batch_document([8] * 8, max_tokens=8))
+    path = tmp_path / "packed.json"
+    assert main(["pack", batch, "-o", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "8 microbatches on 2 replicas" in err
+    packed = json.loads(path.read_text())
+    assert len(packed["replicas"]) == 2
+    assert packed["baselines"][0]["step_time"] is None
+    plan = written(tmp_path / "plan.json", packed["replicas"][0]["plan"])
+    problem = written(tmp_path / "problem.json", packed["replicas"][0]["plan"]["problem"])
+    assert main(["check", problem, plan]) == 0
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys: Capture) -> None:
+    long = written(tmp_path / "long.json", batch_document([8, 65]))
+    assert main(["pack", long]) == 2
+    assert "/sequences/1: found 65 tokens, more than the largest microbatch" in capsys.readouterr().err
+    large = written(tmp_path / "large.json", batch_document([64, 64], limit=100))
+    assert main(["pack", large]) == 3
+    assert "smallest feasible limit" in capsys.readouterr().err
+    fitting = written(tmp_path / "fitting.json", batch_document([8, 8]))
+    assert main(["pack", fitting, "--time-limit", "-1"]) == 2
+    assert "--time-limit: found -1" in capsys.readouterr().err
+    assert main(["pack", written(tmp_path / "plan.json", [1])]) == 2
+    assert "must be a JSON object" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""Arrangements: what every one must satisfy, and exact optima of small batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.batches import batch_document
+from zbv_solver.packing.arrange import arranged, arrangements, rival_packings
+from zbv_solver.packing.arrangement import Packer
+from zbv_solver.packing.batch import parse_batch
+from zbv_solver.packing.floor import packing_bound
+from zbv_solver.packing.rivals import RIVALS
+from zbv_solver.packing.step_costs import StepCosts
+
+BATCHES = st.tuples(st.lists(st.integers(1, 64), min_size=3, max_size=24), st.integers(1, 3), st.booleans())
+
+
+def packer_of(document: dict[str, Any]) -> Packer:
+    batch = parse_batch(document)
+    return Packer(StepCosts.of(batch.problem), batch.sequences, batch.max_tokens, batch.replicas)
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to form microbatches."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for others in partitions(rest):
+        yield [[first], *others]
+        for place in range(len(others)):
+            yield [*others[:place], [first, *others[place]], *others[place + 1 :]]
+
+
+def smallest_estimate(packer: Packer) -> float:
+    """By trying all microbatches and all distributions."""
+    best = float("inf")
+    for made in partitions(list(range(len(packer.lengths)))):
+        if not all(packer.fits_all(contents) for contents in made):
+            continue
+        lengths = [[packer.lengths[index] for index in contents] for contents in made]
+        for where in product(range(packer.replicas), repeat=len(made)):
+            if len(set(where)) < packer.replicas:
+                continue
+            steps = [
+                packer.costs.step([own for own, on in zip(lengths, where, strict=True) if on == replica])
+                for replica in range(packer.replicas)
+            ]
+            best = min(best, max(steps))
+    return best
+
+
+@settings(max_examples=12)
+@given(BATCHES)
+def test_every_sequence_is_packed_once_within_the_capacity(drawn: tuple[list[int], int, bool]) -> None:
+    sequences, replicas, is_tight = drawn
+    packer = packer_of(batch_document(sequences, replicas=replicas, limit=300 if is_tight else None))
+    rivals = rival_packings(packer)
+    found = arrangements(packer, rivals, seed=0)
+    for packing in (*rivals.values(), *(each.contents for each in found)):
+        assert sorted(index for replica in packing for own in replica for index in own) == list(
+            range(len(sequences))
+        )
+        assert len(packing) == replicas
+        assert all(packing)
+        for contents in (own for replica in packing for own in replica):
+            assert contents
+            assert sum(sequences[index] for index in contents) <= 64
+    best_rival = min(arranged(packer, each).estimate for each in rivals.values())
+    assert found[0].estimate <= best_rival
+    assert packing_bound(packer) <= found[0].estimate * (1 + 1e-9)
+
+
+@settings(max_examples=5)
+@given(BATCHES, st.sampled_from((0.001, 3.0, 1000.0)))
+def test_arrangements_do_not_depend_on_the_unit_of_time(
+    drawn: tuple[list[int], int, bool], scale: float
+) -> None:
+    sequences, replicas, _ = drawn
+    one, other = (
+        packer_of(batch_document(sequences, replicas=replicas, scale=each)) for each in (1.0, scale)
+    )
+    first, second = (
+        [each.contents for each in arrangements(packer, rival_packings(packer), seed=1)]
+        for packer in (one, other)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("limit", [None, 260.0])
+@pytest.mark.parametrize(
+    "sequences", [[60, 9, 8, 7, 5], [33, 32, 20, 13, 12], [10, 10, 10, 10, 50], [64, 1, 1, 1]]
+)
+def test_small_batches_are_arranged_optimally(sequences: list[int], limit: float | None) -> None:
+    packer = packer_of(batch_document(sequences, limit=limit))
+    best = arrangements(packer, rival_packings(packer), seed=0)[0].estimate
+    optimum = smallest_estimate(packer)
+    assert packing_bound(packer) <= optimum * (1 + 1e-9)
+    assert best == pytest.approx(optimum, rel=1e-9)
+
+
+def test_every_rival_packs_as_its_paper_says() -> None:
+    packer = packer_of(batch_document([30, 40, 30, 20, 4, 60], max_tokens=64, replicas=1, limit=None))
+    packed = {name: [list(own) for own in method(packer)[0]] for name, method in RIVALS.items()}
+    assert packed["first-fit"] == [[0, 2, 4], [1, 3], [5]]
+    assert packed["equal-tokens"] == [[0], [1], [2, 3, 4], [5]]
+    # The longest first: 60, 40, 30 and 30 open the four microbatches; 20 joins a 30, and 4 the other.
+    assert sorted(map(sorted, packed["balanced-work"])) == [[0, 4], [1], [2, 3], [5]]
+    lengths = [30, 40, 30, 20, 4, 60]
+    ordered = sorted(([lengths[index] for index in own] for own in packed["dynamic-program"]), key=max)
+    assert [length for own in ordered for length in own] == sorted(lengths)
+
+
+def test_large_microbatches_cost_more_where_memory_is_tight() -> None:
+    roomy, tight = (
+        packer_of(batch_document([16] * 16, replicas=1, limit=limit, p2p=40)).costs for limit in (None, 260.0)
+    )
+    large, small = [[16] * 4] * 4, [[16]] * 16
+    assert roomy.step(large) < roomy.step(small)
+    assert tight.step(large) > tight.step(small)

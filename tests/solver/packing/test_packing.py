@@ -1,0 +1,156 @@
+"""Packings: documents in and out, plans of all replicas, and bounds."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zbv_solver as zbv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.batches import batch_document
+from support.orders import random_orders
+from zbv_solver.packing.batch import parse_batch
+from zbv_solver.packing.pack import pack
+from zbv_solver.packing.packing import packing_json
+from zbv_solver.packing.step_costs import StepCosts
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.timing.start_times import evaluate
+
+QUICK = SearchOptions("quick")
+
+
+def by_estimate(problem: Any, options: SearchOptions) -> Any:
+    """A planner that answers with the estimate, so that packings can be tested without searches."""
+    tokens, squares = (feature.value for feature in problem.features)
+    return SimpleNamespace(
+        objective=1e3 * (sum(tokens) + sum(squares)), problem=problem, effort=options.effort
+    )
+
+
+def test_a_batch_is_packed_planned_and_written() -> None:
+    batch = zbv.parse_batch(batch_document([8] * 12, max_tokens=8, replicas=3))
+    found = zbv.pack(batch, compare=True)
+    assert [len(each.microbatches) for each in found.replicas] == [4, 4, 4]
+    assert found.lower_bound <= found.step_time == max(each.plan.objective for each in found.replicas)
+    assert found.gap == 0
+    document = json.loads(json.dumps(packing_json(found)))
+    assert document["step_time"] == pytest.approx(found.step_time)
+    assert {each["name"] for each in document["baselines"]} == {
+        *("first-fit", "equal-tokens", "balanced-work", "dynamic-program")
+    }
+    assert all(each["step_time"] >= found.step_time * (1 - 1e-9) for each in document["baselines"])
+    for replica in document["replicas"]:
+        assert sorted(replica["entry_order"]) == list(range(len(replica["microbatches"])))
+        assert replica["sequences"] == [[8]] * 4
+        assert zbv.check(replica["plan"]).problem.microbatches == 4
+
+
+def test_problems_of_replicas_have_the_features_of_their_microbatches() -> None:
+    batch = parse_batch(batch_document([30, 40, 30, 20, 4, 60]))
+    found = pack(batch, QUICK, planner=by_estimate)
+    for replica in found.replicas:
+        lengths = [[batch.sequences[index] for index in own] for own in replica.microbatches]
+        tokens, squares = (feature.value for feature in replica.plan.problem.features)
+        assert list(tokens) == [sum(own) for own in lengths]
+        assert list(squares) == [sum(length**2 for length in own) for own in lengths]
+
+
+def test_replicas_are_balanced_again_by_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the plans of one replica take longer than estimated, it must get less work."""
+
+    def step_time() -> float:
+        replica = count()
+
+        def planner(problem: Any, options: SearchOptions) -> Any:
+            plan = by_estimate(problem, options)
+            is_slow = options.effort == "standard" and next(replica) % 2 == 0
+            plan.objective *= 2 if is_slow else 1
+            return plan
+
+        batch = parse_batch(batch_document([3] * 60, limit=None))
+        return pack(batch, SearchOptions("standard"), planner=planner).step_time
+
+    balanced = step_time()
+    monkeypatch.setattr("zbv_solver.packing.pack.ROUNDS", 0)
+    assert balanced < 0.9 * step_time()
+
+
+def test_the_same_seed_packs_the_same() -> None:
+    batch = parse_batch(batch_document(list(range(1, 41)), replicas=3))
+    first, second = (pack(batch, QUICK, planner=by_estimate) for _ in range(2))
+    assert [each.microbatches for each in first.replicas] == [each.microbatches for each in second.replicas]
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=5), st.randoms(use_true_random=False))
+def test_no_order_undercuts_the_estimate_of_its_replica(lengths: list[int], random: Any) -> None:
+    """Any feasible order, in exactly the memory that it needs, takes at least the estimate."""
+    batch = parse_batch(batch_document(lengths, replicas=1, limit=None))
+    microbatches = [[index] for index in range(len(lengths))]
+    random.shuffle(microbatches)
+    unlimited = batch.problem_of(microbatches)
+    orders = random_orders(unlimited, random)
+    timing = evaluate(unlimited, orders)
+    costs = StepCosts.of(batch.problem)
+    limited = StepCosts(
+        costs.duration,
+        costs.delta,
+        costs.latency,
+        costs.stages_of,
+        costs.static,
+        np.array(timing.peak_memory),
+    )
+    assert limited.step([[lengths[index] for index in own] for own in microbatches]) <= timing.span * (
+        1 + 1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer", "message"),
+    [
+        ({"sequences": [8, 65]}, "/sequences/1", "found 65 tokens, more than the largest microbatch"),
+        ({"sequences": []}, "/sequences", "at least 1 item"),
+        ({"sequences": [0, 4]}, "/sequences/0", "greater than or equal to 1"),
+        ({"sequences": [4.5, 4]}, "/sequences/0", "valid integer"),
+        ({"replicas": 9}, "/replicas", "found 9 replicas for 2 sequences"),
+        ({"max_tokens": 0}, "/max_tokens", "greater than or equal to 1"),
+    ],
+)
+def test_wrong_batches_are_refused(changes: dict[str, Any], pointer: str, message: str) -> None:
+    with pytest.raises(zbv.InvalidInput) as caught:
+        parse_batch({**batch_document([8, 8]), **changes})
+    assert [issue.pointer for issue in caught.value.issues] == [pointer]
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"microbatches": 4}, "/problem/microbatches"),
+        ({"sequences": [[4]]}, "/problem/sequences"),
+        ({"layers": []}, "/problem/layers"),
+        ({"pp_degree": 0}, "/problem/pp_degree"),
+        ({"costs": {"forward": {"pixels": 1}}}, "/problem/costs/backward_input"),
+    ],
+)
+def test_wrong_problems_of_batches_are_refused(changes: dict[str, Any], pointer: str) -> None:
+    document = batch_document([8, 8])
+    with pytest.raises(zbv.InvalidInput) as caught:
+        parse_batch({**document, "problem": {**document["problem"], **changes}})
+    assert pointer in {issue.pointer for issue in caught.value.issues}
+
+
+def test_costs_that_fall_with_length_are_refused() -> None:
+    forward = {"fixed": 100, "tokens": -1}
+    with pytest.raises(zbv.InvalidInput, match="must not be negative"):
+        parse_batch(batch_document([8, 8], forward=forward))
+
+
+def test_a_sequence_that_fits_no_memory_is_refused() -> None:
+    with pytest.raises(zbv.InfeasibleMemory):
+        parse_batch(batch_document([64, 8], limit=200))

@@ -1,0 +1,141 @@
+"""A rank that trains microbatches of different lengths, and compares its memory with the plan's account.
+
+Under torchrun's environment: ``python -m support.memory_rank FOLDER``. The account is measured on this rank
+with two lengths, one microbatch at a time; memory is linear in the length.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
+from zbv_solver.problem.problem import Problem
+from zbv_solver.timing.start_times import memory_profile
+from zbv_worker.execution.binding import Bound, WalkState
+from zbv_worker.execution.build_stages import build_stages
+from zbv_worker.execution.executor import Executor, ExecutorOptions
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.measure.live_bytes import LiveBytes
+from zbv_worker.models.gpt import gpt
+from zbv_worker.stage.stage import Stage
+from zbv_worker.transport.channels import key_of
+from zbv_worker.transport.connect import connect
+from zbv_worker.transport.world import World
+from zbv_worker.values.structure import tensors_of
+
+from support.plans import unit_problem
+from support.selfcheck import random_orders
+
+CPU = torch.device("cpu")
+TIMEOUT = 60.0
+LOOK_AHEAD = 1
+WIDTH = 32
+LENGTHS = (16, 64, 16, 32, 128, 16, 48, 80)
+
+
+class OfLengths:
+    """A GPT whose microbatches have different lengths."""
+
+    def __init__(self, layers: int) -> None:
+        self._whole = whole = gpt(
+            layers=layers, width=WIDTH, heads=2, length=max(LENGTHS), sequences=1, characters=20_000
+        )
+        self.build_stage, self.optimizer, self.loss = whole.build_stage, whole.optimizer, whole.loss
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """Characters and their successors."""
+        words, target = self._whole.microbatch(step, index)
+        return words[:, : LENGTHS[index]], target[:, : LENGTHS[index]]
+
+
+def deltas(stage: Stage, length: int, *, is_first: bool, is_last: bool) -> Tensor:
+    """Changes of memory at F, I and W of one microbatch."""
+    words = torch.zeros(1, length, dtype=torch.int64)
+    for _ in range(2):  # the second time, parameters have their gradients
+        with LiveBytes() as live:
+            given = words.clone() if is_first else torch.randn(1, length, WIDTH)
+            output = stage.forward(0, given, words if is_last else None, split=True)
+            gradient = None if is_last else torch.zeros_like(output)
+            del output, given
+            held = live.bytes - (0 if gradient is None else gradient.nbytes)
+            stage.backward_input(0, gradient)
+            del gradient
+            kept = live.bytes
+            stage.backward_weight(0)
+    return torch.tensor([held, kept - held, -kept], dtype=torch.float64)
+
+
+def account(problem: Problem, stages: dict[int, Stage]) -> Problem:
+    """The problem with the memory of this rank's stages: a fixed part, and one per token."""
+    last = problem.n_stages - 1
+    fixed, slope = torch.zeros(2, 3, problem.n_stages, dtype=torch.float64)
+    for index, stage in stages.items():
+        short, long = (deltas(stage, n, is_first=index == 0, is_last=index == last) for n in (32, 96))
+        slope[:, index] = (long - short) / 64
+        fixed[:, index] = short - 32 * slope[:, index]
+        stage.module.zero_grad()
+    at_once: list[tuple[float, ...]] = [tuple(row.tolist()) for row in fixed]
+    none = (0.0,) * problem.n_stages
+    per_token = Deltas(*(tuple(row.tolist()) for row in slope))
+    tokens = Feature("tokens", tuple(map(float, LENGTHS)), Costs(none, none, none, none[1:]), per_token)
+    memory = Memory(at_once[0], at_once[1], at_once[2], (0.0,) * problem.pp_degree)
+    return replace(problem, memory=memory, features=(tokens,))
+
+
+def watch(executor: Executor, live: LiveBytes) -> list[int]:
+    """The live bytes after every later action, without what it passes on."""
+    seen: list[int] = []
+
+    def watched(bound: Bound) -> Bound:
+        def run(value: Any, state: WalkState) -> Any:
+            output = bound.run(value, state)
+            passing = [*state.handed_over.values(), output]
+            seen.append(live.bytes - sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(passing)))
+            return output
+
+        return bound._replace(run=run)
+
+    executor._program = tuple(map(watched, executor._program))
+    return seen
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = World.from_environment()
+    transport = connect(world, "gloo", CPU, TIMEOUT)
+    problem = unit_problem(world.world_size, len(LENGTHS))
+    orders: Orders = random_orders(problem, Random(3), 0.0)
+    model = OfLengths(layers=4 * world.world_size)
+    plan = RankPlan.of("plan", problem, orders, world.rank)
+    with_features = account(problem, build_stages(model, plan, CPU))
+    plan = RankPlan.of("plan", with_features, orders, world.rank)
+    _, expected = memory_profile(with_features, orders)
+    transport.open([key_of(channel) for channel in plan.channels], TIMEOUT)
+    stages = build_stages(model, plan, CPU)
+    options = ExecutorOptions(look_ahead=LOOK_AHEAD)
+    executor = Executor(plan, stages, model, transport, device=CPU, timeout=TIMEOUT, options=options)
+    executor.step(0)
+    with LiveBytes() as live:
+        seen = watch(executor, live)
+        executor.step(0)
+        transport.flush(TIMEOUT)
+    found = {
+        "seen": seen,
+        "expected": expected[orders.slice_of(world.rank)].tolist(),
+        "receive_buffers": transport._buffers.nbytes,  # type: ignore[attr-defined]  # GlooTransport
+    }
+    transport.barrier(TIMEOUT)
+    transport.close()
+    (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

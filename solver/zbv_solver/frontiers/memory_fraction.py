@@ -26,7 +26,7 @@ def one_f_one_b_memory(problem: Problem) -> float:
     Its backwards are fused and never allocate, so the peak is that of the forwards in flight.
     """
     if not problem.is_equal:
-        largest = map(sub, problem.smallest_limit, problem.memory.static)
+        largest: list[float] = [*map(sub, problem.smallest_limit, problem.memory.static)]
         return max(one_f_one_b_memory(problem.averaged()), *largest)
     p, m, chunks = problem.pp_degree, problem.microbatches, problem.placement.chunks
     forward: Sequence[float] = problem.memory.forward

@@ -78,7 +78,7 @@ def test_node_lists_have_the_times_of_the_plan(plan: Plan) -> None:
     assert document["nodes"][0][0]["completion_time"] == 1 + 2 * LENGTHS[ENTRY[0]]
 
 
-def test_torchtitan_is_told_the_order_of_the_batch(plan: Plan) -> None:
+def test_torchtitan_gets_the_order_of_the_batch(plan: Plan) -> None:
     assert "#   1, 2, 0, 3" in export(plan, "torchtitan")
 
 

@@ -108,9 +108,10 @@ def best_prices(demand: Demand, rounds: int) -> Priced:
     programme = _Programme(demand)
     best = priced(demand, demand.units / UNITS)
     for _ in range(rounds):
-        value, prices, shares = programme.solve()
-        if best.bound >= value * (1 - CLOSE):
+        solved = programme.solve()
+        if solved is None or best.bound >= solved.value * (1 - CLOSE):
             break
+        prices, shares = solved.prices, solved.shares
         # Sets that earn too much between the best prices and the programme's cut the latter off, too, and
         # there they are better ones (Ben-Ameur and Neto 2007, "Acceleration of cutting-plane algorithms").
         found = priced(demand, STEP * prices + (1 - STEP) * best.prices)
@@ -162,6 +163,14 @@ def priced(demand: Demand, prices: FloatArray) -> Priced:
     return Priced(bound, scaled, shares, earned / scale, others, chosen, scale)
 
 
+class _Solved(NamedTuple):
+    """The programme's value, the prices (G, K), and the shares (R,) that operations earn."""
+
+    value: float
+    prices: FloatArray
+    shares: FloatArray
+
+
 class _Programme:
     """The highest bound that the sets known so far allow: prices, and what operations earn."""
 
@@ -179,13 +188,14 @@ class _Programme:
         for variable, value in zip([*self.prices, *self.shares], worth, strict=True):
             objective.SetCoefficient(variable, value / self.unit)
 
-    def solve(self) -> tuple[float, FloatArray, FloatArray]:
-        """The programme's value, the prices (G, K), and the shares (R,) that operations earn."""
-        self.solver.Solve()
+    def solve(self) -> _Solved | None:
+        """The optimum; None if the solver gives up for numerical reasons."""
+        if self.solver.Solve() != self.solver.OPTIMAL:
+            return None
         value = self.solver.Objective().Value() * self.unit
         prices = np.array([variable.solution_value() for variable in self.prices]).reshape(self.shape)
         shares = np.array([variable.solution_value() for variable in self.shares])
-        return value, np.maximum(prices, 0.0), shares
+        return _Solved(value, np.maximum(prices, 0.0), shares)
 
     def add(self, away: IntArray, of_class: int | None) -> None:
         """A set (G, K) of microbatches that may be away together, next to a class of operations or none."""

@@ -38,7 +38,7 @@ def main() -> int:
             search(parse_problem(problem), SearchOptions("quick", jitter=jitter))
             # A search that meets a weaker bound does not compute the strongest.
             lower_bound(parse_problem(problem), "thorough")
-        # Microbatches that differ have bounds of their own.
+        # Microbatches that differ have bounds that are compiled separately.
         held = {"forward": {"x": 2}, "backward_input": {"x": -1}, "backward_weight": {"x": -1}, "limit": 12}
         differing = problem | {"features": {"x": [1, 2, 3]}, "memory": held}
         lower_bound(parse_problem(differing), "full")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from hypothesis import strategies as st
-from zbv_solver.problem.costs import Costs, Memory
+from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
 from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Objective, Problem
 from zbv_solver.problem.reading import parse_problem
@@ -108,6 +108,29 @@ def limited_problems(draw: st.DrawFn, /, **options: Any) -> Problem:
     p = problem.pp_degree
     headroom = draw(st.lists(st.sampled_from([0, 0, 1, 3, 10, 40]), min_size=p, max_size=p))
     return limited(problem, tuple(map(float, headroom)))
+
+
+def with_sizes(problem: Problem, size: list[float]) -> Problem:
+    """Microbatch j costs and holds 1 + size[j] times what it did; latencies stay."""
+    costs, memory = problem.costs, problem.memory
+    feature = Feature(
+        "size",
+        tuple(size),
+        replace(costs, p2p=(0.0,) * len(costs.p2p)),
+        Deltas(memory.forward, memory.backward_input, memory.backward_weight),
+    )
+    return replace(problem, microbatches=len(size), features=(feature,))
+
+
+@st.composite
+def differing_problems(draw: st.DrawFn, *, max_p: int = 3, max_m: int = 5) -> Problem:
+    """Random problems whose microbatches have a size, some of them a large one; memory is often tight."""
+    problem = draw(problems(max_p=max_p, max_m=1, kinds=("v", "loop", "single")))
+    size = st.sampled_from([0.0, 0.0, 0.5, 1.0, 1 / 3, 7.0, 40.0])
+    problem = with_sizes(problem, draw(st.lists(size, min_size=1, max_size=max_m)))
+    headroom = st.sampled_from([0.0, 0.0, 1.0, 3.0, 10.0, 40.0])
+    p = problem.pp_degree
+    return limited(problem, tuple(draw(st.lists(headroom, min_size=p, max_size=p))))
 
 
 def decades(smallest: float = 1e-6, largest: float = 1e6) -> st.SearchStrategy[float]:

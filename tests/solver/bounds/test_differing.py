@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import limited, problems, uniform
+from support.problems import differing_problems, uniform, with_sizes
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Deltas, Feature
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.problem.reading import parse_problem
@@ -23,29 +21,6 @@ from zbv_solver.verify.verifier import verify_orders
 from benchmarks.soak.draw import NUMBERS, differing_stages, number_source
 from benchmarks.soak.optimum import optimum
 from benchmarks.soak.pipeline import read
-
-
-def with_sizes(problem: Problem, size: list[float]) -> Problem:
-    """Microbatch j costs and holds 1 + size[j] times what it did; latencies stay."""
-    costs, memory = problem.costs, problem.memory
-    feature = Feature(
-        "size",
-        tuple(size),
-        replace(costs, p2p=(0.0,) * len(costs.p2p)),
-        Deltas(memory.forward, memory.backward_input, memory.backward_weight),
-    )
-    return replace(problem, microbatches=len(size), features=(feature,))
-
-
-@st.composite
-def differing_problems(draw: st.DrawFn, *, max_p: int = 3, max_m: int = 5) -> Problem:
-    """Random problems whose microbatches have a size, some of them a large one; memory is often tight."""
-    problem = draw(problems(max_p=max_p, max_m=1, kinds=("v", "loop", "single")))
-    size = st.sampled_from([0.0, 0.0, 0.5, 1.0, 1 / 3, 7.0, 40.0])
-    problem = with_sizes(problem, draw(st.lists(size, min_size=1, max_size=max_m)))
-    headroom = st.sampled_from([0.0, 0.0, 1.0, 3.0, 10.0, 40.0])
-    p = problem.pp_degree
-    return limited(problem, tuple(draw(st.lists(headroom, min_size=p, max_size=p))))
 
 
 @given(differing_problems(), st.integers(0, 1000))

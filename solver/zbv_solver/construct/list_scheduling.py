@@ -128,8 +128,34 @@ PREFERENCES = {
 """The letter that goes first, and whether the later chunks (deep) or the earlier ones go first."""
 
 
-CAPS, ROOMS = (1.0, 0.75, 1.4, 2.0), (1.0, 0.85, 0.7)
-"""For microbatches that differ: shares of the microbatches that fit on average, and of the memory."""
+class EntryRule(NamedTuple):
+    """A rule for microbatches that differ: ``cap`` and ``room`` are shares of what memory allows."""
+
+    preference: str
+    patience: float
+    cap: float
+    room: float
+    peak: float
+
+
+ENTRY_RULES = (
+    EntryRule("forward-deep", 0.5, 2.0, 0.85, 0.8),
+    EntryRule("forward-deep", 0.0, 2.0, 0.85, 0.65),
+    EntryRule("forward-deep", 0.5, 0.75, 1.0, 0.65),
+    EntryRule("forward-deep", 0.5, 1.4, 1.0, 0.65),
+    EntryRule("forward-deep", 0.0, 2.0, 0.85, 0.8),
+    EntryRule("backward-deep", 1.0, 2.0, 0.85, 0.5),
+    EntryRule("forward-deep", 1.0, 2.0, 0.85, 0.4),
+    EntryRule("forward-deep", 0.5, 2.0, 1.0, 1.0),
+    EntryRule("forward-deep", 0.0, 2.0, 0.85, 0.5),
+    EntryRule("forward-deep", 1.0, 1.4, 1.0, 0.5),
+    EntryRule("backward-shallow", 0.5, 1.4, 1.0, 0.4),
+    EntryRule("forward-deep", 0.0, 1.4, 1.0, 1.0),
+    EntryRule("forward-deep", 0.5, 2.0, 0.85, 0.4),
+    EntryRule("backward-deep", 0.5, 2.0, 1.0, 0.8),
+)
+"""Together they were within 0.4 % of the best of 540 rules, on average over 33 problems. Each gains most over
+those before it."""
 
 
 def priority_schedules(problem: Problem, shares: tuple[float, ...] = (1.0, 0.75)) -> Iterator[Attempt]:
@@ -148,20 +174,30 @@ def priority_schedules(problem: Problem, shares: tuple[float, ...] = (1.0, 0.75)
 
 
 def _schedules_by_entry(problem: Problem) -> Iterator[Attempt]:
-    """Orders of a portfolio of rules and orders of entry, for microbatches that differ."""
-    size, arrays = sizes(problem), problem.arrays
-    room = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
+    """Orders of the rules for microbatches that differ."""
     for fuse_name, fuse in fuse_options(problem):
         scheduler = ListScheduler(problem, fuse)
-        grid = product((0.0, 0.5), ROOMS, CAPS, PEAKS, PREFERENCES)
-        for patience, held, share, peak, name in grid:
-            rule = simple_rule(problem, name, share, patience)._replace(
-                room=arrays.static + held * room, entry=mountain(size, peak)
-            )
-            method = f"list({name},cap={share:g},room={held:g},peak={peak:g},fuse={fuse_name})"
-            attempt = scheduler.attempt(rule, method)
+        for each in ENTRY_RULES:
+            method = f"list({each.preference},cap={each.cap:g},room={each.room:g},peak={each.peak:g}"
+            attempt = scheduler.attempt(entry_rule(problem, each), f"{method},fuse={fuse_name})")
             if attempt is not None:
                 yield attempt
+
+
+def entry_rule(problem: Problem, rule: EntryRule) -> Rule:
+    """The parameters of a rule for microbatches that differ."""
+    arrays = problem.arrays
+    space = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
+    return simple_rule(problem, rule.preference, rule.cap, rule.patience)._replace(
+        room=arrays.static + rule.room * space, entry=mountain(sizes(problem), rule.peak)
+    )
+
+
+def first_rule(problem: Problem) -> Rule:
+    """The rule that is good most often, for a first order."""
+    if problem.is_equal:
+        return simple_rule(problem, "backward-deep", 1.0, 0.5)
+    return entry_rule(problem, ENTRY_RULES[0])
 
 
 def simple_rule(problem: Problem, preference: str, share: float, patience: float) -> Rule:

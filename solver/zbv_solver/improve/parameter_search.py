@@ -18,7 +18,14 @@ import numpy as np
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.entry_orders import PEAKS, changed, mountain, sizes
 from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
-from zbv_solver.construct.list_scheduling import PHASES, ListScheduler, Rule, in_flight_caps
+from zbv_solver.construct.list_scheduling import (
+    ENTRY_RULES,
+    PHASES,
+    ListScheduler,
+    Rule,
+    entry_rule,
+    in_flight_caps,
+)
 from zbv_solver.construct.tables import fuse_options
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.problem import Problem
@@ -86,7 +93,11 @@ def parameter_search(
     if placements <= 0:
         return
     basins = BASINS if placements >= FEW_ORDERS * small.max_actions else FEW_BASINS
-    climbers: list[Climber] = [RuleClimber(small, seed, halt, basins)]
+    rules = RuleClimber(small, seed, halt, basins)
+    if not problem.is_equal:
+        for each in ENTRY_RULES:
+            rules.start_from(entry_rule(problem, each), 0)
+    climbers: list[Climber] = [rules]
     if problem.placement.kind == "v":
         climbers.append(GreedyClimber(small, seed, halt))
     best = np.inf

@@ -12,10 +12,10 @@ from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import (
     ListScheduler,
+    first_rule,
     in_flight_caps,
     priority_schedules,
     serial,
-    simple_rule,
 )
 from zbv_solver.improve.annealing_rounds import COOLER, LEVELS, anneal_in_rounds
 from zbv_solver.improve.injection_search import injection_search
@@ -91,8 +91,9 @@ class Pipeline(SearchState):
     def _begin(self) -> None:
         """Find a first order as quickly as possible."""
         self.bound = lower_bound(self.problem, effort="quick").value
-        rule = simple_rule(self.problem, "backward-deep", 1.0, 0.5)
-        attempt = ListScheduler(self.problem).attempt(rule, "list(first)") or serial(self.problem)
+        attempt = ListScheduler(self.problem).attempt(first_rule(self.problem), "list(first)") or serial(
+            self.problem
+        )
         if self._is_better(attempt.value):
             self._take(_of(attempt))
 
@@ -106,7 +107,8 @@ class Pipeline(SearchState):
         """Construct greedy and list-scheduled orders alternately."""
         listed = priority_schedules(self.problem)
         attempts = listed
-        if self.problem.placement.kind == "v":
+        # Where microbatches differ, the structured greedy does worse than lists.
+        if self.problem.placement.kind == "v" and self.problem.is_equal:
             attempts = _in_turns(get_v_schedule(self.problem), listed)
         most = max(FIRST_ATTEMPTS, self.budget.constructed // self.problem.max_actions)
         for _, attempt in zip(range(most), attempts, strict=False):

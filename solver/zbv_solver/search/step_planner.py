@@ -19,7 +19,7 @@ import numpy as np
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.entry_orders import sizes
-from zbv_solver.construct.list_scheduling import Rule, serial, simple_rule
+from zbv_solver.construct.list_scheduling import ENTRY_RULES, Rule, entry_rule, serial
 from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.parameter_search import RuleClimber
@@ -32,6 +32,8 @@ from zbv_solver.search.search_unit import in_search_unit
 
 REMEMBERED = 12
 """Rules of earlier steps that a step begins with."""
+FIRST_RULES = 6
+"""General rules that a step begins with while fewer are known."""
 CACHED = 256
 """Batches whose plans are kept."""
 CLIMB_SHARE = 0.5
@@ -146,8 +148,8 @@ class StepPlanner:
     def _constructed(self, problem: Problem, size: IntArray, until: float) -> Attempt:
         """The order of the best rule: of earlier steps, of the first ones, or of a climb from these."""
         climber = RuleClimber(problem, self.seed + self.steps, most_basins=2)
-        if len(self._known) < REMEMBERED:
-            climber.start_from(simple_rule(problem, "backward-deep", 1.0, 0.5), 0)
+        for each in ENTRY_RULES[: max(1, FIRST_RULES - len(self._known))]:
+            climber.start_from(entry_rule(problem, each), 0)
         for known in self._known:
             if len(known.pattern) == problem.microbatches and known.option < len(climber.options):
                 climber.start_from(known.rule._replace(entry=size[known.pattern]), known.option)

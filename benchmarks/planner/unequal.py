@@ -27,6 +27,7 @@ from zbv_solver.timing.start_times import Timing, evaluate
 
 from benchmarks.errors import WrongInput
 from benchmarks.findings import Finding, at_least, at_most
+from benchmarks.lengths.distributions import MADE
 from benchmarks.lengths.instances import SHARES, PlanningInstance
 from benchmarks.lengths.instances import instances as every_instance
 from benchmarks.planner.verdicts import SAME_FIGURE
@@ -36,8 +37,8 @@ LEAST_GAIN_PERCENT = {0.6: 12.0, 1.0: 4.0}
 LARGEST_GAP_PERCENT = {0.6: 5.0, 1.0: 1.0}
 """Means by memory limit."""
 MOST_SECONDS = 10.0
-WARM_UP_SECONDS = 2.0
-"""Time limit of a search before the first one, so that no measurement includes loading code."""
+WARM_UP = PlanningInstance(MADE[0], 4, 8, 0.6)
+"""Planned before the first instance, so that no measurement includes loading code."""
 MEAN_PLAN = "mean"
 FITTING = "mean-fitting"
 MOST_TIGHTENINGS = 4
@@ -111,8 +112,7 @@ def unequal_table(
     chosen: Sequence[PlanningInstance], options: SearchOptions, write: Callable[[str], object]
 ) -> list[Finding]:
     """Plan every instance, write its row as soon as it is known, and return the findings."""
-    warm_up = replace(options, time_limit=WARM_UP_SECONDS)
-    search(parse_problem(chosen[0].document()), warm_up)
+    search(parse_problem(WARM_UP.document()), options)
     write(HEADER)
     rows = []
     for each in chosen:

@@ -206,16 +206,14 @@ def unequal_findings(rows: Iterable[UnequalRow]) -> Iterator[Finding]:
         fitting = [row.value / row.best.value for row in own if row.best is not None]
         if fitting:
             yield Finding(f"{about}: shorter than the best that fits", _shorter_in_mean(fitting), "%")
-        for name, about, least in (
+        for name, than, least in (
             (MEAN_PLAN + PRACTICE, "the mean plan in the order of practice", LEAST_GAIN_PERCENT.get(share)),
             (FITTING, "a mean plan that fits, in the order of practice", None),
         ):
             ratios = [row.value / found.value for row in own if (found := row.rival(name)) is not None]
             if ratios:
                 target = None if least is None else at_least(least)
-                yield Finding(
-                    f"  shorter than {about} ({len(ratios)})", _shorter_in_mean(ratios), "%", target
-                )
+                yield Finding(f"  shorter than {than} ({len(ratios)})", _shorter_in_mean(ratios), "%", target)
         gaps = [100 * row.gap for row in own]
         yield Finding(
             "  certified gap, mean", sum(gaps) / len(gaps), "%", at_most(LARGEST_GAP_PERCENT.get(share))

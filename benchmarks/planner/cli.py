@@ -1,4 +1,4 @@
-"""``python -m benchmarks planner``, ``partitioning``, ``jitter``, ``packing`` and ``speed``."""
+"""``python -m benchmarks planner``, ``partitioning``, ``jitter``, ``packing``, ``unequal`` and ``speed``."""
 
 from __future__ import annotations
 
@@ -102,6 +102,24 @@ def add_packing(commands: Any) -> None:
     command.set_defaults(run=_packing)
 
 
+def add_unequal(commands: Any) -> None:
+    """Add the benchmark of microbatches that differ."""
+    command = commands.add_parser(
+        "unequal",
+        help="plan problems whose microbatches differ; compare with bounds, baselines and the mean plan",
+        description="Plan the problems of `lengths`, whose microbatches differ. Compare with proven bounds, "
+        "with the classical schedules and DynaPipe's, and with a plan for the mean microbatch that the same "
+        "search made.",
+    )
+    _add_search_options(command)
+    command.add_argument(
+        "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
+    )
+    command.add_argument("--only", metavar="GLOB", help="only instances with a matching name")
+    add_output(command)
+    command.set_defaults(run=_unequal)
+
+
 def add_speed(commands: Any) -> None:
     """Add the benchmark of the kernels."""
     command = commands.add_parser("speed", help="count evaluations per second on one core")
@@ -174,6 +192,17 @@ def _packing(parsed: argparse.Namespace) -> int:
         return packing_table(chosen, options, sys.stdout.write)
 
     return measure_all([("packing", f"{len(chosen)} batches", measure)], parsed.output)
+
+
+def _unequal(parsed: argparse.Namespace) -> int:
+    from benchmarks.planner.unequal import instances, unequal_table
+
+    options, chosen = _options(parsed, workers=parsed.workers), instances(parsed.only)
+
+    def measure() -> Sequence[Finding]:
+        return unequal_table(chosen, options, sys.stdout.write)
+
+    return measure_all([("unequal", f"{len(chosen)} instances", measure)], parsed.output)
 
 
 def _speed(_parsed: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbv_solver.construct.baselines import BASELINES
+from zbv_solver.construct.baselines import baseline_names
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 
@@ -61,20 +61,23 @@ class ComparedPlans:
         wanted = [name for name in dict.fromkeys(names) if name != plan.plan_id]
         tasks = {name: asyncio.ensure_future(self._one(plan, name)) for name in wanted[:MOST]}
         await wait_a_while(tasks.values(), PATIENCE_SECONDS)
+        baselines = baseline_names(plan.problem)
         too_many = f"a plan is compared with at most {MOST} schedules at once; leave some out."
         found = []
         for name in wanted:
             if name not in tasks:
-                found.append(ComparedPlan(name, name in BASELINES, None, too_many))
+                found.append(ComparedPlan(name, name in baselines, None, too_many))
             elif tasks[name].done():
                 found.append(tasks[name].result())
             else:  # it continues, and is ready when the page is loaded again
-                found.append(ComparedPlan(name, name in BASELINES, None))
+                found.append(ComparedPlan(name, name in baselines, None))
         return tuple(found)
 
     async def baseline(self, plan: Plan, name: str) -> Plan | None:
         """A classical schedule of a plan's problem; None if no schedule has this name."""
-        return await self._schedules.baseline(plan.problem, name) if name in BASELINES else None
+        if name not in baseline_names(plan.problem):
+            return None
+        return await self._schedules.baseline(plan.problem, name)
 
     async def offered(self, plan: Plan) -> tuple[list[PlanSummary], list[PlanSummary]]:
         """Stored plans to choose from, newest first: plans of the same shape, and others."""
@@ -88,7 +91,7 @@ class ComparedPlans:
         )
 
     async def _one(self, plan: Plan, name: str) -> ComparedPlan:
-        is_baseline = name in BASELINES
+        is_baseline = name in baseline_names(plan.problem)
         try:
             other = await (
                 self._schedules.baseline(plan.problem, name) if is_baseline else self._plans.plan(name)

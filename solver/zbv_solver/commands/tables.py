@@ -20,6 +20,8 @@ MOST_RANKS = 16
 """Ranks that a summary shows."""
 UNEVEN = 0.03
 """The summary suggests finer layers if some rank must have at least this share more work than the mean."""
+_WIDEST = 1000
+"""Columns of the widest table."""
 
 
 def print_frontier(problem: AnyProblem, points: Sequence[FrontierPoint]) -> None:
@@ -92,7 +94,7 @@ def print_comparison(plan: Plan) -> None:
             "yes" if row.fits else "no",
             f"{objective_value(objective, row) / plan.objective:.3f}" if plan.objective else "–",
         )
-    Console().print(table)
+    _print_whole(table)
 
 
 def print_simulation(plan: Plan, found: Simulation) -> None:
@@ -114,7 +116,16 @@ def print_simulation(plan: Plan, found: Simulation) -> None:
         expected, p95 = shown(spans)
         relative = f"{p95 / own:.3f}" if own else "–"
         table.add_row(name, f"{expected:.6g}", f"{p95:.6g}", "yes" if fits else "no", relative)
-    Console().print(table)
+    _print_whole(table)
+
+
+def _print_whole(table: Table) -> None:
+    """Print a table that never cuts a number; in a narrow terminal its lines wrap."""
+    console = Console()
+    needed = console.measure(table, options=console.options.update(max_width=_WIDEST))
+    if needed.minimum > console.width:
+        console.width = needed.maximum
+    console.print(table)
 
 
 def first_actions(plan: Plan) -> str:

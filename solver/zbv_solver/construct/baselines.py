@@ -2,6 +2,10 @@
 
 They run the same model: their stages are the problem's stages merged in model order (one chunk per rank), or
 distributed in turn (interleaved). B is the full backward, as everywhere.
+
+If microbatches differ, the schedules run them in the given order and, with ``-practice`` behind their names,
+in the order used in practice: by size, the small ones at both ends. DynaPipe's schedule is made for such
+microbatches, and chooses its order itself.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from zbv_solver.construct.cyclic import dynapipe
+from zbv_solver.construct.entry_orders import practice_order
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.costs import Costs, Deltas, Memory
@@ -96,6 +102,15 @@ _SINGLE: dict[str, Callable[[int, int, int], Rows]] = {
     "zb-h1": zb_h1,
 }
 BASELINES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
+PRACTICE = "-practice"
+DYNAPIPE = "dynapipe"
+
+
+def baseline_names(problem: Problem) -> tuple[str, ...]:
+    """The baselines of a problem: ``BASELINES``, and more if microbatches differ."""
+    if problem.is_equal:
+        return BASELINES
+    return (*BASELINES, *(name + PRACTICE for name in BASELINES), DYNAPIPE)
 
 
 def baseline(name: str, problem: Problem) -> tuple[Problem, Orders]:
@@ -104,24 +119,31 @@ def baseline(name: str, problem: Problem) -> tuple[Problem, Orders]:
     Parameters
     ----------
     name
-        One of ``BASELINES``.
+        One of :func:`baseline_names`.
     problem
         The problem to compare on.
 
     Raises
     ------
     InvalidInput
-        For an unknown name.
+        For a name that the problem's baselines do not have.
     """
+    names = baseline_names(problem)
+    if name not in names:
+        raise InvalidInput.at("", f"found baseline {name!r}; must be one of {', '.join(names)}.")
     p, m = problem.pp_degree, problem.microbatches
-    if name == "interleaved-1f1b":
-        looped = _on(problem, Placement.of("loop", p, problem.placement.chunks))
-        chunks = looped.placement.chunks
-        return looped, Orders.of_rows([interleaved_1f1b(rank, p, m, chunks) for rank in range(p)])
-    if name not in _SINGLE:
-        raise InvalidInput.at("", f"found baseline {name!r}; must be one of {', '.join(BASELINES)}.")
-    merged = merge_stages(problem)
-    return merged, Orders.of_rows([_SINGLE[name](rank, p, m) for rank in range(p)])
+    if name == DYNAPIPE:
+        merged = merge_stages(problem)
+        return merged, dynapipe(merged)
+    method = name.removesuffix(PRACTICE)
+    if method == "interleaved-1f1b":
+        own = _on(problem, Placement.of("loop", p, problem.placement.chunks))
+        chunks = own.placement.chunks
+        orders = Orders.of_rows([interleaved_1f1b(rank, p, m, chunks) for rank in range(p)])
+    else:
+        own = merge_stages(problem)
+        orders = Orders.of_rows([_SINGLE[method](rank, p, m) for rank in range(p)])
+    return own, orders if method == name else orders.renamed(practice_order(problem))
 
 
 def _on(problem: Problem, placement: Placement) -> Problem:

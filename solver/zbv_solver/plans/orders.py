@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.arrays import BoolArray
+from zbv_solver.kernels.arrays import BoolArray, IntArray
 from zbv_solver.problem.limits import MAX_CELLS
 from zbv_solver.problem.problem import LETTERS, B, F, I, W
 
@@ -114,6 +114,10 @@ class Orders:
     def slice_of(self, rank: int) -> slice:
         """The slice of the flat arrays with a rank's actions."""
         return slice(int(self.offset[rank]), int(self.offset[rank + 1]))
+
+    def renamed(self, entry: IntArray) -> Orders:
+        """The same order with microbatch ``entry[k]`` (m,) in the place of microbatch k."""
+        return replace(self, microbatch=entry.astype(np.int32)[self.microbatch])
 
     def rank_index(self) -> NDArray[np.int32]:
         """The rank of every action, (n,)."""

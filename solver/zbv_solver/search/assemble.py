@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zbv_solver import bounds
-from zbv_solver.construct.baselines import BASELINES, baseline, without_limit
+from zbv_solver.construct.baselines import baseline, baseline_names, without_limit
 from zbv_solver.documents.files import file_label
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.certificate import certify
@@ -103,11 +103,12 @@ def baseline_plan(name: str, problem: Problem) -> Plan:
 def compare(problem: Problem) -> tuple[Baseline, ...]:
     """What the classical schedules achieve on a problem: GPipe, 1F1B, eager and interleaved 1F1B, and ZB-H1.
 
-    They ignore the memory limit; :attr:`Baseline.fits` says which of them keep it. Every plan has them as
+    If microbatches differ, also in the order used in practice (``-practice``), and DynaPipe's schedule. Only
+    that one knows the memory limit; :attr:`Baseline.fits` says which of them keep it. Every plan has them as
     ``plan.baselines``.
     """
     results = []
-    for name in BASELINES:
+    for name in baseline_names(problem):
         own_problem, orders = baseline(name, problem)
         unlimited = without_limit(own_problem)
         verify_orders(unlimited, orders)

@@ -84,6 +84,17 @@ def test_compare_shows_every_baseline(problem: Path, capsys: Capture) -> None:
     assert "eager-1f1b" in table
 
 
+def test_compare_cuts_no_number_in_a_narrow_terminal(tmp_path: Path, capsys: Capture) -> None:
+    """Names of the baselines of microbatches that differ are long."""
+    differing = uniform_document(2, 4) | {"sequences": [[1000], [2000], [500, 500], [3000]]}
+    differing["costs"]["forward"] = {"fixed": 0.25, "tokens": 1}
+    assert main(["compare", str(write(tmp_path / "differing.json", differing)), "--effort", "quick"]) == 0
+    table = capsys.readouterr().out
+    assert "interleaved-1f1b-practice" in table
+    assert "dynapipe" in table
+    assert "…" not in table
+
+
 def test_export_converts(plan: Path, capsys: Capture) -> None:
     assert main(["export", str(plan), "--format", "torch-csv"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2

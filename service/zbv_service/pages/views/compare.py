@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbv_solver.construct.baselines import BASELINES
+from zbv_solver.construct.baselines import baseline_names
 from zbv_solver.export import quantities, report
 from zbv_solver.export.per_rank import idle_shares
 from zbv_solver.export.timeline import timeline
@@ -77,7 +77,7 @@ def compare_view(
         lanes=None if awaited else lanes_view(_lanes(plan, found, root), unit),
         awaited=awaited,
         rows=report.schedule_rows(plan, _schedules(plan, found, root)),
-        choices=tuple(_choices(compared)),
+        choices=tuple(_choices(plan, compared)),
         alike=tuple(alike),
         others=tuple(others),
         complaints=tuple((_title(each), each.complaint) for each in compared if each.complaint),
@@ -127,7 +127,8 @@ def _schedules(plan: Plan, found: Sequence[tuple[ComparedPlan, Plan]], root: str
 
 
 def _other_cuts(plan: Plan) -> list[Baseline]:
-    return [each for each in plan.baselines if each.name not in BASELINES]
+    schedules = baseline_names(plan.problem)
+    return [each for each in plan.baselines if each.name not in schedules]
 
 
 def _fits(plan: Plan, other: Plan) -> bool | None:
@@ -145,11 +146,11 @@ def _fits(plan: Plan, other: Plan) -> bool | None:
     return not any(exceeds(peak, limit) for peak, limit in zip(peaks, limits, strict=True))
 
 
-def _choices(compared: Sequence[ComparedPlan]) -> list[Choice]:
+def _choices(plan: Plan, compared: Sequence[ComparedPlan]) -> list[Choice]:
     chosen = {each.name for each in compared}
     plans = [each for each in compared if not each.is_baseline and not each.complaint]
     return [
-        *(Choice(name, name, name in chosen) for name in BASELINES),
+        *(Choice(name, name, name in chosen) for name in baseline_names(plan.problem)),
         *(Choice(each.name, _title(each), True) for each in plans),
     ]
 

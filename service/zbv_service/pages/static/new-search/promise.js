@@ -3,9 +3,12 @@
 import { amount, percent } from "../numbers.js";
 
 const CUTS = ["histogram-cut", "even-cut", "v", "loop-2", "loop-3", "loop-4", "single"]; // of layers
-const ORDER = [...CUTS, "zb-h1", "interleaved-1f1b", "eager-1f1b", "1f1b", "gpipe"];
+const CLASSICAL = { "zb-h1": "ZB-H1", "interleaved-1f1b": "Interleaved 1F1B", "eager-1f1b": "Eager 1F1B", "1f1b": "1F1B", gpipe: "GPipe" };
+// Of microbatches that differ: small ones at both ends, as in practice, and the schedule made for them.
+const PRACTICE = Object.fromEntries(Object.entries(CLASSICAL).map(([name, label]) => [`${name}-practice`, `${label}, sorted`]));
+const ORDER = [...CUTS, ...Object.keys(CLASSICAL), ...Object.keys(PRACTICE), "dynapipe"];
 const CUT_NAMES = { "histogram-cut": "Histogram cut", "even-cut": "Even cut", v: "V", "loop-2": "Interleaved, 2", "loop-3": "Interleaved, 3", "loop-4": "Interleaved, 4", single: "One stage per rank" };
-const NAMES = { ...CUT_NAMES, "zb-h1": "ZB-H1", "interleaved-1f1b": "Interleaved 1F1B", "eager-1f1b": "Eager 1F1B", "1f1b": "1F1B", gpipe: "GPipe" };
+const NAMES = { ...CUT_NAMES, ...CLASSICAL, ...PRACTICE, dynapipe: "DynaPipe" };
 
 function make(name, className, ...children) {
   const made = document.createElement(name);

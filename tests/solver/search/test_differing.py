@@ -115,7 +115,7 @@ def test_any_verified_order_may_be_resumed(effort: Any, seed: int) -> None:
     assert plan.objective <= objective_of(problem, incumbent) * (1 + 1e-9)
 
 
-def test_a_plan_of_its_own_search_is_resumed_as_it_is() -> None:
+def test_a_plan_of_an_earlier_search_is_resumed_as_it_is() -> None:
     problem = heavy(4, 10, 24.0)
     plan = search(problem, QUICK)
     assert first_in_first_out(plan.orders, problem.n_stages, is_equal=False) == plan.orders

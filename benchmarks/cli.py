@@ -12,7 +12,14 @@ from zbv_worker.errors import InvalidRun, WorkerError
 
 from benchmarks.errors import BenchmarkError, WrongInput
 from benchmarks.lengths.cli import add_lengths
-from benchmarks.planner.cli import add_jitter, add_packing, add_partitioning, add_planner, add_speed
+from benchmarks.planner.cli import (
+    add_jitter,
+    add_packing,
+    add_partitioning,
+    add_per_step,
+    add_planner,
+    add_speed,
+)
 from benchmarks.service.cli import add_service
 from benchmarks.soak.cli import add_soak
 from benchmarks.worker.cli import add_worker
@@ -63,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     for add in (
-        *(add_planner, add_partitioning, add_jitter, add_packing, add_speed),
+        *(add_planner, add_partitioning, add_jitter, add_packing, add_per_step, add_speed),
         *(add_lengths, add_soak, add_service, add_worker),
     ):
         add(commands)

@@ -94,7 +94,7 @@ def main(folder: Path, steps: int, mode: str) -> None:
                 os.kill(client.pid, 9)
                 time.sleep(0.2)
             found.append(difference(pipe, batch, given))
-            plans.append(pipe._own._plan.plan_id)
+            plans.append(pipe.plan_id)
             time.sleep(PAUSE)
         report = asdict(pipe.planning or 0)  # type: ignore[call-overload]
     ended = client is None or client._process.poll() is not None

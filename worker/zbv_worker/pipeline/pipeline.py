@@ -314,6 +314,11 @@ class Pipeline:
         return None if self._own.plans is None else self._own.plans.report
 
     @property
+    def plan_id(self) -> str:
+        """The id of the plan that the newest step ran, or the first one will run."""
+        return self._own.plan_id
+
+    @property
     def boundaries(self) -> dict[int, Structure]:
         """What crosses the boundaries between stages of this rank and others, known after the first step.
 

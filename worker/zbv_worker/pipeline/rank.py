@@ -117,6 +117,11 @@ class PipelineRank:
         return self._plan.microbatches
 
     @property
+    def plan_id(self) -> str:
+        """The id of the current plan."""
+        return self._plan.plan_id
+
+    @property
     def tokens(self) -> list[int] | None:
         """The tokens of every microbatch, if the plan has a feature of that name and runs in all steps."""
         if self.plans is not None or not all("tokens" in features for features in self._plan.features):

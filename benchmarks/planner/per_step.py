@@ -46,7 +46,7 @@ Values = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
-class Run:
+class SteppedRun:
     """A training run; its memory limit is a share of what 1F1B holds in the median step."""
 
     law: Distribution
@@ -78,9 +78,9 @@ def features_of(sequences: Sequence[Sequence[int]]) -> Values:
     }
 
 
-def runs(only: str | None = None) -> tuple[Run, ...]:
+def runs(only: str | None = None) -> tuple[SteppedRun, ...]:
     """All runs; raises :class:`WrongInput` if ``only``, a glob, matches no name."""
-    every = [Run(law, share) for law in MADE for share in SHARES]
+    every = [SteppedRun(law, share) for law in MADE for share in SHARES]
     chosen = tuple(each for each in every if only is None or fnmatchcase(each.name, only))
     if not chosen:
         raise WrongInput(
@@ -100,7 +100,7 @@ class StepRow:
     ratio: float
 
 
-def per_step_table(chosen: Sequence[Run], count: int, write: Callable[[str], object]) -> list[Finding]:
+def per_step_table(chosen: Sequence[SteppedRun], count: int, write: Callable[[str], object]) -> list[Finding]:
     """Plan every step of the runs, print a row per run, and return times and ratios."""
     write(HEADER)
     findings = []

@@ -17,15 +17,8 @@ if TYPE_CHECKING:
     from benchmarks.findings import Finding
 
 NAMES = (
-    "overhead",
-    "pipeline-step",
-    "per-step",
-    "gpt",
-    "split",
-    "memory",
-    "rehearse",
-    "rehearse-jitter",
-    "nccl-model",
+    *("overhead", "pipeline-step", "per-step", "gpt", "split"),
+    *("memory", "rehearse", "rehearse-jitter", "nccl-model"),
 )
 DESCRIPTION = """\
 Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;

@@ -22,6 +22,7 @@ from benchmarks.worker.workload import parse_workload, workload_json
 if TYPE_CHECKING:
     from zbv_worker.transport.world import World
 
+COSTS = ("forward", "backward_input", "backward_weight")
 Request = Mapping[str, Any]
 
 
@@ -57,9 +58,7 @@ class PerStepWorkload:
             "pp_degree": self.pp_degree,
             "microbatches": self.microbatches,
             "features": {"tokens": self.lengths(-1)},
-            "costs": dict.fromkeys(
-                ("forward", "backward_input", "backward_weight"), {"fixed": 20, "tokens": 1}
-            ),
+            "costs": {name: {"fixed": 20, "tokens": 1} for name in COSTS},
         }
 
 
@@ -73,15 +72,13 @@ def findings(workload: PerStepWorkload, answers: Sequence[Request]) -> list[Find
     """Findings from the reports of the ranks; the first rank chooses the plans."""
     reports = [answer["report"] for answer in answers]
     steps, first = workload.rounds, reports[0]
-    plans = {tuple(answer["plans"]) for answer in answers}
+    are_equal = len({tuple(answer["plans"]) for answer in answers}) == 1
+    different = len({*answers[0]["plans"]}) if are_equal else 0
+    waited, agreed = sum(each["waited"] for each in reports), min(each["agreed"] for each in reports)
     return [
-        Finding("steps that waited for their plan", sum(each["waited"] for each in reports), "", at_most(0)),
-        Finding(
-            "plans with equal hashes on all ranks", min(r["agreed"] for r in reports), "", at_least(steps)
-        ),
-        Finding(
-            "different plans", len({*answers[0]["plans"]}) if len(plans) == 1 else 0, "", at_least(steps)
-        ),
+        Finding("steps that waited for their plan", waited, "", at_most(0)),
+        Finding("plans with equal hashes on all ranks", agreed, "", at_least(steps)),
+        Finding("different plans", different, "", at_least(steps)),
         Finding("steps with a searched plan", first["planned"]),
         Finding("steps with a constructor's plan, late", first["late"]),
         Finding("steps with a constructor's plan, not announced", first["constructed"]),
@@ -99,6 +96,7 @@ def on_rank(request: Request, world: World) -> dict[str, Any]:
     import torch
     import zbv_worker as zbv
     from torch import Tensor, nn
+    from zbv_worker.pipeline.step_plans import PlanningReport
 
     workload = parse_workload(PerStepWorkload, request["workload"])
     width = workload.width
@@ -128,4 +126,4 @@ def on_rank(request: Request, world: World) -> dict[str, Any]:
             for parameter in pipe.parameters():
                 parameter.grad = None
             plans.append(pipe.plan_id)
-    return {"report": asdict(pipe.planning or 0), "plans": plans, "seconds": seconds}  # type: ignore[call-overload]
+    return {"report": asdict(pipe.planning or PlanningReport()), "plans": plans, "seconds": seconds}

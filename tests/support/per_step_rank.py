@@ -1,8 +1,8 @@
 """A rank that trains a small transformer with a plan for every step, and compares with one process.
 
 Under torchrun's environment: ``python -m support.per_step_rank FOLDER STEPS MODE``. The rank writes what it
-found to ``rank-RANK.json``. ``MODE`` is "all ranks", "data rank", "stated", or "killed": then the planner's
-process is killed twice.
+found to ``rank-RANK.json``. ``MODE`` is "all ranks"; "data rank", with stated shapes; or "killed": then the
+planner's process is killed twice.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import zbv_worker as zbv
+from zbv_worker.pipeline.step_plans import PlanningReport
 
 from support.packed_rank import Block, PackedBatch, loss_sum, model, shape_of
 
@@ -64,9 +65,7 @@ def main(folder: Path, steps: int, mode: str) -> None:
     torch.set_num_threads(1)
     rank, p = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     batches = [PackedBatch.random(seed, MICROBATCHES) for seed in range(steps)]
-    more: dict[str, Any] = {"data_rank": p - 1} if mode == "data rank" else {}
-    if mode == "stated":
-        more["shape_of"] = shape_of
+    more: dict[str, Any] = {"data_rank": p - 1, "shape_of": shape_of} if mode == "data rank" else {}
     found, plans = [], []
     pipe = zbv.Pipeline(
         "per-step",
@@ -79,9 +78,6 @@ def main(folder: Path, steps: int, mode: str) -> None:
     )
     client = pipe._own.plans._client if pipe._own.plans is not None else None
     with pipe:
-        while client is not None and not client.is_ready:
-            client.answers()
-            time.sleep(0.05)
         for step, batch in enumerate(batches):
             if step + 1 < steps and step + 1 != UNANNOUNCED:
                 following = batches[step + 1]
@@ -96,7 +92,7 @@ def main(folder: Path, steps: int, mode: str) -> None:
             found.append(difference(pipe, batch, given))
             plans.append(pipe.plan_id)
             time.sleep(PAUSE)
-        report = asdict(pipe.planning or 0)  # type: ignore[call-overload]
+        report = asdict(pipe.planning or PlanningReport())
     ended = client is None or client._process.poll() is not None
     (folder / f"rank-{rank}.json").write_text(
         json.dumps({"found": found, "plans": plans, "report": report, "ended": ended})

@@ -47,7 +47,7 @@ def batch(seed: int, m: int = 12) -> Lengths:
 
 @pytest.mark.parametrize("seconds", [0.0, SECONDS])
 @pytest.mark.parametrize("limit", [40.0, 60.0, None])
-def test_every_step_has_a_verified_plan_of_its_own_batch(limit: float | None, seconds: float) -> None:
+def test_every_step_has_a_verified_plan_for_its_batch(limit: float | None, seconds: float) -> None:
     steps = planner(limit=limit)
     for seed in range(4):
         values = batch(seed)

@@ -13,7 +13,7 @@ from zbv_worker.host.local_ranks import LocalRanks, python_command
 STEPS = 20
 
 
-@pytest.fixture(scope="module", params=["all ranks", "data rank", "stated", "killed"])
+@pytest.fixture(scope="module", params=["all ranks", "data rank", "killed"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("per-step")
     command = python_command("support.per_step_rank", str(folder), str(STEPS), request.param)

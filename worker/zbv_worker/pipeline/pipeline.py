@@ -113,7 +113,7 @@ class Pipeline:
     problem
         For ``plan="per-step"``: a problem with features (:class:`zbv_solver.StepPlanner`), a document or a
         file. Its features are those of a typical step; every step has others, and as many microbatches. A
-        process beside the first rank (or the data rank) plans the steps that :meth:`announce` announces.
+        process next to the first rank (or the data rank) plans the steps that :meth:`announce` announces.
     service
         The URL of the service that has the plan. For ``plan=None``, of the service that plans if the planner
         is not installed here.

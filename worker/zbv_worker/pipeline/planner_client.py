@@ -1,4 +1,4 @@
-"""Talks to the process that plans the next steps (:mod:`.planner_process`); never waits."""
+"""Talks to the process that plans the next steps (:mod:`.planner_process`). A step never waits for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
@@ -14,7 +15,7 @@ from typing import IO, Any
 _ROOM = 1 << 20
 """Bytes of a pipe, so that the process seldom waits until a rank reads a long answer."""
 _CHUNK = 1 << 16
-_END_SECONDS = 5.0
+_END_SECONDS, _POLL_SECONDS = 5.0, 0.01
 
 
 class PlannerClient:
@@ -38,6 +39,7 @@ class PlannerClient:
     def __init__(self, problem: Mapping[str, Any]):
         self._problem = problem
         self._pending: dict[str, Mapping[str, Any]] = {}
+        self._unsent, self._received = bytearray(), bytearray()
         self.restarts = 0
         self.is_alive, self.is_ready = True, False
         self._start()
@@ -76,6 +78,13 @@ class PlannerClient:
             if "error" in answer or answer["seconds"] > 0:
                 self._pending.pop(answer["key"], None)
         return found
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Wait until the process has loaded the planner and its kernels, or ``seconds`` have passed."""
+        deadline = time.monotonic() + seconds
+        while self.is_alive and not self.is_ready and time.monotonic() < deadline:
+            self.answers()
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """End the process; a second call has no effect."""

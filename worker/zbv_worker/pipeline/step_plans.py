@@ -1,7 +1,7 @@
 """A plan for every step: made while the step before runs, agreed on before the step, never waited for.
 
 One rank of the pipeline, the first or the data rank, knows the lengths of the next steps when the caller
-announces them, and passes them to a process beside it. When a step begins, this rank takes what that process
+announces them, and passes them to a process next to it. When a step begins, this rank takes what that process
 has answered by then: the plan of a search, or a constructor's plan if the search is late. Without an answer
 or an announcement it makes a constructor's plan itself, which takes milliseconds. Then it sends plan and hash
 to the other ranks. These could not begin earlier anyway, because the step's data come from that rank's side.
@@ -42,6 +42,8 @@ _SECONDS = (0.02, 0.2, 2.0)
 """The shortest time of a search, the one before any step was timed, and the longest."""
 _WAIT_SECONDS = 0.01
 """A step that takes longer to read the planner's answers has waited."""
+_START_SECONDS = 30.0
+"""The longest wait of a starting pipeline for its planner, which on a new machine compiles kernels."""
 _AHEAD = 16
 """Announced steps that are remembered."""
 
@@ -136,6 +138,7 @@ class StepPlans:
         self._others = [rank for rank in ranks if rank != self._source]
         if self.is_source:
             self._client = PlannerClient(problem_json(self.problem))
+            self._client.wait_until_ready(_START_SECONDS)
 
     @property
     def is_source(self) -> bool:
@@ -242,6 +245,12 @@ class StepPlans:
             )
         return values
 
+    def _take_answers(self) -> None:
+        """Keep the newest answer for every announced step."""
+        for answer in [] if self._client is None else self._client.answers():
+            if answer["key"] in self._announced and "error" not in answer:
+                self._announced[answer["key"]] = StepPlan.of(answer)
+
     def _chosen(self, values: Values) -> tuple[str, StepPlan]:
         """How the step gets its plan, and the plan; does not wait for the process."""
         began = time.perf_counter()
@@ -249,9 +258,7 @@ class StepPlans:
             shortest, _, longest = _SECONDS
             self._search_seconds = min(longest, max(shortest, _SHARE * (began - self._began)))
         self._began = began
-        for answer in [] if self._client is None else self._client.answers():
-            if answer["key"] in self._announced and "error" not in answer:
-                self._announced[answer["key"]] = StepPlan.of(answer)
+        self._take_answers()
         waited = time.perf_counter() - began > _WAIT_SECONDS
         key = key_of_values(values)
         is_known = key in self._announced and self._client is not None and self._client.is_alive

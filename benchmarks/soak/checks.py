@@ -170,9 +170,10 @@ class _Stages(_Examination):
         self.bound("quick", bounds.lower_bound(problem, effort="quick").value)
         self.bound("full", bounds.lower_bound(problem).value)
         self.bound("thorough", bounds.lower_bound(problem, effort="thorough").value)
-        self._windows(problem, pipeline)
-        if self.chance.random() < 0.4:
-            self._proof(problem)
+        if problem.is_equal:
+            self._windows(problem, pipeline)
+            if self.chance.random() < 0.4:
+                self._proof(problem)
         try:
             quick = search(problem, SearchOptions(effort="quick", seed=self.chance.randint(0, 99)))
         except InfeasibleMemory:
@@ -406,11 +407,13 @@ def _counts_on_tolerance(problem: Problem) -> bool:
 
 def scaled(document: Document, factor: float) -> Document:
     """Return the document with all costs multiplied."""
-    costs = {
-        key: None if values is None else list(np.multiply(values, factor))
-        for key, values in document["costs"].items()
-    }
-    return {**document, "costs": costs}
+
+    def times(values: Any) -> Any:
+        if isinstance(values, dict):
+            return {name: times(each) for name, each in values.items()}
+        return None if values is None else np.multiply(values, factor).tolist()
+
+    return {**document, "costs": times(document["costs"])}
 
 
 __all__ = ["Contradiction", "Coverage", "F", "check"]

@@ -16,14 +16,20 @@ NUMBERS = ("small integers", "ties", "decimals", "floats", "twelve decades", "mi
 MOST_ACTIONS = 36
 """Most actions of a problem with split backwards; small enough for CP-SAT to find most optima."""
 LAYERED_SHARE = 0.12
+DIFFERING_SHARE = 0.3
+"""Of problems by stages: those whose microbatches differ."""
 
 
 def draw(chance: Random) -> tuple[str, Document]:
     """Return a problem document, and its kind for the summary."""
     numbers = chance.choice(NUMBERS)
     draw_one = _layered if chance.random() < LAYERED_SHARE else _stages
+    if draw_one is _stages and chance.random() < DIFFERING_SHARE:
+        draw_one = differing_stages
     document = draw_one(chance, number_source(chance, numbers))
     shape = "layers" if "layers" in document else document["placement"]
+    if "features" in document:
+        shape = f"differing {shape}"
     return f"{shape}, {numbers}", document
 
 
@@ -88,6 +94,43 @@ def _stages(chance: Random, number: Number) -> Document:
     return document
 
 
+def differing_stages(chance: Random, number: Number) -> Document:
+    """Draw a problem with a feature in every number: some microbatches are far larger than others."""
+    document = _stages(chance, number)
+    m = document["microbatches"]
+    size = [chance.choice((0.0, 1.0, 1.0, chance.uniform(0, 3), 7.0, 30.0)) for _ in range(m)]
+
+    def by_size(fixed: list[float], slope: list[float]) -> Document:
+        return {"fixed": fixed, "size": slope}
+
+    def times(values: list[float]) -> Document:
+        factor = chance.choice((0.0, 0.5, 1.0, 1.0, 2.0))
+        return by_size(values, [value * factor for value in values])
+
+    costs = {key: values if values is None else times(values) for key, values in document["costs"].items()}
+    document = {**document, "features": {"size": size}, "costs": costs}
+    memory = document.get("memory")
+    if memory is None:
+        return document
+    n, p = len(memory["forward"]), document["pp_degree"]
+    slope = [list(row) for row in zip(*(deltas(chance, number) for _ in range(n)), strict=True)]
+    names = ("forward", "backward_input", "backward_weight")
+    memory = {**memory, **{name: by_size(memory[name], row) for name, row in zip(names, slope, strict=True)}}
+    if memory["limit"] is not None:
+        rank_of = _rank_of(document["placement"], p, n)
+        fixed = memory["forward"]["fixed"]
+        for rank in range(p):
+            mine = [s for s in range(n) if rank_of[s] == rank]
+            held = [[fixed[s] + slope[0][s] * size[j] for s in mine] for j in range(m)]
+            room = _headroom(chance, chance.choice(held))
+            memory["limit"][rank] = memory["static"][rank] + max(map(sum, held)) + max(0.0, room)
+    return {**document, "memory": memory}
+
+
+def _rank_of(placement: str, p: int, n: int) -> list[int]:
+    return [2 * p - 1 - s if placement == "v" and s >= p else s % p for s in range(n)]
+
+
 def fused(chance: Random, inputs: list[float], weights: list[float]) -> list[float] | None:
     """Draw durations of B: absent, cheaper than I and W, or sometimes more expensive."""
     if chance.random() < 0.55:
@@ -123,7 +166,7 @@ def _memory(chance: Random, number: Number, document: Document, n: int) -> Docum
     static = _values(chance, lambda: chance.choice((0.0, 0.0, number())), p)
     limit = None
     if chance.random() < 0.9:
-        rank_of = [2 * p - 1 - s if document["placement"] == "v" and s >= p else s % p for s in range(n)]
+        rank_of = _rank_of(document["placement"], p, n)
         limit = []
         for rank in range(p):
             mine = [forward[s] for s in range(n) if rank_of[s] == rank]

@@ -71,9 +71,13 @@ def enumerated(pipeline: Pipeline) -> Optimum | None:
 
 
 def _orders_of_rank(pipeline: Pipeline, rank: int) -> Iterator[tuple[Action, ...]]:
-    """Yield every order of a rank that fits its memory; rank 0 runs stage 0 in ascending order."""
+    """Yield every order of a rank that fits its memory.
+
+    If all microbatches are equal, rank 0 runs stage 0 in ascending order.
+    """
     m, stages = pipeline.microbatches, pipeline.stages_of[rank]
     limit = None if pipeline.limit is None else pipeline.limit[rank]
+    is_equal = pipeline.is_equal
     order: list[Action] = []
     state = {(stage, j): 0 for stage in stages for j in range(m)}  # 0, 1 after F, 2 after I, 3 done
 
@@ -82,10 +86,10 @@ def _orders_of_rank(pipeline: Pipeline, rank: int) -> Iterator[tuple[Action, ...
             yield tuple(order)
             return
         for (stage, j), progress in list(state.items()):
-            if progress == 0 and stage == 0 and j and state[0, j - 1] == 0:
+            if is_equal and progress == 0 and stage == 0 and j and state[0, j - 1] == 0:
                 continue
             for letter in ((F,), (I, B), (W,), ())[progress]:
-                delta = pipeline.delta[letter][stage]
+                delta = pipeline.delta[letter][stage][j]
                 if limit is not None and held + max(0, delta) > limit:
                     continue
                 state[stage, j] = (1, 2, 3, 3)[letter]
@@ -113,7 +117,7 @@ def one_at_a_time(pipeline: Pipeline) -> Order:
 
 
 def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = True) -> Optimum:
-    """Return the best order that CP-SAT finds, with the microbatches of a stage in ascending order."""
+    """Return the best order that CP-SAT finds; equal microbatches of a stage run in ascending order."""
     simple = one_at_a_time(pipeline)
     model = _Model(pipeline)
     model.hint(simple)
@@ -143,6 +147,7 @@ def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = 
 class _Model:
     def __init__(self, pipeline: Pipeline):
         self.pipeline, self.model = pipeline, cp_model.CpModel()
+        self.is_equal = pipeline.is_equal
         self._round_durations()
         self.actions = [
             [
@@ -171,22 +176,25 @@ class _Model:
     def _round_durations(self) -> None:
         """Durations in a grid. A span is the mean of a cycle, so the step is divided by all cycle lengths."""
         pipeline = self.pipeline
-        rows = (*pipeline.duration, pipeline.lag)
-        total = pipeline.microbatches * sum(map(sum, rows)) or 1
+        tables = (*pipeline.duration, pipeline.lag)
+        total = sum(value for table in tables for row in table for value in row) or 1
         shift = max(0, total.bit_length() - GRID_BITS)
-        integers = [value for row in rows for value in row if value]
-        divisor = max(1 << shift, gcd(*integers))
+        divisor = max(1 << shift, gcd(*(value for table in tables for row in table for value in row)))
         cycles = lcm(*range(1, pipeline.pp_degree + 1)) if pipeline.objective == "span" else 1
         self.unit = divisor * pipeline.time_unit / cycles
-        self.duration = [[value // divisor * cycles for value in row] for row in pipeline.duration]
-        self.lag = [value // divisor * cycles for value in pipeline.lag]
+
+        def rounded(table: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+            return [[value // divisor * cycles for value in row] for row in table]
+
+        self.duration = [rounded(table) for table in pipeline.duration]
+        self.lag = rounded(pipeline.lag)
         # A serial order takes the sum of all actions plus every transfer twice.
         self.longest = (total // divisor + 1) * 2 * cycles
         self.horizon = 3 * self.longest
         self.admits_all = True
 
     def _end(self, action: Action) -> cp_model.LinearExpr:
-        return self.start[action] + self.duration[action[0]][action[1]]
+        return self.start[action] + self.duration[action[0]][action[1]][action[2]]
 
     def _choose_backwards(self) -> None:
         for action in list(self.start):
@@ -213,10 +221,10 @@ class _Model:
                 for backward in self._backwards(stage, j):
                     self._after(backward, (F, stage, j))
                 if stage + 1 < self.pipeline.n_stages:
-                    self._after((F, stage + 1, j), (F, stage, j), self.lag[stage])
+                    self._after((F, stage + 1, j), (F, stage, j), self.lag[stage][j])
                     for backward in self._backwards(stage, j):
                         for above in self._backwards(stage + 1, j):
-                            self._after(backward, above, self.lag[stage])
+                            self._after(backward, above, self.lag[stage][j])
 
     def _order(self, rank: int) -> None:
         """If two actions are present, one comes before the other."""
@@ -235,14 +243,14 @@ class _Model:
                 self._known(one, two)
 
     def _known(self, one: Action, two: Action) -> None:
-        """Microbatches ascend; within a cell, F comes before I or B, and I before W."""
+        """Equal microbatches ascend; within a cell, F comes before I or B, and I before W."""
         (letter, stage, j), (other, stage_too, k) = one, two
-        if stage == stage_too and letter == other:
+        if self.is_equal and stage == stage_too and letter == other:
             self.model.add(self.before[max((j, one), (k, two))[1], min((j, one), (k, two))[1]] == 0)
         if stage == stage_too and j == k:
             self.model.add(self.before[two, one] == 0)
         backwards = (I, B)
-        if stage == stage_too and letter in backwards and other in backwards and j != k:
+        if self.is_equal and stage == stage_too and {letter, other} <= set(backwards) and j != k:
             self.model.add(self.before[max((j, one), (k, two))[1], min((j, one), (k, two))[1]] == 0)
 
     def _keep_memory(self, rank: int) -> None:
@@ -252,33 +260,45 @@ class _Model:
         divisor = 1
         room = pipeline.limit[rank] - pipeline.static[rank]
         mine = self.actions[rank]
-        most = sum(abs(pipeline.delta[letter][stage]) for letter, stage, _ in mine)
+        most = sum(abs(self._delta(action)) for action in mine)
         if most.bit_length() > 55:
             # Round amounts up and the limit down, so that every order found fits.
             divisor = 1 << (most.bit_length() - 55)
             self.admits_all = False
         for action in mine:
-            grown = pipeline.delta[action[0]][action[1]]
+            grown = self._delta(action)
             if grown <= 0:
                 continue
             terms = [
-                -(-pipeline.delta[other[0]][other[1]] // divisor) * self.before[other, action]
+                -(-self._delta(other) // divisor) * self.before[other, action]
                 for other in mine
-                if other != action and pipeline.delta[other[0]][other[1]]
+                if other != action and self._delta(other)
             ]
             fits = self.model.add(sum(terms) + -(-grown // divisor) <= min(room, most) // divisor)
             fits.only_enforce_if(self.present[action])
+
+    def _delta(self, action: Action) -> int:
+        return self.pipeline.delta[action[0]][action[1]][action[2]]
 
     def _minimise(self) -> None:
         model, pipeline = self.model, self.pipeline
         objective, zero = model.new_int_var(0, self.longest, ""), model.new_constant(0)
         for rank, stages in enumerate(pipeline.stages_of):
-            first = self.start[F, stages[0], 0] if pipeline.objective == "span" else zero
+            first = self._first_start(stages[0]) if pipeline.objective == "span" else zero
             for action in self.actions[rank]:
                 if action[0] in (W, B):
                     late = model.add(self._end(action) - first <= objective)
                     late.only_enforce_if(self.present[action])
         model.minimize(objective)
+
+    def _first_start(self, stage: int) -> cp_model.IntVar:
+        """The start of the first F of a stage."""
+        if self.is_equal:
+            return self.start[F, stage, 0]
+        first = self.model.new_int_var(0, self.horizon, "")
+        for j in range(self.pipeline.microbatches):
+            self.model.add(first <= self.start[F, stage, j])
+        return first
 
     def hint(self, order: Order) -> None:
         """Hint the present actions, their starts, and their order."""

@@ -7,7 +7,7 @@ memory. Nothing is rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -34,9 +34,9 @@ class Pipeline:
     Attributes
     ----------
     duration, delta
-        [letter][stage].
+        [letter][stage][microbatch].
     lag
-        Transfer latency of every stage boundary; 0 inside a rank.
+        [boundary][microbatch] latency of a transfer; 0 inside a rank.
     limit
         Largest memory of a rank, including the tolerance; None means unlimited.
     time_unit
@@ -47,9 +47,9 @@ class Pipeline:
     rank_of: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
     objective: str
-    duration: tuple[tuple[int, ...], ...]
-    lag: tuple[int, ...]
-    delta: tuple[tuple[int, ...], ...]
+    duration: tuple[tuple[tuple[int, ...], ...], ...]
+    lag: tuple[tuple[int, ...], ...]
+    delta: tuple[tuple[tuple[int, ...], ...], ...]
     static: tuple[int, ...]
     limit: tuple[int, ...] | None
     time_unit: Fraction
@@ -67,20 +67,33 @@ class Pipeline:
     def load(self, rank: int) -> int:
         """Least total duration of a rank's actions."""
         d = self.duration
-        each = (d[F][s] + min(d[B][s], d[I][s] + d[W][s]) for s in self.stages_of[rank])
-        return self.microbatches * sum(each)
+        return sum(
+            d[F][s][j] + min(d[B][s][j], d[I][s][j] + d[W][s][j])
+            for s in self.stages_of[rank]
+            for j in range(self.microbatches)
+        )
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all microbatches cost the same."""
+        tables = (*self.duration, *self.delta, self.lag)
+        return all(len(set(row)) == 1 for table in tables for row in table)
 
     def may_fuse(self, stage: int) -> bool:
-        """Whether B can pay: it is cheaper than I and W, or I allocates."""
+        """Whether B can pay for a microbatch: it is cheaper than I and W, or I allocates."""
         d = self.duration
-        return d[B][stage] < d[I][stage] + d[W][stage] or self.delta[I][stage] > 0
+        return any(
+            d[B][stage][j] < d[I][stage][j] + d[W][stage][j] or self.delta[I][stage][j] > 0
+            for j in range(self.microbatches)
+        )
 
     def is_feasible(self) -> bool:
-        """Whether every rank can hold one microbatch on all its stages."""
+        """Whether every rank can hold any one microbatch on all its stages."""
         if self.limit is None:
             return True
         needs = (
-            self.static[r] + sum(self.delta[F][s] for s in mine) for r, mine in enumerate(self.stages_of)
+            self.static[r] + max(sum(self.delta[F][s][j] for s in mine) for j in range(self.microbatches))
+            for r, mine in enumerate(self.stages_of)
         )
         return all(need <= limit for need, limit in zip(needs, self.limit, strict=True))
 
@@ -89,8 +102,8 @@ class Pipeline:
         if self.limit is None:
             return True
         held = self.static[rank]
-        for letter, stage, _ in actions:
-            delta = self.delta[letter][stage]
+        for letter, stage, j in actions:
+            delta = self.delta[letter][stage][j]
             if held + max(0, delta) > self.limit[rank]:
                 return False
             held += delta
@@ -141,7 +154,7 @@ class Schedule:
 
     def length(self, action: Action) -> int:
         """Duration of an action."""
-        return self.pipeline.duration[action[0]][action[1]]
+        return self.pipeline.duration[action[0]][action[1]][action[2]]
 
     def starts_after(self, sources: Sequence[Action]) -> dict[Action, int]:
         """Longest path from the start of any source to the start of every reachable action."""
@@ -205,11 +218,11 @@ def _longest(walks: list[int | None], arcs: list[int | None]) -> int | None:
 def _inputs(pipeline: Pipeline, there: set[Action], action: Action) -> Iterator[tuple[Action, int]]:
     letter, stage, j = action
     if letter == F and stage > 0:
-        yield (F, stage - 1, j), pipeline.lag[stage - 1]
+        yield (F, stage - 1, j), pipeline.lag[stage - 1][j]
     if letter in (I, B):
         yield (F, stage, j), 0
         if stage + 1 < pipeline.n_stages:
-            yield ((I if (I, stage + 1, j) in there else B), stage + 1, j), pipeline.lag[stage]
+            yield ((I if (I, stage + 1, j) in there else B), stage + 1, j), pipeline.lag[stage][j]
     if letter == W:
         yield (I, stage, j), 0
 
@@ -222,38 +235,63 @@ def read(document: dict[str, Any]) -> Pipeline:
     n = p * chunks
     rank_of = tuple(2 * p - 1 - s if kind == "v" and s >= p else s % p for s in range(n))
     costs, memory = document["costs"], document.get("memory")
-    exact = {key: [Fraction(value) for value in costs[key]] for key in COSTS if costs.get(key) is not None}
+    features = {
+        name: list(map(Fraction, values)) for name, values in (document.get("features") or {}).items()
+    }
+
+    def table(numbers: Any) -> list[list[Fraction]]:
+        """[stage or boundary][microbatch] of a list, or of an object of lists by feature."""
+        by_name = numbers if isinstance(numbers, dict) else {"fixed": numbers}
+        ones = [Fraction(1)] * m
+        return [
+            [
+                sum((Fraction(c) * features.get(name, ones)[j] for name, c in zip(by_name, row, strict=True)))
+                + Fraction(0)
+                for j in range(m)
+            ]
+            for row in zip(*by_name.values(), strict=True)
+        ]
+
+    exact = {key: table(costs[key]) for key in COSTS if costs.get(key) is not None}
     fused = exact.get("backward") or [
-        a + b for a, b in zip(exact["backward_input"], exact["backward_weight"], strict=True)
+        [a + b for a, b in zip(*rows, strict=True)]
+        for rows in zip(exact["backward_input"], exact["backward_weight"], strict=True)
     ]
-    rows = [exact["forward"], exact["backward_input"], exact["backward_weight"], fused]
-    lag = [Fraction(0) if rank_of[s] == rank_of[s + 1] else exact["p2p"][s] for s in range(n - 1)]
-    unit = lcm(*(value.denominator for row in (*rows, lag) for value in row))
+    tables = [exact["forward"], exact["backward_input"], exact["backward_weight"], fused]
+    lag = [[Fraction(0)] * m if rank_of[s] == rank_of[s + 1] else exact["p2p"][s] for s in range(n - 1)]
+    unit = lcm(*(value.denominator for each in (*tables, lag) for row in each for value in row))
     return Pipeline(
         microbatches=m,
         rank_of=rank_of,
         stages_of=tuple(tuple(s for s in range(n) if rank_of[s] == rank) for rank in range(p)),
         objective=document["objective"],
-        duration=tuple(tuple(int(value * unit) for value in row) for row in rows),
-        lag=tuple(int(value * unit) for value in lag),
-        **_read_memory(memory, n, p),
+        duration=tuple(_in_units(each, unit) for each in tables),
+        lag=_in_units(lag, unit),
+        **_read_memory(memory, table, n, m, p),
         time_unit=Fraction(1, unit),
     )
 
 
-def _read_memory(memory: dict[str, Any] | None, n: int, p: int) -> dict[str, Any]:
+def _in_units(rows: list[list[Fraction]], unit: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(value * unit) for value in row) for row in rows)
+
+
+def _read_memory(
+    memory: dict[str, Any] | None, table: Callable[[Any], list[list[Fraction]]], n: int, m: int, p: int
+) -> dict[str, Any]:
     if memory is None:
-        return {"delta": ((0,) * n,) * 4, "static": (0,) * p, "limit": None}
-    forward, inputs = ([Fraction(value) for value in memory[key]] for key in ("forward", "backward_input"))
+        return {"delta": (((0,) * m,) * n,) * 4, "static": (0,) * p, "limit": None}
+    forward, inputs = (table(memory[key]) for key in ("forward", "backward_input"))
     static = [Fraction(value) for value in memory["static"]]
     limits = None if memory["limit"] is None else [Fraction(value) for value in memory["limit"]]
-    amounts = [*forward, *inputs, *static, *(limits or [])]
+    amounts = [*(value for row in (*forward, *inputs) for value in row), *static, *(limits or [])]
     unit = lcm(*(value.denominator for value in amounts))
-    taken, grown = ([int(value * unit) for value in row] for row in (forward, inputs))
+    taken, grown = _in_units(forward, unit), _in_units(inputs, unit)
     # W releases exactly what F and I left, and B what F allocated.
-    delta = (taken, grown, [-a - b for a, b in zip(taken, grown, strict=True)], [-a for a in taken])
+    left = tuple(tuple(-a - b for a, b in zip(*rows, strict=True)) for rows in zip(taken, grown, strict=True))
+    delta = (taken, grown, left, tuple(tuple(-a for a in row) for row in taken))
     return {
-        "delta": tuple(map(tuple, delta)),
+        "delta": delta,
         "static": tuple(int(value * unit) for value in static),
         "limit": limits and tuple(int(value * unit * (1 + MEMORY_TOLERANCE)) for value in limits),
     }

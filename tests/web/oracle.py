@@ -17,7 +17,7 @@ class Oracle:
         self.texts = [text for texts in orders.all_text() for text in texts]
         self.rank = orders.rank_index().tolist()
         where = {text: at for at, text in enumerate(self.texts)}
-        p2p, rank_of = problem.costs.p2p, problem.placement.rank_of
+        rank_of = problem.placement.rank_of
         self.waits: list[tuple[str, int]] = []
         for at, text in enumerate(self.texts):
             stage, letter, microbatch = int(orders.stage[at]), self.letter(at), int(orders.microbatch[at])
@@ -30,7 +30,10 @@ class Oracle:
             arrival = -1.0
             if source is not None:
                 is_sent = rank_of[stage] != rank_of[other]
-                arrival = self.end[source] + (p2p[min(stage, other)] if is_sent else 0)
+                boundary = min(stage, other)
+                p2p = problem.costs.p2p[boundary]
+                p2p += sum(it.costs.p2p[boundary] * it.value[microbatch] for it in problem.features)
+                arrival = self.end[source] + (p2p if is_sent else 0)
             assert start[at] == max(0, free, arrival), text
             if source is not None and arrival > free:
                 self.waits.append(("input", source))

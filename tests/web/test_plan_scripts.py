@@ -51,12 +51,16 @@ def plans() -> dict[str, Plan]:
     uneven = {**COSTS, "forward": [900, 1300, 700, 1000, 1100, 950], "p2p": [0, 10, 400, 30, 75]}
     merged = parse_problem({"pp_degree": 3, "microbatches": 4, "costs": {**COSTS, "backward": 1500}})
     memory = {**MEMORY, "backward_input": 1, "backward_weight": -3}
+    by_tokens = {**COSTS, "forward": {"fixed": 100, "tokens": 300}, "p2p": {"tokens": 20}}
+    lengths = {"tokens": [3, 1, 4, 2]}
+    held = {"forward": {"tokens": 2}, "backward_input": {"tokens": -1}, "backward_weight": {"tokens": -1}}
     return {
         "one rank": found(1, 3),
         "one microbatch": found(3, 1, placement="single"),
         "uneven, memory grows with I": found(3, 5, costs=uneven, memory=memory, objective="makespan"),
         "looped": found(2, 4, placement="loop", chunks=3),
         "fused backwards": baseline_plan("interleaved-1f1b", merged),
+        "microbatches that differ": found(2, 4, costs=by_tokens, memory=held, features=lengths),
         "no time at all": found(2, 2, costs={"forward": 0, "backward_input": 0, "backward_weight": 0}),
     }
 
@@ -67,6 +71,7 @@ KINDS = (
     "uneven, memory grows with I",
     "looped",
     "fused backwards",
+    "microbatches that differ",
     "no time at all",
 )
 

@@ -9,9 +9,11 @@ import sys
 from zbv_solver.commands.messages import named_flags
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput
+from zbv_solver.export import RENUMBERED
 from zbv_solver.export import export as exported
+from zbv_solver.export.torch_csv import batch_order
 from zbv_solver.measure.rank_trace import parse_rank_trace
-from zbv_solver.measure.refit import largest_change
+from zbv_solver.measure.refit import largest_change, relative_residual
 from zbv_solver.measure.refit import refit as refitted
 from zbv_solver.plans.plan import identity
 from zbv_solver.plans.reading import load_plan_document, parse_orders
@@ -28,6 +30,12 @@ def export(arguments: argparse.Namespace) -> None:
         is_flag = error.issues[0].pointer == "/format"
         raise (named_flags(error) if is_flag else error.found_in(file_label(arguments.plan))) from None
     write(arguments.output, text)
+    order = batch_order(plan) if arguments.format in RENUMBERED else None
+    if order is not None:
+        sys.stderr.write(
+            "The microbatches differ, and this format numbers them in the order in which they run. Give the "
+            f"batch in this order of the plan's microbatches: {', '.join(map(str, order))}\n"
+        )
 
 
 def refit(arguments: argparse.Namespace) -> None:
@@ -51,3 +59,8 @@ def refit(arguments: argparse.Namespace) -> None:
         f"{len(traces)} ranks measured; the cost that differs most from its planned value differs by "
         f"{largest_change(problem, measured):.1%}\n"
     )
+    if measured.features:
+        sys.stderr.write(
+            f"fitted over features; relative residual {relative_residual(measured, traces):.1%} (root mean "
+            f"square of fitted minus measured costs, by that of measured costs)\n"
+        )

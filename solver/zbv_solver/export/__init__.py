@@ -75,6 +75,10 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 """Every format by name."""
 
 
+RENUMBERED: frozenset[str] = frozenset({"torch-csv", "torch-comms-csv", "torchtitan", "megatron-json"})
+"""The formats that number microbatches as they run: see :func:`zbv_solver.export.torch_csv.batch_order`."""
+
+
 def export(plan: Plan, name: str) -> str:
     """A plan in the named format.
 

@@ -7,7 +7,7 @@ microseconds; for other units of a plan, one unit counts as a microsecond.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from zbv_solver.documents.text import number
 from zbv_solver.export.palette import NAMES
+from zbv_solver.export.per_rank import holds_memory
 from zbv_solver.export.timeline import Timeline, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS
@@ -31,8 +32,9 @@ def render(plan: Plan) -> str:
     """The plan as a Trace Event Format document."""
     line = timeline(plan)
     scale = MICROSECONDS.get(plan.problem.units.time or "us", 1.0)
-    events = chain(_names(line), _actions(line, scale))
-    if any(plan.problem.memory.forward) or any(plan.problem.memory.static):
+    features = {f"feature {each.name}": each.value for each in plan.problem.features}
+    events = chain(_names(line), _actions(line, scale, features))
+    if holds_memory(plan.problem):
         events = chain(events, _memory(plan, line, scale))
     document = {
         "displayTimeUnit": "ms",
@@ -59,7 +61,9 @@ def _names(line: Timeline) -> Iterator[dict[str, Any]]:
         yield {**thread, "name": "thread_sort_index", "args": {"sort_index": rank}}
 
 
-def _actions(line: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+def _actions(
+    line: Timeline, scale: float, features: Mapping[str, Sequence[float]]
+) -> Iterator[dict[str, Any]]:
     columns = (line.rank, line.stage, line.chunk, line.letter, line.microbatch, line.start, line.end)
     for rank, stage, chunk, code, microbatch, start, end in _rows(columns):
         letter = LETTERS[code]
@@ -71,7 +75,13 @@ def _actions(line: Timeline, scale: float) -> Iterator[dict[str, Any]]:
             "tid": rank,
             "ts": start * scale,
             "dur": (end - start) * scale,
-            "args": {"stage": stage, "chunk": chunk, "microbatch": microbatch, "letter": letter},
+            "args": {
+                "stage": stage,
+                "chunk": chunk,
+                "microbatch": microbatch,
+                "letter": letter,
+                **{name: number(value[microbatch]) for name, value in features.items()},
+            },
         }
 
 

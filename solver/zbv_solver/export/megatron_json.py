@@ -9,6 +9,9 @@ The words differ. There a *stage* is a rank, a *layer group* is a stage, ``B`` i
 gradient alone (I here), and ``BW`` is the full backward (B here). And there a backward looks for one of its
 own type in the next layer group, so a microbatch's backwards are all BW or none: those that mix B with I are
 written as B and W in succession.
+
+If microbatches differ, ``batch_order`` lists the plan's microbatches in the order in which the fork must get
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from zbv_solver.documents.text import number
-from zbv_solver.export.torch_csv import relabelled
+from zbv_solver.export.torch_csv import batch_order, renumbered
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.placement import Placement
@@ -40,8 +43,8 @@ def render(plan: Plan) -> str:
         When a backward must be written as B and W in succession and its rank's memory limit has no room for
         what its B holds.
     """
-    problem = plan.problem
-    orders = relabelled(without_mixed_backwards(plan.orders, problem), problem.n_stages)
+    problem, orders = renumbered(plan.problem, without_mixed_backwards(plan.orders, plan.problem))
+    order = batch_order(plan)
     verify_orders(problem, orders)
     document = {
         "format": "megatron-zero-bubble-nodes",
@@ -50,6 +53,7 @@ def render(plan: Plan) -> str:
         "n_stages": problem.pp_degree,
         "n_micro": problem.microbatches,
         "max_chunks": problem.placement.chunks,
+        **({"batch_order": order} if order is not None else {}),
     }
     head = json.dumps(document, ensure_ascii=False)[1:-1]
     ranks = [",\n".join(map(json.dumps, nodes)) for nodes in _nodes(problem, orders)]

@@ -9,7 +9,7 @@ import numpy as np
 from zbv_solver.export import quantities
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.numeric import SAME_METRIC, exceeds
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import F, Problem
 
 _TALLEST = 96.0
 """Height of the tallest bar in a chart of height 100."""
@@ -40,7 +40,12 @@ class RankBars:
 def accounts_for_memory(problem: Problem) -> bool:
     """Whether the problem has memory costs."""
     memory = problem.memory
-    return memory.limit is not None or any(memory.forward) or any(memory.static)
+    return memory.limit is not None or holds_memory(problem)
+
+
+def holds_memory(problem: Problem) -> bool:
+    """Whether a rank ever holds memory."""
+    return bool(problem.arrays.delta[F].any()) or any(problem.memory.static)
 
 
 def idle_shares(plan: Plan) -> list[float]:

@@ -42,6 +42,7 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
         "is_measured": is_measured,
         "microbatch_bytes": _microbatch_type(line).itemsize,
         "microbatches": problem.microbatches,
+        "features": [[each.name, each.value] for each in problem.features],
         "kind_of": None if problem.is_equal else arrays.kind_of.tolist(),
         "offset": line.offset.tolist(),
         "stages": [list(stages) for stages in problem.placement.stages_of],

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.export.torch_csv import relabelled
+from zbv_solver.export.torch_csv import renumbered
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, Problem
@@ -29,9 +29,9 @@ from zbv_solver.verify.communication import verify_comms
 
 def render(plan: Plan) -> str:
     """The plan as CSV with communication; microbatches are numbered as in ``torch-csv``."""
-    orders = relabelled(plan.orders, plan.problem.n_stages)
-    lists = lowered(plan.problem, orders)
-    verify_comms(plan.problem, orders, lists)
+    problem, orders = renumbered(plan.problem, plan.orders)
+    lists = lowered(problem, orders)
+    verify_comms(problem, orders, lists)
     return "".join(",".join(actions) + "\n" for actions in lists)
 
 

@@ -96,7 +96,21 @@ def _head(plan: Plan, csv_name: str, settings: Settings) -> list[str]:
         f"# Every step needs exactly {problem.microbatches} microbatches: keep local_batch_size at that many",
         "# times pipeline_parallel_microbatch_size. Cut the model into the stages that the plan's costs are",
         "# of (parallelism.module_fqns_per_model_part).",
+        *_batch_order(plan),
         *_cut(problem),
+    ]
+
+
+def _batch_order(plan: Plan) -> list[str]:
+    """What a batch of microbatches that differ must look like."""
+    order = torch_csv.batch_order(plan)
+    if order is None:
+        return []
+    return [
+        "#",
+        "# The microbatches differ. Give the batch in this order of the plan's microbatches, because",
+        "# torchtitan numbers them in the order in which they run:",
+        f"#   {', '.join(map(str, order))}",
     ]
 
 

@@ -4,15 +4,20 @@
 1F1B, rank r has the forwards of p - r microbatches in flight (at most m), on the stages that are merged into
 its only stage. With equal stages this is p times the activations of a microbatch, on rank 0. Static memory is
 added and never scaled: the limit at a fraction f is ``static + f * one_f_one_b_memory`` on every rank.
+
+If microbatches differ, the peak of 1F1B depends on their order. 1.0 is then its peak for equal microbatches
+that hold the mean, which no order changes; but at least what the largest microbatch holds on a rank, so that
+some plan fits at 1.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import sub
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import F, Problem
 
 
 def one_f_one_b_memory(problem: Problem) -> float:
@@ -20,8 +25,13 @@ def one_f_one_b_memory(problem: Problem) -> float:
 
     Its backwards are fused and never allocate, so the peak is that of the forwards in flight.
     """
+    if not problem.is_equal:
+        largest: list[float] = [*map(sub, problem.smallest_limit, problem.memory.static)]
+        return max(one_f_one_b_memory(problem.averaged()), *largest)
     p, m, chunks = problem.pp_degree, problem.microbatches, problem.placement.chunks
-    forward = problem.memory.forward
+    forward: Sequence[float] = problem.memory.forward
+    if problem.features:
+        forward = problem.arrays.delta[F, :, 0].tolist()
     # 1F1B merges neighbouring stages in model order on every placement (construct.baselines).
     held = (sum(forward[rank * chunks : (rank + 1) * chunks]) for rank in range(p))
     return max(min(p - rank, m) * amount for rank, amount in enumerate(held))

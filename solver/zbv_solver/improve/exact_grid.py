@@ -90,4 +90,6 @@ def make_grid(problem: Problem) -> Grid:
     fine = cycles * parts
     forward, inputs, weights, fused = (tuple(map(float, row)) for row in np.maximum(1.0, duration * fine))
     costs = Costs(forward, inputs, weights, tuple(map(float, transfer * fine)), fused)
-    return Grid(replace(problem, costs=costs), scale * cycles, parts, slack, exact is not None)
+    # Equal microbatches may have features, which would add to the costs.
+    plain = problem.averaged() if problem.features else problem
+    return Grid(replace(plain, costs=costs), scale * cycles, parts, slack, exact is not None)

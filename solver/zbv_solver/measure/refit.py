@@ -5,18 +5,22 @@ garbage collection has no effect. The latency of a transfer is the time from its
 consumer's start, but only if the consumer was already waiting; otherwise the input may have arrived long
 before. Costs that were not measured stay as planned. If only some of B, I and W were run, the others keep
 their planned proportion to them.
+
+If microbatches differ, the coefficients of their features are fitted
+(:mod:`zbv_solver.measure.coefficients`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.measure.coefficients import fitted, regressors
 from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
 from zbv_solver.measure.stage_costs import with_stage_costs
 from zbv_solver.plans.orders import Orders
@@ -47,8 +51,10 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
         When a trace belongs to another problem, or no trace has a step.
     """
     samples = collect(problem, traces)
+    if problem.features:
+        return _refit_features(problem, samples)
     medians = _medians(samples, problem.n_stages)
-    scale = NANOSECONDS.get(problem.units.time or "") or _fitted_unit(problem, samples)
+    scale = _nanoseconds(problem, samples)
     forward, inputs, weights, fused = medians / scale
     costs = problem.costs
     planned = np.array([costs.fused(stage) for stage in range(problem.n_stages)])
@@ -65,11 +71,29 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
 
 def largest_change(planned: Problem, measured: Problem) -> float:
     """The largest relative change of any stage's F, I, W or B; inf if the planned value is 0."""
-    changes = [0.0]
-    for letter in (F, I, W, B):
-        before, after = planned.arrays.duration[letter].ravel(), measured.arrays.duration[letter].ravel()
-        changes += map(relative_change, before.tolist(), after.tolist())
-    return max(changes)
+    tables = [
+        each.arrays.duration
+        if planned.is_equal and measured.is_equal
+        else each.arrays.duration[..., each.arrays.kind_of]
+        for each in (planned, measured)
+    ]
+    before, after = (table.ravel() for table in tables)
+    change = np.abs(after - before)
+    return float(np.divide(change, before, out=np.where(change > 0, np.inf, 0.0), where=before > 0).max())
+
+
+def relative_residual(problem: Problem, traces: Sequence[RankTrace]) -> float:
+    """How far the costs of a problem are from measured ones: |costs - medians| / |medians|.
+
+    The medians are those of every letter, stage and kind of microbatch that was measured. Raises
+    :class:`InvalidInput` like :func:`refit`.
+    """
+    samples = collect(problem, traces)
+    medians = _kind_medians(problem, samples) / _nanoseconds(problem, samples)
+    known = np.isfinite(medians)
+    difference = (problem.arrays.duration - medians)[known]
+    size = float(np.linalg.norm(medians[known]))
+    return float(np.linalg.norm(difference)) / size if size > 0 else 0.0
 
 
 def relative_change(planned: float, measured: float) -> float:
@@ -128,6 +152,64 @@ def _require_of(problem: Problem, trace: RankTrace, orders: Orders) -> None:
             )
 
 
+def _refit_features(problem: Problem, samples: Samples) -> Problem:
+    """:func:`refit` of a problem with features: the fixed part and every coefficient, by stage."""
+    scale, amounts = _nanoseconds(problem, samples), regressors(problem)
+    parts = [problem.costs, *(each.costs for each in problem.features)]
+    tables = [np.array([getattr(part, field.name) or () for part in parts]) for field in fields(Costs)]
+    forward, inputs, weights, p2p, fused = tables
+    planned = [forward, inputs, weights, inputs + weights if problem.costs.backward is None else fused]
+    medians = _kind_medians(problem, samples) / scale
+    found = [fitted(amounts, table, medians[letter]) for letter, table in enumerate(planned)]
+    has_fused = problem.costs.backward is not None or not np.isnan(found[B]).all()
+    _complete(found, planned, problem.arrays.count @ amounts)
+    boundary, latency, kind = latencies(problem, samples)
+    shape = (max(problem.n_stages - 1, 0), problem.arrays.kinds)
+    waits = grouped_medians(boundary * shape[1] + kind, latency, math.prod(shape)).reshape(shape)
+    measured_p2p = fitted(amounts, p2p, waits / scale)
+    fixed, *coefficients = (
+        Costs(
+            forward=_rounded(found[F][row]),
+            backward_input=_rounded(found[I][row]),
+            backward_weight=_rounded(found[W][row]),
+            p2p=_rounded(np.where(np.isnan(measured_p2p), p2p, measured_p2p)[row]),
+            backward=_rounded(found[B][row]) if has_fused else None,
+        )
+        for row in range(len(parts))
+    )
+    features = (
+        replace(each, costs=costs) for each, costs in zip(problem.features, coefficients, strict=True)
+    )
+    return replace(problem, costs=fixed, measured=(), features=tuple(features))
+
+
+def _complete(found: list[FloatArray], planned: list[FloatArray], amounts: FloatArray) -> None:
+    """Fill in what was not measured, by letter: in proportion to what was, else as planned.
+
+    ``amounts`` (1 + f,) are those of all microbatches together.
+    """
+
+    def in_proportion(letters: tuple[int, ...], to: FloatArray, before: FloatArray) -> None:
+        whole = amounts @ before
+        for letter in letters:
+            scaled = planned[letter] * _ratio(amounts @ to, whole)
+            supposed = np.where(whole > 0, scaled, to / len(letters))
+            found[letter] = np.where(np.isnan(found[letter]), supposed, found[letter])
+
+    in_proportion((I, W), found[B], planned[B])
+    for letter in (F, I, W):
+        found[letter] = np.where(np.isnan(found[letter]), planned[letter], found[letter])
+    in_proportion((B,), found[I] + found[W], planned[I] + planned[W])
+
+
+def _kind_medians(problem: Problem, samples: Samples) -> FloatArray:
+    """(4, S, K): median duration by letter, stage and kind of microbatch, in ns; nan without measurements."""
+    shape = problem.arrays.duration.shape
+    kind = problem.arrays.kind_of[samples.microbatch]
+    group = (samples.letter * shape[1] + samples.stage) * shape[2] + kind
+    return grouped_medians(group, samples.duration, math.prod(shape)).reshape(shape)
+
+
 def _medians(samples: Samples, n_stages: int) -> FloatArray:
     """(4, S): median duration by letter and stage, in nanoseconds; nan without measurements."""
     return grouped_medians(
@@ -143,6 +225,11 @@ def grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatAr
     for index in np.flatnonzero(np.diff(begins)):
         found[index] = np.median(values[by_group[begins[index] : begins[index + 1]]])
     return found
+
+
+def _nanoseconds(problem: Problem, samples: Samples) -> float:
+    """Nanoseconds per unit of the problem."""
+    return NANOSECONDS.get(problem.units.time or "") or _fitted_unit(problem, samples)
 
 
 def _fitted_unit(problem: Problem, samples: Samples) -> float:
@@ -191,12 +278,12 @@ def _ratio(measured: FloatArray, planned: FloatArray) -> FloatArray:
 
 def _latencies(problem: Problem, samples: Samples) -> FloatArray:
     """(S-1,): median latency of every boundary in ns, over both directions; nan without measurements."""
-    boundary, latency = latencies(problem, samples)
+    boundary, latency, _ = latencies(problem, samples)
     return grouped_medians(boundary, latency, max(problem.n_stages - 1, 0))
 
 
-def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray]:
-    """Boundary, and latency in ns, of every transfer that its receiver waited for; both (k,)."""
+def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray, IntArray]:
+    """Boundary, latency in ns and kind of microbatch of every transfer that its receiver waited for; (k,)."""
     n_stages, m = problem.n_stages, problem.microbatches
     down = samples.letter == F
     shape = (int(samples.run.max()) + 1, 2, n_stages, m)
@@ -213,7 +300,8 @@ def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray]
     times = samples.times[taken]
     waited_for = (sent > np.iinfo(np.int64).min) & (times[:, WAIT] < sent)
     latency = np.maximum(times[waited_for, START] - sent[waited_for], 0).astype(np.float64)
-    return boundary[taken][waited_for], latency
+    kind = problem.arrays.kind_of[samples.microbatch[taken][waited_for]]
+    return boundary[taken][waited_for], latency, kind
 
 
 def _or_planned(measured: FloatArray, planned: tuple[float, ...]) -> tuple[float, ...]:

@@ -2,7 +2,8 @@
 
 The duration of an action, divided by the median of its stage and letter, is the product of a factor of its
 rank in this step (the median of those quotients) and its own factor. Latencies of transfers are divided
-by the median of their boundary. Only latencies of transfers that the receiver waited for are known
+by the median of their boundary. If microbatches differ, durations and latencies are first divided by the
+planned ones of their microbatch. Only latencies of transfers that the receiver waited for are known
 (:mod:`zbv_solver.measure.refit`).
 """
 
@@ -39,7 +40,11 @@ def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
     """
     samples = collect(problem, traces)
     n_stages, p = problem.n_stages, problem.pp_degree
-    factor = _relative(samples.letter * n_stages + samples.stage, samples.duration)
+    arrays = problem.arrays
+    took = samples.duration
+    if not problem.is_equal:
+        took = _by(took, arrays.durations(samples.stage, samples.letter, samples.microbatch))
+    factor = _relative(samples.letter * n_stages + samples.stage, took)
     rank = samples.run * p + problem.arrays.rank_of[samples.stage]
     shared = grouped_medians(rank, factor, int(rank.max()) + 1)
     own = factor / np.where(shared[rank] > 0, shared[rank], 1.0)
@@ -47,10 +52,17 @@ def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
     for letter, other in ((I, B), (B, I)):
         if actions[letter] is NO_SPREAD:
             actions[letter] = actions[other]
-    boundary, latency = latencies(problem, samples)
+    boundary, latency, kind = latencies(problem, samples)
+    if not problem.is_equal:
+        latency = _by(latency, arrays.latency[boundary, kind])
     return Jitter.by_letter(
         actions, (_spread(shared[np.isfinite(shared)]),), _spread(_relative(boundary, latency))
     )
+
+
+def _by(measured: FloatArray, planned: FloatArray) -> FloatArray:
+    """Measured by planned numbers; only measured where none is planned."""
+    return np.divide(measured, planned, out=measured.copy(), where=planned > 0)
 
 
 def _relative(group: IntArray, values: FloatArray) -> FloatArray:

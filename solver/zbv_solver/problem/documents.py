@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
 
-from zbv_solver.documents.fields import MAX_NAME, AtMost, Count, Document, Number
+from zbv_solver.documents.fields import MAX_NAME, TOO_MANY, AtMost, Count, Document, Number
 from zbv_solver.problem.features import MAX_FEATURE_NAME, MAX_FEATURES
 from zbv_solver.problem.limits import MAX_CELLS, MAX_CHUNKS, MAX_LAYERS, MAX_PP_DEGREE, MAX_STAGES
 from zbv_solver.problem.placement import PlacementKind
@@ -200,6 +202,19 @@ class CutRulesDocument(Document):
     allow_empty: Flag = False
 
 
+def _refuse_features(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError(
+            TOO_MANY,
+            "layers are the same for every microbatch; plan the layers without this key, then give the "
+            "stages of the plan with costs that depend on features",
+        )
+
+
+_NotOfLayers = SkipJsonSchema[Annotated[None, BeforeValidator(_refuse_features)]]
+"""A key of problems by stages that has its own message in one by layers."""
+
+
 class LayeredProblemDocument(Document):
     """A planning problem given by layers."""
 
@@ -218,3 +233,5 @@ class LayeredProblemDocument(Document):
     recompute: Annotated[list[Flag], AtMost(MAX_STAGES)] | None = Field(
         None, description="Which stages of the partition are recomputed."
     )
+    features: _NotOfLayers = None
+    sequences: _NotOfLayers = None

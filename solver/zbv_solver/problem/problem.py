@@ -143,6 +143,8 @@ class Problem:
 
     def with_arrays(self, arrays: ProblemArrays) -> Problem:
         """The problem with other durations and latencies, by kind of microbatch; without layers."""
+        if self.is_equal and self.features:
+            return self.averaged().with_arrays(arrays)
         costs = self.costs
         if self.is_equal:
             forward, inputs, weights, fused = map(tuple, arrays.duration[:, :, 0].tolist())

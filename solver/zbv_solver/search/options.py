@@ -73,7 +73,19 @@ class Budget:
             window_time=min(self.window_time, BRIEF_WINDOWS),
         )
 
+    def for_differing(self) -> Budget:
+        """The budget for microbatches that differ: there are many more rules, as the order of entry is one.
 
+        CP-SAT does not solve such problems, so no other stage is kept short for it.
+        """
+        return replace(
+            self,
+            tuned=max(2 * self.tuned, TUNED_DIFFERING),
+            most_tuned=max(2 * self.most_tuned, MOST_TUNED_DIFFERING),
+        )
+
+
+TUNED_DIFFERING, MOST_TUNED_DIFFERING = 4_000_000, 2_000
 BRIEFLY_INJECTED = 2_000
 BRIEFLY_TUNED, BRIEFLY_ANNEALED, BRIEF_WINDOWS = 3_000, 60_000, 0.05
 BUDGETS: dict[str, Budget] = {

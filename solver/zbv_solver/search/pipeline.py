@@ -64,10 +64,13 @@ class Pipeline(SearchState):
         cancelled: Cancelled | None,
     ):
         super().__init__(problem, options, on_progress, cancelled)
-        self.budget = BUDGETS[options.effort].of(problem.max_actions)
+        budget, differ = BUDGETS[options.effort], not problem.is_equal
+        self.budget = budget.for_differing() if differ else budget.of(problem.max_actions)
         self.starts: list[Found] = []
         self.finalists: list[Found] = []
-        self.is_tight = bool(in_flight_caps(self.problem).min() < self.budget.ample * self.problem.pp_degree)
+        # Where microbatches differ, memory is tight while large ones are in flight.
+        few = in_flight_caps(self.problem).min() < self.budget.ample * self.problem.pp_degree
+        self.is_tight = bool(few) or differ
 
     def run(self) -> None:
         """Run all stages until the bound is met or the search is stopped."""

@@ -11,6 +11,7 @@ from zbv_service.pages.views.difference import Difference, differences
 from zbv_solver.construct.baselines import merge_stages
 from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import Problem, Units
+from zbv_solver.problem.reading import parse_problem
 
 
 @given(problems(), problems())
@@ -74,3 +75,22 @@ def test_another_placement_with_the_same_numbers_is_one_difference() -> None:
     merged = merge_stages(one)
     assert [each.name for each in differences(one, merged)][:1] == ["placement"]
     assert Difference("forward F", "1", "2") in differences(one, merged)
+
+
+def test_microbatches_that_differ_are_compared_by_microbatch() -> None:
+    def costing(tokens: list[int], forward: float) -> Problem:
+        return parse_problem(
+            {
+                "pp_degree": 2,
+                "microbatches": 2,
+                "features": {"tokens": tokens},
+                "costs": {"forward": {"tokens": forward}, "backward_input": 1, "backward_weight": 1},
+            }
+        )
+
+    found = differences(costing([1, 3], 1), costing([1, 3], 2))
+    assert found == (Difference("forward F", "1 to 3", "2 to 6"),)
+    found = differences(costing([1, 3], 1), costing([3, 1], 1))
+    assert found == (Difference("forward F", "1 to 3", "1 to 3, 8 of 8 differ"),)
+    found = differences(costing([1, 3], 1), replace(costing([1, 3], 1), features=()))
+    assert found[-1] == Difference("features", "tokens 1 to 3", "none")

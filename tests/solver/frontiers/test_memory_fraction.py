@@ -12,6 +12,7 @@ from zbv_solver.construct.baselines import baseline, without_limit
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate
 
 fractions = st.floats(0.01, 4.0)
@@ -73,3 +74,27 @@ def test_nothing_held_is_nothing_to_take_a_fraction_of() -> None:
         memory_fraction.smallest(empty)
     with pytest.raises(InvalidInput, match="/memory"):
         memory_fraction.needed(empty, (1.0, 1.0))
+
+
+def test_the_unit_of_microbatches_that_differ_does_not_depend_on_their_order() -> None:
+    def holding_tokens(tokens: list[int]) -> Problem:
+        return parse_problem(
+            {
+                "pp_degree": 2,
+                "microbatches": len(tokens),
+                "features": {"tokens": tokens},
+                "costs": {"forward": {"tokens": 1}, "backward_input": 1, "backward_weight": 1, "p2p": 0},
+                "memory": {
+                    "forward": {"tokens": 1},
+                    "backward_input": {"tokens": -0.5},
+                    "backward_weight": {"tokens": -0.5},
+                    "static": 10,
+                },
+            }
+        )
+
+    assert memory_fraction.one_f_one_b_memory(holding_tokens([1, 2, 3, 6])) == 2 * 2 * 3
+    assert memory_fraction.one_f_one_b_memory(holding_tokens([6, 3, 1, 2])) == 2 * 2 * 3
+    long = holding_tokens([1, 1, 1, 40])
+    assert memory_fraction.one_f_one_b_memory(long) == 2 * 40, "the largest microbatch fits"
+    memory_fraction.at_fraction(long, 1.0).require_feasible()

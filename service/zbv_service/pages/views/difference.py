@@ -6,9 +6,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbv_solver.export import quantities
+from zbv_solver.export.report.figures import cost_values
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import Problem
+
+_TERMS = {
+    "forward": "forward F",
+    "backward_input": "backward, input I",
+    "backward_weight": "backward, weight W",
+    "backward": "full backward B",
+    "p2p": "transfer",
+    "memory forward": "memory of F",
+    "memory backward_input": "memory of I",
+    "memory backward_weight": "memory of W",
+}
+"""Costs and deltas in words, by their names in :func:`cost_values`."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +34,7 @@ class Difference:
 
 
 def differences(here: Problem, there: Problem) -> tuple[Difference, ...]:
-    """Every quantity that differs; values per stage or rank are given as a range."""
+    """Every quantity that differs; values per stage, microbatch or rank are given as a range."""
     return tuple(
         Difference(name, mine, theirs) for name, mine, theirs in _quantities(here, there) if mine != theirs
     )
@@ -34,22 +47,22 @@ def _quantities(here: Problem, there: Problem) -> Iterator[tuple[str, str, str]]
     yield "objective", here.objective, there.objective
     yield "time unit", here.units.time or "none", there.units.time or "none"
     yield "memory unit", here.units.memory or "none", there.units.memory or "none"
+    one, other = cost_values(here), cost_values(there)
     for name, mine, theirs in (
-        ("forward F", here.costs.forward, there.costs.forward),
-        ("backward, input I", here.costs.backward_input, there.costs.backward_input),
-        ("backward, weight W", here.costs.backward_weight, there.costs.backward_weight),
-        ("full backward B", here.costs.backward, there.costs.backward),
-        ("transfer", here.costs.p2p, there.costs.p2p),
-        ("memory of F", here.memory.forward, there.memory.forward),
-        ("memory of I", here.memory.backward_input, there.memory.backward_input),
-        ("memory of W", here.memory.backward_weight, there.memory.backward_weight),
+        *((term, one[name], other[name]) for name, term in _TERMS.items()),
         ("static memory", here.memory.static, there.memory.static),
         ("memory limit", here.memory.limit, there.memory.limit),
     ):
         if not _same(mine, theirs):
             yield name, *_told_apart(_spread(mine), _spread(theirs), mine, theirs)
+    if (here.features, there.features) != ((), ()):
+        yield "features", _features(here), _features(there)
     if here.model != there.model:
         yield "layers", *_layers_apart(here.model, there.model)
+
+
+def _features(problem: Problem) -> str:
+    return ", ".join(f"{each.name} {_spread(each.value)}" for each in problem.features) or "none"
 
 
 def _layers_apart(mine: CutModel | None, theirs: CutModel | None) -> tuple[str, str]:

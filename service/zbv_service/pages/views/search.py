@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from zbv_solver.export import quantities
+from zbv_solver.export.report.figures import cost_facts, cost_values
 from zbv_solver.export.report.simulated import deviations
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.jitter.reading import parse_jitter
@@ -143,18 +144,14 @@ def _shortages(record: SearchRecord, problem: Question) -> list[Shortage]:
 
 def _facts(problem: Problem) -> list[tuple[str, str]]:
     """The problem as terms and values."""
-    costs, memory, units = problem.costs, problem.memory, problem.units
     facts = [
         ("Placement", PLACEMENTS[problem.placement.kind]),
-        ("Forward F", quantities.times(costs.forward, units)),
-        ("Backward, input I", quantities.times(costs.backward_input, units)),
-        ("Backward, weight W", quantities.times(costs.backward_weight, units)),
-        ("Full backward B", "I + W" if costs.backward is None else quantities.times(costs.backward, units)),
-        ("Transfer", quantities.times(costs.p2p, units)),
+        *cost_facts(problem),
         ("Memory limit", _limit(problem)),
     ]
-    if any(memory.forward):
-        facts.append(("Forward holds", quantities.memories(memory.forward, units)))
+    held = cost_values(problem)["memory forward"]
+    if held is not None and any(held):
+        facts.append(("Forward holds", quantities.memories(held, problem.units)))
     return facts
 
 

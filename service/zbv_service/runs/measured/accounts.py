@@ -129,8 +129,8 @@ def account(plan: Plan, measured: MeasuredStep) -> Account:
 def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ...]:
     """Planned and measured durations by rank and letter, over all these steps.
 
-    The measured duration of a stage is the median over microbatches and steps; stages are weighted by their
-    number of actions.
+    The measured duration of a stage is the median over microbatches and steps, or if microbatches differ the
+    mean of the medians of its actions over steps; stages are weighted by their number of actions.
     """
     orders, durations = (
         plan.orders,
@@ -146,14 +146,20 @@ def kind_times(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[KindTimes, ..
             if not is_one.any():
                 continue
             stages, counts = np.unique(orders.stage[part][is_one], return_counts=True)
-            medians = [float(np.median(took[:, is_one & (orders.stage[part] == stage)])) for stage in stages]
+            if plan.problem.is_equal:
+                medians = [
+                    float(np.median(took[:, is_one & (orders.stage[part] == stage)])) for stage in stages
+                ]
+                mean = float(np.array(medians) @ counts) / float(counts.sum())
+            else:
+                mean = float(np.median(took[:, is_one], axis=0).mean())
             found.append(
                 KindTimes(
                     rank,
                     letter,
                     int(counts.sum()),
                     float(durations[part][is_one].mean()),
-                    float(np.array(medians) @ counts) / float(counts.sum()),
+                    mean,
                 )
             )
     return tuple(found)

@@ -4,7 +4,8 @@ A rank that waits is seldom the cause, because it waits for another rank. So the
 one thing as measured and everything else as planned: the actions of one letter on one rank, of a rank, of a
 letter, all actions, the transfers, the time between actions, or ranks that start as early as possible
 although the span assumes staggered starts. The effect of a cause is how much longer its replay takes.
-Effects need not add up: one cause can hide another, and variation between microbatches is part of none.
+Effects need not add up: one cause can hide another, and variation between microbatches that are planned alike
+is part of none.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from zbv_solver.export.quantities import percent
+from zbv_solver.measure.refit import grouped_medians
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
+from zbv_solver.problem.problem import LETTERS, F, Problem
 
 from zbv_service.runs.measured.accounts import Account
 from zbv_service.runs.measured.step import FloatArray, MeasuredStep, sources
@@ -161,16 +163,16 @@ def _specific(cause: Cause) -> int:
 def _causes(plan: Plan, measured: MeasuredStep, account: Account) -> Iterator[Cause]:
     from zbv_solver.timing.start_times import earliest_start_values, objective_of  # loads numba
 
-    planned = plan.problem.arrays.of_equal().duration
+    planned = plan.problem.arrays.duration
     base = objective_of(plan.problem, plan.orders)
     if plan.problem.objective == "span":
         yield Cause("start", None, None, None, earliest_start_values(plan.problem, plan.orders)[1] - base)
     counts, took = _durations(plan, measured)
-    for rank, letter in _groups(plan, measured, counts * (took - planned)):
-        chosen = _chosen(plan.problem, rank, letter)
+    for rank, letter in _groups(plan, measured, (counts * (took - planned)).sum(axis=2)):
+        chosen = _chosen(plan.problem, rank, letter)[..., None]
         changed = np.where(chosen, took, planned)
-        time = float((counts * planned)[chosen].sum())
-        ratio = float((counts * took)[chosen].sum()) / time if time > 0 else None
+        time = float((counts * planned * chosen).sum())
+        ratio = float((counts * took * chosen).sum()) / time if time > 0 else None
         effect = objective_of(_with_durations(plan.problem, changed), plan.orders) - base
         yield Cause("actions", rank, None if letter is None else LETTERS[letter], ratio, effect)
     yield from _transfers(plan, measured, base)
@@ -180,7 +182,7 @@ def _causes(plan: Plan, measured: MeasuredStep, account: Account) -> Iterator[Ca
         stages = list(plan.problem.placement.stages_of[row.rank])
         held_up[stages] = max(row.measured.between, 0.0) / (part.stop - part.start)
     if held_up.any():
-        effect = objective_of(_with_durations(plan.problem, planned + held_up), plan.orders) - base
+        effect = objective_of(_with_durations(plan.problem, planned + held_up[:, None]), plan.orders) - base
         yield Cause("between", None, None, None, effect)
 
 
@@ -204,7 +206,7 @@ def _groups(
 
 
 def _transfers(plan: Plan, measured: MeasuredStep, base: float) -> Iterator[Cause]:
-    """All transfers as measured: for each boundary the median transfer that a rank waited for."""
+    """All transfers as measured: by boundary and kind of microbatch, the median that a rank waited for."""
     from zbv_solver.timing.start_times import objective_of  # loads numba
 
     source = sources(plan)
@@ -217,21 +219,23 @@ def _transfers(plan: Plan, measured: MeasuredStep, base: float) -> Iterator[Caus
     stage = plan.orders.stage[at]
     boundary = np.where(plan.orders.letter[at] == F, stage - 1, stage)
     took = np.maximum(measured.start[at] - sent, 0.0)
-    p2p = np.array(plan.problem.costs.p2p)
-    changed = p2p.copy()
-    for each in np.unique(boundary):
-        changed[each] = np.median(took[boundary == each])
-    seen = np.unique(boundary)
-    planned = float(p2p[seen].sum())
-    problem = replace(plan.problem, costs=replace(plan.problem.costs, p2p=tuple(changed.tolist())))
+    arrays = plan.problem.arrays
+    pair = boundary * arrays.kinds + arrays.kind_of[plan.orders.microbatch[at]]
+    medians = grouped_medians(pair, took, arrays.latency.size).reshape(arrays.latency.shape)
+    seen = np.isfinite(medians)
+    changed = np.where(seen, medians, arrays.latency)
+    planned = float(arrays.latency[seen].sum())
+    problem = replace(plan.problem, given_arrays=replace(arrays, latency=changed))
     ratio = float(changed[seen].sum()) / planned if planned > 0 else None
     yield Cause("transfers", None, None, ratio, objective_of(problem, plan.orders) - base)
 
 
 def _durations(plan: Plan, measured: MeasuredStep) -> tuple[FloatArray, FloatArray]:
-    """(4, S) each: number of actions, and mean measured duration, the planned one if nothing was measured."""
-    orders, planned = plan.orders, plan.problem.arrays.of_equal().duration
+    """(4, S, K) each: number of actions, and mean measured duration, as planned if nothing was measured."""
+    orders, arrays = plan.orders, plan.problem.arrays
+    planned = arrays.duration
     row = orders.letter.astype(np.int64) * plan.problem.n_stages + orders.stage
+    row = row * arrays.kinds + arrays.kind_of[orders.microbatch]
     shape, size = planned.shape, planned.size
     took = measured.end - measured.start
     known = np.isfinite(took)
@@ -251,9 +255,5 @@ def _chosen(problem: Problem, rank: int | None, letter: int | None) -> NDArray[n
 
 
 def _with_durations(problem: Problem, duration: FloatArray) -> Problem:
-    """The problem with these durations (4, S)."""
-    forward, inputs, weights, fused = (tuple(duration[code].tolist()) for code in (F, I, W, B))
-    costs = replace(
-        problem.costs, forward=forward, backward_input=inputs, backward_weight=weights, backward=fused
-    )
-    return replace(problem, costs=costs)
+    """The problem with these durations (4, S, K)."""
+    return replace(problem, given_arrays=replace(problem.arrays, duration=duration))

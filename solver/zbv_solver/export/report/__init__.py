@@ -34,6 +34,7 @@ from zbv_solver.export.report.figures import (
     schedule_rows,
 )
 from zbv_solver.export.report.layers import LayersView, layers_view
+from zbv_solver.export.report.microbatches import MicrobatchesView, microbatches_view
 from zbv_solver.export.report.simulated import SimulationView, simulation_view
 from zbv_solver.export.timeline import timeline
 from zbv_solver.export.timeline_data import MAX_GLYPHS, timeline_facts
@@ -142,6 +143,8 @@ class PlanView:
         The meaning of dark and light; empty with a single chunk.
     timeline
         JSON for the script; see :func:`~zbv_solver.export.timeline_data.timeline_facts`.
+    microbatches
+        Their sizes in the order of entry; None if they are equal.
     layers
         The cut of the model; None if the problem gives stages.
     simulation
@@ -170,6 +173,7 @@ class PlanView:
     facts: tuple[tuple[str, str], ...]
     timeline: Markup
     layers: LayersView | None = None
+    microbatches: MicrobatchesView | None = None
     simulation: SimulationView | None = None
     exports: tuple[PageLink, ...] = ()
     links: tuple[PageLink, ...] = ()
@@ -235,6 +239,7 @@ def plan_view(plan: Plan) -> PlanView:
         facts=tuple(facts_of(plan)),
         timeline=script_json(timeline_facts(timeline(plan), problem)),
         layers=layers_view(plan),
+        microbatches=microbatches_view(plan),
         simulation=simulation_view(plan),
     )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from zbv_solver.export import quantities
 from zbv_solver.export.per_rank import accounts_for_memory
 from zbv_solver.plans.plan import Baseline, Metrics, Plan
+from zbv_solver.problem.costs import Costs, Deltas
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
-from zbv_solver.problem.problem import Units, objective_value
+from zbv_solver.problem.problem import B, F, I, Problem, Units, W, objective_value
 
 SMALLEST_GAP = 1e-4
 """Smaller gaps show as "less than" this one."""
@@ -122,19 +123,64 @@ def schedule_rows(plan: Plan, schedules: Sequence[Compared]) -> tuple[ScheduleRo
 
 def facts_of(plan: Plan) -> list[tuple[str, str]]:
     """The problem's costs and limit, and the plan's origin, as terms and values; the longest come last."""
-    costs, units, provenance = plan.problem.costs, plan.problem.units, plan.provenance
+    problem, provenance = plan.problem, plan.provenance
     return [
-        ("Forward F", quantities.times(costs.forward, units)),
-        ("Backward, input I", quantities.times(costs.backward_input, units)),
-        ("Backward, weight W", quantities.times(costs.backward_weight, units)),
-        *([("Full backward B", quantities.times(costs.backward, units))] if costs.backward else []),
-        ("Transfer", quantities.times(costs.p2p, units)),
-        ("Memory limit", quantities.memories(plan.problem.memory.limit, units)),
+        *cost_facts(problem),
+        ("Memory limit", quantities.memories(problem.memory.limit, problem.units)),
         ("Version", provenance.version),
         ("Seed", str(provenance.seed)),
         ("Search time", f"{provenance.seconds:.2f} s"),
         ("Found by", provenance.method),
     ]
+
+
+def cost_facts(problem: Problem) -> list[tuple[str, str]]:
+    """What actions and transfers take, as terms and values: ranges over stages and microbatches."""
+    terms = {
+        "forward": "Forward F",
+        "backward_input": "Backward, input I",
+        "backward_weight": "Backward, weight W",
+        "backward": "Full backward B",
+        "p2p": "Transfer",
+    }
+    by_microbatch = "" if problem.is_equal else ", by microbatch"
+    facts = []
+    for name, term in terms.items():
+        values = cost_values(problem)[name]
+        if values is None:
+            facts.append((term, "I + W"))
+        else:
+            differs = by_microbatch if len(set(values)) > 1 else ""
+            facts.append((term, quantities.times(values, problem.units) + differs))
+    return [*facts, *((f"Feature {each.name}", quantities.spread(each.value)) for each in problem.features)]
+
+
+def cost_values(problem: Problem) -> dict[str, tuple[float, ...] | None]:
+    """The costs and deltas of memory by their names in a document, of every stage and microbatch.
+
+    If all microbatches are equal, there is one value per stage or boundary, as the user stated it; otherwise
+    boundaries inside a rank do not count. B is None if it costs I + W.
+    """
+    costs, memory = problem.costs, problem.memory
+    if problem.is_equal and not problem.features:
+        held = {f"memory {field.name}": getattr(memory, field.name) for field in fields(Deltas)}
+        return {field.name: getattr(costs, field.name) for field in fields(Costs)} | held
+    arrays = problem.arrays
+    every, placement, boundaries = arrays.kind_of, problem.placement, range(problem.n_stages - 1)
+    tables = {
+        "forward": arrays.duration[F],
+        "backward_input": arrays.duration[I],
+        "backward_weight": arrays.duration[W],
+        "backward": None if costs.backward is None else arrays.duration[B],
+        "p2p": arrays.latency[[not is_local for is_local in map(placement.is_local, boundaries)]],
+        "memory forward": arrays.delta[F],
+        "memory backward_input": arrays.delta[I],
+        "memory backward_weight": arrays.delta[W],
+    }
+    return {
+        name: None if table is None else tuple(table[:, every].ravel().tolist())
+        for name, table in tables.items()
+    }
 
 
 def _use(peak: float, limit: float) -> float:

@@ -15,6 +15,7 @@ from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Objective, Problem, Units
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, make_plan, search
 
 
@@ -133,3 +134,30 @@ def test_early_starts_are_a_cause_if_the_span_assumes_staggered_starts() -> None
     found = explained(plan)
     (start,) = [cause for cause in found.causes if cause.kind == "start"]
     assert start.effect == pytest.approx(found.difference)
+
+
+def test_slow_actions_are_found_among_microbatches_that_differ() -> None:
+    """Their durations differ as planned, which is no cause."""
+
+    def costing(weights: float) -> Problem:
+        document = {
+            "pp_degree": 2,
+            "microbatches": 4,
+            "features": {"tokens": [10, 40, 20, 30]},
+            "costs": {
+                "forward": {"fixed": 2, "tokens": 1},
+                "backward_input": {"tokens": 1},
+                "backward_weight": {"tokens": [weights, 1, 1, weights]},
+                "p2p": {"tokens": 0.1},
+            },
+            "units": {"time": "us"},
+        }
+        return parse_problem(document)
+
+    plan = search(costing(1), SearchOptions("quick"))
+    assert explained(plan).main is None
+    found = explained(plan, costing(3))
+    assert found.main is not None
+    assert (found.main.kind, found.main.rank) == ("actions", 0)
+    assert found.main.letter in ("W", "B", None)
+    assert found.share(found.main) >= 0.6

@@ -18,6 +18,10 @@ function make(name, properties = {}, ...children) {
 export const cellId = (key, index) => `${key}-${index}`;
 export const issueId = (key) => `issue-${key}`;
 
+// A list of equal values as one of them: the form shows how a value looks, and sends it unchanged.
+const shortened = (_key, value) =>
+  Array.isArray(value) && value.length > 0 && value.every((each) => each === value[0]) ? value[0] : value;
+
 export class Cells {
   // changed(key) is called after every change of a value.
   constructor(table, quantities, form, changed) {
@@ -93,7 +97,7 @@ export class Cells {
   #fields(quantity, values, shape) {
     const { key, label, letter, hint } = quantity;
     if (values.asIs !== undefined) {
-      const text = JSON.stringify(values.asIs);
+      const text = JSON.stringify(values.asIs, shortened);
       const shown = make("code", { textContent: text.length > 60 ? `${text.slice(0, 57)}…` : text });
       const replace = make("button", { type: "button", id: cellId(key, 0), textContent: "Replace" });
       replace.dataset.replace = key;

@@ -10,8 +10,15 @@ const SCALES = [
 ];
 const LARGEST_FRACTION = 2;
 
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+
+// An object has the fixed part of a cost and the coefficients of features, by name.
 const scaled = (value, factor) =>
-  Array.isArray(value) ? value.map((each) => scaled(each, factor)) : Number((value * factor).toPrecision(12));
+  isObject(value)
+    ? Object.fromEntries(Object.entries(value).map(([name, each]) => [name, scaled(each, factor)]))
+    : Array.isArray(value)
+      ? value.map((each) => scaled(each, factor))
+      : Number((value * factor).toPrecision(12));
 
 const mean = (value) =>
   Array.isArray(value) ? value.reduce((sum, each) => sum + each, 0) / value.length : value;
@@ -33,6 +40,7 @@ export class WhatIf {
   // Starts over with a valid problem; `isFraction`: its limit is a fraction of 1F1B's memory.
   start(problem, facts, isFraction) {
     this.base = { problem, facts, isFraction };
+    this.inputs.clear();
     const sliders = SCALES.map(({ name, label }) => this.#slider(name, label, 0.5, 2, 0.05, 1));
     if (facts.limit !== null && facts.smallest_fraction !== null) {
       const least = Math.ceil(facts.smallest_fraction * 100) / 100;
@@ -40,7 +48,10 @@ export class WhatIf {
       sliders.push(this.#slider("limit", "Memory limit", Math.min(least, own), Math.max(LARGEST_FRACTION, own), 0.01, own));
     }
     const { microbatches } = problem;
-    sliders.push(this.#slider("microbatches", "Microbatches", 1, Math.max(4 * microbatches, 8), 1, microbatches));
+    // Features are given for every microbatch of the problem, and not for others.
+    if ((problem.features ?? problem.sequences ?? null) === null) {
+      sliders.push(this.#slider("microbatches", "Microbatches", 1, Math.max(4 * microbatches, 8), 1, microbatches));
+    }
     this.holder.replaceChildren(...sliders);
     this.#say();
   }
@@ -101,6 +112,16 @@ export class WhatIf {
     this.#say();
   }
 
+  // The factor from the mean of I + W before to that after.
+  #growth(before, after) {
+    const halves = [before.backward_input, before.backward_weight, after.backward_input, after.backward_weight];
+    if (halves.some(isObject)) {
+      return (this.#value("backward_input") + this.#value("backward_weight")) / 2;
+    }
+    const [inputs, weights, newInputs, newWeights] = halves.map(mean);
+    return inputs + weights > 0 ? (newInputs + newWeights) / (inputs + weights) : 1;
+  }
+
   // The problem with the values of the sliders, and its limit if that is a fraction of 1F1B's memory.
   question() {
     const { problem, facts, isFraction } = this.base;
@@ -112,11 +133,12 @@ export class WhatIf {
     }
     // The fused backward grows like the sum of I and W.
     if (costs.backward !== undefined && costs.backward !== null) {
-      const before = mean(problem.costs.backward_input) + mean(problem.costs.backward_weight);
-      const after = mean(costs.backward_input) + mean(costs.backward_weight);
-      costs.backward = scaled(costs.backward, before > 0 ? after / before : 1);
+      costs.backward = scaled(costs.backward, this.#growth(problem.costs, costs));
     }
-    const asked = { ...problem, costs, microbatches: this.#value("microbatches") };
+    const asked = { ...problem, costs };
+    if (this.inputs.has("microbatches")) {
+      asked.microbatches = this.#value("microbatches");
+    }
     if (!this.inputs.has("limit") || (!isFraction && !this.#moved("limit"))) {
       return { problem: asked };
     }

@@ -3,7 +3,7 @@
 import { make, part } from "./dom.js";
 import { memory, number, time } from "./numbers.js";
 import { terms } from "./tooltip.js";
-import { idleBefore, spentInWords } from "./words.js";
+import { featuresInWords, idleBefore, spentInWords } from "./words.js";
 
 /** @typedef {"rank" | "microbatch"} Along */
 
@@ -244,6 +244,9 @@ export class Inspector {
       ["Duration", time(timeline.end[action] - timeline.start[action], facts)],
       ["Idle before", idleBefore(timeline, action)],
     ];
+    if (facts.features.length > 0) {
+      rows.push([`Microbatch ${timeline.microbatch[action]}`, featuresInWords(timeline, action)]);
+    }
     if (facts.memory.is_known) {
       rows.push([`Memory of rank ${rank}`, `${memory(during, facts)}, then ${memory(after, facts)}`]);
     }

@@ -1,6 +1,8 @@
 // The actions of a schedule, unpacked from the columns that timeline_data.py packs, and what each of them waited for.
 // An action is its index in the flat order: rank after rank, each in the order of execution.
 
+/** @typedef {number | number[]} Cost a number, or one per kind of microbatch if microbatches differ */
+
 /**
  * What the server says about a timeline: timeline_facts() of timeline_data.py.
  * @typedef {object} Facts
@@ -8,11 +10,13 @@
  * @property {boolean} is_measured
  * @property {number} microbatch_bytes
  * @property {number} microbatches
+ * @property {number[] | null} kind_of the kind of every microbatch; null if all are equal
+ * @property {[string, number[]][]} features names and the value of every microbatch
  * @property {number[]} offset
  * @property {number[][]} stages
- * @property {number[][]} durations
- * @property {number[]} transfers
- * @property {{ deltas: number[][], static: number[], limits: number[], is_known: boolean, scale: number, unit: string }} memory
+ * @property {Cost[][]} durations by letter and stage
+ * @property {Cost[]} transfers by boundary
+ * @property {{ deltas: Cost[][], static: number[], limits: number[], is_known: boolean, scale: number, unit: string }} memory
  * @property {string} time_unit
  * @property {string} objective
  * @property {string} letters
@@ -63,7 +67,7 @@ export class Timeline {
         this.stage[action] = stages[chunk];
         this.kind[action] = facts.shades * letter + (chunk % facts.shades);
         if (!facts.is_measured) {
-          this.end[action] = this.start[action] + facts.durations[letter][stages[chunk]];
+          this.end[action] = this.start[action] + this.costOf(facts.durations[letter][stages[chunk]], action);
         }
       }
     }
@@ -78,6 +82,15 @@ export class Timeline {
     this.cells = null;
     /** @type {{ during: Float64Array, after: Float64Array } | null} */
     this.held = null;
+  }
+
+  /**
+   * A cost of an action, which may depend on its microbatch.
+   * @param {Cost} cost
+   * @param {number} action
+   */
+  costOf(cost, action) {
+    return typeof cost === "number" ? cost : cost[this.facts.kind_of?.[this.microbatch[action]] ?? 0];
   }
 
   /** @param {number} action */
@@ -239,7 +252,8 @@ export class Timeline {
     if (input < 0) {
       return -Infinity;
     }
-    return this.end[input] + this.facts.transfers[Math.min(this.stage[input], this.stage[action])];
+    const boundary = Math.min(this.stage[input], this.stage[action]);
+    return this.end[input] + this.costOf(this.facts.transfers[boundary], action);
   }
 
   /**
@@ -330,7 +344,7 @@ export class Timeline {
     for (let rank = 0; rank < this.ranks; rank += 1) {
       let sum = 0;
       for (let action = this.offset[rank]; action < this.offset[rank + 1]; action += 1) {
-        const delta = deltas[this.letter[action]][this.stage[action]];
+        const delta = this.costOf(deltas[this.letter[action]][this.stage[action]], action);
         sum += delta;
         after[action] = fixed[rank] + sum;
         during[action] = after[action] - delta + Math.max(0, delta);

@@ -2,7 +2,7 @@
 
 import { make } from "./dom.js";
 import { time } from "./numbers.js";
-import { idleBefore, waitedFor } from "./words.js";
+import { featuresInWords, idleBefore, waitedFor } from "./words.js";
 
 const DISTANCE = 14; // px from the pointer
 const MARGIN = 4; // px from the edges of the window
@@ -75,6 +75,7 @@ export function describeAction(timeline, action, more) {
       ["rank", String(timeline.rankOf(action))],
       ["stage", `${timeline.stage[action]} (chunk ${timeline.chunk[action]})`],
       ["microbatch", String(timeline.microbatch[action])],
+      ...(facts.features.length > 0 ? [/** @type {[string, string]} */ (["features", featuresInWords(timeline, action)])] : []),
       ["waited for", waitedFor(timeline, action)],
       ["idle before", idleBefore(timeline, action)],
       ...more,

@@ -1,6 +1,6 @@
 // What an action waited for, in words: the same in the tooltip and in the panel of a selected action.
 
-import { time } from "./numbers.js";
+import { number, time } from "./numbers.js";
 
 /** @typedef {import("./timeline.js").Timeline} Timeline */
 
@@ -26,6 +26,16 @@ export function idleBefore(timeline, action) {
     return "first of its rank";
   }
   return idle > 0 ? time(idle, timeline.facts) : "none";
+}
+
+/**
+ * The features of an action's microbatch: "tokens 4 096, images 2"; empty if microbatches do not differ.
+ * @param {Timeline} timeline
+ * @param {number} action
+ */
+export function featuresInWords(timeline, action) {
+  const microbatch = timeline.microbatch[action];
+  return timeline.facts.features.map(([name, values]) => `${name} ${number(values[microbatch])}`).join(", ");
 }
 
 /**

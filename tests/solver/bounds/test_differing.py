@@ -1,0 +1,150 @@
+"""Lower bounds of problems whose microbatches differ: below every order, in any order of microbatches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.problems import limited, problems, uniform
+from zbv_solver.bounds import lower_bound
+from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.costs import Deltas, Feature
+from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify_orders
+
+from benchmarks.soak.draw import NUMBERS, differing_stages, number_source
+from benchmarks.soak.optimum import optimum
+from benchmarks.soak.pipeline import read
+
+
+def with_sizes(problem: Problem, size: list[float]) -> Problem:
+    """Microbatch j costs and holds 1 + size[j] times what it did; latencies stay."""
+    costs, memory = problem.costs, problem.memory
+    feature = Feature(
+        "size",
+        tuple(size),
+        replace(costs, p2p=(0.0,) * len(costs.p2p)),
+        Deltas(memory.forward, memory.backward_input, memory.backward_weight),
+    )
+    return replace(problem, microbatches=len(size), features=(feature,))
+
+
+@st.composite
+def differing_problems(draw: st.DrawFn, *, max_p: int = 3, max_m: int = 5) -> Problem:
+    """Random problems whose microbatches have a size, some of them a large one; memory is often tight."""
+    problem = draw(problems(max_p=max_p, max_m=1, kinds=("v", "loop", "single")))
+    size = st.sampled_from([0.0, 0.0, 0.5, 1.0, 1 / 3, 7.0, 40.0])
+    problem = with_sizes(problem, draw(st.lists(size, min_size=1, max_size=max_m)))
+    headroom = st.sampled_from([0.0, 0.0, 1.0, 3.0, 10.0, 40.0])
+    p = problem.pp_degree
+    return limited(problem, tuple(draw(st.lists(headroom, min_size=p, max_size=p))))
+
+
+@given(differing_problems(), st.integers(0, 1000))
+@settings(max_examples=60)
+def test_no_random_order_is_better(problem: Problem, seed: int) -> None:
+    bounds = [lower_bound(problem, effort).value for effort in ("quick", "full", "thorough")]
+    assert bounds == sorted(bounds)
+    for orders in random_orders(problem, random.Random(seed), 6):
+        verify_orders(problem, orders)
+        timing = evaluate(problem, orders)
+        value = timing.span if problem.objective == "span" else timing.makespan
+        assert bounds[-1] <= value * (1 + 1e-9) + 1e-9
+
+
+def test_the_longest_microbatch_takes_its_whole_path() -> None:
+    """40 times 4 F's and 4 I's on two ranks; the small ones run meanwhile."""
+    problem = with_sizes(uniform(2, 3), [0.0, 39.0, 0.0])
+    assert lower_bound(problem, "quick").value == pytest.approx(40 * 9)
+
+
+def test_large_microbatches_run_one_after_another_where_memory_holds_only_one() -> None:
+    """The independent model proves the optimum over all orders; what others hold meanwhile decides it."""
+    document = {
+        "pp_degree": 2,
+        "microbatches": 3,
+        "placement": "single",
+        "objective": "makespan",
+        "features": {"size": [5.0, 4.0, 1.0]},
+        "costs": {
+            name: {"fixed": [0.0] * 2, "size": [slope] * 2}
+            for name, slope in (("forward", 2.0), ("backward_input", 3.0), ("backward_weight", 1.0))
+        }
+        | {"p2p": [1.0]},
+        "memory": {
+            "forward": {"fixed": [0.0] * 2, "size": [2.0] * 2},
+            "backward_input": {"fixed": [0.0] * 2, "size": [-1.0] * 2},
+            "backward_weight": {"fixed": [0.0] * 2, "size": [-1.0] * 2},
+            "static": [0.0] * 2,
+            "limit": [10.0] * 2,
+        },
+    }
+    problem = parse_problem(document)
+    best = optimum(read(document), effort=2.0)
+    assert best.is_exact
+    bounds = {effort: lower_bound(problem, effort).value for effort in ("quick", "full")}
+    assert bounds["quick"] < 0.7 * float(best.value)
+    assert 0.95 * float(best.value) <= bounds["full"] <= float(best.value) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_never_above_the_exact_optimum(number: int) -> None:
+    """Problems of the soak test, in floats and over decades, with memory within rounding of the limit."""
+    chance = random.Random(f"differing/{number}")
+    document = differing_stages(chance, number_source(chance, NUMBERS[number % len(NUMBERS)]))
+    pipeline = read(document)
+    if not pipeline.is_feasible():
+        pytest.skip("one microbatch does not fit")
+    best = optimum(pipeline, effort=0.05)
+    for effort in ("quick", "full", "thorough"):
+        assert lower_bound(parse_problem(document), effort).value <= float(best.value) * (1 + 1e-9)
+
+
+def random_orders(problem: Problem, chance: random.Random, count: int) -> Iterator[Orders]:
+    """Orders that run anything of any microbatch that can run, now and then with a bias; stuck ones drop."""
+    for _ in range(count):
+        weights = [chance.choice([0.1, 1.0, 1.0, 10.0]) for _ in range(4)]
+        orders = _random_order(problem, chance, weights)
+        if orders is not None:
+            yield orders
+    yield serial(problem).orders
+
+
+def _random_order(problem: Problem, chance: random.Random, weights: list[float]) -> Orders | None:
+    arrays, n, rank_of = problem.arrays, problem.n_stages, problem.placement.rank_of
+    held = arrays.static.copy()
+    progress = dict.fromkeys(range(problem.microbatches), 0)  # of 2 n visits
+    waiting: list[tuple[int, int]] = []
+    ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.pp_degree)]
+    while waiting or any(at < 2 * n for at in progress.values()):
+        ready = [(stage, W, j) for stage, j in waiting]
+        for j, at in progress.items():
+            if at < 2 * n:
+                ready += [(at, F, j)] if at < n else [(2 * n - 1 - at, letter, j) for letter in (I, B)]
+        fitting = [
+            (stage, letter, j)
+            for stage, letter, j in ready
+            if not exceeds(
+                held[rank_of[stage]] + max(0.0, arrays.delta[letter, stage, arrays.kind_of[j]]),
+                arrays.limit[rank_of[stage]],
+            )
+        ]
+        if not fitting:
+            return None
+        stage, letter, j = chance.choices(fitting, [weights[action[1]] for action in fitting])[0]
+        held[rank_of[stage]] += arrays.delta[letter, stage, arrays.kind_of[j]]
+        ranks[rank_of[stage]].append((stage, letter, j))
+        if letter == W:
+            waiting.remove((stage, j))
+        else:
+            progress[j] += 1
+            waiting += [(stage, j)] if letter == I else []
+    return Orders.pack(ranks)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +37,12 @@ from zbv_worker.transport.messages import MAX_BYTES
 
 PER_STEP = "per-step"
 """In place of a plan."""
-_SHARE = 0.5
-"""Share of a step's time in which the next step is planned."""
+_SHARES, _AFTER_LATE, _AFTER_PLANNED = (0.1, 0.5), 0.7, 1.1
+"""The smallest and the largest share of a step's time that a search gets, and how a step changes the share."""
 _SECONDS = (0.02, 0.2, 2.0)
 """The shortest time of a search, the one before any step was timed, and the longest."""
 _WAIT_SECONDS = 0.01
-"""A step that takes longer to read the planner's answers has waited."""
+"""A step has waited if it blocked while it read the planner's answers, and that took longer."""
 _START_SECONDS = 30.0
 """The longest wait of a starting pipeline for its planner, which on a new machine compiles kernels."""
 _AHEAD = 16
@@ -64,7 +65,8 @@ class PlanningReport:
     constructed
         Steps without an announcement or without the process, with a constructor's plan.
     waited
-        Steps that waited for the planner's process; on ranks that are sent the plans always 0.
+        Steps that waited for the planner's process, for instance to start it again; on ranks that are sent
+        the plans always 0.
     agreed
         Plans whose hash this rank has compared with that of the rank that chose them.
     restarts
@@ -122,7 +124,7 @@ class StepPlans:
         self._announced: OrderedDict[str, StepPlan | None] = OrderedDict()
         self._pending: list[Callable[[float], None]] = []
         self._began: float | None = None
-        self._search_seconds = _SECONDS[1]
+        self._search_seconds, self._share = _SECONDS[1], _SHARES[1]
 
     def connect(self, plan: RankPlan, transport: ConnectedTransport, source: int, timeout: float) -> None:
         """Start the process on the rank at the position ``source`` of the pipeline."""
@@ -256,10 +258,11 @@ class StepPlans:
         began = time.perf_counter()
         if self._began is not None:
             shortest, _, longest = _SECONDS
-            self._search_seconds = min(longest, max(shortest, _SHARE * (began - self._began)))
+            self._search_seconds = min(longest, max(shortest, self._share * (began - self._began)))
         self._began = began
+        waits = _waits()
         self._take_answers()
-        waited = time.perf_counter() - began > _WAIT_SECONDS
+        waited = _waits() > waits and time.perf_counter() - began > _WAIT_SECONDS
         key = key_of_values(values)
         is_known = key in self._announced and self._client is not None and self._client.is_alive
         found = self._announced.pop(key, None)
@@ -271,6 +274,9 @@ class StepPlans:
                 found = StepPlan.of(answer_of(self._planner.first(values), 0.0))
             except ZbvError as error:
                 raise InvalidRun(f"no plan for this step: {error}") from error
+        if how != "constructed":
+            share = self._share * (_AFTER_LATE if how == "late" else _AFTER_PLANNED)
+            self._share = min(max(share, _SHARES[0]), _SHARES[1])
         report, longest_choice = self._report, time.perf_counter() - began
         self._report = replace(
             report,
@@ -318,6 +324,11 @@ class StepPlans:
             )
         said = json.loads(body.numpy().tobytes())
         return said["how"], StepPlan.of(said), said["values"]
+
+
+def _waits() -> int:
+    """How often this thread has given up its core to wait; not how often the system took the core away."""
+    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
 
 
 def _hash(body: Tensor) -> int:

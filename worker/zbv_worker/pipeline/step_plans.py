@@ -38,7 +38,7 @@ from zbv_worker.transport.messages import MAX_BYTES
 PER_STEP = "per-step"
 """In place of a plan."""
 _SHARES, _AFTER_LATE, _AFTER_PLANNED = (0.1, 0.5), 0.7, 1.1
-"""The smallest and the largest share of a step's time that a search gets, and how a step changes the share."""
+"""The smallest and the largest share of a step's time that a search gets, and how a step changes it."""
 _SECONDS = (0.02, 0.2, 2.0)
 """The shortest time of a search, the one before any step was timed, and the longest."""
 _WAIT_SECONDS = 0.01

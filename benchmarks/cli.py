@@ -16,6 +16,7 @@ from benchmarks.planner.cli import (
     add_jitter,
     add_packing,
     add_partitioning,
+    add_per_step,
     add_planner,
     add_speed,
     add_unequal,
@@ -70,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     for add in (
-        *(add_planner, add_partitioning, add_jitter, add_packing, add_unequal, add_speed),
+        *(add_planner, add_partitioning, add_jitter, add_packing),
+        *(add_unequal, add_per_step, add_speed),
         *(add_lengths, add_soak, add_service, add_worker),
     ):
         add(commands)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks planner``, ``partitioning``, ``jitter``, ``packing``, ``unequal`` and ``speed``."""
+"""``planner``, ``partitioning``, ``jitter``, ``packing``, ``unequal``, ``per-step`` and ``speed``."""
 
 from __future__ import annotations
 
@@ -120,6 +120,21 @@ def add_unequal(commands: Any) -> None:
     command.set_defaults(run=_unequal)
 
 
+def add_per_step(commands: Any) -> None:
+    """Add the benchmark of planning every step."""
+    command = commands.add_parser(
+        "per-step",
+        help="plan one step after another, each with other microbatches; compare with the quick effort",
+        description="Plan the steps of a training run, each with other microbatches (8 ranks, 64 "
+        "microbatches). Report the time to a first verified plan, and how the plans after a fifth of a "
+        "second compare with those of the quick effort.",
+    )
+    command.add_argument("--steps", type=int, default=50, metavar="N", help="per run (default: 50)")
+    command.add_argument("--only", metavar="GLOB", help="only runs with a matching name")
+    add_output(command)
+    command.set_defaults(run=_per_step)
+
+
 def add_speed(commands: Any) -> None:
     """Add the benchmark of the kernels."""
     command = commands.add_parser("speed", help="count evaluations per second on one core")
@@ -181,6 +196,20 @@ def _jitter(parsed: argparse.Namespace) -> int:
         return jitter_table(chosen, options, parsed.scenarios, sys.stdout.write)
 
     return measure_all([("jitter", f"{len(chosen)} instances", measure)], parsed.output)
+
+
+def _per_step(parsed: argparse.Namespace) -> int:
+    from benchmarks.errors import WrongInput
+    from benchmarks.planner.per_step import LEAST_STEPS, per_step_table, runs
+
+    if parsed.steps < LEAST_STEPS:
+        raise WrongInput(f"--steps: found {parsed.steps}; must be at least {LEAST_STEPS}.")
+    chosen = runs(parsed.only)
+
+    def measure() -> Sequence[Finding]:
+        return per_step_table(chosen, parsed.steps, sys.stdout.write)
+
+    return measure_all([("per-step", f"{len(chosen)} runs of {parsed.steps} steps", measure)], parsed.output)
 
 
 def _packing(parsed: argparse.Namespace) -> int:

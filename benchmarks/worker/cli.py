@@ -16,13 +16,17 @@ from benchmarks.measuring import Measure, add_output, measure_all
 if TYPE_CHECKING:
     from benchmarks.findings import Finding
 
-NAMES = ("overhead", "pipeline-step", "gpt", "split", "memory", "rehearse", "rehearse-jitter", "nccl-model")
+NAMES = (
+    *("overhead", "pipeline-step", "per-step", "gpt", "split"),
+    *("memory", "rehearse", "rehearse-jitter", "nccl-model"),
+)
 DESCRIPTION = """\
 Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;
 on a busy machine, their intervals are wider.
 
   overhead  CPU time per action, compared with PyTorch's runtime
   pipeline-step  Pipeline.step, compared with the bare executor
+  per-step  a run of 200 steps with a new plan for every step
   gpt       a GPT with our plan and with PyTorch's schedules
   split     I + W, compared with the fused backward
   memory    peaks of real steps, compared with the plan
@@ -58,7 +62,7 @@ def add_worker(commands: Any) -> None:
         "--rounds",
         type=positive,
         metavar="N",
-        help="gpt, overhead, pipeline-step, rehearse-jitter, split: number of measured rounds",
+        help="gpt, overhead, per-step, pipeline-step, rehearse-jitter, split: number of measured rounds",
     )
     command.add_argument(
         "--rehearse-pp",

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from zbv_solver.search.claims import CheckedPlan
     from zbv_solver.search.options import Effort
     from zbv_solver.search.search_state import Progress
+    from zbv_solver.search.step_planner import StepPlanner
 
 __all__ = [
     "Baseline",
@@ -68,6 +69,7 @@ __all__ = [
     "Problem",
     "Progress",
     "Simulation",
+    "StepPlanner",
     "ZbvError",
     "__version__",
     "check",
@@ -97,6 +99,7 @@ _HOMES = {
     "Problem": "problem.problem.Problem",
     "Progress": "search.search_state.Progress",
     "Simulation": "plans.simulation.Simulation",
+    "StepPlanner": "search.step_planner.StepPlanner",
     "compare": "search.assemble.compare",
     "load_batch": "packing.batch.load_batch",
     "load_problem": "problem.reading.load_problem",

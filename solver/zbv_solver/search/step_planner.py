@@ -30,10 +30,8 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.search_unit import in_search_unit
 
-REMEMBERED = 12
-"""Rules of earlier steps that a step begins with."""
-FIRST_RULES = 6
-"""General rules that a step begins with while fewer are known."""
+REMEMBERED, TRIED = 12, 4
+"""Rules of earlier steps that a step begins with, and how many of these if it has no time to search."""
 CACHED = 256
 """Batches whose plans are kept."""
 CLIMB_SHARE = 0.5
@@ -49,6 +47,15 @@ class _Known:
     rule: Rule
     option: int
     pattern: IntArray
+
+    def rule_of(self, by_size: IntArray) -> Rule:
+        """The rule for a batch whose microbatches ``by_size`` (m,) are sorted; m may be another number."""
+        return self.rule._replace(entry=by_size[stretched(self.pattern, len(by_size))])
+
+    def is_same(self, other: _Known) -> bool:
+        """Whether two rules differ in nothing; a rule keeps its arrays from batch to batch."""
+        own, others = self.rule._replace(entry=self.pattern), other.rule._replace(entry=other.pattern)
+        return self.option == other.option and all(map(np.array_equal, own, others))
 
 
 class StepPlanner:
@@ -134,7 +141,7 @@ class StepPlanner:
             by_rank, orders = cached
             orders = replace(orders, microbatch=size.astype(np.int32)[by_rank])
             return _plan(given, orders, "step(cached)", self.seed, began)
-        attempt = self._constructed(problem, size, began + CLIMB_SHARE * seconds)
+        attempt = self._constructed(problem, size, seconds, began + CLIMB_SHARE * seconds)
         orders, method = self._annealed(problem, attempt, began + seconds)
         plan = _plan(given, orders, method, self.seed, began)
         if seconds > 0:
@@ -145,14 +152,16 @@ class StepPlanner:
                 self._plans.popitem(last=False)
         return plan
 
-    def _constructed(self, problem: Problem, size: IntArray, until: float) -> Attempt:
+    def _constructed(self, problem: Problem, size: IntArray, seconds: float, until: float) -> Attempt:
         """The order of the best rule: of earlier steps, of the first ones, or of a climb from these."""
-        climber = RuleClimber(problem, self.seed + self.steps, most_basins=2)
-        for each in ENTRY_RULES[: max(1, FIRST_RULES - len(self._known))]:
-            climber.start_from(entry_rule(problem, each), 0)
-        for known in self._known:
-            if len(known.pattern) == problem.microbatches and known.option < len(climber.options):
-                climber.start_from(known.rule._replace(entry=size[known.pattern]), known.option)
+        basins = 2 if seconds > 0 else 1
+        climber = RuleClimber(problem, self.seed + self.steps, most_basins=basins)
+        for known in self._known[: REMEMBERED if seconds > 0 else TRIED]:
+            if known.option < len(climber.options):
+                climber.start_from(known.rule_of(size), known.option)
+        if len(self._known) < TRIED or not climber.basins:
+            for each in ENTRY_RULES[:TRIED]:
+                climber.start_from(entry_rule(problem, each), 0)
         while time.monotonic() < until:
             climber.step(1.0 if climber.basins else 0.0)
         if not climber.basins:
@@ -164,10 +173,12 @@ class StepPlanner:
         return serial(problem) if attempt is None else attempt
 
     def _remember(self, rule: Rule, option: int, size: IntArray) -> None:
+        """Put a rule first, so that it also leads when there is no time to compare."""
         place = np.empty(len(size), np.int64)
         place[size] = np.arange(len(size))
-        # The newest rule comes first, so that it also leads when there is no time to compare.
-        self._known = [_Known(rule, option, place[rule.entry]), *self._known[: REMEMBERED - 1]]
+        newest = _Known(rule, option, place[rule.entry])
+        others = [each for each in self._known if not each.is_same(newest)]
+        self._known = [newest, *others[: REMEMBERED - 1]]
 
     def _annealed(self, problem: Problem, attempt: Attempt, until: float) -> tuple[Orders, str]:
         """The best order of rounds of annealing, as many as there is time for."""
@@ -186,6 +197,17 @@ class StepPlanner:
             if result.value < value:
                 best, value, method = result.orders, result.value, "step(annealing)"
         return best, method
+
+
+def stretched(pattern: IntArray, m: int) -> IntArray:
+    """An order of entry by rank of size, for another number of microbatches, (m,)."""
+    if len(pattern) == m:
+        return pattern
+    places = np.linspace(0, len(pattern) - 1, m)
+    wanted = np.interp(places, np.arange(len(pattern)), pattern)
+    found = np.empty(m, np.int64)
+    found[np.argsort(wanted, kind="stable")] = np.arange(m)
+    return found
 
 
 def _ranked(problem: Problem) -> IntArray:

@@ -126,15 +126,14 @@ class Executor:
         options: ExecutorOptions | None = None,
     ):
         options = options or ExecutorOptions()
-        self.plan = plan
         self._rank = transport.rank
-        column, layout = transport.column, transport.layout
-        copies = layout.copies_of(transport.rank)
+        copies = transport.layout.copies_of(transport.rank)
         self._siblings = tuple(rank for rank in copies if rank != transport.rank)
-        program = lower(plan, lambda position: layout.global_rank(position, column))
+        self._transport, self._device, self._options = transport, device, options
         self._stages = stages
         self._batches = batches
         self._check = transport.check
+        self._timeout = timeout
         self._later_patience = self._patience = Patience(timeout)
         if options.startup_timeout is not None and options.startup_timeout > timeout:
             self._patience = Patience(options.startup_timeout, "--startup-timeout")
@@ -151,10 +150,35 @@ class Executor:
         self._queued = (
             None if limit is None else Queued(limit, self._check_queued, self._timeline.clock, self._progress)
         )
+        self._known = options.keywords
+        if self._known is None and set(stages) == set(range(plan.placement.n_stages)):
+            self._known = keywords_of(stages.values())
         self._crossings = Crossings(plan.microbatches, options.stated)
-        known = options.keywords
-        if known is None and set(stages) == set(range(plan.placement.n_stages)):
-            known = keywords_of(stages.values())
+        # Separately, because an evaluation may have other data, and nothing requires a gradient.
+        self._evaluated = Crossings(plan.microbatches)
+        self._bind(plan)
+        if plan.features:
+            self.expect(None)
+            self.expect(None, evaluation=True)
+
+    def follow(self, plan: RankPlan, stated: Sequence[Structure]) -> None:
+        """Call between steps to run another plan of the same stages, channels and number of microbatches.
+
+        Parameters
+        ----------
+        stated
+            As in :class:`ExecutorOptions`, for the plan's microbatches.
+        """
+        self._data.close()
+        if stated:
+            self._crossings = Crossings(plan.microbatches, stated)
+        self._bind(plan)
+
+    def _bind(self, plan: RankPlan) -> None:
+        """Look up everything that is the same in every step of a plan."""
+        self.plan, transport, device, options = plan, self._transport, self._device, self._options
+        column, layout = transport.column, transport.layout
+        program = lower(plan, lambda position: layout.global_rank(position, column))
 
         def inboxes(channels: Iterable[Channel], crossings: Crossings) -> dict[ChannelKey, Inbox]:
             return {key_of(c): Inbox(transport, c, crossings, options.look_ahead) for c in channels}
@@ -167,31 +191,26 @@ class Executor:
         self._binding = Binding(
             rank=self._rank,
             last_stage=plan.placement.n_stages - 1,
-            stages=stages,
+            stages=self._stages,
             inboxes=inboxes(incoming, self._crossings),
             outboxes=outboxes(self._crossings),
             device=device,
             progress=self._progress,
-            keywords=known,
+            keywords=self._known,
         )
         self._program = self._binding.of_step(program)
-        # Separately, because an evaluation may have other data, and nothing requires a gradient.
-        self._evaluated = Crossings(plan.microbatches)
         self._evaluation = replace(
             self._binding,
             inboxes=inboxes(map(activations, incoming), self._evaluated),
             outboxes=outboxes(self._evaluated),
         )
-        if plan.features:
-            self.expect(None)
-            self.expect(None, evaluation=True)
         self._forwards = forwards(program)
         self._data = FetchAhead(
-            batches.microbatch,
+            self._batches.microbatch,
             order_of_need(program, self._binding.data_stages),
             options.fetch_ahead,
             self._binding.pinned,
-            timeout,
+            self._timeout,
             options.last_step,
         )
 

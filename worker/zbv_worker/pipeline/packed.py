@@ -87,6 +87,13 @@ def split_packed(
     return made
 
 
+def lengths_of(cu_seqlens: Any, sequences: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """The lengths of every microbatch's sequences; parameters and errors as of :func:`split_packed`."""
+    offsets = _offsets(cu_seqlens)
+    chosen = _checked(sequences, offsets, count)
+    return [[offsets[at + 1] - offsets[at] for at in own] for own in chosen]
+
+
 def _offsets(cu_seqlens: Any) -> list[int]:
     found = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     valid = (

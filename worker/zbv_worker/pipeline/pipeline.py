@@ -29,6 +29,8 @@ from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.pipeline.shapes import Given, Shapes
 from zbv_worker.pipeline.state import gather_state, load_state, named_parameters, state_of
+from zbv_worker.pipeline.step_plan import Values
+from zbv_worker.pipeline.step_plans import PER_STEP, PlanningReport, ProblemLike, StepPlans
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
 from zbv_worker.training.checkpoint import DEFAULT_KEPT, DEFAULT_TIMEOUT, CheckpointOptions
@@ -65,7 +67,8 @@ class Pipeline:
     plan
         A plan (``zbv_solver.plan``), a plan file, the URL of a plan, the id of a plan with ``service``, or
         the plan of the agent's run (:func:`zbv_worker.run_plan`). With None, the layers are measured on the
-        ranks for a few seconds, with ``example``, and planned.
+        ranks for a few seconds, with ``example``, and planned. With ``"per-step"``, every step has its own
+        plan, see ``problem``.
     layers
         The model's layers in order: a list of modules, or of functions without arguments that build one; a
         mapping of names to these; an ``nn.Sequential``; or an object that builds layers by name
@@ -107,6 +110,10 @@ class Pipeline:
         returns what every stage passes to the next, with tensors on the meta device
         (:class:`zbv_worker.model.protocol.Shaped`). By default the method of ``layers``, if that object has
         one. Without it, the ranks tell each other the shapes.
+    problem
+        For ``plan="per-step"``: a problem with features (:class:`zbv_solver.StepPlanner`), a document or a
+        file. Its features are those of a typical step; every step has others, and as many microbatches. A
+        process next to the first rank (or the data rank) plans the steps that :meth:`announce` announces.
     service
         The URL of the service that has the plan. For ``plan=None``, of the service that plans if the planner
         is not installed here.
@@ -142,9 +149,13 @@ class Pipeline:
         service: str | None = None,
         data_rank: int | None = None,
         shape_of: ShapeOf | None = None,
+        problem: ProblemLike | None = None,
     ):
+        plans = StepPlans(problem) if plan == PER_STEP else None
+        if plans is None and problem is not None:
+            raise InvalidRun('found problem= with a plan; it is for plan="per-step". Omit one of them.')
         options = PipelineOptions(
-            plan=plan,
+            plan=plan if plans is None else plans.initial,
             microbatches=microbatches,
             example=example,
             device=device,
@@ -165,7 +176,7 @@ class Pipeline:
             prepared = prepare(options, layers, loss, self._transport, place)
             self._reports = RunReports.of_environment(prepared.plan, self._transport, options.patience)
             progress = None if self._reports is None else self._reports.progress
-            self._own = PipelineRank(options, prepared, self._transport, place, progress)
+            self._own = PipelineRank(options, prepared, self._transport, place, progress, plans)
         self._failures.on_end = partial(give_up, self._saving, self._own)
         self._shared = None
         if data_rank is not None:
@@ -187,6 +198,7 @@ class Pipeline:
         microbatches: Sequence[Microbatch | tuple[Any, ...]] | None = None,
         cu_seqlens: Tensor | Sequence[int] | None = None,
         sequences: Sequence[Sequence[int]] | None = None,
+        features: Values | None = None,
         outputs: bool = False,
         **keywords: Any,
     ) -> Any:
@@ -213,6 +225,9 @@ class Pipeline:
             For every microbatch, the indices of its sequences in the packed batch. By default they follow one
             another in the order of the microbatches, with as many tokens as the plan's feature ``tokens``
             states.
+        features
+            For ``plan="per-step"`` with a problem that has other features than ``tokens`` and
+            ``tokens_squared``, or without ``cu_seqlens``: by name, one number per microbatch.
         outputs
             Whether to return the last layer's outputs too.
         keywords
@@ -242,6 +257,8 @@ class Pipeline:
         batch = Batch(inputs, targets, keywords, microbatches, cu_seqlens, sequences)
         found, given = self._microbatches(batch)
         with self._failures.watched(f"step {own.steps}"):
+            if own.plans is not None:
+                own.plan_step(own.plans.values(features, cu_seqlens, sequences))
             own.take("step", found, given)
             own.loss.record(outputs)
             self._newest, loss = own.step()
@@ -272,6 +289,34 @@ class Pipeline:
             own.loss.record(outputs)
             loss = own.evaluate()
         return (loss, own.outputs()) if outputs else loss
+
+    def announce(
+        self,
+        *,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        sequences: Sequence[Sequence[int]] | None = None,
+        features: Values | None = None,
+    ) -> None:
+        """With ``plan="per-step"``: say which microbatches a later step will have; does not wait.
+
+        That step is planned while others run. Parameters are those of :meth:`step`. Ranks that do not choose
+        plans may call it too, without effect. A step without an announcement, or whose search has not ended
+        when it begins, has the plan of a constructor; :attr:`planning` counts these steps.
+        """
+        plans = self._own.plans
+        if plans is None:
+            raise InvalidRun('announce is for plan="per-step"; this pipeline has one plan for all steps.')
+        plans.announce(plans.values(features, cu_seqlens, sequences))
+
+    @property
+    def planning(self) -> PlanningReport | None:
+        """With ``plan="per-step"``, how the steps so far got their plans; otherwise None."""
+        return None if self._own.plans is None else self._own.plans.report
+
+    @property
+    def plan_id(self) -> str:
+        """The id of the plan that the newest step ran, or the first one will run."""
+        return self._own.plan_id
 
     @property
     def boundaries(self) -> dict[int, Structure]:

@@ -18,7 +18,7 @@ from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.stated_shapes import digest_of, stated_structures
+from zbv_worker.execution.stated_shapes import ShapeOf, digest_of, stated_structures
 from zbv_worker.model.checks import layer_names
 from zbv_worker.model.layer_list import Layers, as_layered
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied
@@ -45,6 +45,8 @@ class Prepared:
         Pairs of names of parameters that are one parameter.
     stated
         The structures of what crosses boundaries, by microbatch, if the layers state them; else empty.
+    shape_of
+        The function that states them.
     """
 
     plan: RankPlan
@@ -53,6 +55,7 @@ class Prepared:
     keywords_by_rank: Sequence[Keywords] = ()
     ties: Sequence[tuple[str, str]] = ()
     stated: Sequence[Structure] = ()
+    shape_of: ShapeOf | None = None
 
     @property
     def keywords(self) -> Keywords:
@@ -187,6 +190,7 @@ def _build(
         recorded,
         ties=LayersWithLoss(layers, recorded).tied_parameters(),
         stated=stated_structures(shape_of, plan.features),
+        shape_of=shape_of,
     )
 
 

@@ -14,12 +14,15 @@ from zbv_solver.documents.files import write
 from zbv_worker.errors import WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.progress import CurrentProgress
+from zbv_worker.execution.stated_shapes import stated_structures
 from zbv_worker.execution.step import Launched, StepResult
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.shapes import AgreedShapes, Call, Given, Shapes
+from zbv_worker.pipeline.step_plan import Values
+from zbv_worker.pipeline.step_plans import StepPlans
 from zbv_worker.stage.dtensors import local_of
 from zbv_worker.stage.split_backward import stop_deferring
 from zbv_worker.tracing.clocks import Alignment, find_offsets
@@ -40,6 +43,8 @@ class PipelineRank:
     ----------
     progress
         Updated with every action.
+    plans
+        The part in planning every step; None if one plan runs in all steps.
 
     Attributes
     ----------
@@ -62,6 +67,7 @@ class PipelineRank:
         transport: ConnectedTransport,
         place: RankDevice,
         progress: CurrentProgress | None = None,
+        plans: StepPlans | None = None,
     ):
         plan, stages = prepared.plan, prepared.stages
         self._plan = plan
@@ -101,6 +107,9 @@ class PipelineRank:
                 stated=prepared.stated,
             ),
         )
+        self.plans, self._shape_of = plans, prepared.shape_of
+        if plans is not None:
+            plans.connect(plan, transport, options.data_rank or 0, options.patience)
 
     @property
     def microbatches(self) -> int:
@@ -108,9 +117,14 @@ class PipelineRank:
         return self._plan.microbatches
 
     @property
+    def plan_id(self) -> str:
+        """The id of the current plan."""
+        return self._plan.plan_id
+
+    @property
     def tokens(self) -> list[int] | None:
-        """The tokens of every microbatch, if the plan has a feature of that name."""
-        if not all("tokens" in features for features in self._plan.features):
+        """The tokens of every microbatch, if the plan has a feature of that name and runs in all steps."""
+        if self.plans is not None or not all("tokens" in features for features in self._plan.features):
             return None
         return [int(features["tokens"]) for features in self._plan.features] or None
 
@@ -129,6 +143,17 @@ class PipelineRank:
         trained = trained_by(self._modules)
         if _identities(trained) != _identities(self._trained):
             self._accumulation.replace(lambda: self._gradients_of(trained))
+
+    def plan_step(self, values: Values | None) -> None:
+        """Change to the plan of the step that begins, if every step has one. Collective.
+
+        ``values`` are those of :meth:`StepPlans.choose`.
+        """
+        if self.plans is None:
+            return
+        with naming_errors(self._transport.rank, "waiting for the plan of the step"):
+            self._plan = self.plans.choose(values)
+        self._executor.follow(self._plan, stated_structures(self._shape_of, self._plan.features))
 
     def take(self, call: Call, microbatches: list[Microbatch], given: Given | Shapes) -> None:
         """Set the microbatches of the next step or evaluation. Collective if their shapes are new.
@@ -247,7 +272,9 @@ class PipelineRank:
             self._transport.close()
 
     def release(self) -> None:
-        """Undo the changes to the user's modules. Afterwards they work without zbv."""
+        """Undo the changes to the user's modules, and end the planner. Modules then work without zbv."""
+        if self.plans is not None:
+            self.plans.close()
         self._gradients.rest(forget=True)
         for module in self._modules.values():
             stop_deferring(module)

@@ -31,7 +31,8 @@ from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.search_unit import in_search_unit
 
 REMEMBERED, TRIED = 12, 4
-"""Rules of earlier steps that a step begins with, and how many of these if it has no time to search."""
+"""Rules of earlier steps that a step begins with; how many of these if it has no time to search, and how many
+general rules in any case."""
 CACHED = 256
 """Batches whose plans are kept."""
 CLIMB_SHARE = 0.5
@@ -159,9 +160,8 @@ class StepPlanner:
         for known in self._known[: REMEMBERED if seconds > 0 else TRIED]:
             if known.option < len(climber.options):
                 climber.start_from(known.rule_of(size), known.option)
-        if len(self._known) < TRIED or not climber.basins:
-            for each in ENTRY_RULES[:TRIED]:
-                climber.start_from(entry_rule(problem, each), 0)
+        for each in ENTRY_RULES[:TRIED]:
+            climber.start_from(entry_rule(problem, each), 0)
         while time.monotonic() < until:
             climber.step(1.0 if climber.basins else 0.0)
         if not climber.basins:

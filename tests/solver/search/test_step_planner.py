@@ -96,15 +96,17 @@ def test_a_rule_is_remembered_once() -> None:
 
 
 def test_rules_of_earlier_steps_make_first_plans_better() -> None:
-    learned = planner(p=4, m=16, limit=50.0)
+    learned = planner(p=4, m=16, limit=40.0)
     for seed in range(8):
         learned.plan(batch(seed, 16), seconds=0.1)
     ratios = []
-    for seed in range(100, 110):
+    for seed in range(100, 120):
         values = batch(seed, 16)
-        fresh = planner(p=4, m=16, limit=50.0)
+        fresh = planner(p=4, m=16, limit=40.0)
         ratios.append(learned.first(values).metrics.span / fresh.first(values).metrics.span)
-    assert np.exp(np.mean(np.log(ratios))) < 0.99
+    # General rules are tried, too, so what was learned can only help.
+    assert max(ratios) <= 1.01
+    assert np.exp(np.mean(np.log(ratios))) < 0.999
 
 
 def test_the_number_of_microbatches_may_change() -> None:

@@ -171,7 +171,8 @@ class _Search:
         most = min(MOST_MOVES[options.effort], MOVES_PER_ACTION * actions)
         self.moves = min(most, MOVES[options.effort] // actions) if actions <= LARGEST else 0
         is_small = actions <= WINDOW_ACTIONS[options.effort]
-        self.has_windows = is_small and "windows" not in options.without
+        # CP-SAT does not solve problems whose microbatches differ.
+        self.has_windows = is_small and self.problem.is_equal and "windows" not in options.without
         self.cycles = CYCLES[options.effort] if self.has_windows else 1
         self.weight = 0.0 if options.quantile is None else NormalDist().inv_cdf(options.quantile)
 

@@ -17,6 +17,7 @@ from zbv_solver.construct.entry_orders import changed, mountain, sizes
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import anneal
+from zbv_solver.jitter.reading import parse_jitter
 from zbv_solver.plans.orders import first_in_first_out
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem
@@ -166,3 +167,13 @@ def test_a_small_microbatch_must_not_take_what_a_large_one_still_needs() -> None
         place(tables, board, 0, F, 0.0)
         assert stays_safe(tables, board, 0, 0) == is_safe
         verify(search(problem, QUICK))
+
+
+@pytest.mark.parametrize("effort", ["quick", "standard"])
+def test_the_plan_may_be_chosen_for_jitter(effort: Any) -> None:
+    """The search with longer latencies has a problem of its kind, too."""
+    problem = heavy(2, 4, 30.0)
+    jitter = parse_jitter("5%")
+    plan = search(problem, SearchOptions(effort=effort, jitter=jitter, without=("tune", "inject")))
+    verify(plan)
+    assert plan.simulation is not None

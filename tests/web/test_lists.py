@@ -82,10 +82,12 @@ def test_paging_works_without_scripts(look: Callable[..., Look], service: Servic
     page = found.page
     found.open(f"{service.url}/plans?limit=1")
     newest = rows(page)
-    page.get_by_role("link", name="Older").click()
-    assert rows(page) != newest
+    with page.expect_event("load"):  # a click alone does not wait for the page it leads to
+        page.get_by_role("link", name="Older").click()
     assert len(rows(page)) == 1
-    page.get_by_role("link", name="Newer").click()
+    assert rows(page) != newest
+    with page.expect_event("load"):
+        page.get_by_role("link", name="Newer").click()
     assert rows(page) == newest
     assert not page.locator("[data-theme-switch]").is_visible(), "a switch that could do nothing"
 

@@ -6,8 +6,11 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config import EstimateConfig, ModelConfig, parse_config
+from zbv_solver.estimate.part import Part
 from zbv_solver.estimate.presets import with_presets
+from zbv_solver.estimate.shapes import Degrees
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -56,6 +59,16 @@ def estimate_config(model: ModelConfig, **parallel: Any) -> EstimateConfig:
             "device": DEVICE,
         }
     )
+
+
+def parts(model: ModelConfig, **degrees: Any) -> dict[str, Part]:
+    """The parts of a model by name: embedding, attention, mlp or experts, head; of each kind the last one."""
+    built = transformer(model)
+    return {
+        name: half.part(built.shapes(kind, Degrees(**degrees), model.microbatch_size))
+        for kind in built.layers()
+        for name, half in kind.halves
+    }
 
 
 @st.composite

@@ -15,12 +15,19 @@ class Summed:
 
 
 @dataclass(frozen=True)
-class PerAction(Summed):
+class PerAction:
     """One number for each of F, I and W."""
 
     forward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
+
+    def __add__(self, other: PerAction) -> PerAction:
+        return PerAction(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+        )
 
     def scaled(self, factor: float) -> PerAction:
         """All numbers multiplied by a factor."""

@@ -19,6 +19,8 @@ DEVICE = {
     "memory_bandwidth": 1000,
     "tensor_parallel_bandwidth": 100,
     "tensor_parallel_latency": 5,
+    "link_bandwidth": 50,
+    "link_latency": 7,
 }
 
 

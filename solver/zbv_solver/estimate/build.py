@@ -133,6 +133,7 @@ def _experts(config: ModelConfig) -> Experts:
         shared,
         config.shared_expert_gate,
         config.capacity_factor,
+        config.expert_nodes,
     )
 
 

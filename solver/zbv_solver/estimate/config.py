@@ -56,6 +56,7 @@ class EstimateConfig(ConfigSection):
             parallel.context_parallel,
             parallel.context_exchange == "all-gather",
             parallel.expert_parallel,
+            parallel.expert_parallel_in_node,
             parallel.data_parallel,
             parallel.zero_stage,
         )

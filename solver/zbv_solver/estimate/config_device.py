@@ -90,6 +90,9 @@ class DeviceConfig(ConfigSection):
                 self.context_parallel_bandwidth, self.context_parallel_latency, self.context_parallel_overlap
             ),
             group(self.expert_parallel_bandwidth, self.expert_parallel_latency, self.expert_parallel_overlap),
+            GroupLink(
+                self.tensor_parallel_bandwidth, self.tensor_parallel_latency, self.expert_parallel_overlap
+            ),
             data,
             data,
             pipeline,

@@ -69,6 +69,7 @@ class ModelConfig(ConfigSection):
         None, description="width of all shared experts; null: there are none"
     )
     shared_expert_gate: Flag = Field(False, description="a product with the token scales their output")
+    expert_nodes: Size | None = Field(None, description="most nodes that a token is sent to; null: no limit")
     capacity_factor: Rate | None = Field(
         None, description="factor of the balanced load that an expert computes; null: no token is dropped"
     )

@@ -60,6 +60,7 @@ class ParallelConfig(ConfigSection):
         "ring", description="how they exchange keys and values"
     )
     expert_parallel: Size = Field(1, description="devices that share the experts of a block")
+    expert_parallel_in_node: Size = Field(1, description="of these, devices on one node")
     data_parallel: Size = Field(1, description="replicas of the pipeline, d")
     zero_stage: Annotated[int, Field(strict=True, ge=0, le=3)] = Field(
         0, description="replicas share optimizer states (1), gradients (2), parameters (3)"

@@ -56,7 +56,13 @@ def _attention_issues(model: ModelConfig) -> Iterator[Issue]:
 def _expert_issues(model: ModelConfig) -> Iterator[Issue]:
     chosen = model.experts_per_token
     if model.experts is None:
-        for key in ("experts_per_token", "expert_ffn", "shared_expert_ffn", "capacity_factor"):
+        for key in (
+            "experts_per_token",
+            "expert_ffn",
+            "shared_expert_ffn",
+            "expert_nodes",
+            "capacity_factor",
+        ):
             if getattr(model, key) is not None:
                 rule = "it belongs to a mixture of experts. Give experts, their number, or remove it."
                 yield Issue(f"/model/{key}", f"found {getattr(model, key)}; {rule}")
@@ -151,6 +157,11 @@ def _expert_parallel_issues(model: ModelConfig, parallel: ParallelConfig) -> Ite
     if model.experts % degree:
         yield Issue("/parallel/expert_parallel", f"found {degree}; must divide experts ({model.experts}).")
     devices = parallel.tensor_parallel * parallel.context_parallel * parallel.data_parallel
+    if degree % parallel.expert_parallel_in_node:
+        found = parallel.expert_parallel_in_node
+        yield Issue(
+            "/parallel/expert_parallel_in_node", f"found {found}; must divide expert_parallel ({degree})."
+        )
     if devices % degree:
         rule = f"must divide the devices of a rank, tensor x context x data parallel ({devices})."
         yield Issue("/parallel/expert_parallel", f"found {degree}; {rule}")
@@ -163,6 +174,12 @@ def _device_issues(model: ModelConfig, parallel: ParallelConfig, device: DeviceC
             f"this key is absent, and tensor_parallel {parallel.tensor_parallel} needs it. Give the GB/s "
             f"that a device sends within its group; with tensor_parallel_overlap 1 they cost nothing.",
         )
+    if parallel.expert_parallel_in_node > 1 and device.tensor_parallel_bandwidth is None:
+        detail = (
+            "this key is absent, and expert_parallel_in_node needs it. Give the GB/s that a device sends "
+            "inside its node."
+        )
+        yield Issue("/device/tensor_parallel_bandwidth", detail)
     for group in ("context", "expert"):
         degree, key = getattr(parallel, f"{group}_parallel"), f"{group}_parallel_bandwidth"
         if degree > 1 and getattr(device, key) is None and device.link_bandwidth is None:

@@ -47,13 +47,15 @@ class GroupLink:
 class GroupLinks:
     """The links of all groups of a device.
 
-    ``data`` is that of the replicas, ``expert_data`` that of the devices with the same experts, and
-    ``pipeline`` that between neighbouring ranks.
+    ``expert_in_node`` is that of devices with other experts on the same node, and ``expert`` that of those on
+    other nodes. ``data`` is that of the replicas, ``expert_data`` that of the devices with the same experts,
+    and ``pipeline`` that between neighbouring ranks.
     """
 
     tensor: GroupLink = GroupLink()
     context: GroupLink = GroupLink()
     expert: GroupLink = GroupLink()
+    expert_in_node: GroupLink = GroupLink()
     data: GroupLink = GroupLink()
     expert_data: GroupLink = GroupLink()
     pipeline: GroupLink = GroupLink()

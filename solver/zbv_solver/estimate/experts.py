@@ -16,6 +16,7 @@ from zbv_solver.estimate.mlp import Mlp
 from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import (
     Exchange,
+    Group,
     Held,
     Part,
     Product,
@@ -26,6 +27,11 @@ from zbv_solver.estimate.part import (
     norm_tensors,
 )
 from zbv_solver.estimate.shapes import MASK_BYTES, STATISTIC_BYTES, Shapes
+
+
+def _exchange(group: Group, sent: float) -> Exchange:
+    """Two collectives in F and two in I."""
+    return Exchange(group, PerAction(sent, sent, 0.0), PerAction(2.0, 2.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Experts:
     capacity
         Factor of the balanced load that each expert computes, padded or dropped (Fedus et al. 2021, §2.2);
         None: no token is dropped, and none is padded (Gale et al. 2022, MegaBlocks).
+    most_nodes
+        Most nodes that a token is sent to; None: no limit.
     """
 
     experts: int
@@ -55,6 +63,7 @@ class Experts:
     shared: Mlp | None = None
     shared_gate: bool = False
     capacity: float | None = None
+    most_nodes: int | None = None
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device."""
@@ -67,7 +76,7 @@ class Experts:
             Product(per_expert, h, into, local),
             Product(per_expert, ffn, h, local),
         ]
-        exchanges = [self.exchange(shapes)]
+        exchanges = list(self.exchanges(shapes))
         moved = around(shapes) + self.routing_traffic(shapes)
         moved += self.expert.activation_traffic(self.routed(shapes, ffn))
         if self.shared is not None:
@@ -94,16 +103,32 @@ class Experts:
         """Size of a tensor of a given width for these tokens."""
         return int(shapes.stream.dtype_bytes * self.rows(shapes) * width)
 
-    def exchange(self, shapes: Shapes) -> Exchange:
+    def exchanges(self, shapes: Shapes) -> tuple[Exchange, ...]:
         """Dispatch and combination, in F and in I.
 
-        Each sends (g - 1) / g of k tokens per token as wide as the stream, for a group of g devices (Lepikhin
-        et al. 2020, §3.3; Rajbhandari et al. 2022, DeepSpeed-MoE, §5.2).
+        On one node, or on as many nodes as devices, each sends (g - 1) / g of k copies of a token, for a
+        group of g devices (Lepikhin et al. 2020, §3.3; Rajbhandari et al. 2022, DeepSpeed-MoE, §5.2). With
+        several devices on each of n nodes, a token is sent once to every node that has one of its experts,
+        and copied there (DeepSeek-AI 2024b, §3.2.2; DeepEP). Both take place at once.
         """
-        devices = shapes.degrees.expert
-        sent = 2.0 * self.routed(shapes, shapes.stream.hidden) * (devices - 1) / devices
-        calls = 2.0 if devices > 1 else 0.0
-        return Exchange("expert", PerAction(sent, sent, 0.0), PerAction(calls, calls, 0.0))
+        size, inside = shapes.degrees.expert, shapes.degrees.expert_in_node
+        nodes, copies = size // inside, float(self.routed(shapes, shapes.stream.hidden))
+        if size == 1:
+            return ()
+        if inside == 1 or nodes == 1:
+            sent = 2 * copies * (size - 1) / size
+            return (_exchange("expert" if inside == 1 else "expert_in_node", sent),)
+        once = shapes.hidden * self.nodes_of_a_token(nodes) * (nodes - 1) / nodes
+        within = copies * (inside - 1) / inside
+        return (_exchange("expert", 2 * once), _exchange("expert_in_node", 2 * within))
+
+    def nodes_of_a_token(self, nodes: int) -> float:
+        """Expected number of nodes with an expert of a token, if its experts were chosen independently.
+
+        Routing may limit it (DeepSeek-AI 2024b, §2.1.2).
+        """
+        expected = nodes * (1 - (1 - 1 / nodes) ** self.chosen)
+        return expected if self.most_nodes is None else min(expected, self.most_nodes)
 
     def routing_traffic(self, shapes: Shapes) -> PerAction:
         """Memory traffic of the router, and of sorting tokens by expert.

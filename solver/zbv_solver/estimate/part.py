@@ -17,7 +17,7 @@ from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.shapes import Shapes
 
 NONE = PerAction()
-Group = Literal["tensor", "context", "expert"]
+Group = Literal["tensor", "context", "expert", "expert_in_node"]
 
 
 @dataclass(frozen=True)

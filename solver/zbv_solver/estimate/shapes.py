@@ -54,6 +54,8 @@ class Degrees:
         Whether keys and values are gathered, instead of passed around a ring.
     expert
         Devices that share the experts of a layer, out of t · c · d devices; each expert is whole on a device.
+    expert_in_node
+        Devices of an expert-parallel group that are on one node.
     data
         Replicas of the pipeline, d.
     zero_stage
@@ -65,6 +67,7 @@ class Degrees:
     context: int = 1
     gathers_context: bool = False
     expert: int = 1
+    expert_in_node: int = 1
     data: int = 1
     zero_stage: int = 0
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.device import MICROSECONDS, TERA, Device, GroupLinks
-from zbv_solver.estimate.part import Exchange, Part, Product
+from zbv_solver.estimate.part import NONE, Exchange, Part, Product
 from zbv_solver.estimate.shapes import PRODUCT_BYTES, Stream
 
 KERNEL_LATENCY = 6.0
@@ -79,8 +79,18 @@ def traffic_times(moved: PerAction, device: Device) -> PerAction:
 def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> PerAction:
     """Exchanges that compute does not hide."""
     times = PerAction()
+    by_group: dict[str, PerAction] = {}
     for exchange in exchanges:
         if exchange.sent.forward or exchange.sent.backward_input:
-            link = getattr(links, exchange.group)
-            times += link.exposed(exchange.sent, exchange.calls)
+            exposed = getattr(links, exchange.group).exposed(exchange.sent, exchange.calls)
+            by_group[exchange.group] = by_group.get(exchange.group, NONE) + exposed
+    for group, exposed in by_group.items():
+        beside = by_group.get("expert_in_node", NONE) if group == "expert" else NONE
+        if group == "expert_in_node" and "expert" in by_group:
+            continue
+        times += PerAction(
+            max(exposed.forward, beside.forward),
+            max(exposed.backward_input, beside.backward_input),
+            exposed.backward_weight,
+        )
     return times

@@ -21,6 +21,7 @@ from zbv_solver.estimate.config import EstimateConfig, parse_config
 from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate
 from zbv_solver.estimate.presets import preset, preset_names, with_presets
 from zbv_solver.estimate.problem_document import estimate_config, problem_document
+from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
 
 WIDTH = 120
 """Characters per line of the tables."""
@@ -41,6 +42,9 @@ def estimate(arguments: argparse.Namespace) -> None:
     document = {} if arguments.config is None else read_json(arguments.config)
     overrides = _overrides(arguments)
     try:
+        if is_transformers_config(document):
+            document = {"model": from_transformers(document)}
+            _require_sequence(with_presets({}, arguments.preset, overrides))
         config = parse_config(with_presets(document, arguments.preset, overrides))
     except InvalidInput as error:
         issues = [_named(issue, overrides, arguments.config) for issue in error.issues]
@@ -50,6 +54,12 @@ def estimate(arguments: argparse.Namespace) -> None:
     write(arguments.output, json.dumps(problem_document(config, layers), indent=1) + "\n")
     if arguments.table:
         _write_tables(config, estimated, sys.stderr if arguments.output == "-" else sys.stdout)
+
+
+def _require_sequence(others: dict[str, Any]) -> None:
+    if "sequence" not in others.get("model", {}):
+        detail = "a config.json does not say how long sequences are in training. Give their number of tokens."
+        raise InvalidInput([Issue("", detail, "--sequence")])
 
 
 def _named(issue: Issue, overrides: dict[str, dict[str, Any]], path: str | None) -> Issue:

@@ -45,6 +45,14 @@ def from_transformers(document: Document) -> Section:
     return {key: value for key, value in READERS[name](document).items() if value is not None}
 
 
+def _number(document: Document, key: str, default: int, where: str = "") -> int:
+    """A positive whole number that the reader computes with."""
+    value = document.get(key, default)
+    if type(value) is not int or value < 1:
+        raise InvalidInput.at(f"{where}/{key}", f"found {quoted(value)}; must be a whole number above 0.")
+    return value
+
+
 def _llama(document: Document) -> Section:
     """RMSNorm, a gate, rotary positions, grouped heads, no biases; also of Mistral, Phi-3 and SmolLM3."""
     heads, dtype = document["num_attention_heads"], document.get("dtype", document.get("torch_dtype"))
@@ -127,14 +135,16 @@ def _deepseek_experts(document: Document) -> Section:
     if document.get("moe_layer_freq", 1) != 1:
         detail = f"found {quoted(document['moe_layer_freq'])}; zbv reads only 1. Write model.json instead."
         raise InvalidInput.at("/moe_layer_freq", detail)
-    shared = document.get("n_shared_experts") or 0
-    found = _experts(document, "n_routed_experts")
+    found, shared = _experts(document, "n_routed_experts"), None
+    if document.get("n_shared_experts"):
+        width = _number(document, "moe_intermediate_size", 1)
+        shared = _number(document, "n_shared_experts", 1) * width
     predictions = document.get("num_nextn_predict_layers", document.get("num_mtp_layers", 0))
-    has_groups = (document.get("n_group") or 1) > 1
+    has_groups = document.get("n_group") is not None and _number(document, "n_group", 1) > 1
     return {
         **found,
         "expert_nodes": document.get("topk_group") if has_groups else None,
-        "shared_expert_ffn": shared * (found["expert_ffn"] or 0) or None,
+        "shared_expert_ffn": shared,
         "dense_layers": document.get("first_k_dense_replace", 0),
         "prediction_layers": predictions or 0,
     }
@@ -208,7 +218,10 @@ def _llava(document: Document) -> Section:
             raise InvalidInput.at(f"/{key}", "this key is absent, and a config.json of llava needs it.")
     text, seen = document["text_config"], document["vision_config"]
     model = from_transformers({"model_type": "llama", **text})
-    patch = seen.get("patch_size", 14)
+    patch, pixels = (
+        _number(seen, key, default, "/vision_config")
+        for key, default in (("patch_size", 14), ("image_size", 336))
+    )
     return {
         **model,
         "vision": {
@@ -216,7 +229,7 @@ def _llava(document: Document) -> Section:
             "layers": seen.get("num_hidden_layers", 24),
             "heads": seen.get("num_attention_heads", 16),
             "ffn": seen.get("intermediate_size", 4096),
-            "patches": (seen.get("image_size", 336) // patch) ** 2,
+            "patches": (pixels // patch) ** 2,
             "patch_values": 3 * patch**2,
         },
     }

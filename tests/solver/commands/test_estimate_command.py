@@ -87,7 +87,7 @@ def test_a_missing_configuration_is_reported_with_the_flags(capsys: Capture) -> 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--preset", "gpt-5"], "--preset: found 'gpt-5'; not a preset. Use one of a100-80gb"),
+        (["--preset", "gpt-5"], "--preset: found 'gpt-5'; not a preset. Use one of a100, a100-80gb"),
         (["--config", "no/such.json"], "no/such.json: No such file"),
         (["--preset", "gpt-1.5b", "--heads", "5"], "--heads: found 5; must divide hidden (2304)"),
         (["--preset", "gpt-1.5b", "--dtype", "int4"], "--dtype: found 'int4'"),

@@ -50,6 +50,7 @@ FLAGS: dict[str, dict[str, Kind]] = {
         "qk_norm": bool,
         "positions": "learned|rotary|none",
         "fused_activation": bool,
+        "fused_loss": bool,
     },
     "parallel": {
         "pp_degree": int,

@@ -38,6 +38,7 @@ def transformer(config: ModelConfig) -> Transformer:
         config.positions == "learned",
         config.prediction_layers,
         None if config.vision is None else _vision(config.vision, config, stream),
+        config.fused_loss,
     )
 
 

@@ -106,6 +106,10 @@ class ModelConfig(ConfigSection):
         True, description="gate and activation are one kernel, which keeps its inputs alone"
     )
 
+    fused_loss: Flag = Field(
+        False, description="the loss is one kernel, which overwrites the logits with their gradient"
+    )
+
     @property
     def n_kv_heads(self) -> int:
         """Key and value heads."""

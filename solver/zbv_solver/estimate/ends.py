@@ -94,11 +94,15 @@ class Head:
     predictions
         Tokens that each position predicts: 1, and one more per multi-token-prediction module, whose outputs
         go through the same matrix (DeepSeek-AI 2024b, DeepSeek-V3, §2.2).
+    fused_loss
+        Whether the loss is one kernel that overwrites the logits with their gradient, in their own type
+        (Transformer Engine, ``parallel_cross_entropy``; Hsu et al. 2024, Liger Kernel, §3.2).
     """
 
     vocabulary: int
     has_table: bool = True
     predictions: int = 1
+    fused_loss: bool = False
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device.
@@ -110,7 +114,8 @@ class Head:
         """
         h, width = shapes.stream.hidden, self.vocabulary // shapes.tensor
         logits = shapes.divided(self.vocabulary)
-        in_float32 = logits // shapes.stream.dtype_bytes * STATISTIC_BYTES
+        kept = self.kept_logits(shapes)
+        extra = 0 if self.fused_loss else 2 * kept
         table = shapes.weight(self.vocabulary, h)
         product = Product(shapes.tokens, h, width, is_narrow=False)
         exchange = self.exchange(shapes)
@@ -120,7 +125,7 @@ class Head:
             tensors=tuple(self.tensors(shapes)),
             moved=self.traffic(shapes),
             exchanges=(exchange,) * self.predictions,
-            workspace=max(2 * in_float32, 2 * shapes.whole, table + shapes.whole + logits - in_float32),
+            workspace=max(extra, 2 * shapes.whole, table + shapes.whole + logits - kept),
             output_bytes=0,
         )
 
@@ -130,6 +135,11 @@ class Head:
         return Parameters(
             shared=self.vocabulary * h if self.has_table else 0, replicated=h * shapes.stream.norm_values
         )
+
+    def kept_logits(self, shapes: Shapes) -> int:
+        """Size of the tensor that the loss keeps."""
+        logits = shapes.divided(self.vocabulary)
+        return logits if self.fused_loss else STATISTIC_BYTES * (logits // shapes.stream.dtype_bytes)
 
     def tensors(self, shapes: Shapes) -> list[Held]:
         """Inputs of norm and product, and logits.
@@ -141,7 +151,7 @@ class Head:
         once = [
             Held("input of the head", shapes.hidden, after_input=True),
             gradient("gradient of the logits", logits),
-            Held("logits in the loss", STATISTIC_BYTES * (logits // shapes.stream.dtype_bytes)),
+            Held("logits in the loss", self.kept_logits(shapes)),
             Held("targets", INDEX_BYTES * shapes.tokens),
         ]
         return norm_tensors(shapes, "final norm") + once * self.predictions
@@ -149,8 +159,8 @@ class Head:
     def traffic(self, shapes: Shapes) -> PerAction:
         """Norm and loss: logits are read twice (maximum, sum) and written in float32; their gradient."""
         logits = shapes.divided(self.vocabulary)
-        in_float32 = logits / shapes.stream.dtype_bytes * STATISTIC_BYTES
-        loss = PerAction(2 * logits + in_float32, in_float32 + logits)
+        kept = self.kept_logits(shapes)
+        loss = PerAction(2 * logits + kept, kept + logits)
         return PerAction(2 * shapes.hidden, 3 * shapes.hidden) + loss.scaled(self.predictions)
 
     def exchange(self, shapes: Shapes) -> Exchange:

@@ -24,6 +24,9 @@ class Kind(Protocol):
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device."""
 
+    def __hash__(self) -> int:
+        """Kinds are frozen records."""
+
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -101,6 +104,7 @@ class Transformer:
     learned_positions: bool = False
     predictions: int = 0
     vision: VisionEncoder | None = None
+    fused_loss: bool = False
 
     def layers(self, gradient_bytes: float = 2.0, ends_share_rank: bool = True) -> Iterator[LayerKind]:
         """All layers in model order.
@@ -121,7 +125,8 @@ class Transformer:
             joining = Joining(replace(embedding, learned_positions=False), not ends_share_rank)
             halves = (("joining", joining), *self.blocks[-1].halves)
             yield LayerKind("prediction", halves, self.predictions, streams=1 + self.predictions)
-        head = Head(self.vocabulary, not (self.tied and ends_share_rank), 1 + self.predictions)
+        has_table = not (self.tied and ends_share_rank)
+        head = Head(self.vocabulary, has_table, 1 + self.predictions, self.fused_loss)
         yield LayerKind("head", (("head", head),), can_recompute=False)
 
     def shapes(self, kind: LayerKind, degrees: Degrees, sequences: int = 1) -> Shapes:

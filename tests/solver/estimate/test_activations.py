@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, gpt, llama, parts, preset_config
-from zbv_solver.estimate.config import ModelConfig
+from zbv_solver.estimate.config_model import ModelConfig
 from zbv_solver.estimate.part import Held, after_forward, after_input
 from zbv_solver.estimate.presets import preset
 from zbv_solver.estimate.problem_document import estimate_layers

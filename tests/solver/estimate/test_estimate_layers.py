@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, estimate_configs, gpt, llama, preset_config
-from zbv_solver.estimate.config import EstimateConfig, ModelConfig
+from zbv_solver.estimate.config import EstimateConfig
+from zbv_solver.estimate.config_model import ModelConfig
 from zbv_solver.estimate.layers import LayerEstimate, Running
 from zbv_solver.estimate.presets import preset
 from zbv_solver.estimate.problem_document import estimate_layers, problem_document

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import gpt, llama, parts
 from zbv_solver.estimate.amounts import PerAction
-from zbv_solver.estimate.config import ModelConfig
+from zbv_solver.estimate.config_model import ModelConfig
 
 gpts = st.builds(
     lambda width, layers, vocabulary, sequence, b: gpt(

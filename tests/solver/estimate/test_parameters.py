@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, gpt, llama, parts, preset_config
 from zbv_solver.estimate.build import transformer
-from zbv_solver.estimate.config import ModelConfig
+from zbv_solver.estimate.config_model import ModelConfig
 from zbv_solver.estimate.config_parallel import PRECISIONS, Precision
 from zbv_solver.estimate.parameters import Parameters, StateBytes, static_bytes
 from zbv_solver.estimate.problem_document import estimate_layers

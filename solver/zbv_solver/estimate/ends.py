@@ -90,7 +90,7 @@ class Head:
     Attributes
     ----------
     has_table
-        Whether it has a matrix of its own; without, it has that of the embedding.
+        Whether it has its own matrix; otherwise it uses the embedding's.
     predictions
         Tokens that each position predicts: 1, and one more per multi-token-prediction module, whose outputs
         go through the same matrix (DeepSeek-AI 2024b, DeepSeek-V3, §2.2).

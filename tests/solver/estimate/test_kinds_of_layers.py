@@ -88,8 +88,8 @@ def test_a_vision_encoder_comes_first() -> None:
 
 
 def test_clip_vit_l_has_304_million_parameters() -> None:
-    """Radford et al. 2021, ViT-L/14 at 336 pixels: 303,507,456 in its checkpoint (``CLIPVisionModel``), with a
-    class token and a norm before the blocks.
+    """Radford et al. 2021, ViT-L/14 at 336 pixels: 303,507,456 in its checkpoint, with a class token and a
+    norm before the blocks.
     """
     vision = {"hidden": 1024, "layers": 24, "heads": 16, "patches": 576}
     model = transformer(llama(vision=vision))

@@ -115,8 +115,8 @@ def test_activations_of_a_small_deepseek_v3_are_those_that_megatron_measures() -
     """NVIDIA/Megatron-LM@d98e8a64ddf3, tests/functional_tests/test_cases/mixtral,
     deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release (flash attention, fused loss).
 
-    The last of two ranks of 1F1B holds one microbatch of 7 blocks, a prediction module and the head: 58.534 GB
-    are allocated between steps and 100.882 GB at most.
+    The last of two ranks of 1F1B holds one microbatch of 7 blocks, a prediction module and the head: 58.534
+    GB are allocated between steps and 100.882 GB at most.
     """
     sizes = {
         "hidden": 7168, "layers": 14, "heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,

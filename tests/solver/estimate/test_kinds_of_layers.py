@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, llama, modern_configs, parts
+from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config import EstimateConfig, parse_config
+from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.layers import LayerEstimate, estimate_model
 from zbv_solver.estimate.problem_document import estimate_layers, problem_document
+from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
@@ -124,6 +127,32 @@ def test_parallelism_divides_operations_and_adds_none(config: EstimateConfig, ha
         assert part.flops.total * devices == pytest.approx(whole.flops.total)
         assert part.parameters <= whole.parameters
         assert part.plain.after_forward <= whole.plain.after_forward + 1
+
+
+@given(modern_configs(), st.data())
+def test_a_layout_fits_if_its_configuration_is_valid(config: EstimateConfig, data: st.DataObject) -> None:
+    def one_of(*values: int) -> int:
+        return data.draw(st.sampled_from(values))
+
+    degrees = Degrees(
+        tensor=one_of(1, 2, 3, 4, 8), sequence_parallel=data.draw(st.booleans()), context=one_of(1, 2, 3, 8),
+        expert=one_of(1, 2, 3, 8), expert_in_node=one_of(1, 2), data=one_of(1, 2, 3, 4),
+    )  # fmt: skip
+    parallel = {
+        "tensor_parallel": degrees.tensor, "sequence_parallel": degrees.sequence_parallel,
+        "context_parallel": degrees.context, "expert_parallel": degrees.expert,
+        "expert_parallel_in_node": degrees.expert_in_node, "data_parallel": degrees.data,
+    }  # fmt: skip
+    changed = {**config.model_dump(), "parallel": {**config.parallel.model_dump(), **parallel}}
+    assert fits(transformer(config.model), degrees) == is_valid(changed)
+
+
+def is_valid(document: dict[str, Any]) -> bool:
+    try:
+        parse_config(document)
+    except InvalidInput:
+        return False
+    return True
 
 
 @given(modern_configs())

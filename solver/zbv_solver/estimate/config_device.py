@@ -23,7 +23,7 @@ class DeviceConfig(ConfigSection):
         None, description="us of a product in addition to its operations; null: one rate for all sizes"
     )
     attention_share: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
-        1.0, description="rate of flash attention as a share of achieved_tflops"
+        1.0, description="rate of attention's scores as a share of achieved_tflops"
     )
     memory_bandwidth: Rate | None = Field(
         None, description="GB/s of norms, softmax and other memory traffic; null: it takes no time"

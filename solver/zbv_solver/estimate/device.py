@@ -75,7 +75,7 @@ class Device:
         Microseconds of every product in addition to its operations; None: products of all sizes have the same
         rate.
     attention_share
-        Rate of flash attention as a share of ``tflops``.
+        Rate of attention's products of activations as a share of ``tflops``.
     fp8_tflops, fp4_tflops
         Products of narrow operands; None: the device has none.
     """

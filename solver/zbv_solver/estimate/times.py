@@ -14,7 +14,9 @@ FLOPS").
 
 from __future__ import annotations
 
-from zbv_solver.estimate.amounts import PerAction
+from dataclasses import dataclass
+
+from zbv_solver.estimate.amounts import PerAction, Summed
 from zbv_solver.estimate.device import MICROSECONDS, TERA, Device, GroupLinks
 from zbv_solver.estimate.part import NONE, Exchange, Part, Product
 from zbv_solver.estimate.shapes import PRODUCT_BYTES, Stream
@@ -30,12 +32,31 @@ sequences.
 """
 
 
-def compute_times(part: Part, stream: Stream, device: Device) -> PerAction:
+@dataclass(frozen=True)
+class TimeShares(Summed):
+    """What F, I and W of a microbatch consist of together, in microseconds."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory_traffic: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    data_parallel: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all kinds."""
+        return sum(vars(self).values())
+
+
+def compute_times(part: Part, stream: Stream, device: Device) -> tuple[PerAction, TimeShares]:
     """Products and memory traffic."""
-    times = core_times(part.core, device) + traffic_times(part.moved, device)
+    products, core = NONE, core_times(part.core, device)
     for product in part.products:
-        times += product_times(product, stream, device)
-    return times
+        products += product_times(product, stream, device)
+    moved = traffic_times(part.moved, device)
+    return core + moved + products, TimeShares(products.total, core.total, moved.total)
 
 
 def core_times(core: PerAction, device: Device) -> PerAction:
@@ -76,21 +97,19 @@ def traffic_times(moved: PerAction, device: Device) -> PerAction:
     return moved.scaled(device.moving(1.0))
 
 
-def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> PerAction:
-    """Exchanges that compute does not hide."""
-    times = PerAction()
+def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> tuple[PerAction, TimeShares]:
+    """Exchanges that compute does not hide. Those of experts between and inside nodes take place at once."""
     by_group: dict[str, PerAction] = {}
     for exchange in exchanges:
         if exchange.sent.forward or exchange.sent.backward_input:
             exposed = getattr(links, exchange.group).exposed(exchange.sent, exchange.calls)
             by_group[exchange.group] = by_group.get(exchange.group, NONE) + exposed
-    for group, exposed in by_group.items():
-        beside = by_group.get("expert_in_node", NONE) if group == "expert" else NONE
-        if group == "expert_in_node" and "expert" in by_group:
-            continue
-        times += PerAction(
-            max(exposed.forward, beside.forward),
-            max(exposed.backward_input, beside.backward_input),
-            exposed.backward_weight,
-        )
-    return times
+    tensor, context = by_group.get("tensor", NONE), by_group.get("context", NONE)
+    between, inside = by_group.get("expert", NONE), by_group.get("expert_in_node", NONE)
+    experts = PerAction(
+        max(between.forward, inside.forward), max(between.backward_input, inside.backward_input)
+    )
+    shares = TimeShares(
+        tensor_parallel=tensor.total, context_parallel=context.total, expert_parallel=experts.total
+    )
+    return tensor + context + experts, shares

@@ -111,6 +111,7 @@ def test_every_estimate_of_a_modern_model_is_a_problem(config: EstimateConfig) -
         assert layer.plain.times.forward >= 0
         assert layer.static.total > 0
         assert layer.plain.workspace >= 0
+        assert layer.shares.total == pytest.approx(layer.plain.times.total)
 
 
 @given(modern_configs(), st.booleans())

@@ -47,7 +47,7 @@ class TimeShares(Summed):
     @property
     def total(self) -> float:
         """The sum of all kinds."""
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
 
 def compute_times(part: Part, stream: Stream, device: Device) -> tuple[PerAction, TimeShares]:

@@ -15,6 +15,7 @@ from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.layers import LayerEstimate, estimate_model
 from zbv_solver.estimate.problem_document import estimate_layers, problem_document
 from zbv_solver.estimate.shapes import Degrees
+from zbv_solver.estimate.state_space import Mamba
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
@@ -167,3 +168,15 @@ def test_the_same_layout_gives_the_same_estimate(config: EstimateConfig) -> None
         {**config.model_dump(), "model": {**config.model.model_dump(), "microbatch_size": 2}}
     )
     assert first.layers == estimate_layers(doubled)
+
+
+def test_costs_of_a_mamba_2_layer() -> None:
+    """Dao and Gu 2024, §6: products inside a chunk of 16 tokens, and with the states of 2 · 8 values."""
+    mamba = Mamba(hidden=32, heads=4, inner=64, state=8, groups=2, chunk=16)
+    projected = 64 + (64 + 2 * 16) + 4
+    costs = mamba.costs()
+    assert costs["flops"] == 2 * 32 * (projected + 64)
+    assert costs["core_flops"] == 2 * 16 * (16 + 64) + 2 * 2 * 8 * 64
+    assert costs["parameters"] == 32 * (projected + 64) + 96 * 5 + 3 * 4 + 64 + 32
+    assert costs["after_forward"] == 2 * (2 * 32 + projected + 96 + 2 * 64) + 4 * 8 * 64 / 16
+    assert costs["after_input"] == 2 * (2 * 32 + projected + 64)

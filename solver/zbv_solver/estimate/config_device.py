@@ -19,11 +19,14 @@ class DeviceConfig(ConfigSection):
     peak_tflops: Rate | None = Field(None, description="TFLOP/s of the data sheet, for utilisation only")
     fp8_tflops: Rate | None = Field(None, description="achieved TFLOP/s with product_dtype fp8")
     fp4_tflops: Rate | None = Field(None, description="achieved TFLOP/s with product_dtype fp4")
+    product_bandwidth: Rate | None = Field(
+        None, description="GB/s of the matrices of products; null: memory_bandwidth"
+    )
     kernel_latency: Amount | None = Field(
         None, description="us of a product in addition to its operations; null: one rate for all sizes"
     )
     attention_share: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
-        1.0, description="rate of attention's scores as a share of achieved_tflops"
+        1.0, description="rate of flash attention as a share of achieved_tflops"
     )
     memory_bandwidth: Rate | None = Field(
         None, description="GB/s of norms, softmax and other memory traffic; null: it takes no time"
@@ -67,6 +70,7 @@ class DeviceConfig(ConfigSection):
             self.attention_share,
             self.fp8_tflops,
             self.fp4_tflops,
+            self.product_bandwidth,
         )
 
     @property

@@ -201,7 +201,7 @@ def _layer(
         )
     elif training.recompute == "selective" and part.core_bytes:
         # Scores exist during I only (Korthikanti et al. 2022, §5).
-        again = core_times(part.core, device) + traffic_times(part.core_moved, device)
+        again = core_times(part, device) + traffic_times(part.core_moved, device)
         recomputed = Running(
             plain.times + PerAction(backward_input=again.forward),
             plain.after_forward - part.core_bytes,

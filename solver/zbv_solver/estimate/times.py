@@ -23,6 +23,14 @@ from zbv_solver.estimate.shapes import PRODUCT_BYTES, Stream
 
 KERNEL_LATENCY = 6.0
 """Microseconds of a product in addition to its operations; see above."""
+SUSTAINED_SHARE = 0.9
+"""What the products of a training step reach of the best measured rate of a device.
+
+W consists of products alone. In the profile of four models on A100 (Qi et al. 2023, table 9), it takes 1.07
+to 1.13 times as long as at the best rate, 271 TFLOP/s.
+"""
+TRAFFIC_SHARE = 0.4
+"""What memory traffic reaches of a data sheet's bandwidth, so that F and I fit the same profile."""
 ATTENTION_SHARE = 0.7
 """Rate of flash attention over that of large products.
 
@@ -52,18 +60,19 @@ class TimeShares(Summed):
 
 def compute_times(part: Part, stream: Stream, device: Device) -> tuple[PerAction, TimeShares]:
     """Products and memory traffic."""
-    products, core = NONE, core_times(part.core, device)
+    products, core = NONE, core_times(part, device)
     for product in part.products:
         products += product_times(product, stream, device)
     moved = traffic_times(part.moved, device)
     return core + moved + products, TimeShares(products.total, core.total, moved.total)
 
 
-def core_times(core: PerAction, device: Device) -> PerAction:
+def core_times(part: Part, device: Device) -> PerAction:
     """Attention's products of activations."""
+    core = part.core
     if not core.forward:
         return core
-    rate = device.tflops * device.attention_share * TERA / MICROSECONDS
+    rate = device.tflops * TERA / MICROSECONDS * (device.attention_share if part.is_flash else 1.0)
     extra = device.kernel_latency or 0.0
     return PerAction(core.forward / rate + extra, core.backward_input / rate + extra, 0.0)
 
@@ -82,7 +91,7 @@ def product_times(product: Product, stream: Stream, device: Device) -> PerAction
 
     def roofline(written: float) -> float:
         moved = narrow * (operands - written) + wide * written
-        return extra + max(operations, device.moving(moved) if device.kernel_latency is not None else 0.0)
+        return extra + max(operations, device.moving_matrices(moved))
 
     cast = 0.0 if dtype is None else device.moving(wide + 2 * narrow)
     return PerAction(

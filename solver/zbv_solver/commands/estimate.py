@@ -92,6 +92,7 @@ def _write_tables(config: EstimateConfig, estimated: ModelEstimate, out: TextIO)
     console.print(_memory(rows))
     if config.parallel.data_parallel > 1 or config.parallel.context_parallel > 1:
         console.print(_step(rows))
+    console.print(_shares(rows))
     console.print(_summary(config, rows), highlight=False)
 
 
@@ -146,6 +147,15 @@ def _step(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
     _add_columns(table, ("layer", "gradient reduction", "parameter gathering", "optimizer"))
     for layer, _ in rows:
         table.add_row(layer.name, *(f"{value:,.0f}" for value in astuple(layer.step)))
+    return table
+
+
+def _shares(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
+    table = Table(title="what F, I and W of a microbatch consist of together, in µs")
+    kinds = ("products", "attention", "memory", "tensor", "context", "expert", "data parallel")
+    _add_columns(table, ("layer", *kinds))
+    for layer, _ in rows:
+        table.add_row(layer.name, *(f"{value:,.0f}" for value in astuple(layer.shares)))
     return table
 
 

@@ -76,6 +76,7 @@ FLAGS: dict[str, dict[str, Kind]] = {
         "peak_tflops": float,
         "fp8_tflops": float,
         "fp4_tflops": float,
+        "product_bandwidth": float,
         "kernel_latency": float,
         "attention_share": float,
         "memory_bandwidth": float,

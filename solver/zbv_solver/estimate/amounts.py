@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 
@@ -11,7 +11,8 @@ class Summed:
     """Base class of records that are added field by field."""
 
     def __add__(self, other: Self) -> Self:
-        return replace(self, **{name: value + getattr(other, name) for name, value in vars(self).items()})
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(first + second for first, second in pairs))
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ class Attention:
                 Product(tokens, self.query // t, h),
             ),
             core=self.scores.flops(shapes),
+            is_flash=self.flash,
             tensors=tuple(self.tensors(shapes)),
             moved=moved,
             core_moved=self.scores.traffic(shapes),

@@ -19,6 +19,9 @@ class DeviceConfig(ConfigSection):
     peak_tflops: Rate | None = Field(None, description="TFLOP/s of the data sheet, for utilisation only")
     fp8_tflops: Rate | None = Field(None, description="achieved TFLOP/s with product_dtype fp8")
     fp4_tflops: Rate | None = Field(None, description="achieved TFLOP/s with product_dtype fp4")
+    product_bandwidth: Rate | None = Field(
+        None, description="GB/s of the matrices of products; null: memory_bandwidth"
+    )
     kernel_latency: Amount | None = Field(
         None, description="us of a product in addition to its operations; null: one rate for all sizes"
     )
@@ -67,6 +70,7 @@ class DeviceConfig(ConfigSection):
             self.attention_share,
             self.fp8_tflops,
             self.fp4_tflops,
+            self.product_bandwidth,
         )
 
     @property

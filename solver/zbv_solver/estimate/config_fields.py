@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Size = Annotated[int, Field(strict=True, ge=1, le=100_000_000)]
 Count = Annotated[int, Field(strict=True, ge=0, le=100_000_000)]
+Total = Annotated[int, Field(strict=True, ge=0, le=10**12)]
 Flag = Annotated[bool, Field(strict=True)]
 Amount = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]

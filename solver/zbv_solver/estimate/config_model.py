@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zbv_solver.estimate.config_fields import Amount, ConfigSection, Count, Flag, Rate, Size
+from zbv_solver.estimate.config_fields import Amount, ConfigSection, Count, Flag, Rate, Size, Total
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -14,7 +14,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 class GivenCostsConfig(ConfigSection):
     """Costs per token of a layer for which zbv has no formula, on one device without parallelism."""
 
-    parameters: Count = Field(description="number of parameters")
+    parameters: Total = Field(description="number of parameters")
     flops: Amount = Field(description="of its products with weights in F; as many in I and in W")
     core_flops: Amount = Field(0.0, description="other operations in F; twice as many in I")
     memory_traffic: Amount = Field(0.0, description="bytes in F; twice as many in I")

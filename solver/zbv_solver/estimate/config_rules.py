@@ -148,7 +148,10 @@ def _context_issues(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Is
 
 
 def _expert_parallel_issues(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Issue]:
-    degree = parallel.expert_parallel
+    degree, inside = parallel.expert_parallel, parallel.expert_parallel_in_node
+    if degree % inside:
+        rule = f"must divide expert_parallel ({degree})."
+        yield Issue("/parallel/expert_parallel_in_node", f"found {inside}; {rule}")
     if degree == 1:
         return
     if model.experts is None:
@@ -157,11 +160,6 @@ def _expert_parallel_issues(model: ModelConfig, parallel: ParallelConfig) -> Ite
     if model.experts % degree:
         yield Issue("/parallel/expert_parallel", f"found {degree}; must divide experts ({model.experts}).")
     devices = parallel.tensor_parallel * parallel.context_parallel * parallel.data_parallel
-    if degree % parallel.expert_parallel_in_node:
-        found = parallel.expert_parallel_in_node
-        yield Issue(
-            "/parallel/expert_parallel_in_node", f"found {found}; must divide expert_parallel ({degree})."
-        )
     if devices % degree:
         rule = f"must divide the devices of a rank, tensor x context x data parallel ({devices})."
         yield Issue("/parallel/expert_parallel", f"found {degree}; {rule}")

@@ -78,6 +78,8 @@ class Device:
         Rate of flash attention as a share of ``tflops``.
     fp8_tflops, fp4_tflops
         Products of narrow operands; None: the device has none.
+    product_bandwidth
+        GB/s of the matrices of products; None: ``memory_bandwidth``.
     """
 
     tflops: float
@@ -86,6 +88,7 @@ class Device:
     attention_share: float = 1.0
     fp8_tflops: float | None = None
     fp4_tflops: float | None = None
+    product_bandwidth: float | None = None
 
     def rate(self, product_dtype: str | None) -> float:
         """TFLOP/s of linear layers with operands of a type."""
@@ -97,3 +100,10 @@ class Device:
         if self.memory_bandwidth is None:
             return 0.0
         return size * MICROSECONDS / (self.memory_bandwidth * GIGA)
+
+    def moving_matrices(self, size: float) -> float:
+        """Time to move bytes of a product's matrices through memory; 0 if products have one rate."""
+        bandwidth = self.product_bandwidth or self.memory_bandwidth
+        if bandwidth is None or self.kernel_latency is None:
+            return 0.0
+        return size * MICROSECONDS / (bandwidth * GIGA)

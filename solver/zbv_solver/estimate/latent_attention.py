@@ -98,6 +98,7 @@ class LatentAttention:
             parameters=self.parameters(shapes),
             products=tuple(projections),
             core=self.scores.flops(shapes),
+            is_flash=self.flash,
             tensors=tuple(self.tensors(shapes)),
             moved=around(shapes) + norms + joined + self.scores.traffic(shapes),
             core_moved=self.scores.traffic(shapes),

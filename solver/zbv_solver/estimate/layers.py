@@ -21,10 +21,17 @@ from zbv_solver.estimate.step import (
     replicated,
     step_times,
 )
-from zbv_solver.estimate.times import compute_times, core_times, exchange_times, traffic_times
+from zbv_solver.estimate.times import (
+    TimeShares,
+    compute_times,
+    core_times,
+    exchange_times,
+    traffic_times,
+)
 from zbv_solver.estimate.transformer import Kind, LayerKind, Transformer
 
 NO_STEP = StepTimes()
+NO_TIME = TimeShares()
 MIXED = StateBytes()
 """Adam in mixed precision."""
 
@@ -69,6 +76,8 @@ class LayerEstimate:
         Number of copies; None for a single layer, which keeps its name.
     step
         What one copy costs per step.
+    shares
+        What its times consist of, without recomputation.
     """
 
     name: str
@@ -80,6 +89,7 @@ class LayerEstimate:
     output_bytes: int
     repeat: int | None = None
     step: StepTimes = NO_STEP
+    shares: TimeShares = NO_TIME
 
 
 @dataclass(frozen=True)
@@ -137,30 +147,47 @@ def estimate_model(
     layers: list[LayerEstimate] = []
     for kind in model.layers(training.state.gradients, training.ends_share_rank):
         shapes = model.shapes(kind, degrees, sequences)
-        parts = [_part(half, shapes) for _, half in kind.halves]
+        parts = [_computed(half, shapes, device) for _, half in kind.halves]
         found = [_layer(part, shapes, device, links, training, kind.can_recompute) for part in parts]
         if training.by_halves and len(found) > 1:
             layers += _apart(kind, found)
         else:
             is_full = training.recompute == "full" and kind.can_recompute
-            layers.append(_whole(kind, found, parts[0].input_bytes if is_full else None))
+            layers.append(_whole(kind, found, parts[0].part.input_bytes if is_full else None))
     return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A part with the time of its compute, which other parts and links do not change."""
+
+    part: Part
+    times: PerAction
+    shares: TimeShares
+
+
 @lru_cache(maxsize=8192)
-def _part(half: Kind, shapes: Shapes) -> Part:
-    return half.part(shapes)
+def _computed(half: Kind, shapes: Shapes, device: Device) -> Computed:
+    part = half.part(shapes)
+    return Computed(part, *compute_times(part, shapes.stream, device))
 
 
 def _layer(
-    part: Part, shapes: Shapes, device: Device, links: GroupLinks, training: Training, can_recompute: bool
+    computed: Computed,
+    shapes: Shapes,
+    device: Device,
+    links: GroupLinks,
+    training: Training,
+    can_recompute: bool,
 ) -> LayerEstimate:
     """One part as a layer."""
-    degrees, state = shapes.degrees, training.state
+    part, degrees, state = computed.part, shapes.degrees, training.state
     groups = replicated(part.parameters, degrees, links)
-    compute = compute_times(part, shapes.stream, device) + exchange_times(part.exchanges, links)
+    exchanged, of_exchanges = exchange_times(part.exchanges, links)
+    compute = computed.times + exchanged
+    replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
     plain = Running(
-        compute + microbatch_times(groups, state, degrees.zero_stage, compute),
+        compute + replicas,
         part.after_forward,
         part.after_input,
         part.workspace + gathered_bytes(groups, state, degrees.zero_stage),
@@ -174,7 +201,7 @@ def _layer(
         )
     elif training.recompute == "selective" and part.core_bytes:
         # Scores exist during I only (Korthikanti et al. 2022, §5).
-        again = core_times(part.core, device) + traffic_times(part.core_moved, device)
+        again = core_times(part, device) + traffic_times(part.core_moved, device)
         recomputed = Running(
             plain.times + PerAction(backward_input=again.forward),
             plain.after_forward - part.core_bytes,
@@ -190,6 +217,7 @@ def _layer(
         static=static_of(part.parameters, state, degrees),
         output_bytes=part.output_bytes,
         step=step_times(groups, state, degrees.zero_stage, device),
+        shares=computed.shares + of_exchanges + TimeShares(data_parallel=replicas.total),
     )
 
 
@@ -217,6 +245,7 @@ def _whole(kind: LayerKind, halves: list[LayerEstimate], kept: int | None) -> La
             parameters=whole.parameters + half.parameters,
             static=whole.static + half.static,
             step=whole.step + half.step,
+            shares=whole.shares + half.shares,
         )
     if whole.recomputed is not None and kept is not None:
         # The inputs of the later halves are computed again with the rest.

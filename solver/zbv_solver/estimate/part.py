@@ -131,6 +131,8 @@ class Part:
         Memory traffic of everything but matrix products, in bytes.
     core_moved
         The share of it that selective recomputation repeats.
+    is_flash
+        Whether flash attention computes the core.
     workspace
         Most bytes that an action needs in addition to kept tensors.
     output_bytes
@@ -146,6 +148,7 @@ class Part:
     output_bytes: int
     core: PerAction = NONE
     core_moved: PerAction = NONE
+    is_flash: bool = False
 
     @cached_property
     def after_forward(self) -> int:

@@ -14,13 +14,23 @@ FLOPS").
 
 from __future__ import annotations
 
-from zbv_solver.estimate.amounts import PerAction
+from dataclasses import dataclass
+
+from zbv_solver.estimate.amounts import PerAction, Summed
 from zbv_solver.estimate.device import MICROSECONDS, TERA, Device, GroupLinks
 from zbv_solver.estimate.part import NONE, Exchange, Part, Product
 from zbv_solver.estimate.shapes import PRODUCT_BYTES, Stream
 
 KERNEL_LATENCY = 6.0
 """Microseconds of a product in addition to its operations; see above."""
+SUSTAINED_SHARE = 0.9
+"""What the products of a training step reach of the best measured rate of a device.
+
+W consists of products alone. In the profile of four models on A100 (Qi et al. 2023, table 9), it takes 1.07
+to 1.13 times as long as at the best rate, 271 TFLOP/s.
+"""
+TRAFFIC_SHARE = 0.4
+"""What memory traffic reaches of a data sheet's bandwidth, so that F and I fit the same profile."""
 ATTENTION_SHARE = 0.7
 """Rate of flash attention over that of large products.
 
@@ -30,19 +40,39 @@ sequences.
 """
 
 
-def compute_times(part: Part, stream: Stream, device: Device) -> PerAction:
+@dataclass(frozen=True)
+class TimeShares(Summed):
+    """What F, I and W of a microbatch consist of together, in microseconds."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory_traffic: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    data_parallel: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all kinds."""
+        return float(sum(vars(self).values()))
+
+
+def compute_times(part: Part, stream: Stream, device: Device) -> tuple[PerAction, TimeShares]:
     """Products and memory traffic."""
-    times = core_times(part.core, device) + traffic_times(part.moved, device)
+    products, core = NONE, core_times(part, device)
     for product in part.products:
-        times += product_times(product, stream, device)
-    return times
+        products += product_times(product, stream, device)
+    moved = traffic_times(part.moved, device)
+    return core + moved + products, TimeShares(products.total, core.total, moved.total)
 
 
-def core_times(core: PerAction, device: Device) -> PerAction:
+def core_times(part: Part, device: Device) -> PerAction:
     """Attention's products of activations."""
+    core = part.core
     if not core.forward:
         return core
-    rate = device.tflops * device.attention_share * TERA / MICROSECONDS
+    rate = device.tflops * TERA / MICROSECONDS * (device.attention_share if part.is_flash else 1.0)
     extra = device.kernel_latency or 0.0
     return PerAction(core.forward / rate + extra, core.backward_input / rate + extra, 0.0)
 
@@ -61,7 +91,7 @@ def product_times(product: Product, stream: Stream, device: Device) -> PerAction
 
     def roofline(written: float) -> float:
         moved = narrow * (operands - written) + wide * written
-        return extra + max(operations, device.moving(moved) if device.kernel_latency is not None else 0.0)
+        return extra + max(operations, device.moving_matrices(moved))
 
     cast = 0.0 if dtype is None else device.moving(wide + 2 * narrow)
     return PerAction(
@@ -76,21 +106,19 @@ def traffic_times(moved: PerAction, device: Device) -> PerAction:
     return moved.scaled(device.moving(1.0))
 
 
-def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> PerAction:
-    """Exchanges that compute does not hide."""
-    times = PerAction()
+def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> tuple[PerAction, TimeShares]:
+    """Exchanges that compute does not hide. Those of experts between and inside nodes take place at once."""
     by_group: dict[str, PerAction] = {}
     for exchange in exchanges:
         if exchange.sent.forward or exchange.sent.backward_input:
             exposed = getattr(links, exchange.group).exposed(exchange.sent, exchange.calls)
             by_group[exchange.group] = by_group.get(exchange.group, NONE) + exposed
-    for group, exposed in by_group.items():
-        beside = by_group.get("expert_in_node", NONE) if group == "expert" else NONE
-        if group == "expert_in_node" and "expert" in by_group:
-            continue
-        times += PerAction(
-            max(exposed.forward, beside.forward),
-            max(exposed.backward_input, beside.backward_input),
-            exposed.backward_weight,
-        )
-    return times
+    tensor, context = by_group.get("tensor", NONE), by_group.get("context", NONE)
+    between, inside = by_group.get("expert", NONE), by_group.get("expert_in_node", NONE)
+    experts = PerAction(
+        max(between.forward, inside.forward), max(between.backward_input, inside.backward_input)
+    )
+    shares = TimeShares(
+        tensor_parallel=tensor.total, context_parallel=context.total, expert_parallel=experts.total
+    )
+    return tensor + context + experts, shares

@@ -11,11 +11,25 @@ from typing import Any
 
 from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import InvalidInput
+from zbv_solver.estimate.state_space import Mamba
 
 Document = dict[str, Any]
 Section = dict[str, Any]
 
-REQUIRED_KEYS = {"gpt2": ("n_embd", "n_layer", "n_head"), "bloom": ("n_layer", "n_head")}
+REQUIRED_KEYS = {
+    "nemotron_h": ("hidden_size", "num_attention_heads"),
+    "gpt2": ("n_embd", "n_layer", "n_head"),
+    "bloom": ("n_layer", "n_head"),
+}
+LETTERS = {
+    **{letter: letter for letter in "M*-E"},
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
 COMMON_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -179,6 +193,54 @@ def _gpt_oss(document: Document) -> Section:
     }
 
 
+def _nemotron_h(document: Document) -> Section:
+    """A letter per layer; no positions, no gates, and experts next to shared ones."""
+    if document.get("moe_latent_size") is not None:
+        found = quoted(document["moe_latent_size"])
+        detail = f"found {found}; zbv has no formula for latent experts. Write model.json instead."
+        raise InvalidInput.at("/moe_latent_size", detail)
+    pattern = _pattern(document)
+    sizes = {
+        key: _number(document, name, default)
+        for key, name, default in (
+            ("heads", "mamba_num_heads", 128),
+            ("state", "ssm_state_size", 128),
+            ("groups", "n_groups", 8),
+            ("kernel", "conv_kernel", 4),
+            ("chunk", "chunk_size", 128),
+        )
+    }
+    width, hidden = _number(document, "mamba_head_dim", 64), _number(document, "hidden_size", 1)
+    model = {
+        **_llama({"num_hidden_layers": len(pattern), **document}),
+        "head_dim": document.get("head_dim", 128),
+        "gated": False,
+        "positions": "none",
+        "pattern": pattern,
+    }
+    if "M" in pattern:
+        model["state_space"] = Mamba(hidden, inner=sizes["heads"] * width, **sizes).costs()
+    if "E" not in pattern:
+        return model
+    shared = document.get("moe_shared_expert_intermediate_size") if document.get("n_shared_experts") else None
+    return {**model, **_experts(document, "n_routed_experts"), "shared_expert_ffn": shared}
+
+
+def _pattern(document: Document) -> str:
+    """The letters of the layers, from a string of them or from their names."""
+    key = next(
+        (key for key in ("hybrid_override_pattern", "layers_block_type") if key in document), "layer_types"
+    )
+    found = document.get(key)
+    layers = found if isinstance(found, list | str) else []
+    letters = [LETTERS.get(each) if isinstance(each, str) else None for each in layers]
+    if not letters or None in letters:
+        raise InvalidInput.at(
+            f"/{key}", f"found {quoted(found)}; must have {', '.join(LETTERS)} for each layer."
+        )
+    return "".join(letter or "" for letter in letters)
+
+
 def _gpt_neox(document: Document) -> Section:
     """LayerNorm, biases, an MLP without a gate."""
     return {
@@ -248,6 +310,7 @@ READERS: dict[str, Callable[[Document], Section]] = {
     "llava": _llava,
     "mistral": _llama,
     "mixtral": _mixtral,
+    "nemotron_h": _nemotron_h,
     "phi3": _llama,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,

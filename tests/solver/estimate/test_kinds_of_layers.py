@@ -8,10 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, llama, modern_configs, parts
+from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config import EstimateConfig, parse_config
+from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.layers import LayerEstimate, estimate_model
 from zbv_solver.estimate.problem_document import estimate_layers, problem_document
+from zbv_solver.estimate.shapes import Degrees
+from zbv_solver.estimate.state_space import Mamba
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
@@ -108,6 +112,7 @@ def test_every_estimate_of_a_modern_model_is_a_problem(config: EstimateConfig) -
         assert layer.plain.times.forward >= 0
         assert layer.static.total > 0
         assert layer.plain.workspace >= 0
+        assert layer.shares.total == pytest.approx(layer.plain.times.total)
 
 
 @given(modern_configs(), st.booleans())
@@ -126,6 +131,32 @@ def test_parallelism_divides_operations_and_adds_none(config: EstimateConfig, ha
         assert part.plain.after_forward <= whole.plain.after_forward + 1
 
 
+@given(modern_configs(), st.data())
+def test_a_layout_fits_if_its_configuration_is_valid(config: EstimateConfig, data: st.DataObject) -> None:
+    def one_of(*values: int) -> int:
+        return data.draw(st.sampled_from(values))
+
+    degrees = Degrees(
+        tensor=one_of(1, 2, 3, 4, 8), sequence_parallel=data.draw(st.booleans()), context=one_of(1, 2, 3, 8),
+        expert=one_of(1, 2, 3, 8), expert_in_node=one_of(1, 2), data=one_of(1, 2, 3, 4),
+    )  # fmt: skip
+    parallel = {
+        "tensor_parallel": degrees.tensor, "sequence_parallel": degrees.sequence_parallel,
+        "context_parallel": degrees.context, "expert_parallel": degrees.expert,
+        "expert_parallel_in_node": degrees.expert_in_node, "data_parallel": degrees.data,
+    }  # fmt: skip
+    changed = {**config.model_dump(), "parallel": {**config.parallel.model_dump(), **parallel}}
+    assert fits(transformer(config.model), degrees) == is_valid(changed)
+
+
+def is_valid(document: dict[str, Any]) -> bool:
+    try:
+        parse_config(document)
+    except InvalidInput:
+        return False
+    return True
+
+
 @given(modern_configs())
 def test_the_same_layout_gives_the_same_estimate(config: EstimateConfig) -> None:
     """The layout search calls it with plain records, and twice gives twice the same."""
@@ -137,3 +168,15 @@ def test_the_same_layout_gives_the_same_estimate(config: EstimateConfig) -> None
         {**config.model_dump(), "model": {**config.model.model_dump(), "microbatch_size": 2}}
     )
     assert first.layers == estimate_layers(doubled)
+
+
+def test_costs_of_a_mamba_2_layer() -> None:
+    """Dao and Gu 2024, §6: products inside a chunk of 16 tokens, and with the states of 2 · 8 values."""
+    mamba = Mamba(hidden=32, heads=4, inner=64, state=8, groups=2, chunk=16)
+    projected = 64 + (64 + 2 * 16) + 4
+    costs = mamba.costs()
+    assert costs["flops"] == 2 * 32 * (projected + 64)
+    assert costs["core_flops"] == 2 * 16 * (16 + 64) + 2 * 2 * 8 * 64
+    assert costs["parameters"] == 32 * (projected + 64) + 96 * 5 + 3 * 4 + 64 + 32
+    assert costs["after_forward"] == 2 * (2 * 32 + projected + 96 + 2 * 64) + 4 * 8 * 64 / 16
+    assert costs["after_input"] == 2 * (2 * 32 + projected + 64)

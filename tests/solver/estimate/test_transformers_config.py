@@ -31,6 +31,7 @@ DEEPSEEK = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "n_group": 8, "topk_group": 4, "vocab_size": 129280,
 }  # fmt: skip
+NEMOTRON_H = {"model_type": "nemotron_h", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
 COUNTED: list[tuple[dict[str, Any], int, int]] = [
     (LLAMA, 8_030_261_248, 0),
     ({**LLAMA, "model_type": "mistral", "vocab_size": 32000, "sliding_window": 4096}, 7_241_732_096, 0),
@@ -56,6 +57,14 @@ COUNTED: list[tuple[dict[str, Any], int, int]] = [
       "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128, "first_k_dense_replace": 1,
       "vocab_size": 151552, "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 0},
      106_852_257_280, 0),
+    ({"model_type": "nemotron_h", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+      "intermediate_size": 21504, "hybrid_override_pattern": "M-M-M-M*" * 4, "vocab_size": 131072},
+     5_109_753_856, 0),
+    ({"model_type": "nemotron_h", "hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2,
+      "layer_types": ["linear_attention", "moe"] * 2 + ["mamba", "full_attention", "moe"],
+      "mamba_num_heads": 64, "vocab_size": 131072, "n_routed_experts": 128, "n_shared_experts": 1,
+      "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "num_experts_per_tok": 6},
+     4_736_683_584, 0),
     ({"model_type": "gpt_neox", "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
       "intermediate_size": 24576, "vocab_size": 50432}, 20_554_567_680, 0),
     ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}, 124_439_808, 0),
@@ -116,6 +125,13 @@ def test_llava_has_a_vision_encoder() -> None:
         ({**QWEN3_MOE, "mlp_only_layers": [5]}, "/mlp_only_layers", "found [5]"),
         ({**DEEPSEEK, "moe_layer_freq": 2}, "/moe_layer_freq", "reads only 1"),
         ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True}, "/use_sliding_window", "to false"),
+        (
+            {**NEMOTRON_H, "layer_types": ["mamba", 3]},
+            "/layer_types",
+            "found ['mamba', 3]; must have M, *, -",
+        ),
+        ({**NEMOTRON_H, "moe_latent_size": 8}, "/moe_latent_size", "no formula for latent experts"),
+        ({**NEMOTRON_H, "layer_types": ["mamba"], "n_groups": 0}, "/n_groups", "whole number above 0"),
         ({"model_type": "llava"}, "/text_config", "absent"),
         ({"model_type": "bloom", "n_layer": 1, "n_head": 1, "vocab_size": 8}, "/hidden_size", "absent"),
     ],

@@ -1,4 +1,4 @@
-"""Benchmarks of the planner: ``planner``, ``partitioning``, ``jitter``, ``packing``, ``layouts`` and so on."""
+"""Benchmarks of the planner: the commands and their arguments."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
-from zbv_solver.layouts.candidate import Candidate
 from zbv_solver.layouts.cluster import parse_cluster
+from zbv_solver.layouts.estimated_layout import EstimatedLayout
 from zbv_solver.layouts.request import Request, parse_request
-from zbv_solver.layouts.search import best_layouts, plan_candidate
+from zbv_solver.layouts.search import best_layouts, plan_layout
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 
 from benchmarks.findings import Finding, at_least, at_most
@@ -64,9 +64,9 @@ def _least_of_all(request: Request) -> tuple[float, int]:
     """The shortest step of all layouts, each of them planned, and how many fit."""
     steps = []
     for layout in request.layouts:
-        candidate = Candidate.of(layout, request.setting)
+        estimated = EstimatedLayout.of(layout, request.setting)
         try:
-            steps.append(plan_candidate(candidate).step_time)
+            steps.append(plan_layout(estimated).step_time)
         except InfeasibleMemory:
             continue
     return min(steps, default=float("inf")), len(steps)

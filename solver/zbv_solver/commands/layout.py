@@ -18,6 +18,7 @@ from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layouts.answer import ranking_json, recomputation, utilisation
 from zbv_solver.layouts.cluster import parse_cluster
+from zbv_solver.layouts.enumeration import ZERO_STAGES
 from zbv_solver.layouts.layout import Fixed
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import Ranking, best_layouts
@@ -53,9 +54,12 @@ def layout(arguments: argparse.Namespace) -> None:
 
 def _request(arguments: argparse.Namespace) -> Request:
     for flag, value in _given_numbers(arguments):
-        least = 0 if flag == "--zero-stage" else 1
-        if value < least:
-            raise InvalidInput([Issue("", f"found {value}; must be at least {least}.", flag)])
+        is_stage = flag == "--zero-stage"
+        if value < (0 if is_stage else 1):
+            rule = "must be at least 0" if is_stage else "must be at least 1"
+            raise InvalidInput([Issue("", f"found {value}; {rule}.", flag)])
+        if is_stage and value > max(ZERO_STAGES):
+            raise InvalidInput([Issue("", f"found {value}; must be at most {max(ZERO_STAGES)}.", flag)])
     if arguments.model is None and not arguments.preset:
         raise InvalidInput([Issue("", "found neither; give one of them.", "model, --preset")])
     cluster = load(arguments.cluster, parse_cluster)

@@ -24,7 +24,7 @@ def ranking_json(ranking: Ranking, request: Request, *, with_plans: bool = True)
 def utilisation(planned: PlannedLayout, request: Request) -> float:
     """Share of the devices' peak that the model's operations use, without recomputation."""
     cluster = request.cluster
-    flops = planned.candidate.setting.model.model_flops() * request.global_batch
+    flops = planned.estimated.setting.model.model_flops() * request.global_batch
     return flops / (planned.step_time * cluster.devices * cluster.peak_tflops * FLOPS_PER_TFLOP)
 
 

@@ -14,9 +14,9 @@ from zbv_solver.estimate.config import EstimateConfig, parse_config
 from zbv_solver.estimate.config_fields import ConfigSection, Size
 from zbv_solver.estimate.presets import with_presets
 from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
-from zbv_solver.layouts.candidate import Setting
 from zbv_solver.layouts.cluster import Cluster
 from zbv_solver.layouts.enumeration import enumerate_layouts
+from zbv_solver.layouts.estimated_layout import Setting
 from zbv_solver.layouts.layout import Fixed, Layout
 
 KEPT = ("optimizer", "precision", "context_exchange")
@@ -49,8 +49,7 @@ class Request:
     @property
     def setting(self) -> Setting:
         """What all layouts have in common."""
-        model = transformer(self.config.model)
-        return Setting(model, self.config.training, self.cluster, self.config.placement)
+        return Setting(transformer(self.config.model), self.config.training, self.cluster)
 
     @property
     def layouts(self) -> list[Layout]:
@@ -58,7 +57,8 @@ class Request:
 
         Raises :class:`InvalidInput` when there is none.
         """
-        found = list(enumerate_layouts(self.config.model, self.cluster, self.global_batch, self.fixed))
+        model = transformer(self.config.model)
+        found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed))
         if not found:
             fixed = ", ".join(f"{name} {value}" for name, value in self.fixed.given())
             raise InvalidInput.at(
@@ -92,10 +92,10 @@ def parse_request(
         raise InvalidInput.at("", f"found {quoted(model)}; must be a JSON object.")
     if is_transformers_config(model):
         model = {"model": from_transformers(model)}
-    given = {key: model[key] for key in BatchConfig.model_fields if key in model}
-    sizes = validated(BatchConfig, given | {key: value for key, value in batch.items() if value is not None})
     own = {key: value for key, value in model.items() if key not in BatchConfig.model_fields}
     merged = with_presets(own, list(presets), {})
+    given = {key: model[key] for key in BatchConfig.model_fields if key in model}
+    sizes = validated(BatchConfig, given | {key: value for key, value in batch.items() if value is not None})
     sections = _sections(merged, sizes.sequence_length)
     config = parse_config({**sections, "device": _NO_DEVICE})
     issues = list(_leftover(config))

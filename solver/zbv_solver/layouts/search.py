@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
-from zbv_solver.layouts.candidate import SECONDS, Candidate, Setting
+from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.plans.plan import Plan
 from zbv_solver.search.layered import first_plan, plan_layers
@@ -38,7 +38,7 @@ class PlannedLayout:
         Of the step, over all cuts, placements and orders of this layout.
     """
 
-    candidate: Candidate
+    estimated: EstimatedLayout
     plan: Plan
     step_time: float
     lower_bound: float
@@ -46,7 +46,7 @@ class PlannedLayout:
     @property
     def layout(self) -> Layout:
         """The degrees."""
-        return self.candidate.layout
+        return self.estimated.layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class _Waiting(NamedTuple):
 
     bound: float
     number: int
-    of: Layout | Candidate | PlannedLayout
+    of: Layout | EstimatedLayout | PlannedLayout
     is_tight: bool
 
 
@@ -107,7 +107,7 @@ def best_layouts(
     NoLayoutFits
         When no layout fits in memory.
     """
-    search = _Search(setting)
+    search = _LayoutSearch(setting)
     queue = [
         _Waiting(setting.least_work(layout), number, layout, False) for number, layout in enumerate(layouts)
     ]
@@ -128,22 +128,24 @@ def best_layouts(
 
 
 @dataclass
-class _Search:
+class _LayoutSearch:
     """The state of a search: plans by what they depend on, because layouts often differ in nothing else."""
 
     setting: Setting
     planned: list[PlannedLayout] = field(default_factory=list)
     known: dict[Hashable, PlannedLayout] = field(default_factory=dict)
 
-    def tighter(self, bound: float, number: int, of: Layout | Candidate, is_tight: bool) -> _Waiting | None:
+    def tighter(
+        self, bound: float, number: int, of: Layout | EstimatedLayout, is_tight: bool
+    ) -> _Waiting | None:
         """The layout with a better bound or planned; None if it does not fit."""
         try:
             if isinstance(of, Layout):
-                candidate = Candidate.of(of, self.setting)
-                if not candidate.has_room_for_states:
+                estimated = EstimatedLayout.of(of, self.setting)
+                if not estimated.has_room_for_states:
                     return None
-                bound = max(bound, candidate.mean_bound, candidate.memory_bound)
-                return _Waiting(bound, number, candidate, False)
+                bound = max(bound, estimated.mean_bound, estimated.memory_bound)
+                return _Waiting(bound, number, estimated, False)
             if not is_tight:
                 return _Waiting(max(bound, of.load_bound), number, of, True)
             found = self._planned(of)
@@ -152,11 +154,11 @@ class _Search:
         self.planned.append(found)
         return _Waiting(found.step_time, number, found, True)
 
-    def _planned(self, candidate: Candidate) -> PlannedLayout:
-        key = (candidate.problem, candidate.estimated)
+    def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
+        key = (estimated.problem, estimated.estimate)
         if key not in self.known:
-            self.known[key] = plan_candidate(candidate)
-        return replace(self.known[key], candidate=candidate)
+            self.known[key] = plan_layout(estimated)
+        return replace(self.known[key], estimated=estimated)
 
     def ranked(self, options: SearchOptions | None, cancelled: Cancelled | None) -> list[PlannedLayout]:
         """The planned layouts, best first; with options, the most promising ones are planned again."""
@@ -169,25 +171,25 @@ class _Search:
             if each.step_time > longest or len(again) == MOST_PROMISING or (cancelled and cancelled()):
                 break
             if id(each.plan) not in again:
-                again[id(each.plan)] = plan_candidate(each.candidate, options)
+                again[id(each.plan)] = plan_layout(each.estimated, options)
         found = [
-            replace(again[id(each.plan)], candidate=each.candidate) if id(each.plan) in again else each
+            replace(again[id(each.plan)], estimated=each.estimated) if id(each.plan) in again else each
             for each in ranked
         ]
         return sorted(found, key=lambda each: each.step_time)
 
 
-def plan_candidate(candidate: Candidate, options: SearchOptions | None = None) -> PlannedLayout:
+def plan_layout(estimated: EstimatedLayout, options: SearchOptions | None = None) -> PlannedLayout:
     """Plan the pipeline of a layout, without options by constructing orders alone.
 
     Raises :class:`InfeasibleMemory` when no cut fits.
     """
-    problem = candidate.problem
+    problem = estimated.problem
     plan = first_plan(problem) if options is None else plan_layers(problem, options)
     model, placement = plan.problem.model, plan.problem.placement
     if model is None or plan.cut is None:  # for type checkers: layers have both
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
     partition = model.partition
     own = [tuple(name for s in stages for name in partition[s]) for stages in placement.stages_of]
-    bound = max(plan.cut.lower_bound * SECONDS + candidate.least_once, candidate.memory_bound)
-    return PlannedLayout(candidate, plan, plan.objective * SECONDS + candidate.once(own), bound)
+    bound = max(plan.cut.lower_bound * SECONDS + estimated.least_once, estimated.memory_bound)
+    return PlannedLayout(estimated, plan, plan.objective * SECONDS + estimated.once(own), bound)

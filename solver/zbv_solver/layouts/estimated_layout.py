@@ -17,7 +17,7 @@ from zbv_solver.layouts.layout import Layout
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
-from zbv_solver.problem.layered_problem import LayeredProblem, PlacementChoice
+from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Units
 
 SECONDS = 1e-6
@@ -32,7 +32,10 @@ class Setting:
     model: Transformer
     training: Training
     cluster: Cluster
-    placement: PlacementChoice = "auto"
+
+    def is_v(self, ranks: int) -> bool:
+        """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
+        return self.model.tied and 2 * ranks <= self.model.n_layers
 
     def least_work(self, layout: Layout) -> float:
         """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas."""
@@ -42,7 +45,7 @@ class Setting:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class EstimatedLayout:
     """A layout with the estimate of its layers.
 
     A step takes the span of the pipeline and what the busiest rank does once per step: reduce gradients,
@@ -50,22 +53,22 @@ class Candidate:
     """
 
     layout: Layout
-    estimated: ModelEstimate
+    estimate: ModelEstimate
     setting: Setting
 
     @classmethod
-    def of(cls, layout: Layout, setting: Setting) -> Candidate:
+    def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
         cluster = setting.cluster
-        estimated = estimate_model(
+        estimate = estimate_model(
             setting.model,
             layout.degrees(cluster),
             cluster.device,
             layout.links(cluster),
-            setting.training,
+            replace(setting.training, ends_share_rank=setting.is_v(layout.pipeline_parallel)),
             layout.microbatch_size,
         )
-        return cls(layout, estimated, setting)
+        return cls(layout, estimate, setting)
 
     @property
     def room(self) -> float:
@@ -75,20 +78,20 @@ class Candidate:
     @cached_property
     def has_room_for_states(self) -> bool:
         """Whether the devices of all ranks can hold parameters, gradients and optimizer."""
-        states = sum(layer.static.total * _copies(layer) for layer in self.estimated.layers)
+        states = sum(layer.static.total * _copies(layer) for layer in self.estimate.layers)
         return states <= self.room * self.layout.pipeline_parallel
 
     @cached_property
     def mean_bound(self) -> float:
         """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work."""
-        work = sum(_least_work(layer) * _copies(layer) for layer in self.estimated.layers)
-        once = sum(layer.step.total * _copies(layer) for layer in self.estimated.layers)
+        work = sum(_least_work(layer) * _copies(layer) for layer in self.estimate.layers)
+        once = sum(layer.step.total * _copies(layer) for layer in self.estimate.layers)
         return (work * self.layout.microbatches + once) / self.layout.pipeline_parallel * SECONDS
 
     @cached_property
     def least_once(self) -> float:
         """Lower bound in seconds of what the busiest rank does once per step: the mean."""
-        once = sum(layer.step.total * _copies(layer) for layer in self.estimated.layers)
+        once = sum(layer.step.total * _copies(layer) for layer in self.estimate.layers)
         return once / self.layout.pipeline_parallel * SECONDS
 
     @cached_property
@@ -105,7 +108,7 @@ class Candidate:
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.
         """
-        layers = [layer for layer in self.estimated.layers for _ in range(_copies(layer))]
+        layers = [layer for layer in self.estimate.layers for _ in range(_copies(layer))]
         plain = np.array([_row(layer.plain) for layer in layers])
         again = np.array([_row(layer.recomputed or layer.plain) for layer in layers])
         if self.layout.recompute == "none":
@@ -130,21 +133,21 @@ class Candidate:
         layout, cluster = self.layout, self.setting.cluster
         ranks = layout.pipeline_parallel
         return LayeredProblem(
-            model=Model(tuple(_layer(each, layout.recompute) for each in self.estimated.layers)),
+            model=Model(tuple(_layer(each, layout.recompute) for each in self.estimate.layers)),
             pp_degree=ranks,
             microbatches=layout.microbatches,
             static=(cluster.reserve,) * ranks,
             limit=(cluster.memory,) * ranks,
-            placement=self.setting.placement,
+            placement="v" if self.setting.is_v(ranks) else "auto",
             link=cluster.transfer(layout.stride("pp"), ranks),
             units=UNITS,
         )
 
     def once(self, layers: list[tuple[str, ...]]) -> float:
         """Seconds that the busiest rank needs once per step, for the names of every rank's layers."""
-        of = {name: layer.step.total for layer in self.estimated.layers for name in _names(layer)}
+        of = {name: layer.step.total for layer in self.estimate.layers for name in _names(layer)}
         busiest = max(sum(of[name] for name in own) for own in layers)
-        return (busiest + self.estimated.table_reduction) * SECONDS
+        return (busiest + self.estimate.table_reduction) * SECONDS
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zbv_solver.bounds.away_prices import FULL, THOROUGH, away_bounds
-from zbv_solver.bounds.differing import differing_machine_bounds
+from zbv_solver.bounds.differing import differing_machine_bounds, overtaking_bounds
 from zbv_solver.bounds.directions import directions
 from zbv_solver.bounds.few_ranks import few_ranks_bounds
 from zbv_solver.bounds.priced import priced_bounds
@@ -77,6 +77,8 @@ def _best(known: list[Bound], further: Iterator[Bound], enough: float) -> Bound:
 
 
 def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
+    for rank, value in enumerate(overtaking_bounds(problem)):
+        yield Bound(value, f"one microbatch and those that pass it, on rank {rank}")
     for each in (FULL, THOROUGH) if effort == "thorough" else (FULL,):
         for rank, value in away_bounds(problem, each):
             yield Bound(value, f"memory of rank {rank} while microbatches are away")

@@ -145,16 +145,29 @@ def estimate_model(
     expert-parallel degree, and that must divide the devices of all replicas of a stage.
     """
     layers: list[LayerEstimate] = []
+    setting = Setting(degrees, device, links, training)
+    # Parts do not depend on replicas, so layouts that differ only in these share them.
+    of_parts = replace(degrees, data=1, zero_stage=0)
     for kind in model.layers(training.state.gradients, training.ends_share_rank):
-        shapes = model.shapes(kind, degrees, sequences)
+        shapes = model.shapes(kind, of_parts, sequences)
         parts = [_computed(half, shapes, device) for _, half in kind.halves]
-        found = [_layer(part, shapes, device, links, training, kind.can_recompute) for part in parts]
+        found = [_layer(part, setting, kind.can_recompute) for part in parts]
         if training.by_halves and len(found) > 1:
             layers += _apart(kind, found)
         else:
             is_full = training.recompute == "full" and kind.can_recompute
             layers.append(_whole(kind, found, parts[0].part.input_bytes if is_full else None))
     return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all layers of an estimate have in common."""
+
+    degrees: Degrees
+    device: Device
+    links: GroupLinks
+    training: Training
 
 
 @dataclass(frozen=True)
@@ -172,18 +185,12 @@ def _computed(half: Kind, shapes: Shapes, device: Device) -> Computed:
     return Computed(part, *compute_times(part, shapes.stream, device))
 
 
-def _layer(
-    computed: Computed,
-    shapes: Shapes,
-    device: Device,
-    links: GroupLinks,
-    training: Training,
-    can_recompute: bool,
-) -> LayerEstimate:
+def _layer(computed: Computed, setting: Setting, can_recompute: bool) -> LayerEstimate:
     """One part as a layer."""
-    part, degrees, state = computed.part, shapes.degrees, training.state
-    groups = replicated(part.parameters, degrees, links)
-    exchanged, of_exchanges = exchange_times(part.exchanges, links)
+    part, degrees, device = computed.part, setting.degrees, setting.device
+    state, recompute = setting.training.state, setting.training.recompute
+    groups = replicated(part.parameters, degrees, setting.links)
+    exchanged, of_exchanges = exchange_times(part.exchanges, setting.links)
     compute = computed.times + exchanged
     replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
     plain = Running(
@@ -193,13 +200,13 @@ def _layer(
         part.workspace + gathered_bytes(groups, state, degrees.zero_stage),
     )
     recomputed = None
-    if can_recompute and training.recompute == "full":
+    if can_recompute and recompute == "full":
         # F keeps only the input, and I begins with an F (Chen et al. 2016, §3).
         twice = plain.times + PerAction(backward_input=compute.forward)
         recomputed = Running(
             twice, part.input_bytes, plain.after_input, _whole_again(plain, part.input_bytes)
         )
-    elif training.recompute == "selective" and part.core_bytes:
+    elif recompute == "selective" and part.core_bytes:
         # Scores exist during I only (Korthikanti et al. 2022, §5).
         again = core_times(part, device) + traffic_times(part.core_moved, device)
         recomputed = Running(
@@ -223,9 +230,10 @@ def _layer(
 
 def _apart(kind: LayerKind, halves: list[LayerEstimate]) -> list[LayerEstimate]:
     """The halves of every copy as layers."""
+    names = [kind.name] if kind.copies is None else [f"{kind.name}.{copy}" for copy in range(kind.copies)]
     return [
-        replace(half, name=f"{kind.name}.{copy}.{name}", output_bytes=half.output_bytes * kind.streams)
-        for copy in range(kind.count)
+        replace(half, name=f"{of_copy}.{name}", output_bytes=half.output_bytes * kind.streams)
+        for of_copy in names
         for (name, _), half in zip(kind.halves, halves, strict=True)
     ]
 

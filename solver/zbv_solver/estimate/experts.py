@@ -9,7 +9,7 @@ parallelism, whose devices route their own tokens (Megatron-LM with expert tenso
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.mlp import Mlp
@@ -18,12 +18,14 @@ from zbv_solver.estimate.part import (
     Exchange,
     Group,
     Held,
+    Module,
     Part,
     Product,
     around,
     dropout_tensors,
     gradient,
     half_exchange,
+    norm_module,
     norm_tensors,
 )
 from zbv_solver.estimate.shapes import MASK_BYTES, STATISTIC_BYTES, Shapes
@@ -77,19 +79,25 @@ class Experts:
             Product(per_expert, ffn, h, local),
         ]
         exchanges = list(self.exchanges(shapes))
-        moved = around(shapes) + self.routing_traffic(shapes)
-        moved += self.expert.activation_traffic(self.routed(shapes, ffn))
+        activation = self.expert.activation_traffic(self.routed(shapes, ffn))
+        moved = self.routing_traffic(shapes) + activation
+        modules = [norm_module(shapes), Module("moe_act", moved=activation.forward, within="moe")]
         if self.shared is not None:
             width = self.shared.ffn // shapes.tensor
             products.append(Product(shapes.tokens, h, self.shared.inputs * width))
             products.append(Product(shapes.tokens, width, h))
             exchanges.append(half_exchange(shapes))
-            moved += self.shared.activation_traffic(shapes.divided(self.shared.ffn))
+            of_shared = self.shared.activation_traffic(shapes.divided(self.shared.ffn))
+            moved += of_shared
+            again = (tuple(products[-2:]), of_shared.forward)
+            modules.append(Module("shared_experts", *again, exchanges=(half_exchange(shapes),), within="moe"))
+        modules.append(Module("moe", tuple(products), moved.forward, exchanges=tuple(exchanges)))
         return Part(
             parameters=self.parameters(shapes),
             products=tuple(products),
             tensors=tuple(self.tensors(shapes)),
-            moved=moved,
+            moved=around(shapes) + moved,
+            modules=tuple(modules),
             exchanges=tuple(exchanges),
             workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
@@ -167,16 +175,30 @@ class Experts:
         scores = STATISTIC_BYTES * shapes.own_tokens * self.experts
         held = [
             *norm_tensors(shapes, "MLP's norm"),
-            Held("input of the router and of shared experts", shapes.hidden, after_input=True),
-            Held("probabilities of experts", scores),
-            Held("map of tokens to experts", MASK_BYTES * shapes.own_tokens * self.experts),
+            Held(
+                "input of the router and of shared experts",
+                shapes.hidden,
+                after_input=True,
+                modules=("layernorm",),
+            ),
+            Held("probabilities of experts", scores, modules=("moe",)),
+            Held("map of tokens to experts", MASK_BYTES * shapes.own_tokens * self.experts, modules=("moe",)),
             gradient("gradient of the router", scores),
-            Held("input of the experts' first matrices", shapes.operand(hidden), after_input=True),
-            *self.expert.inner_tensors(shapes, self.routed(shapes, self.expert.ffn)),
+            Held(
+                "input of the experts' first matrices",
+                shapes.operand(hidden),
+                after_input=True,
+                modules=("moe",),
+            ),
+            *self.expert.inner_tensors(shapes, self.routed(shapes, self.expert.ffn), "moe"),
             gradient("gradient of the experts' last matrices", shapes.operand(hidden)),
         ]
         if self.shared is not None:
-            held += self.shared.inner_tensors(shapes, shapes.divided(self.shared.ffn))
+            width = shapes.divided(self.shared.ffn)
+            held += [
+                replace(each, modules=("shared_experts", "moe"))
+                for each in self.shared.inner_tensors(shapes, width)
+            ]
             held.append(gradient("gradient of the shared experts' last matrix", shapes.operand(shapes.whole)))
         return held + dropout_tensors(shapes, "MLP's dropout mask")
 

@@ -13,7 +13,7 @@ from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.device import Device, GroupLinks
 from zbv_solver.estimate.parameters import StateBytes, StaticBytes, static_of
 from zbv_solver.estimate.part import Part
-from zbv_solver.estimate.shapes import Degrees, Shapes
+from zbv_solver.estimate.shapes import Degrees, Shapes, Stream
 from zbv_solver.estimate.step import (
     StepTimes,
     gathered_bytes,
@@ -24,12 +24,12 @@ from zbv_solver.estimate.step import (
 from zbv_solver.estimate.times import (
     TimeShares,
     compute_times,
-    core_times,
     exchange_times,
-    traffic_times,
+    repeated_time,
 )
 from zbv_solver.estimate.transformer import Kind, LayerKind, Transformer
 
+CORE = frozenset(("core_attn",))
 NO_STEP = StepTimes()
 NO_TIME = TimeShares()
 MIXED = StateBytes()
@@ -101,7 +101,10 @@ class Training:
     state
         Bytes per parameter.
     recompute
-        The alternative that layers carry: ``none``, ``selective`` (scores of plain attention) or ``full``.
+        The alternative that layers carry: ``none``, ``selective`` or ``full``.
+    modules
+        What selective recomputation repeats, of Megatron-LM's names: ``core_attn``, ``layernorm``,
+        ``mla_up_proj``, ``mlp``, ``moe_act``, ``shared_experts``, ``moe``.
     ends_share_rank
         Whether the first and the last stage are on one rank, which then holds shared tables once.
     by_halves
@@ -110,6 +113,7 @@ class Training:
 
     state: StateBytes = MIXED
     recompute: str = "full"
+    modules: frozenset[str] = CORE
     ends_share_rank: bool = False
     by_halves: bool = False
 
@@ -175,6 +179,7 @@ class Computed:
     """A part with the time of its compute, which other parts and links do not change."""
 
     part: Part
+    stream: Stream
     times: PerAction
     shares: TimeShares
 
@@ -182,13 +187,14 @@ class Computed:
 @lru_cache(maxsize=8192)
 def _computed(half: Kind, shapes: Shapes, device: Device) -> Computed:
     part = half.part(shapes)
-    return Computed(part, *compute_times(part, shapes.stream, device))
+    return Computed(part, shapes.stream, *compute_times(part, shapes.stream, device))
 
 
 def _layer(computed: Computed, setting: Setting, can_recompute: bool) -> LayerEstimate:
     """One part as a layer."""
     part, degrees, device = computed.part, setting.degrees, setting.device
     state, recompute = setting.training.state, setting.training.recompute
+    modules = setting.training.modules
     groups = replicated(part.parameters, degrees, setting.links)
     exchanged, of_exchanges = exchange_times(part.exchanges, setting.links)
     compute = computed.times + exchanged
@@ -206,14 +212,14 @@ def _layer(computed: Computed, setting: Setting, can_recompute: bool) -> LayerEs
         recomputed = Running(
             twice, part.input_bytes, plain.after_input, _whole_again(plain, part.input_bytes)
         )
-    elif recompute == "selective" and part.core_bytes:
-        # Scores exist during I only (Korthikanti et al. 2022, §5).
-        again = core_times(part, device) + traffic_times(part.core_moved, device)
+    elif can_recompute and recompute == "selective" and (dropped := part.dropped_bytes(modules)):
+        # What is dropped exists during I only (Korthikanti et al. 2022, §5).
+        again = repeated_time(part, modules, computed.stream, device, setting.links)
         recomputed = Running(
-            plain.times + PerAction(backward_input=again.forward),
-            plain.after_forward - part.core_bytes,
+            plain.times + PerAction(backward_input=again),
+            plain.after_forward - dropped,
             plain.after_input,
-            plain.workspace + part.core_bytes,
+            plain.workspace + dropped,
         )
     return LayerEstimate(
         name="",

@@ -77,6 +77,21 @@ def core_times(part: Part, device: Device) -> PerAction:
     return PerAction(core.forward / rate + extra, core.backward_input / rate + extra, 0.0)
 
 
+def repeated_time(
+    part: Part, chosen: frozenset[str], stream: Stream, device: Device, links: GroupLinks
+) -> float:
+    """Time of the modules that selective recomputation repeats in I."""
+    time = 0.0
+    for module in part.modules:
+        if module.name not in chosen or module.within in chosen:
+            continue
+        time += device.moving(module.moved) + exchange_times(module.exchanges, links)[0].forward
+        time += sum(product_times(product, stream, device).forward for product in module.products)
+        if module.has_core:
+            time += core_times(part, device).forward
+    return time
+
+
 def product_times(product: Product, stream: Stream, device: Device) -> PerAction:
     """One linear layer. Narrow operands are cast, and stored twice: by rows and by columns."""
     dtype = stream.product_dtype if product.is_narrow else None

@@ -3,7 +3,7 @@
 Every token goes to the k experts that its router prefers (Shazeer et al. 2017; Fedus et al. 2021, §2.1), and
 to all shared experts (Dai et al. 2024, DeepSeekMoE, §3.2). Devices of an expert-parallel group hold different
 experts: an all-to-all sends tokens to their experts, and another one sends results back (Lepikhin et al.
-2020, GShard, §3.2). Routing is taken as balanced. An expert is whole on its device, also under tensor
+2020, GShard, §3). Routing is taken as balanced. An expert is whole on its device, also under tensor
 parallelism, whose devices route their own tokens (Megatron-LM with expert tensor parallelism 1).
 """
 
@@ -115,7 +115,7 @@ class Experts:
         """Dispatch and combination, in F and in I.
 
         On one node, or on as many nodes as devices, each sends (g - 1) / g of k copies of a token, for a
-        group of g devices (Lepikhin et al. 2020, §3.3; Rajbhandari et al. 2022, DeepSpeed-MoE, §5.2). With
+        group of g devices (Lepikhin et al. 2020, §3; Rajbhandari et al. 2022, DeepSpeed-MoE, §5). With
         several devices on each of n nodes, a token is sent once to every node that has one of its experts,
         and copied there (DeepSeek-AI 2024b, §3.2.2; DeepEP). Both take place at once.
         """

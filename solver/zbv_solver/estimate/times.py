@@ -32,11 +32,11 @@ to 1.13 times as long as at the best rate, 271 TFLOP/s.
 TRAFFIC_SHARE = 0.4
 """What memory traffic reaches of a data sheet's bandwidth, so that F and I fit the same profile."""
 ATTENTION_SHARE = 0.7
-"""Rate of flash attention over that of large products.
+"""Rate of flash attention over that of large products, with a causal mask; assumed.
 
-Forward and backward with a head of 128 and a causal mask: 190 and 175 of 271 TFLOP/s on A100 (Dao 2023,
-figures 4 and 6), 600 and 500 of 794 on H100 (Shah et al. 2024, FlashAttention-3, figures 5 and 6), for long
-sequences.
+The best published rates, for long sequences without a mask, are 0.73 of the data sheet in F and 0.63 in I on
+A100 (Dao 2023, §4.1), and 0.75 in F on H100 (Shah et al. 2024, abstract): 0.85, 0.72 and 0.93 of the best
+rate of products.
 """
 
 

@@ -29,7 +29,7 @@ def time(size: float, calls: int = 2) -> float:
 
 
 def test_an_all_reduce_sends_gradients_twice_and_zero_sends_them_once() -> None:
-    """Rajbhandari et al. 2020, §7.1: the volume is the same, 2 Ψ."""
+    """Rajbhandari et al. 2020, §7: the volume is the same, 2 Ψ."""
     share = 2 * block(0).parameters * 3 / 4
     assert block(0).step.gradient_reduction == pytest.approx(time(2 * share))
     assert block(0).step.parameter_gathering == 0
@@ -53,7 +53,7 @@ def test_shared_gradients_are_reduced_in_every_w() -> None:
 
 
 def test_shared_parameters_are_gathered_in_every_f_and_i() -> None:
-    """Rajbhandari et al. 2020, §7.2: 3 Ψ."""
+    """Rajbhandari et al. 2020, §7: 3 Ψ."""
     share = 2 * block(1).parameters * 3 / 4
     before, after = block(1).plain.times, block(3).plain.times
     for action in ("forward", "backward_input", "backward_weight"):

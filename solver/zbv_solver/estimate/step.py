@@ -79,7 +79,7 @@ def step_times(
         updated = each.count / (each.replicas if zero_stage else 1)
         held = each.count / (each.replicas if zero_stage >= 2 else 1)
         moved += updated * update_bytes(state) + held * state.gradients
-    return StepTimes(reduction, gathering, device.moving(moved))
+    return StepTimes(reduction, gathering, device.streaming(moved))
 
 
 def update_bytes(state: StateBytes) -> float:

@@ -102,11 +102,12 @@ def product_times(product: Product, stream: Stream, device: Device) -> PerAction
     input, output = product.rows * product.n_in * groups, product.rows * product.n_out * groups
     weight = float(product.n_in * product.n_out * groups)
     narrow = wide if dtype is None else PRODUCT_BYTES[dtype]
-    operands, extra = input + output + weight, device.kernel_latency or 0.0
+    operands, has_size = input + output + weight, device.kernel_latency is not None
+    extra = device.kernel_latency or 0.0
 
     def roofline(written: float) -> float:
         moved = narrow * (operands - written) + wide * written
-        return extra + max(operations, device.moving_matrices(moved))
+        return extra + max(operations, device.streaming(moved) if has_size else 0.0)
 
     cast = 0.0 if dtype is None else device.moving(wide + 2 * narrow)
     return PerAction(

@@ -91,6 +91,13 @@ def test_the_optimizer_reads_and_writes_its_states(precision: str, per_parameter
     assert found.step.optimizer == pytest.approx(found.parameters * per_parameter / 1000e9 * 1e6)
 
 
+def test_the_optimizer_moves_large_tensors() -> None:
+    made = config(0)
+    faster = but(made, device=but(made.device, product_bandwidth=4000.0))
+    assert estimate_layers(faster)[1].step.optimizer == pytest.approx(block(0).step.optimizer / 4)
+    assert estimate_layers(faster)[1].plain == block(0).plain
+
+
 def test_zero_divides_the_update_but_not_the_gradients_that_every_replica_holds() -> None:
     count = block(0).parameters
     assert block(1).step.optimizer == pytest.approx(count * ((4 + 24 + 2) / 4 + 2) / 1e6)

@@ -102,6 +102,6 @@ class Device:
         return size * MICROSECONDS / (self.memory_bandwidth * GIGA)
 
     def streaming(self, size: float) -> float:
-        """Time to move bytes of large tensors through memory: of matrices of products, and of the optimizer."""
+        """Time to move bytes of large tensors through memory: matrices of products, and the optimizer."""
         bandwidth = self.product_bandwidth or self.memory_bandwidth
         return 0.0 if bandwidth is None else size * MICROSECONDS / (bandwidth * GIGA)

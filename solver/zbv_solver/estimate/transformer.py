@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Protocol
 
 from zbv_solver.estimate.ends import Embedding, Head
+from zbv_solver.estimate.experts import Experts
 from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import Part
 from zbv_solver.estimate.prediction import Joining
@@ -128,6 +130,19 @@ class Transformer:
         has_table = not (self.tied and ends_share_rank)
         head = Head(self.vocabulary, has_table, 1 + self.predictions, self.fused_loss)
         yield LayerKind("head", (("head", head),), can_recompute=False)
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers, copies counted."""
+        return sum(kind.count for kind in self.layers())
+
+    @property
+    def experts(self) -> int:
+        """Greatest number of devices that can share the routed experts of every block; 1 without experts."""
+        counts = [
+            half.experts for kind in self.layers() for _, half in kind.halves if isinstance(half, Experts)
+        ]
+        return gcd(*counts) or 1
 
     def shapes(self, kind: LayerKind, degrees: Degrees, sequences: int = 1) -> Shapes:
         """The sizes that a layer sees, for a number of sequences per microbatch."""

@@ -15,6 +15,7 @@ from zbv_solver.estimate.part import (
     dropout_tensors,
     gradient,
     half_exchange,
+    norm_module,
     norm_tensors,
 )
 from zbv_solver.estimate.scores import Scores
@@ -78,7 +79,7 @@ class Attention:
             is_flash=self.flash,
             tensors=tuple(self.tensors(shapes)),
             moved=moved,
-            core_moved=self.scores.traffic(shapes),
+            modules=(self.scores.module(shapes), norm_module(shapes)),
             exchanges=(half_exchange(shapes), self.scores.exchange(shapes)),
             workspace=self.workspace(shapes) + self.scores.workspace(shapes),
             output_bytes=shapes.hidden,
@@ -107,6 +108,7 @@ class Attention:
                 "input of the projection to queries, keys, values",
                 shapes.operand(shapes.hidden),
                 after_input=True,
+                modules=("layernorm",),
             ),
             gradient("gradients of queries, keys, values", shapes.operand(query + 2 * key)),
             Held("queries", query),

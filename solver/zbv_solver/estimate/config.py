@@ -65,7 +65,13 @@ class EstimateConfig(ConfigSection):
     def training(self) -> Training:
         """What training keeps, and how it is planned."""
         by_halves = self.parallel.granularity == "half"
-        return Training(self.state, self.recompute, self.placement == "v", by_halves)
+        return Training(
+            self.state,
+            self.recompute,
+            frozenset(self.parallel.recompute_modules),
+            self.placement == "v",
+            by_halves,
+        )
 
     @property
     def recompute(self) -> str:

@@ -20,7 +20,7 @@ class DeviceConfig(ConfigSection):
     fp8_tflops: Rate | None = Field(None, description="achieved TFLOP/s with product_dtype fp8")
     fp4_tflops: Rate | None = Field(None, description="achieved TFLOP/s with product_dtype fp4")
     product_bandwidth: Rate | None = Field(
-        None, description="GB/s of the matrices of products; null: memory_bandwidth"
+        None, description="GB/s of the matrices of products, and of the optimizer; null: memory_bandwidth"
     )
     kernel_latency: Amount | None = Field(
         None, description="us of a product in addition to its operations; null: one rate for all sizes"

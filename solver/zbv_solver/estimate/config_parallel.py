@@ -43,6 +43,9 @@ PrecisionChoice = Annotated[
 ]
 
 
+Recomputed = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe"]
+
+
 class ParallelConfig(ConfigSection):
     """How the model is distributed over devices, and what training keeps."""
 
@@ -71,5 +74,8 @@ class ParallelConfig(ConfigSection):
     )
     recompute: Literal["none", "selective", "full"] | None = Field(
         None, description="the alternative that layers carry; null: selective for plain attention, else full"
+    )
+    recompute_modules: tuple[Recomputed, ...] = Field(
+        ("core_attn",), description="what selective recomputation repeats, by Megatron-LM's names"
     )
     granularity: Literal["block", "half"] = Field("block", description="half: attention and MLP apart")

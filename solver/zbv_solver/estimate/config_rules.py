@@ -190,9 +190,10 @@ def _device_issues(model: ModelConfig, parallel: ParallelConfig, device: DeviceC
     if model.product_dtype is not None and getattr(device, f"{model.product_dtype}_tflops") is None:
         detail = f"this key is absent, and product_dtype {model.product_dtype} needs it. Give its TFLOP/s."
         yield Issue(f"/device/{model.product_dtype}_tflops", detail)
-    if parallel.recompute == "selective" and model.attention == "flash":
+    is_core = set(parallel.recompute_modules) <= {"core_attn"}
+    if parallel.recompute == "selective" and is_core and model.attention == "flash":
         yield Issue(
             "/parallel/recompute",
             "found 'selective'; it recomputes the scores that plain attention keeps, and flash keeps none. "
-            "Use full or none.",
+            "Use full or none, or give other recompute_modules.",
         )

@@ -79,7 +79,7 @@ class Device:
     fp8_tflops, fp4_tflops
         Products of narrow operands; None: the device has none.
     product_bandwidth
-        GB/s of the matrices of products; None: ``memory_bandwidth``.
+        GB/s of the matrices of products, and of the optimizer; None: ``memory_bandwidth``.
     """
 
     tflops: float
@@ -101,9 +101,7 @@ class Device:
             return 0.0
         return size * MICROSECONDS / (self.memory_bandwidth * GIGA)
 
-    def moving_matrices(self, size: float) -> float:
-        """Time to move bytes of a product's matrices through memory; 0 if products have one rate."""
+    def streaming(self, size: float) -> float:
+        """Time to move bytes of large tensors through memory: matrices of products, and the optimizer."""
         bandwidth = self.product_bandwidth or self.memory_bandwidth
-        if bandwidth is None or self.kernel_latency is None:
-            return 0.0
-        return size * MICROSECONDS / (bandwidth * GIGA)
+        return 0.0 if bandwidth is None else size * MICROSECONDS / (bandwidth * GIGA)

@@ -3,13 +3,13 @@
 Every token goes to the k experts that its router prefers (Shazeer et al. 2017; Fedus et al. 2021, §2.1), and
 to all shared experts (Dai et al. 2024, DeepSeekMoE, §3.2). Devices of an expert-parallel group hold different
 experts: an all-to-all sends tokens to their experts, and another one sends results back (Lepikhin et al.
-2020, GShard, §3.2). Routing is taken as balanced. An expert is whole on its device, also under tensor
+2020, GShard, §3). Routing is taken as balanced. An expert is whole on its device, also under tensor
 parallelism, whose devices route their own tokens (Megatron-LM with expert tensor parallelism 1).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.mlp import Mlp
@@ -18,12 +18,14 @@ from zbv_solver.estimate.part import (
     Exchange,
     Group,
     Held,
+    Module,
     Part,
     Product,
     around,
     dropout_tensors,
     gradient,
     half_exchange,
+    norm_module,
     norm_tensors,
 )
 from zbv_solver.estimate.shapes import MASK_BYTES, STATISTIC_BYTES, Shapes
@@ -77,19 +79,25 @@ class Experts:
             Product(per_expert, ffn, h, local),
         ]
         exchanges = list(self.exchanges(shapes))
-        moved = around(shapes) + self.routing_traffic(shapes)
-        moved += self.expert.activation_traffic(self.routed(shapes, ffn))
+        activation = self.expert.activation_traffic(self.routed(shapes, ffn))
+        moved = self.routing_traffic(shapes) + activation
+        modules = [norm_module(shapes), Module("moe_act", moved=activation.forward, within="moe")]
         if self.shared is not None:
             width = self.shared.ffn // shapes.tensor
             products.append(Product(shapes.tokens, h, self.shared.inputs * width))
             products.append(Product(shapes.tokens, width, h))
             exchanges.append(half_exchange(shapes))
-            moved += self.shared.activation_traffic(shapes.divided(self.shared.ffn))
+            of_shared = self.shared.activation_traffic(shapes.divided(self.shared.ffn))
+            moved += of_shared
+            again = (tuple(products[-2:]), of_shared.forward)
+            modules.append(Module("shared_experts", *again, exchanges=(half_exchange(shapes),), within="moe"))
+        modules.append(Module("moe", tuple(products), moved.forward, exchanges=tuple(exchanges)))
         return Part(
             parameters=self.parameters(shapes),
             products=tuple(products),
             tensors=tuple(self.tensors(shapes)),
-            moved=moved,
+            moved=around(shapes) + moved,
+            modules=tuple(modules),
             exchanges=tuple(exchanges),
             workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
@@ -107,7 +115,7 @@ class Experts:
         """Dispatch and combination, in F and in I.
 
         On one node, or on as many nodes as devices, each sends (g - 1) / g of k copies of a token, for a
-        group of g devices (Lepikhin et al. 2020, §3.3; Rajbhandari et al. 2022, DeepSpeed-MoE, §5.2). With
+        group of g devices (Lepikhin et al. 2020, §3; Rajbhandari et al. 2022, DeepSpeed-MoE, §5). With
         several devices on each of n nodes, a token is sent once to every node that has one of its experts,
         and copied there (DeepSeek-AI 2024b, §3.2.2; DeepEP). Both take place at once.
         """
@@ -167,16 +175,30 @@ class Experts:
         scores = STATISTIC_BYTES * shapes.own_tokens * self.experts
         held = [
             *norm_tensors(shapes, "MLP's norm"),
-            Held("input of the router and of shared experts", shapes.hidden, after_input=True),
-            Held("probabilities of experts", scores),
-            Held("map of tokens to experts", MASK_BYTES * shapes.own_tokens * self.experts),
+            Held(
+                "input of the router and of shared experts",
+                shapes.hidden,
+                after_input=True,
+                modules=("layernorm",),
+            ),
+            Held("probabilities of experts", scores, modules=("moe",)),
+            Held("map of tokens to experts", MASK_BYTES * shapes.own_tokens * self.experts, modules=("moe",)),
             gradient("gradient of the router", scores),
-            Held("input of the experts' first matrices", shapes.operand(hidden), after_input=True),
-            *self.expert.inner_tensors(shapes, self.routed(shapes, self.expert.ffn)),
+            Held(
+                "input of the experts' first matrices",
+                shapes.operand(hidden),
+                after_input=True,
+                modules=("moe",),
+            ),
+            *self.expert.inner_tensors(shapes, self.routed(shapes, self.expert.ffn), "moe"),
             gradient("gradient of the experts' last matrices", shapes.operand(hidden)),
         ]
         if self.shared is not None:
-            held += self.shared.inner_tensors(shapes, shapes.divided(self.shared.ffn))
+            width = shapes.divided(self.shared.ffn)
+            held += [
+                replace(each, modules=("shared_experts", "moe"))
+                for each in self.shared.inner_tensors(shapes, width)
+            ]
             held.append(gradient("gradient of the shared experts' last matrix", shapes.operand(shapes.whole)))
         return held + dropout_tensors(shapes, "MLP's dropout mask")
 

@@ -17,12 +17,14 @@ from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import (
     Exchange,
     Held,
+    Module,
     Part,
     Product,
     around,
     dropout_tensors,
     gradient,
     group_sum,
+    norm_module,
     norm_tensors,
 )
 from zbv_solver.estimate.scores import Scores
@@ -101,7 +103,11 @@ class LatentAttention:
             is_flash=self.flash,
             tensors=tuple(self.tensors(shapes)),
             moved=around(shapes) + norms + joined + self.scores.traffic(shapes),
-            core_moved=self.scores.traffic(shapes),
+            modules=(
+                self.scores.module(shapes),
+                norm_module(shapes),
+                Module("mla_up_proj", tuple(projections[1:3]), joined.forward),
+            ),
             exchanges=(self.exchange(shapes), self.scores.exchange(shapes)),
             workspace=self.workspace(shapes) + self.scores.workspace(shapes),
             output_bytes=shapes.hidden,
@@ -123,7 +129,12 @@ class LatentAttention:
         rows = shapes.statistics * shapes.own_tokens
         held = [
             *norm_tensors(shapes, "attention's norm"),
-            Held("input of the projections down", shapes.operand(shapes.own(h)), after_input=True),
+            Held(
+                "input of the projections down",
+                shapes.operand(shapes.own(h)),
+                after_input=True,
+                modules=("layernorm",),
+            ),
             gradient("gradients of the projections down", shapes.operand(shapes.own(self.down))),
             Held("latent vector of keys and values", shapes.own(kv)),
             Held("statistics of its norm", rows),
@@ -132,9 +143,9 @@ class LatentAttention:
             ),
             gradient("gradients of keys and values", shapes.operand(shapes.divided(self.up))),
             gradient("gradient of queries", shapes.operand(keys)),
-            Held("queries", keys),
-            Held("keys", keys),
-            Held("values", values),
+            Held("queries", keys, modules=("mla_up_proj",)),
+            Held("keys", keys, modules=("mla_up_proj",)),
+            Held("values", values, modules=("mla_up_proj",)),
             *self.scores.tensors(shapes),
             *projection_back(shapes, values),
         ]

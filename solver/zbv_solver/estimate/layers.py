@@ -13,7 +13,7 @@ from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.device import Device, GroupLinks
 from zbv_solver.estimate.parameters import StateBytes, StaticBytes, static_of
 from zbv_solver.estimate.part import Part
-from zbv_solver.estimate.shapes import Degrees, Shapes
+from zbv_solver.estimate.shapes import Degrees, Shapes, Stream
 from zbv_solver.estimate.step import (
     StepTimes,
     gathered_bytes,
@@ -24,12 +24,12 @@ from zbv_solver.estimate.step import (
 from zbv_solver.estimate.times import (
     TimeShares,
     compute_times,
-    core_times,
     exchange_times,
-    traffic_times,
+    repeated_time,
 )
 from zbv_solver.estimate.transformer import Kind, LayerKind, Transformer
 
+CORE = frozenset(("core_attn",))
 NO_STEP = StepTimes()
 NO_TIME = TimeShares()
 MIXED = StateBytes()
@@ -101,7 +101,10 @@ class Training:
     state
         Bytes per parameter.
     recompute
-        The alternative that layers carry: ``none``, ``selective`` (scores of plain attention) or ``full``.
+        The alternative that layers carry: ``none``, ``selective`` or ``full``.
+    modules
+        What selective recomputation repeats, of Megatron-LM's names: ``core_attn``, ``layernorm``,
+        ``mla_up_proj``, ``mlp``, ``moe_act``, ``shared_experts``, ``moe``.
     ends_share_rank
         Whether the first and the last stage are on one rank, which then holds shared tables once.
     by_halves
@@ -110,6 +113,7 @@ class Training:
 
     state: StateBytes = MIXED
     recompute: str = "full"
+    modules: frozenset[str] = CORE
     ends_share_rank: bool = False
     by_halves: bool = False
 
@@ -145,10 +149,13 @@ def estimate_model(
     expert-parallel degree, and that must divide the devices of all replicas of a stage.
     """
     layers: list[LayerEstimate] = []
+    conditions = Conditions(degrees, device, links, training)
+    # Parts do not depend on replicas, so layouts that differ only in these share them.
+    of_parts = replace(degrees, data=1, zero_stage=0)
     for kind in model.layers(training.state.gradients, training.ends_share_rank):
-        shapes = model.shapes(kind, degrees, sequences)
+        shapes = model.shapes(kind, of_parts, sequences)
         parts = [_computed(half, shapes, device) for _, half in kind.halves]
-        found = [_layer(part, shapes, device, links, training, kind.can_recompute) for part in parts]
+        found = [_layer(part, conditions, kind.can_recompute) for part in parts]
         if training.by_halves and len(found) > 1:
             layers += _apart(kind, found)
         else:
@@ -158,10 +165,21 @@ def estimate_model(
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """What all layers of an estimate have in common."""
+
+    degrees: Degrees
+    device: Device
+    links: GroupLinks
+    training: Training
+
+
+@dataclass(frozen=True)
 class Computed:
     """A part with the time of its compute, which other parts and links do not change."""
 
     part: Part
+    stream: Stream
     times: PerAction
     shares: TimeShares
 
@@ -169,21 +187,16 @@ class Computed:
 @lru_cache(maxsize=8192)
 def _computed(half: Kind, shapes: Shapes, device: Device) -> Computed:
     part = half.part(shapes)
-    return Computed(part, *compute_times(part, shapes.stream, device))
+    return Computed(part, shapes.stream, *compute_times(part, shapes.stream, device))
 
 
-def _layer(
-    computed: Computed,
-    shapes: Shapes,
-    device: Device,
-    links: GroupLinks,
-    training: Training,
-    can_recompute: bool,
-) -> LayerEstimate:
+def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> LayerEstimate:
     """One part as a layer."""
-    part, degrees, state = computed.part, shapes.degrees, training.state
-    groups = replicated(part.parameters, degrees, links)
-    exchanged, of_exchanges = exchange_times(part.exchanges, links)
+    part, degrees, device = computed.part, conditions.degrees, conditions.device
+    state, recompute = conditions.training.state, conditions.training.recompute
+    modules = conditions.training.modules
+    groups = replicated(part.parameters, degrees, conditions.links)
+    exchanged, of_exchanges = exchange_times(part.exchanges, conditions.links)
     compute = computed.times + exchanged
     replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
     plain = Running(
@@ -193,20 +206,20 @@ def _layer(
         part.workspace + gathered_bytes(groups, state, degrees.zero_stage),
     )
     recomputed = None
-    if can_recompute and training.recompute == "full":
+    if can_recompute and recompute == "full":
         # F keeps only the input, and I begins with an F (Chen et al. 2016, §3).
         twice = plain.times + PerAction(backward_input=compute.forward)
         recomputed = Running(
             twice, part.input_bytes, plain.after_input, _whole_again(plain, part.input_bytes)
         )
-    elif training.recompute == "selective" and part.core_bytes:
-        # Scores exist during I only (Korthikanti et al. 2022, §5).
-        again = core_times(part, device) + traffic_times(part.core_moved, device)
+    elif can_recompute and recompute == "selective" and (dropped := part.dropped_bytes(modules)):
+        # What is dropped exists during I only (Korthikanti et al. 2022, §5).
+        again = repeated_time(part, modules, computed.stream, device, conditions.links)
         recomputed = Running(
-            plain.times + PerAction(backward_input=again.forward),
-            plain.after_forward - part.core_bytes,
+            plain.times + PerAction(backward_input=again),
+            plain.after_forward - dropped,
             plain.after_input,
-            plain.workspace + part.core_bytes,
+            plain.workspace + dropped,
         )
     return LayerEstimate(
         name="",
@@ -223,9 +236,10 @@ def _layer(
 
 def _apart(kind: LayerKind, halves: list[LayerEstimate]) -> list[LayerEstimate]:
     """The halves of every copy as layers."""
+    names = [kind.name] if kind.copies is None else [f"{kind.name}.{copy}" for copy in range(kind.copies)]
     return [
-        replace(half, name=f"{kind.name}.{copy}.{name}", output_bytes=half.output_bytes * kind.streams)
-        for copy in range(kind.count)
+        replace(half, name=f"{of_copy}.{name}", output_bytes=half.output_bytes * kind.streams)
+        for of_copy in names
         for (name, _), half in zip(kind.halves, halves, strict=True)
     ]
 

@@ -8,12 +8,14 @@ from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import (
     Held,
+    Module,
     Part,
     Product,
     around,
     dropout_tensors,
     gradient,
     half_exchange,
+    norm_module,
     norm_tensors,
 )
 from zbv_solver.estimate.shapes import Shapes
@@ -43,15 +45,18 @@ class Mlp:
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device."""
         h, ffn = shapes.stream.hidden, self.ffn // shapes.tensor
+        products = (Product(shapes.tokens, h, self.inputs * ffn), Product(shapes.tokens, ffn, h))
+        activation, exchanges = self.activation_traffic(shapes.divided(self.ffn)), (half_exchange(shapes),)
         return Part(
             parameters=self.parameters(shapes),
-            products=(
-                Product(shapes.tokens, h, self.inputs * ffn),
-                Product(shapes.tokens, ffn, h),
-            ),
+            products=products,
             tensors=tuple(self.tensors(shapes)),
-            moved=around(shapes) + self.activation_traffic(shapes.divided(self.ffn)),
-            exchanges=(half_exchange(shapes),),
+            moved=around(shapes) + activation,
+            modules=(
+                norm_module(shapes),
+                Module("mlp", products, activation.forward, exchanges=exchanges),
+            ),
+            exchanges=exchanges,
             workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
         )
@@ -81,22 +86,33 @@ class Mlp:
         ffn = shapes.divided(self.ffn)
         held = [
             *norm_tensors(shapes, "MLP's norm"),
-            Held("input of the MLP's first matrix", shapes.operand(shapes.hidden), after_input=True),
-            *self.inner_tensors(shapes, ffn),
+            Held(
+                "input of the MLP's first matrix",
+                shapes.operand(shapes.hidden),
+                after_input=True,
+                modules=("layernorm",),
+            ),
+            *self.inner_tensors(shapes, ffn, "mlp"),
             gradient("gradient of the MLP's last matrix", shapes.operand(shapes.whole)),
         ]
         return held + dropout_tensors(shapes, "MLP's dropout mask")
 
-    def inner_tensors(self, shapes: Shapes, ffn: int) -> list[Held]:
-        """What is kept between the matrices; ``ffn`` is the size of a tensor as wide as the MLP."""
+    def inner_tensors(self, shapes: Shapes, ffn: int, *modules: str) -> list[Held]:
+        """What is kept between the matrices; ``ffn`` is the size of a tensor as wide as the MLP.
+
+        Recomputation of all ``modules`` drops it; that of experts' activations only what they compute.
+        """
+        of_activation = ("moe_act", *modules) if "moe" in modules else modules
         into = self.inputs * ffn
         held = [
             gradient("gradient of the MLP's first matrix", shapes.operand(into)),
-            Held("input of the activation", into),
-            Held("input of the MLP's last matrix", shapes.operand(ffn), after_input=True),
+            Held("input of the activation", into, modules=modules),
+            Held(
+                "input of the MLP's last matrix", shapes.operand(ffn), after_input=True, modules=of_activation
+            ),
         ]
         if self.gated and not self.fused_activation:
-            held.append(Held("activated gate", ffn))
+            held.append(Held("activated gate", ffn, modules=of_activation))
         return held
 
     def workspace(self, shapes: Shapes) -> int:

@@ -28,8 +28,8 @@ class Held:
     ----------
     after_forward, after_input
         Whether it is kept after F, and after I.
-    is_core
-        Whether selective recomputation drops it: scores and tensors that are computed from them.
+    modules
+        The modules whose selective recomputation drops it.
     is_input
         Whether it is the layer's input, which full recomputation keeps.
     """
@@ -38,7 +38,7 @@ class Held:
     bytes: int
     after_forward: bool = True
     after_input: bool = False
-    is_core: bool = False
+    modules: tuple[str, ...] = ()
     is_input: bool = False
 
 
@@ -63,6 +63,11 @@ def norm_tensors(shapes: Shapes, name: str) -> list[Held]:
         Held(f"input of {name}", shapes.hidden, is_input=True),
         Held(f"statistics of {name}", shapes.statistics * shapes.own_tokens),
     ]
+
+
+def norm_module(shapes: Shapes) -> Module:
+    """Selective recomputation of a norm: its output is dropped."""
+    return Module("layernorm", moved=2.0 * shapes.hidden)
 
 
 def dropout_tensors(shapes: Shapes, name: str) -> list[Held]:
@@ -114,6 +119,34 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Module:
+    """A part of a part that selective recomputation repeats in I (Korthikanti et al. 2022, §5).
+
+    The names, and what they repeat and drop, are those of Megatron-LM's ``--recompute-modules``.
+
+    Attributes
+    ----------
+    products
+        Linear layers that are computed again.
+    moved
+        Bytes of memory traffic of F that is repeated.
+    has_core
+        Whether attention's products of activations are repeated.
+    exchanges
+        Exchanges whose F is repeated.
+    within
+        A module that repeats this one, too.
+    """
+
+    name: str
+    products: tuple[Product, ...] = ()
+    moved: float = 0.0
+    has_core: bool = False
+    exchanges: tuple[Exchange, ...] = ()
+    within: str = ""
+
+
+@dataclass(frozen=True)
 class Part:
     """Half a block, or an end of the model, on one device.
 
@@ -129,8 +162,8 @@ class Part:
         Tensors that are kept.
     moved
         Memory traffic of everything but matrix products, in bytes.
-    core_moved
-        The share of it that selective recomputation repeats.
+    modules
+        What selective recomputation may repeat.
     is_flash
         Whether flash attention computes the core.
     workspace
@@ -147,7 +180,7 @@ class Part:
     workspace: int
     output_bytes: int
     core: PerAction = NONE
-    core_moved: PerAction = NONE
+    modules: tuple[Module, ...] = ()
     is_flash: bool = False
 
     @cached_property
@@ -165,10 +198,9 @@ class Part:
         """Bytes that full recomputation keeps."""
         return after_forward(tensor for tensor in self.tensors if tensor.is_input)
 
-    @cached_property
-    def core_bytes(self) -> int:
-        """Bytes that selective recomputation drops."""
-        return after_forward(tensor for tensor in self.tensors if tensor.is_core)
+    def dropped_bytes(self, modules: frozenset[str]) -> int:
+        """Bytes that selective recomputation of some modules drops."""
+        return after_forward(tensor for tensor in self.tensors if not modules.isdisjoint(tensor.modules))
 
     @cached_property
     def flops(self) -> PerAction:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zbv_solver.estimate.amounts import PerAction
-from zbv_solver.estimate.part import Exchange, Held, dropout_traffic
+from zbv_solver.estimate.part import Exchange, Held, Module, dropout_traffic
 from zbv_solver.estimate.shapes import STATISTIC_BYTES, Shapes
 
 
@@ -84,13 +84,17 @@ class Scores:
         """
         if self.flash:
             rows = self.heads // shapes.tensor * shapes.tokens
-            return [Held("softmax normalisers", STATISTIC_BYTES * rows)]
+            return [Held("softmax normalisers", STATISTIC_BYTES * rows, modules=("core_attn",))]
         size = self.bytes(shapes)
-        held = [Held("softmax", size, is_core=True)]
+        held = [Held("softmax", size, modules=("core_attn",))]
         if shapes.stream.dropout:
-            held.append(Held("mask of the softmax", shapes.mask(size), is_core=True))
-            held.append(Held("softmax after dropout", size, is_core=True))
+            held.append(Held("mask of the softmax", shapes.mask(size), modules=("core_attn",)))
+            held.append(Held("softmax after dropout", size, modules=("core_attn",)))
         return held
+
+    def module(self, shapes: Shapes) -> Module:
+        """Selective recomputation of the scores."""
+        return Module("core_attn", moved=self.traffic(shapes).forward, has_core=True)
 
     def exchange(self, shapes: Shapes) -> Exchange:
         """Keys and values between the devices that share a sequence.

@@ -2,7 +2,7 @@
 
 Replicas sum gradients with an all-reduce, in which a device sends 2 (d - 1) / d of them. With ZeRO stage 1
 they reduce and scatter gradients, and gather updated parameters, each (d - 1) / d (Rajbhandari et al. 2020,
-§7.1). A replica that holds only a share of the gradients between microbatches (stage 2) must reduce those of
+§7). A replica that holds only a share of the gradients between microbatches (stage 2) must reduce those of
 every microbatch in W. One that holds only a share of the parameters (stage 3; FSDP, Zhao et al. 2023, §3)
 also gathers them in F and again in I.
 """
@@ -79,7 +79,7 @@ def step_times(
         updated = each.count / (each.replicas if zero_stage else 1)
         held = each.count / (each.replicas if zero_stage >= 2 else 1)
         moved += updated * update_bytes(state) + held * state.gradients
-    return StepTimes(reduction, gathering, device.moving(moved))
+    return StepTimes(reduction, gathering, device.streaming(moved))
 
 
 def update_bytes(state: StateBytes) -> float:

@@ -32,11 +32,11 @@ to 1.13 times as long as at the best rate, 271 TFLOP/s.
 TRAFFIC_SHARE = 0.4
 """What memory traffic reaches of a data sheet's bandwidth, so that F and I fit the same profile."""
 ATTENTION_SHARE = 0.7
-"""Rate of flash attention over that of large products.
+"""Rate of flash attention over that of large products, with a causal mask; assumed.
 
-Forward and backward with a head of 128 and a causal mask: 190 and 175 of 271 TFLOP/s on A100 (Dao 2023,
-figures 4 and 6), 600 and 500 of 794 on H100 (Shah et al. 2024, FlashAttention-3, figures 5 and 6), for long
-sequences.
+The best published rates, for long sequences without a mask, are 0.73 of the data sheet in F and 0.63 in I on
+A100 (Dao 2023, §4.1), and 0.75 in F on H100 (Shah et al. 2024, abstract): 0.85, 0.72 and 0.93 of the best
+rate of products.
 """
 
 
@@ -77,6 +77,21 @@ def core_times(part: Part, device: Device) -> PerAction:
     return PerAction(core.forward / rate + extra, core.backward_input / rate + extra, 0.0)
 
 
+def repeated_time(
+    part: Part, chosen: frozenset[str], stream: Stream, device: Device, links: GroupLinks
+) -> float:
+    """Time of the modules that selective recomputation repeats in I."""
+    time = 0.0
+    for module in part.modules:
+        if module.name not in chosen or module.within in chosen:
+            continue
+        time += device.moving(module.moved) + exchange_times(module.exchanges, links)[0].forward
+        time += sum(product_times(product, stream, device).forward for product in module.products)
+        if module.has_core:
+            time += core_times(part, device).forward
+    return time
+
+
 def product_times(product: Product, stream: Stream, device: Device) -> PerAction:
     """One linear layer. Narrow operands are cast, and stored twice: by rows and by columns."""
     dtype = stream.product_dtype if product.is_narrow else None
@@ -87,11 +102,12 @@ def product_times(product: Product, stream: Stream, device: Device) -> PerAction
     input, output = product.rows * product.n_in * groups, product.rows * product.n_out * groups
     weight = float(product.n_in * product.n_out * groups)
     narrow = wide if dtype is None else PRODUCT_BYTES[dtype]
-    operands, extra = input + output + weight, device.kernel_latency or 0.0
+    operands, has_size = input + output + weight, device.kernel_latency is not None
+    extra = device.kernel_latency or 0.0
 
     def roofline(written: float) -> float:
         moved = narrow * (operands - written) + wide * written
-        return extra + max(operations, device.moving_matrices(moved))
+        return extra + max(operations, device.streaming(moved) if has_size else 0.0)
 
     cast = 0.0 if dtype is None else device.moving(wide + 2 * narrow)
     return PerAction(

@@ -114,6 +114,9 @@ def test_some_blocks_may_have_an_mlp() -> None:
     assert names == ["embedding", "dense", "moe", "head"]
     names = [layer.name for layer in estimate_layers(estimate_config(sparse(expert_every=2)))]
     assert names == ["embedding", "dense.0", "moe.1", "dense.2", "moe.3", "head"]
+    apart = estimate_layers(estimate_config(sparse(expert_every=2), granularity="half"))
+    assert [layer.name for layer in apart[1:5]] == ["dense.0.attention", "dense.0.mlp", "moe.1.attention",
+                                                    "moe.1.experts"]  # fmt: skip
 
 
 def test_replicas_of_experts_share_their_optimizer() -> None:

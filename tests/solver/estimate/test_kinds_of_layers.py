@@ -12,7 +12,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config import EstimateConfig, parse_config
 from zbv_solver.estimate.fit import fits
-from zbv_solver.estimate.layers import LayerEstimate, estimate_model
+from zbv_solver.estimate.layers import LayerEstimate, Running, estimate_model
 from zbv_solver.estimate.problem_document import estimate_layers, problem_document
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.state_space import Mamba
@@ -180,3 +180,58 @@ def test_costs_of_a_mamba_2_layer() -> None:
     assert costs["parameters"] == 32 * (projected + 64) + 96 * 5 + 3 * 4 + 64 + 32
     assert costs["after_forward"] == 2 * (2 * 32 + projected + 96 + 2 * 64) + 4 * 8 * 64 / 16
     assert costs["after_input"] == 2 * (2 * 32 + projected + 64)
+
+
+def recomputed(modules: list[str], **model: Any) -> tuple[Running, Running]:
+    """A block without and with selective recomputation."""
+    sizes = {"hidden": 256, "heads": 4, "layers": 2, "ffn": 512, **model}
+    config = estimate_config(llama(**sizes), recompute="selective", recompute_modules=modules)
+    block = estimate_layers(config)[1]
+    assert block.recomputed is not None
+    return block.plain, block.recomputed
+
+
+def saved(modules: list[str], **model: Any) -> tuple[float, float]:
+    """Bytes per token that F saves, and microseconds that I takes in addition."""
+    plain, again = recomputed(modules, **model)
+    assert again.after_input == plain.after_input
+    assert again.times.forward == plain.times.forward
+    assert again.workspace >= plain.workspace
+    added = again.times.backward_input - plain.times.backward_input
+    return (plain.after_forward - again.after_forward) / 4096, added
+
+
+LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+SPARSE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "shared_expert_ffn": 192}
+
+
+def test_norms_can_be_computed_again() -> None:
+    """Both outputs of 256 values; each norm reads and writes a tensor."""
+    memory, time = saved(["layernorm"])
+    assert memory == 2 * 2 * 256
+    assert time == pytest.approx(2 * 2 * 2 * 4096 * 256 / 1e12 * 1e6)
+
+
+def test_projections_up_can_be_computed_again() -> None:
+    memory, time = saved(["mla_up_proj"], **LATENT)
+    assert memory == 2 * 4 * (2 * 48 + 24)
+    products = 2 * 4096 * (256 * 4 * 48 + 64 * 4 * 56) / 100e12 * 1e6
+    assert time > products
+
+
+def test_an_mlp_can_be_computed_again() -> None:
+    memory, time = saved(["mlp"])
+    assert memory == 2 * 3 * 512
+    products = 2 * 4096 * 3 * 256 * 512 / 100e12 * 1e6
+    assert time == pytest.approx(products + 2 * 3 * 512 * 4096 / 1e12 * 1e6)
+
+
+def test_experts_can_be_computed_again_in_parts_or_as_a_whole() -> None:
+    activation, _ = saved(["moe_act"], **SPARSE)
+    assert activation == 2 * 2 * 128
+    shared, time = saved(["shared_experts"], **SPARSE)
+    assert shared == 2 * 3 * 192
+    whole, all_of_it = saved(["moe"], **SPARSE)
+    assert whole == (4 + 1) * 8 + 2 * 2 * (256 + 3 * 128) + shared
+    assert all_of_it > time
+    assert saved(["moe", "moe_act", "shared_experts"], **SPARSE) == (whole, all_of_it)

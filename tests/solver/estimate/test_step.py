@@ -29,7 +29,7 @@ def time(size: float, calls: int = 2) -> float:
 
 
 def test_an_all_reduce_sends_gradients_twice_and_zero_sends_them_once() -> None:
-    """Rajbhandari et al. 2020, §7.1: the volume is the same, 2 Ψ."""
+    """Rajbhandari et al. 2020, §7: the volume is the same, 2 Ψ."""
     share = 2 * block(0).parameters * 3 / 4
     assert block(0).step.gradient_reduction == pytest.approx(time(2 * share))
     assert block(0).step.parameter_gathering == 0
@@ -53,7 +53,7 @@ def test_shared_gradients_are_reduced_in_every_w() -> None:
 
 
 def test_shared_parameters_are_gathered_in_every_f_and_i() -> None:
-    """Rajbhandari et al. 2020, §7.2: 3 Ψ."""
+    """Rajbhandari et al. 2020, §7: 3 Ψ."""
     share = 2 * block(1).parameters * 3 / 4
     before, after = block(1).plain.times, block(3).plain.times
     for action in ("forward", "backward_input", "backward_weight"):
@@ -89,6 +89,13 @@ def test_compute_hides_at_most_its_own_time() -> None:
 def test_the_optimizer_reads_and_writes_its_states(precision: str, per_parameter: int) -> None:
     found = block(0, precision=precision)
     assert found.step.optimizer == pytest.approx(found.parameters * per_parameter / 1000e9 * 1e6)
+
+
+def test_the_optimizer_moves_large_tensors() -> None:
+    made = config(0)
+    faster = but(made, device=but(made.device, product_bandwidth=4000.0))
+    assert estimate_layers(faster)[1].step.optimizer == pytest.approx(block(0).step.optimizer / 4)
+    assert estimate_layers(faster)[1].plain == block(0).plain
 
 
 def test_zero_divides_the_update_but_not_the_gradients_that_every_replica_holds() -> None:

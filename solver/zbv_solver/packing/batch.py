@@ -107,7 +107,11 @@ def parse_batch(document: Any) -> Batch:
     InfeasibleMemory
         When the longest sequence alone does not fit the memory limit.
     """
-    parsed = validated(BatchDocument, document)
+    return to_batch(validated(BatchDocument, document))
+
+
+def to_batch(parsed: BatchDocument) -> Batch:
+    """A parsed document as a batch; raises like :func:`parse_batch`."""
     issues = [
         Issue(f"/problem/{key}", "a packing chooses this; remove the key.")
         for key in _CHOSEN

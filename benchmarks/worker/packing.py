@@ -1,7 +1,7 @@
 """What packing gains on real ranks: planned and measured steps, against equal tokens in the given order.
 
 A small transformer computes attention within each sequence, so a long sequence costs more than short ones of
-as many tokens. One step of every replica is measured first, to learn what a token and a squared token cost.
+as many tokens. Steps with microbatches of several sizes show first what a token and a squared token cost.
 Then the batch is packed with these costs, and the steps of all replicas run one after another on the same
 ranks. All replicas would wait for the slowest, so a step takes as long as that one's.
 """
@@ -77,6 +77,10 @@ class PackingWorkload:
     effort: Literal["quick", "standard", "thorough"] = "standard"
     profile_steps: int = 15
     rounds: int = 5
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.width % self.heads:
+            raise ValueError(f"found width={self.width} and heads={self.heads}; heads must divide width.")
 
     def lengths(self) -> list[int]:
         """Of the batch's sequences, in order of arrival."""

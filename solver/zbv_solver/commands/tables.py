@@ -30,15 +30,16 @@ def print_frontier(problem: AnyProblem, points: Sequence[FrontierPoint]) -> None
         table = _frontier_of_layers(problem, points)
     else:
         table = _frontier_of_stages(problem, points)
-    Console().print(table)
+    _print_whole(table)
 
 
 def _frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> Table:
     """Limits as fractions of 1F1B's memory, and the classical schedules below."""
     objective = problem.objective
     table = Table(title=f"{objective} over memory; 1 is what 1F1B holds on its fullest rank")
-    for name in ("limit", "per rank", f"best {objective}", "lower bound", "gap", "plan"):
+    for name in ("limit", "per rank", f"best {objective}", "lower bound", "gap"):
         table.add_column(name, justify="right")
+    table.add_column("plan", justify="right", no_wrap=True)  # below: names of schedules
     for point in points:
         table.add_row(
             f"{point.fraction:.4g}",

@@ -19,7 +19,7 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.exact_grid import make_grid
 from zbv_solver.improve.exact_model import ExactModel, implications
 from zbv_solver.improve.exact_states import Implied
-from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import objective_of
@@ -90,7 +90,7 @@ def refine(
     Parameters
     ----------
     incumbent
-        A verified order with ascending microbatches; only better orders are searched.
+        A verified order; only better orders are searched.
     lower_bound
         A proven bound, in the problem's unit.
     effort
@@ -153,7 +153,8 @@ class _Run:
         listener: Listener,
     ):
         self.problem, self.grid = problem, make_grid(problem)
-        self.best, self.value = incumbent, objective_of(problem, incumbent)
+        self.best = first_in_first_out(incumbent, problem.n_stages, problem.arrays.kind_of)
+        self.value = objective_of(problem, incumbent)
         self.found: Orders | None = None
         self.bound, self.lower = bound, self.grid.at_least(bound)
         self.upper = self.grid.strictly_below(self.value)

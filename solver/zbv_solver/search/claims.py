@@ -17,7 +17,7 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.certificate import verdict
-from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import PlanDocument, parse_orders, parse_plan_document, to_plan
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -280,7 +280,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
 
         found = refine(
             problem,
-            first_in_first_out(plan.orders, problem.n_stages),
+            plan.orders,
             lower_bound=bound / unit,
             effort=PROOF_EFFORT,
             cancelled=cancelled,

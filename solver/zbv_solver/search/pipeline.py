@@ -212,8 +212,6 @@ class Pipeline(SearchState):
         """Improve one window of time after another by CP-SAT, if the problem is small enough."""
         if self.problem.max_actions > self.budget.window_actions or self.found is None:
             return
-        if not self.problem.is_equal:
-            return
         # Imported here because OR-Tools takes a second to import and many searches do not need it.
         from zbv_solver.improve.windows import sweep_windows
 

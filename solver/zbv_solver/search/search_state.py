@@ -18,7 +18,7 @@ from typing import Self
 
 from zbv_solver.improve.useless_splits import without_useless_splits
 from zbv_solver.plans.certificate import certify, verdict
-from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.plans.orders import Orders, first_in_first_out, in_entry_order
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
@@ -125,10 +125,13 @@ class SearchState:
     def resume_from(self, incumbent: Orders) -> None:
         """Start from a known order; raises :class:`InvalidPlan` when it is not an order of the problem."""
         verify_orders(self.given, incumbent)
-        orders = first_in_first_out(incumbent, self.problem.n_stages, is_equal=self.problem.is_equal)
-        if orders != incumbent and not self.problem.is_equal:
-            # Stages that run microbatches that differ in different orders: the search does not change such an
-            # order, but it remembers it.
+        if self.problem.is_equal:
+            orders = first_in_first_out(incumbent, self.problem.n_stages)
+        elif in_entry_order(incumbent, self.problem.n_stages) == incumbent:
+            orders = incumbent
+        else:
+            # Most stages of the search cannot represent orders in which stages run microbatches that differ
+            # in different orders. The search remembers this one.
             self.resumed = Found(objective_of(self.problem, incumbent), incumbent, "resumed")
             return
         self._take(Found(objective_of(self.problem, orders), orders, "resumed"))

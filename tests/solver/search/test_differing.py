@@ -18,7 +18,7 @@ from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.jitter.reading import parse_jitter
-from zbv_solver.plans.orders import first_in_first_out
+from zbv_solver.plans.orders import in_entry_order
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
@@ -119,7 +119,7 @@ def test_any_verified_order_may_be_resumed(effort: Any, seed: int) -> None:
 def test_a_plan_of_an_earlier_search_is_resumed_as_it_is() -> None:
     problem = heavy(4, 10, 24.0)
     plan = search(problem, QUICK)
-    assert first_in_first_out(plan.orders, problem.n_stages, is_equal=False) == plan.orders
+    assert in_entry_order(plan.orders, problem.n_stages) == plan.orders
     again = search(problem, QUICK, incumbent=plan)
     assert again.objective <= plan.objective
 

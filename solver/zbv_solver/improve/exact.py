@@ -104,8 +104,11 @@ def refine(
     """
     run = _Run(problem, incumbent, lower_bound, effort, time_limit, seed, cancelled, listener)
     try:
-        run.close_in()
-        run.finish()
+        if problem.is_equal:
+            run.close_in()
+            run.finish()
+        else:
+            run.search_by_cores()
     except _Stopped:
         pass
     return ExactResult(run.found, run.bound, run.is_proved())
@@ -195,12 +198,23 @@ class _Run:
         while not self._is_over():
             self._solve(self.upper, self.effort, minimise=self.problem.objective == "makespan")
 
+    def search_by_cores(self) -> None:
+        """Spend the effort on one search by CP-SAT's cores, where microbatches differ.
+
+        In any order of the microbatches, few questions of :meth:`close_in` are easy; cores find and prove
+        more within the same effort.
+        """
+        if not self._is_over():
+            self._solve(self.upper, self.effort, minimise=True, by_cores=True)
+
     def _is_over(self) -> bool:
         if self.lower > self.upper and not self.is_misled:
             self.is_exhausted = True
         return self.is_proved() or self.effort <= 0 or self.lower > self.upper
 
-    def _solve(self, most: int, effort: float, *, minimise: bool) -> cp_model.CpSolverStatus:
+    def _solve(
+        self, most: int, effort: float, *, minimise: bool, by_cores: bool = False
+    ) -> cp_model.CpSolverStatus:
         """Search for orders that take at most ``most`` parts."""
         self.known = self.known or implications(self.problem, self.grid, self._poll)
         model = ExactModel(
@@ -214,6 +228,7 @@ class _Run:
         )
         model.hint(self.best)
         solver = make_solver(effort, self._seconds_left(), self.seed)
+        solver.parameters.optimize_with_core = by_cores
         if minimise:
             solver.best_bound_callback = lambda parts: self._raise_bound(parts, most)
         with stopped_when(self.cancelled, solver):

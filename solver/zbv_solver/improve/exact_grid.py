@@ -49,6 +49,8 @@ class Grid:
         Number of steps by which a proven bound must be lowered, as starts of a span may be rounded up.
     is_exact
         Whether no duration was rounded.
+    rounding
+        Number of steps that no path loses by rounding.
     """
 
     problem: Problem
@@ -56,6 +58,7 @@ class Grid:
     parts: int
     slack: int
     is_exact: bool
+    rounding: int
 
     def strictly_below(self, value: float) -> int:
         """The most parts of an order that is better than ``value``."""
@@ -67,9 +70,8 @@ class Grid:
 
     def at_least(self, bound: float) -> int:
         """The least parts of every order if ``bound`` time units are proven."""
-        if not self.is_exact:
-            return 0
-        return max(0, math.ceil(bound * self.steps * (1 - OPTIMAL_GAP) - STEP_ROUNDING) * self.parts)
+        lost = 0 if self.is_exact else self.rounding
+        return max(0, math.ceil(bound * self.steps * (1 - OPTIMAL_GAP) - STEP_ROUNDING) - lost) * self.parts
 
 
 def make_grid(problem: Problem) -> Grid:
@@ -91,7 +93,9 @@ def make_grid(problem: Problem) -> Grid:
     parts = most_parts if bool((duration == 0).any()) else 1
     fine = cycles * parts
     in_parts = replace(arrays, duration=np.maximum(1.0, duration * fine), latency=transfer * fine)
-    return Grid(_with(problem, in_parts), scale * cycles, parts, slack, exact is not None)
+    # Every action of a path, and every transfer, loses less than a step of the scale.
+    rounding = 2 * problem.max_actions * cycles
+    return Grid(_with(problem, in_parts), scale * cycles, parts, slack, exact is not None, rounding)
 
 
 def _with(problem: Problem, arrays: ProblemArrays) -> Problem:

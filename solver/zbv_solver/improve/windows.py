@@ -32,6 +32,8 @@ BEFORE, INSIDE, AFTER, NOWHERE = range(4)
 """Where an action lies relative to a window."""
 SIZES = (120, 60)
 """Actions in a window, on average: large windows find more, small ones are cheap."""
+SIZES_DIFFERING = (30, 15)
+"""The same, per rank, where microbatches differ: on many ranks, larger windows find more."""
 EFFORT_PER_ACTION = 1.25e-4
 """CP-SAT's deterministic time for one window, per action."""
 
@@ -59,7 +61,7 @@ def sweep_windows(
     effort
         CP-SAT's deterministic time for the windows of one size: the same on every machine.
     sizes
-        Actions in a window, on average; ``SIZES`` if None.
+        Actions in a window, on average; None for :func:`usual_sizes`.
     begin
         Where the first window lies: 1 at the end of the order, near 0 at its beginning.
     time_limit
@@ -67,7 +69,7 @@ def sweep_windows(
     """
     search = WindowSearch(problem, orders, seed, time_limit, cancelled)
     before = search.value
-    for size in SIZES if sizes is None else sizes:
+    for size in usual_sizes(problem) if sizes is None else sizes:
         window_effort = size * EFFORT_PER_ACTION
         count = max(1, math.ceil(2 * len(orders) / size))
         # ``fruitless`` counts windows since the last gain. After a full round without one, the next size
@@ -81,6 +83,13 @@ def sweep_windows(
             fruitless = 0 if helped else fruitless + 1
             at = at - 1 if at > 0 else count - 1
     return search.orders if search.value < before else None
+
+
+def usual_sizes(problem: Problem) -> tuple[int, ...]:
+    """Actions in a window, on average; larger windows come first."""
+    if problem.is_equal:
+        return SIZES
+    return tuple(size * problem.pp_degree for size in SIZES_DIFFERING)
 
 
 class WindowSearch:

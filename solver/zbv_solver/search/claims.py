@@ -264,7 +264,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
         When there is no proof, or when a better plan refutes the bound.
     """
     from zbv_solver.bounds import lower_bound
-    from zbv_solver.search.options import BUDGETS
+    from zbv_solver.search.options import budgets_of
     from zbv_solver.search.search_unit import in_search_unit
 
     # In the caller's unit, CP-SAT's grid may be coarser and prove less.
@@ -274,7 +274,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     bound = lower_bound(problem, "thorough").value * unit
     if bound >= enough:
         return f"proved again: {bound:.9g}, without CP-SAT"
-    if problem.max_actions <= BUDGETS["thorough"].exact_actions:
+    if problem.max_actions <= budgets_of("thorough", problem)[-1].exact_actions:
         from zbv_solver.improve.exact import refine
         from zbv_solver.timing.start_times import objective_of
 

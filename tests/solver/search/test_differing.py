@@ -21,10 +21,11 @@ from zbv_solver.jitter.reading import parse_jitter
 from zbv_solver.plans.orders import in_entry_order
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.search import Budget, Effort, SearchOptions, search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
 
+BOTH: tuple[Effort, ...] = ("standard", "thorough")
 QUICK = SearchOptions(effort="quick")
 
 
@@ -114,6 +115,37 @@ def test_any_verified_order_may_be_resumed(effort: Any, seed: int) -> None:
     plan = search(problem, options, incumbent=incumbent)
     verify(plan)
     assert plan.objective <= objective_of(problem, incumbent) * (1 + 1e-9)
+
+
+HEURISTIC = Budget(2_000, 0.75, 8_000, 60, 4_000, 60, 400_000, 2_600, 0, 0.0, 0, 0.0)
+WITH_CP_SAT = replace(HEURISTIC, window_actions=120, window_time=0.02, exact_actions=60, exact_time=0.01)
+
+
+def longer_does_no_harm(problem: Problem, budget: Budget) -> None:
+    more = replace(budget, injected=16_000, tuned=8_000, annealed=800_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zbv_solver.search.options.BUDGETS", {"standard": budget, "thorough": more})
+        patch.setattr("zbv_solver.search.options.TUNED_DIFFERING", 0)
+        patch.setattr("zbv_solver.search.options.MOST_TUNED_DIFFERING", 0)
+        standard, thorough = (search(problem, SearchOptions(effort=each)) for each in BOTH)
+    verify(thorough)
+    assert thorough.objective <= standard.objective * (1 + 1e-9)
+    assert thorough.metrics.lower_bound >= standard.metrics.lower_bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("p", "size"),
+    [(3, [1.0, 3.0, 2.0, 2.0, 1.0, 2.0, 1.0, 3.0, 0.5]), (3, [0.0, 1.0, 3.0, 0.5, 0.0, 2.0, 2.0])],
+)
+def test_thorough_is_no_worse_where_its_budget_alone_finds_less(p: int, size: list[float]) -> None:
+    """A larger budget leads random choices elsewhere."""
+    longer_does_no_harm(with_sizes(uniform(p, len(size), limit=12.8, p2p=1), size), HEURISTIC)
+
+
+@given(differing_problems(max_p=3, max_m=6))
+@settings(max_examples=6)
+def test_thorough_is_never_worse_than_standard(problem: Problem) -> None:
+    longer_does_no_harm(problem, WITH_CP_SAT)
 
 
 def test_a_plan_of_an_earlier_search_is_resumed_as_it_is() -> None:

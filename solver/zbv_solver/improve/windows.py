@@ -3,7 +3,8 @@
 A window is a set of actions with consecutive start times, over all ranks. What runs before the window gives
 every action inside a head (its earliest start), and what runs after it a tail (the longest path from its end
 to the end of a rank). CP-SAT minimises the largest end + tail (a large neighbourhood in the sense of Shaw
-1998). For a span, ranks keep their first starts, and ends are counted from them.
+1998). For a span, ranks keep their first starts, and ends are counted from them. Equal microbatches of a stage
+keep their order; others may overtake each other.
 """
 
 from __future__ import annotations

@@ -311,9 +311,9 @@ class ExactModel:
         )
         starts = {(letter, stage, j): int(time) for letter, stage, j, time in rows}
         if not problem.is_equal:
-            for begin, stages in zip(self.begins, problem.placement.stages_of, strict=True):
-                first = min(starts[F, stages[0], j] for j in range(problem.microbatches))
-                self.model.add_hint(begin, first)
+            for first, stages in zip(self.begins, problem.placement.stages_of, strict=True):
+                own = (starts[F, stages[0], j] for j in range(problem.microbatches))
+                self.model.add_hint(first, min(own))
         for cell in self.cells:
             fused = (B, *cell) in starts
             begin = starts[B if fused else I, *cell]

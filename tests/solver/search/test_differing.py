@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import differing_problems, uniform, with_sizes
+from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.board import Board, place, stays_safe
 from zbv_solver.construct.entry_orders import changed, mountain, sizes
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
@@ -21,6 +22,7 @@ from zbv_solver.jitter.reading import parse_jitter
 from zbv_solver.plans.orders import in_entry_order
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.claims import prove_bound
 from zbv_solver.search.search import Budget, Effort, SearchOptions, search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
@@ -146,6 +148,14 @@ def test_thorough_is_no_worse_where_its_budget_alone_finds_less(p: int, size: li
 @settings(max_examples=6)
 def test_thorough_is_never_worse_than_standard(problem: Problem) -> None:
     longer_does_no_harm(problem, WITH_CP_SAT)
+
+
+def test_cp_sat_proves_a_small_plan_optimal() -> None:
+    problem = heavy(2, 4, 30.0)
+    plan = search(problem, SearchOptions(without=("tune", "inject")))
+    assert plan.metrics.status == "optimal"
+    assert lower_bound(problem, "thorough").value < plan.metrics.lower_bound
+    assert "CP-SAT" in prove_bound(plan, plan.metrics.lower_bound)
 
 
 def test_a_plan_of_an_earlier_search_is_resumed_as_it_is() -> None:

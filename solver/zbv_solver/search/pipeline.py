@@ -23,7 +23,7 @@ from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, 
 from zbv_solver.improve.rest_search import rest_search
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.halt import Turn
-from zbv_solver.search.options import BUDGETS, SearchOptions
+from zbv_solver.search.options import SearchOptions, budgets_of
 from zbv_solver.search.search_state import CHAINS, Cancelled, Found, OnProgress, SearchState
 from zbv_solver.timing.start_times import objective_of
 
@@ -46,12 +46,14 @@ class Pipeline(SearchState):
 
     Attributes
     ----------
-    budget
-        How long every stage may run.
+    budgets, budget
+        How long every stage may run, for one run of all stages after another; and the current one.
     starts
         The best orders of all runs of tuning and of the search for injections; annealing starts from these.
     finalists
         The orders that several starts of annealing end with, if it had several.
+    before_windows
+        The best order when windows began.
     is_tight
         Whether memory has space for few microbatches in flight.
     """
@@ -64,29 +66,42 @@ class Pipeline(SearchState):
         cancelled: Cancelled | None,
     ):
         super().__init__(problem, options, on_progress, cancelled)
-        budget, differ = BUDGETS[options.effort], not problem.is_equal
-        self.budget = budget.for_differing() if differ else budget.of(problem.max_actions)
+        self.budgets = budgets_of(options.effort, problem)
+        self.budget = self.budgets[0]
         self.starts: list[Found] = []
         self.finalists: list[Found] = []
+        self.before_windows: Found | None = None
         # Where microbatches differ, memory is tight while large ones are in flight.
         few = in_flight_caps(self.problem).min() < self.budget.ample * self.problem.pp_degree
-        self.is_tight = bool(few) or differ
+        self.is_tight = bool(few) or not problem.is_equal
 
     def run(self) -> None:
-        """Run all stages until the bound is met or the search is stopped."""
-        stages: tuple[tuple[str | None, Callable[[], None]], ...] = (
-            (None, self._begin),
-            (None, self._bound),
-            (None, self._construct),
+        """Run all stages, budget after budget, until the bound is met or the search is stopped."""
+        stages: tuple[tuple[str, Callable[[], None]], ...] = (
+            ("construct", self._construct),
             ("tune", self._tune),
             ("inject", self._inject),
             ("anneal", self._anneal),
             ("windows", self._windows),
             ("exact", self._refine),
         )
-        for name, stage in stages:
-            if name not in self.options.without and not self._is_over():
-                stage()
+        for first in (self._begin, self._bound):
+            if not self._is_over():
+                first()
+        for number, budget in enumerate(self.budgets):
+            self.budget = budget
+            if number and not self._is_over():
+                self._begin_again()
+            for name, stage in stages:
+                if name not in self.options.without and not self._is_over():
+                    stage()
+
+    def _begin_again(self) -> None:
+        """Go back to the best order before windows, which may have left the one order of entry."""
+        if self.before_windows is not None and self.found is not None:
+            self._set_aside(self.found)
+            self.found = self.before_windows
+        self.starts, self.finalists = [], []
 
     def _begin(self) -> None:
         """Find a first order as quickly as possible."""
@@ -212,12 +227,14 @@ class Pipeline(SearchState):
         """Improve one window of time after another by CP-SAT, if the problem is small enough."""
         if self.problem.max_actions > self.budget.window_actions or self.found is None:
             return
-        if not self.problem.is_equal:
-            return
         # Imported here because OR-Tools takes a second to import and many searches do not need it.
         from zbv_solver.improve.windows import sweep_windows
 
+        self.before_windows = self.found
         starts = self.finalists or [self.found]
+        if not self.problem.is_equal:
+            # In any order of the microbatches, windows take longer, and other starts hardly gain.
+            starts = [self.found] if self.aside is None else [self.found, self.aside]
 
         def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
             # The last chain takes the first start: a single worker gives it all the time that others leave.
@@ -237,15 +254,14 @@ class Pipeline(SearchState):
 
     def _refine(self) -> None:
         """Solve the whole problem by CP-SAT, if it is small enough."""
-        if self.problem.max_actions > self.budget.exact_actions or self.found is None:
-            return
-        if not self.problem.is_equal:
+        best = self.best()
+        if self.problem.max_actions > self.budget.exact_actions or best is None:
             return
         from zbv_solver.improve.exact import Listener, refine  # late, as above
 
         refine(
             self.problem,
-            self.found.orders,
+            best.orders,
             lower_bound=self.bound,
             effort=self.budget.exact_time,
             time_limit=self._seconds_left(),

@@ -38,7 +38,7 @@ def test_a_window_over_everything_reaches_the_optimum(problem: Problem) -> None:
 
 
 @given(limited_problems(max_p=3, max_m=5) | differing_problems(), st.floats(0, 0.8), st.floats(0.2, 1))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_only_the_window_changes_and_only_to_a_better_order(
     problem: Problem, at: float, share: float
 ) -> None:

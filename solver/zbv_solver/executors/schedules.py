@@ -138,8 +138,10 @@ def torch_schedule(name: str, p: int, m: int, chunks: int | None = None) -> Sche
     placement = Placement.of(kind, p, chunks)
     stages, rounds = placement.n_stages, max(1, m // p)
     rules: Sequence[tuple[bool, str]] = (
-        (kind == "loop" or placement.chunks == (2 if kind == "v" else 1), "needs 2 stages per rank in a V, "
-         "and 1 in 1F1B and GPipe"),
+        (
+            kind == "loop" or placement.chunks == (2 if kind == "v" else 1),
+            "needs 2 stages per rank in a V, and 1 in 1F1B and GPipe",
+        ),
         (name != "1F1B" or m >= p, f"needs at least {p} microbatches, one per stage"),
         (name != "DualPipeV" or m >= stages, f"needs at least {stages} microbatches, one per stage"),
         (
@@ -150,6 +152,7 @@ def torch_schedule(name: str, p: int, m: int, chunks: int | None = None) -> Sche
     for is_kept, rule in rules:
         if not is_kept:
             raise InvalidInput.at(
-                "", f"found {m} microbatches and {placement.chunks} stages on each of {p} ranks; {name} {rule}."
+                "",
+                f"found {m} microbatches and {placement.chunks} stages on each of {p} ranks; {name} {rule}.",
             )
     return Schedule("torch", name, placement, m)

@@ -9,7 +9,7 @@ transfer occurs in one of them, which makes it a linear function of the costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Good cuts for a fixed order, by annealing: parts move between stages, and every cut is timed."""
+"""Good cuts for a fixed order, by iterated descent: parts move between stages, and every cut is timed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from zbv_solver.executors.fixed_order import FixedOrder
 from zbv_solver.executors.runs import Choice, Runs
 from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
 
-WARMEST, COLDEST = 0.01, 1e-5
-"""Temperatures, as shares of the objective or of a rank's limit."""
+KICKS = 3
+"""Random moves before a descent begins again."""
+MOST_FAILED = 20
+"""Descents in a row that find nothing better before the search ends."""
 
 
 TIMED, MOVED = 4_000, 400
@@ -34,13 +36,14 @@ class LocalSearch:
 
     def __init__(self, runs: Runs, order: FixedOrder, actions: int, seed: int, may_recompute: bool):
         self.runs, self.order, self.left = runs, order, actions
-        self.random, self.may_recompute = Random(seed), may_recompute
+        self.random, stages = Random(seed), range(runs.space.n_stages)
+        self.moves = [(one, other) for one in stages for other in stages if one != other or may_recompute]
         self.best: Choice | None = None
         self.value = self.excess = math.inf
         self.closest: Choice | None = None
 
     def consider(self, choice: Choice) -> tuple[float, float]:
-        """A cut's excess and objective; it is kept if it is the best. A cut that does not fit is not timed."""
+        """A cut's excess and objective, inf if it does not fit; the best cut is kept."""
         excess = self._excess(choice)
         if excess < self.excess:
             self.closest, self.excess = choice, excess
@@ -63,35 +66,45 @@ class LocalSearch:
         return worst if worst > SEARCH_MEMORY / 2 else 0.0
 
     def run(self, start: Choice) -> None:
-        """Anneal from a cut until the actions are spent: first until it fits, then for the objective."""
-        at = self.consider(start)
-        current, moves = start, 0
-        most = max(1, self.left)
-        while self.left > 0:
-            moves += 1
-            self.left -= MOVED
-            moved = self._moved(current)
-            if moved is None:
-                continue
-            found = self.consider(moved)
-            warm = WARMEST * (COLDEST / WARMEST) ** (1 - max(0, self.left) / most)
-            unit = self.value if at[0] == 0 else 1.0
-            worse = found[1] - at[1] if at[0] == 0 else found[0] - at[0]
-            if found[0] > 0 and at[0] == 0:
-                continue
-            if worse <= 0 or self.random.random() < math.exp(-worse / (warm * unit or 1.0)):
-                current, at = moved, found
+        """Descend, and again from random changes of the best cut, until that rarely helps."""
+        current, failed = self._descended(start, self.consider(start)), 0
+        while self.left > 0 and self.moves and failed < MOST_FAILED:
+            before = current[1]
+            changed = current[0]
+            for _ in range(KICKS):
+                changed = self._moved(changed, self.random.choice(self.moves)) or changed
+            found = self._descended(changed, self.consider(changed))
+            if found[1] <= current[1]:
+                current = found
+            failed = 0 if found[1] < before else failed + 1
 
-    def _moved(self, choice: Choice) -> Choice | None:
-        """A cut with one part moved to another stage, or one stage recomputed or not; None if not allowed."""
+    def _descended(self, choice: Choice, at: tuple[float, float]) -> tuple[Choice, tuple[float, float]]:
+        """A cut that no single move improves, if the actions suffice, with its excess and objective."""
+        is_better = True
+        while is_better and self.left > 0:
+            is_better = False
+            self.random.shuffle(self.moves)
+            for move in self.moves:
+                moved = self._moved(choice, move)
+                self.left -= MOVED
+                if moved is None:
+                    continue
+                found = self.consider(moved)
+                if found[0] < at[0] or found[1] < at[1] * (1 - ROUNDING):
+                    choice, at, is_better = moved, found, True
+                if self.left <= 0:
+                    break
+        return choice, at
+
+    def _moved(self, choice: Choice, move: tuple[int, int]) -> Choice | None:
+        """A cut with a part moved from one stage to another, or one stage recomputed or not (equal stages).
+
+        None if that is not allowed.
+        """
         bounds, recompute = list(choice[0]), choice[1]
-        stages = len(recompute)
-        if self.may_recompute and (stages == 1 or self.random.random() < 0.3):
-            at = self.random.randrange(stages)
-            return choice[0], (*recompute[:at], not recompute[at], *recompute[at + 1 :])
-        if stages == 1:
-            return None
-        one, other = self.random.sample(range(stages), 2)
+        one, other = move
+        if one == other:
+            return choice[0], (*recompute[:one], not recompute[one], *recompute[one + 1 :])
         step = 1 if one > other else -1
         for bound in range(min(one, other) + 1, max(one, other) + 1):
             bounds[bound] += step

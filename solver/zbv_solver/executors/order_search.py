@@ -19,9 +19,9 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.options import Effort
 
-SCREENED = {"quick": 500_000, "standard": 2_000_000, "thorough": 10_000_000}
+SCREENED = {"quick": 2_000_000, "standard": 5_000_000, "thorough": 20_000_000}
 """Actions that a first local search may time."""
-ACTIONS = {"quick": 6_000_000, "standard": 40_000_000, "thorough": 400_000_000}
+ACTIONS = {"quick": 20_000_000, "standard": 200_000_000, "thorough": 2_000_000_000}
 """Actions that the full local search may time."""
 ROUNDS = {"quick": 60, "standard": 120, "thorough": 300}
 """Linear programs."""
@@ -120,14 +120,13 @@ class OrderSearch:
         """
         if self.best is None and not self._make_fit():
             return
-        if share >= 1:
-            start = self._best()
-            self.local.left = ACTIONS[self.effort]
-            self.local.run(start)
         rounds = math.ceil(share * ROUNDS[self.effort])
         relaxed = relax(self.runs, self.order, self._best(), rounds, self.recompute is not None)
         self.terms = dict(relaxed.terms)
         self.bound = max(self.bound, relaxed.bound)
+        if share >= 1 and self._target(below) > self.bound:
+            self.local.left = ACTIONS[self.effort]
+            self.local.run(self._best())
         self._prove(below, share * EXACT[self.effort])
 
     def closest_peaks(self) -> tuple[float, ...]:

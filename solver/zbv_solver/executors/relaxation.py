@@ -20,8 +20,8 @@ STEPS = (0.1, 0.5, 1.0)
 """Where terms are sought, from the best known point (0) to the solution of the program (1)."""
 ENOUGH = 1e-6
 """The bound is final if the best known point exceeds it by at most this share."""
-SAFETY = 1e-7
-"""By which share bounds are lowered, as linear programs are solved in floating point."""
+SAFETY = 1e-11
+"""By which share bounds are lowered: rounding of sums over terms and boundaries."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def relax(runs: Runs, order: FixedOrder, start: Choice, rounds: int, is_fixed: b
                 break
         if not fresh or value <= bound * (1 + ENOUGH):
             break
-    return Relaxed(bound * (1 - SAFETY), terms)
+    return Relaxed(program.proven_bound() * (1 - SAFETY), terms)
 
 
 _Costs = tuple[FloatArray, FloatArray]
@@ -92,7 +92,9 @@ class _Program:
 
     def __init__(self, runs: Runs, value: float, recompute: tuple[bool, ...] | None):
         self.solver = solver = pywraplp.Solver.CreateSolver("GLOP")
-        self.value, self.fixed = value, recompute
+        self.runs, self.value, self.fixed = runs, value, recompute
+        self.rows: list[tuple[Row, int, pywraplp.Constraint]] = []
+        self.weights: list[float] = []
         size, stages = runs.size.astype(float).tolist(), len(runs.lower) - 1
         self.objective = solver.NumVar(0.0, solver.infinity(), "")
         solver.Minimize(self.objective)
@@ -128,11 +130,13 @@ class _Program:
                 for variable, factor in zip(own, values, strict=True):
                     if factor:
                         constraint.SetCoefficient(variable, factor * scale)
+        self.rows.append((row, length, constraint))
 
     def solve(self) -> tuple[float, FloatArray, FloatArray] | None:
         """The objective, counts (S+1, R) and recomputed shares of stages (S,); None if it was not solved."""
         if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
             return None
+        self.weights = [max(0.0, -constraint.dual_value()) for _, _, constraint in self.rows]
         counts = np.array([[each.solution_value() for each in row] for row in self.counts])
         if self.fixed is not None:
             return (
@@ -144,6 +148,51 @@ class _Program:
         inside = np.diff(counts, axis=0)
         share = chosen.sum(axis=1) / np.maximum(inside.sum(axis=1), 1e-9)
         return self.objective.solution_value() * self.value, counts, np.clip(share, 0.0, 1.0)
+
+    def proven_bound(self) -> float:
+        """The least weighted mean of the rows over all cuts, with the dual solution as weights.
+
+        The objective of every cut is at least any weighted mean of its rows. So this bound does not depend on
+        how exactly the program was solved.
+        """
+        total = sum(self.weights)
+        if total <= 0:
+            return 0.0
+        used = [
+            (weight / total / length, row)
+            for weight, (row, length, _) in zip(self.weights, self.rows, strict=False)
+            if weight > 0
+        ]
+        return _least(
+            self.runs,
+            Row(
+                sum(weight * row.fixed for weight, row in used),
+                np.sum([weight * row.slope for weight, row in used], axis=0),
+                np.sum([weight * row.again for weight, row in used], axis=0),
+            ),
+            self.fixed,
+        )
+
+
+def _least(runs: Runs, row: Row, recompute: tuple[bool, ...] | None) -> float:
+    """The least value of a row over all cuts, by dynamic programming over boundaries."""
+    n = int(runs.begin[-1])
+    counts = runs.counts(tuple(range(n + 1)))
+    slope = row.slope if recompute is None else fixed_slope(row, recompute)
+    number = np.arange(n + 1)
+    best: FloatArray = np.where(number == 0, 0.0, np.inf)
+    for bound in range(1, len(runs.lower)):
+        if recompute is None:
+            again = counts @ row.again[bound - 1]
+            # Rows are the places of the boundary before; a stage is recomputed where that is less.
+            reached = best[:, None] + np.minimum(0.0, again[None, :] - again[:, None])
+            reached[number[None, :] < number[:, None] + runs.least] = np.inf
+            best = reached.min(axis=0)
+        else:
+            best = np.append(np.full(runs.least, np.inf), np.minimum.accumulate(best))[: n + 1]
+        best = best + counts @ slope[bound]
+        best[(number < runs.lower[bound]) | (number > runs.upper[bound])] = np.inf
+    return row.fixed + float(best[n])
 
 
 def fixed_slope(row: Row, recompute: tuple[bool, ...]) -> FloatArray:

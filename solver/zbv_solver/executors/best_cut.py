@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.executors.order_search import Effort, OrderSearch
+from zbv_solver.executors.order_search import OrderSearch
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.plans.orders import Orders
@@ -24,6 +24,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.layered_unit import OwnUnit
+from zbv_solver.search.options import Effort
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 

@@ -93,6 +93,8 @@ def cut_for_executor(
     """
     if executor not in EXECUTORS:
         raise InvalidInput.at("", f"found executor {executor!r}; must be one of {', '.join(EXECUTORS)}.")
+    if virtual_stages is not None and min(virtual_stages, default=1) < 1:
+        raise InvalidInput.at("", f"found {min(virtual_stages)} virtual stages; must be at least 1.")
     modules = None if executor == "torch" else Modules.of(problem.model, letters)
     tried = _schedules(problem, executor, virtual_stages, group, schedules)
     best = best_cut(
@@ -179,10 +181,10 @@ def _schedules(
     return found
 
 
-def _tried_groups(p: int, m: int, chunks: int) -> list[int | None]:
+def _tried_groups(p: int, m: int, chunks: int) -> Sequence[int | None]:
     allowed = megatron_groups(p, m, chunks)
     if len(allowed) <= MOST_GROUPS:
-        return list(allowed)
+        return allowed
     return [size for size in allowed if size is not None and size % p == 0 and (size // p).bit_count() == 1][
         :MOST_GROUPS
     ]

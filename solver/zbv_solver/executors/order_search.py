@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from zbv_solver.executors.cut_model import CutModel
+from zbv_solver.executors.count_model import CountModel
+from zbv_solver.executors.descent import CutDescent
 from zbv_solver.executors.fixed_order import FixedOrder, Terms
-from zbv_solver.executors.local_search import LocalSearch
 from zbv_solver.executors.relaxation import relax
 from zbv_solver.executors.runs import Choice, Runs
 from zbv_solver.executors.schedules import Schedule
@@ -64,7 +64,7 @@ class OrderSearch:
         level = level_cut(self.space)
         sample = problem.cut_into(schedule.placement, self.space.cut(level, self.plain))
         self.order = FixedOrder.of(sample, schedule.orders())
-        self.local = LocalSearch(
+        self.local = CutDescent(
             self.runs, self.order, SCREENED[effort], seed, may_recompute=recompute is None
         )
         self.bound = least_worst_load(problem, tables) * problem.microbatches
@@ -142,7 +142,7 @@ class OrderSearch:
 
     def _make_fit(self) -> bool:
         """Find a cut that fits with CP-SAT; False if there is none, or none was found."""
-        model = CutModel(self.runs, self.order, self._serial(), 0.0, self.recompute)
+        model = CountModel(self.runs, self.order, self._serial(), 0.0, self.recompute)
         proposal = model.solve(self._serial(), EXACT[self.effort], self.seed)
         if proposal.is_exhausted:
             self.bound = math.inf
@@ -162,7 +162,7 @@ class OrderSearch:
         left = effort
         if self._target(below) <= self.bound:
             return
-        model = CutModel(self.runs, self.order, self.value, self.bound, self.recompute)
+        model = CountModel(self.runs, self.order, self.value, self.bound, self.recompute)
         for terms in self.terms.values():
             model.add(terms)
         while left > 0 and self._target(below) > self.bound:
@@ -179,7 +179,7 @@ class OrderSearch:
         """Only cuts up to this objective are better than the best known cut."""
         return min(self.value, below) * (1 - OPTIMAL_GAP)
 
-    def _learn(self, model: CutModel, choices: list[Choice]) -> bool:
+    def _learn(self, model: CountModel, choices: list[Choice]) -> bool:
         """Time proposals, and add their critical paths; False if that teaches nothing."""
         is_new = False
         for choice in choices:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.linear_solver import pywraplp
+from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 
 from zbv_solver.executors.fixed_order import FixedOrder, Terms
 from zbv_solver.executors.runs import Choice, Row, Runs
@@ -33,7 +33,7 @@ class Relaxed:
 
 
 def relax(runs: Runs, order: FixedOrder, start: Choice, rounds: int, is_fixed: bool) -> Relaxed:
-    """Bound the objective of all cuts from below.
+    """Bound the objective of all cuts from below. Lemma 53.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ class _Program:
         scale = 1 / (length * self.value)
         slope, again = row.slope, row.again
         if self.fixed is not None:
-            slope = fixed_slope(row, self.fixed)
+            slope = row.with_stages(self.fixed)
         constraint = self.solver.RowConstraint(-self.solver.infinity(), -row.fixed * scale, "")
         constraint.SetCoefficient(self.objective, -1.0)
         tables = [(self.counts, slope), (self.again, again)]
@@ -178,7 +178,7 @@ def _least(runs: Runs, row: Row, recompute: tuple[bool, ...] | None) -> float:
     """The least value of a row over all cuts, by dynamic programming over boundaries."""
     n = int(runs.begin[-1])
     counts = runs.counts(tuple(range(n + 1)))
-    slope = row.slope if recompute is None else fixed_slope(row, recompute)
+    slope = row.slope if recompute is None else row.with_stages(recompute)
     number = np.arange(n + 1)
     best: FloatArray = np.where(number == 0, 0.0, np.inf)
     for bound in range(1, len(runs.lower)):
@@ -193,12 +193,3 @@ def _least(runs: Runs, row: Row, recompute: tuple[bool, ...] | None) -> float:
         best = best + counts @ slope[bound]
         best[(number < runs.lower[bound]) | (number > runs.upper[bound])] = np.inf
     return row.fixed + float(best[n])
-
-
-def fixed_slope(row: Row, recompute: tuple[bool, ...]) -> FloatArray:
-    """The slopes of a row when stages are recomputed as given."""
-    chosen = np.array(recompute, dtype=np.float64)[:, None] * row.again
-    slope = row.slope.copy()
-    slope[1:] += chosen
-    slope[:-1] -= chosen
-    return slope

@@ -6,6 +6,7 @@ the latencies of a cut's stages are linear in the counts, for whole cuts and for
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -26,6 +27,14 @@ class Row(NamedTuple):
     fixed: float
     slope: FloatArray
     again: FloatArray
+
+    def with_stages(self, recompute: tuple[bool, ...]) -> FloatArray:
+        """The slopes (S+1, R) when stages are recomputed as given."""
+        chosen = np.array(recompute, dtype=np.float64)[:, None] * self.again
+        slope = self.slope.copy()
+        slope[1:] += chosen
+        slope[:-1] -= chosen
+        return slope
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,10 +193,10 @@ class Runs:
         return self._row(0.0, slope, map(int, stages), weight, self.memory)
 
     def _row(
-        self, fixed: float, slope: FloatArray, stages: object, weight: FloatArray, of: FloatArray
+        self, fixed: float, slope: FloatArray, stages: Iterable[int], weight: FloatArray, of: FloatArray
     ) -> Row:
         again = np.zeros((len(self.lower) - 1, len(self.size)))
-        for column, stage in enumerate(stages):  # type: ignore[call-overload]
+        for column, stage in enumerate(stages):
             plain, recomputed = weight[:, column] @ of[0], weight[:, column] @ of[1]
             slope[stage + 1] += plain
             slope[stage] -= plain

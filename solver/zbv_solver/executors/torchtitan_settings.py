@@ -1,8 +1,8 @@
 """torchtitan's settings of a cut: ``module_fqns_per_model_part`` as TOML, written and read.
 
 The names and rules are those of ``_generate_llm_fqn_per_model_part`` and of
-``_get_pp_rank_to_stage_indices_mapping`` in ``torchtitan/distributed/pipeline_parallel.py``. torchtitan cannot
-train a part without modules, because its optimizer needs parameters.
+``_get_pp_rank_to_stage_indices_mapping`` in ``torchtitan/distributed/pipeline_parallel.py``. It cannot train
+a part without modules, because its optimizer needs parameters.
 """
 
 from __future__ import annotations
@@ -118,10 +118,11 @@ def parse_settings(text: str) -> tuple[Stages, Schedule]:
     own = settings.parallelism
     ranks, parts = own.pipeline_parallel_degree, own.module_fqns_per_model_part
     microbatches, rest = divmod(settings.training.local_batch_size, own.pipeline_parallel_microbatch_size)
+    batch = settings.training.local_batch_size
     if len(parts) % ranks or rest:
         raise InvalidInput.at(
             "/parallelism",
-            f"found {len(parts)} parts on {ranks} ranks, and a batch of {settings.training.local_batch_size} in "
+            f"found {len(parts)} parts on {ranks} ranks, and a batch of {batch} in "
             f"microbatches of {own.pipeline_parallel_microbatch_size}; both must divide evenly.",
         )
     stages = tuple(map(_letters, parts))

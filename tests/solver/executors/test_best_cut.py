@@ -229,7 +229,7 @@ def test_impossible_requests_are_refused() -> None:
     problem = model_of([3, 3], False, 2)
     with pytest.raises(InvalidInput, match="must be one of megatron"):
         cut_for_executor(problem, "deepspeed")
-    with pytest.raises(InvalidInput, match="found group size 3; Megatron-LM|last group has 1"):
+    with pytest.raises(InvalidInput, match="last group has 1"):
         cut_for_executor(problem, "megatron", virtual_stages=[2], group=3)
     with pytest.raises(InvalidInput, match="none of the 1 schedules"):
         cut_for_executor(problem, "torch", virtual_stages=[9])

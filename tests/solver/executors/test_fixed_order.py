@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 from hypothesis import given, settings
@@ -17,15 +18,14 @@ from zbv_solver.timing.start_times import evaluate
 @settings(max_examples=60)
 @given(problems(kinds=("v", "loop", "single")), st.randoms(use_true_random=True), st.floats(0.1, 10))
 def test_terms_are_exact_for_their_costs_and_bounds_for_others(
-    problem: Problem, random: object, factor: float
+    problem: Problem, random: Random, factor: float
 ) -> None:
     orders = random_orders(problem, random)
     problem = replace(problem, memory=replace(problem.memory, limit=None))
     order = FixedOrder.of(problem, orders)
     timing = evaluate(problem, orders)
     value = objective_value(problem.objective, timing)
-    duration, latency, held = problem.arrays.of_equal().duration, None, None
-    latency, delta = problem.arrays.of_equal().latency, problem.arrays.of_equal().delta
+    duration, delta, latency = problem.arrays.of_equal()
     assert np.isclose(order.value(duration, latency), value, rtol=1e-9)
     terms = list(order.critical(duration, latency))
     assert np.isclose(terms[0].value(duration, latency), value, rtol=1e-9)

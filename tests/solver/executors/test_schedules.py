@@ -32,8 +32,8 @@ def table(schedule: Schedule, rank: int, letter: str) -> tuple[list[int], list[i
 @pytest.mark.parametrize(
     ("m", "group", "microbatches", "chunks"),
     [
-        # megatron/core/model_parallel_config.py, microbatch_group_size_per_vp_stage: both examples; the second
-        # one with its chunks is in forward_backward_pipelining_with_interleaving (schedules.py), "PP2 N3M5".
+        # megatron/core/model_parallel_config.py, microbatch_group_size_per_vp_stage: two examples. The second
+        # has its chunks in forward_backward_pipelining_with_interleaving of schedules.py ("PP2 N3M5").
         (4, 2, [0, 1, 0, 1, 2, 3, 2, 3], [0, 0, 1, 1, 0, 0, 1, 1]),
         (5, 3, [0, 1, 2, 0, 1, 2, 3, 4, 3, 4], [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]),
     ],

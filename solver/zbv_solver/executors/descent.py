@@ -21,7 +21,7 @@ TIMED, MOVED = 4_000, 400
 """What every timing and every move costs in addition to the actions timed."""
 
 
-class LocalSearch:
+class CutDescent:
     """Moves over the cuts of a space.
 
     Attributes

@@ -13,7 +13,6 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from zbv_solver.executors.fixed_order import FixedOrder, Terms
-from zbv_solver.executors.relaxation import fixed_slope
 from zbv_solver.executors.runs import Choice, Row, Runs
 from zbv_solver.improve.exact import make_solver
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
@@ -44,8 +43,8 @@ class Proposal:
     effort: float
 
 
-class CutModel:
-    """The cuts of a space that fit the memory limit, with an objective up to a value.
+class CountModel:
+    """The cuts of a space that fit the memory limit, with an objective up to a value. Lemma 53.
 
     Parameters
     ----------
@@ -126,7 +125,7 @@ class CutModel:
 
     def _steps(self, row: Row, scale: float) -> cp_model.LinearExpr:
         """A row in integer steps, rounded down."""
-        slope = row.slope if self.fixed is None else fixed_slope(row, self.fixed)
+        slope = row.slope if self.fixed is None else row.with_stages(self.fixed)
         tables = [(self.counts, slope)] + ([(self.again, row.again)] if self.fixed is None else [])
         variables, factors = [], []
         for rows, values in tables:
@@ -191,7 +190,7 @@ class CutModel:
 class _Watch(cp_model.CpSolverSolutionCallback):
     """Collects the cuts that a solve finds."""
 
-    def __init__(self, model: CutModel):
+    def __init__(self, model: CountModel):
         super().__init__()
         self.model = model
         self.choices: list[Choice] = []

@@ -1,4 +1,4 @@
-"""Executors that keep an order of their own: Megatron-LM, torchtitan, and PyTorch's pipelining schedules.
+"""Executors with fixed orders: Megatron-LM, torchtitan, and PyTorch's pipelining schedules.
 
 This folder knows their orders, finds the best cut for them, and writes and reads their settings. It does not
 search orders.

@@ -105,7 +105,7 @@ class Modules:
         found = "".join(stages)
         if found != expected:
             raise InvalidInput.at("", f"found the modules {_short(found)}; the model has {_short(expected)}.")
-        # The places where modules begin; an embedding or a loss without a layer has no place of its own.
+        # The places where modules begin; an embedding or a loss without a layer lies in no layer.
         begins = [at for at, letter in enumerate(self.letters) if letter != PART]
         begins = [0] * (EMBEDDING not in self.letters) + begins
         begins += [len(self.letters)] * (1 + (LOSS not in self.letters))

@@ -133,6 +133,6 @@ def test_models_that_executors_do_not_have_are_refused() -> None:
     with pytest.raises(InvalidInput, match="found layers with the letters LtE"):
         Modules.of(model("head", "block", "embedding"))
     with pytest.raises(InvalidInput, match="not a layer"):
-        Modules.of(model("block"), {"blok": "t"})
+        Modules.of(model("block"), {"block2": "t"})
     with pytest.raises(InvalidInput, match="found letter 'x'"):
         Modules.of(model("block"), {"block": "x"})

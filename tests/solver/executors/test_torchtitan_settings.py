@@ -38,7 +38,7 @@ SETTINGS = write_settings(("Et", "tL"), torch_schedule("1F1B", 2, 4))
     ("old", "new", "message"),
     [
         ("[parallelism]", "[parallelism", "not TOML"),
-        ("[training]", "[trainin]", "/training: this key is required"),
+        ("[training]", "[other]", "/training: this key is required"),
         ("degree = 2", 'degree = "x"', "pipeline_parallel_degree"),
         ("degree = 2", "degree = 3", "divide evenly"),
         ("microbatch_size = 1", "microbatch_size = 3", "divide evenly"),

@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from zbv_solver.commands.searching import spinner
+from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
@@ -20,6 +20,9 @@ from zbv_solver.problem.reading import load_problem
 from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
+
+MOST_ROWS = 12
+"""Schedules that a summary shows."""
 
 
 def cut(arguments: argparse.Namespace) -> None:
@@ -51,7 +54,7 @@ def cut(arguments: argparse.Namespace) -> None:
         document = executor_cut_json(found) | {"free_order": None if free is None else _free_json(free)}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return
-    Console().print(_table(found, free))
+    print_whole(_table(found, free))
     sys.stdout.write(_summary(found, free))
 
 
@@ -72,7 +75,7 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
     table = Table(title=f"{best.problem.objective} of the best cut by schedule")
     for name in ("schedule", "virtual stages", "group", "recompute", "best cut", "lower bound", "even cut"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
-    for each in best.results:
+    for each in best.results[:MOST_ROWS]:
         table.add_row(
             each.schedule.name,
             str(each.schedule.placement.chunks),

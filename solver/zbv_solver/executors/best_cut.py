@@ -31,9 +31,9 @@ from zbv_solver.verify.verifier import verify_orders
 Recompute = Literal["none", "all", "uniform", "per-stage"]
 """Stages that may be recomputed: no stage, every stage, either of the two, or any."""
 
-FINALISTS = {"quick": 2, "standard": 4, "thorough": 8}
+FINALISTS = {"quick": 1, "standard": 2, "thorough": 8}
 """Searches that get the full budget."""
-REST = 2.0
+REST = 1.0
 """The budget that the other searches share, in full budgets; each gets less than one."""
 
 
@@ -151,7 +151,7 @@ def best_cut(
     for number, each in enumerate(searches):
         below = min(other.value for other in searches)
         if math.isinf(below) or each.bound < below * (1 - OPTIMAL_GAP):
-            each.finish(below, 1.0 if number < FINALISTS[effort] else min(0.5, REST / len(searches)))
+            each.finish(below, 1.0 if number < FINALISTS[effort] else min(0.25, REST / len(searches)))
     searches.sort(key=lambda each: each.value)
     best = searches[0]
     if best.best is None:

@@ -147,7 +147,7 @@ class CountModel:
             return
         scales = [math.ldexp(1.0, STEPS - math.frexp(limit or 1.0)[1]) for limit in problem.limit]
         workspaces = [self._workspace(rank, scale) for rank, scale in enumerate(scales)]
-        for rank, numbers in order.held:
+        for rank, numbers in zip(*order.held, strict=True):
             limit, scale = problem.limit[rank], scales[rank]
             room = limit * (1 + 2 * MEMORY_TOLERANCE) - problem.static[rank]
             held = self._steps(self.runs.row_of_memory(order.hosted[rank], numbers), scale)

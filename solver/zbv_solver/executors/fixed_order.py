@@ -148,13 +148,13 @@ class FixedOrder:
         return Terms(count, transfers, len(paths))
 
     @cached_property
-    def held(self) -> tuple[tuple[int, FloatArray], ...]:
-        """What ranks hold at their peaks: a rank, and (2, chunks) numbers of microbatches.
+    def held(self) -> tuple[IntArray, FloatArray]:
+        """What ranks hold at their peaks: ranks (n,), and numbers (n, 2, chunks) of microbatches.
 
         The first row counts those after F, the second those between I and W, whose deltas add up to what an
         F and an I leave. Both amounts are at least 0, so only numbers that no other numbers exceed matter.
         """
-        found = []
+        ranks, found = [], []
         for rank, stages in enumerate(self.hosted):
             part = self.orders.slice_of(rank)
             letter, stage = self.letter[part], self.stage[part]
@@ -166,8 +166,9 @@ class FixedOrder:
                 begun, passed, done = (np.cumsum(each) for each in (is_own & (letter == F), inputs, weights))
                 numbers[:, 0, chunk], numbers[:, 1, chunk] = begun - passed, passed - done
             most = _maximal(numbers.reshape(len(letter), -1))
-            found += [(rank, each.reshape(2, -1)) for each in most]
-        return tuple(found)
+            ranks += [rank] * len(most)
+            found.append(most.reshape(len(most), 2, -1))
+        return np.array(ranks), np.concatenate(found)
 
 
 def _swept(graph: Graph, release: FloatArray) -> tuple[IntArray, FloatArray]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from zbv_solver.executors.count_model import CountModel
 from zbv_solver.executors.descent import CutDescent
 from zbv_solver.executors.fixed_order import FixedOrder, Terms
@@ -16,16 +18,18 @@ from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
 from zbv_solver.search.options import Effort
 
-SCREENED = {"quick": 2_000_000, "standard": 5_000_000, "thorough": 20_000_000}
+SCREENED = {"quick": 2_000_000, "standard": 4_000_000, "thorough": 20_000_000}
 """Actions that a first local search may time."""
-ACTIONS = {"quick": 20_000_000, "standard": 200_000_000, "thorough": 2_000_000_000}
+ACTIONS = {"quick": 20_000_000, "standard": 80_000_000, "thorough": 2_000_000_000}
 """Actions that the full local search may time."""
-ROUNDS = {"quick": 60, "standard": 120, "thorough": 300}
+ROUNDS = {"quick": 150, "standard": 300, "thorough": 1000}
 """Linear programs."""
-EXACT = {"quick": 0.5, "standard": 4.0, "thorough": 60.0}
+MOST_SWEPT = {"quick": 100_000_000, "standard": 500_000_000, "thorough": 10_000_000_000}
+"""Actions times ranks that all linear programs together may time."""
+EXACT = {"quick": 0.3, "standard": 1.5, "thorough": 60.0}
 """CP-SAT's deterministic time."""
 LEAST_EFFORT = 0.01
 """Deterministic time that a solve costs at least, as presolve is hardly counted."""
@@ -67,7 +71,7 @@ class OrderSearch:
         self.local = CutDescent(
             self.runs, self.order, SCREENED[effort], seed, may_recompute=recompute is None
         )
-        self.bound = least_worst_load(problem, tables) * problem.microbatches
+        self.bound = max(least_worst_load(problem, tables), self._mean_load()) * problem.microbatches
         self.even = math.inf
         self.terms: dict[bytes, Terms] = {}
         self.simple = (even_cut(self.space), histogram_cut(self.space), level)
@@ -93,6 +97,14 @@ class OrderSearch:
         if self.recompute is None:
             return "per-stage"
         return "all" if self.recompute[0] else "none"
+
+    def _mean_load(self) -> float:
+        """The mean work of a rank for one microbatch, if it is known which stages are recomputed."""
+        if self.recompute is None:
+            return 0.0
+        forward, inputs, weights, fused = self.runs.duration[int(self.recompute[0])]
+        work = (forward + np.minimum(inputs + weights, fused)) @ self.runs.size
+        return float(work) / self.problem.pp_degree * (1 - ROUNDING)
 
     def screen(self, also: Iterable[Boundaries] = ()) -> None:
         """A short local search from the usual cuts, and from others with boundaries in layers."""
@@ -120,7 +132,8 @@ class OrderSearch:
         """
         if self.best is None and not self._make_fit():
             return
-        rounds = math.ceil(share * ROUNDS[self.effort])
+        each = len(self.order.orders) * self.problem.pp_degree
+        rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / each))
         relaxed = relax(self.runs, self.order, self._best(), rounds, self.recompute is not None)
         self.terms = dict(relaxed.terms)
         self.bound = max(self.bound, relaxed.bound)

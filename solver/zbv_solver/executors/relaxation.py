@@ -92,6 +92,8 @@ class _Program:
 
     def __init__(self, runs: Runs, value: float, recompute: tuple[bool, ...] | None):
         self.solver = solver = pywraplp.Solver.CreateSolver("GLOP")
+        # Every solve begins at the one before, which preprocessing would prevent.
+        solver.SetSolverSpecificParametersAsString("use_dual_simplex: true use_preprocessing: false")
         self.runs, self.value, self.fixed = runs, value, recompute
         self.rows: list[tuple[Row, int, pywraplp.Constraint]] = []
         self.weights: list[float] = []

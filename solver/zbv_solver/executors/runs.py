@@ -6,7 +6,6 @@ the latencies of a cut's stages are linear in the counts, for whole cuts and for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -168,37 +167,35 @@ class Runs:
         inside = np.diff(self.counts(choice[0]), axis=0)
         variant = np.array(choice[1], dtype=np.int64)
         amounts = np.einsum("skr,sr->ks", self.memory[variant], inside)
-        own = np.array(self.space.problem.static)
-        peaks = np.zeros(len(own))
-        for rank, numbers in order.held:
-            stages = order.hosted[rank]
-            held = float((numbers * amounts[:2, stages]).sum() + amounts[2, stages].sum())
-            peaks[rank] = max(peaks[rank], held)
-        for rank, stages in enumerate(order.hosted):
-            spaces = np.where(inside[stages] > 0, self.workspace[variant[stages]], 0.0)
-            peaks[rank] += own[rank] + float(spaces.max(initial=0.0))
-        return peaks
+        ranks, numbers = order.held
+        held = np.einsum("hkc,khc->h", numbers, amounts[:2][:, order.hosted[ranks]])
+        peaks = np.zeros(len(order.hosted))
+        np.maximum.at(peaks, ranks, held)
+        spaces = np.where(inside > 0, self.workspace[variant], 0.0).max(axis=1)
+        static = np.array(self.space.problem.static) + amounts[2][order.hosted].sum(axis=1)
+        needs: FloatArray = peaks + static + spaces[order.hosted].max(axis=1)
+        return needs
 
     def row_of_terms(self, terms: Terms) -> Row:
         """Terms of the order as a row."""
         slope = np.zeros((len(self.lower), len(self.size)))
         slope[1:-1] += (terms.transfers * self.remote)[:, None] * self.transfer
         fixed = float(terms.transfers @ self.remote) * self.first_transfer
-        return self._row(fixed, slope, range(terms.count.shape[1]), terms.count, self.duration)
+        return self._row(fixed, slope, np.arange(len(self.lower) - 1), terms.count, self.duration)
 
     def row_of_memory(self, stages: IntArray, numbers: FloatArray) -> Row:
         """What a rank holds, without workspace, as a row; ``numbers`` (2, chunks) are microbatches."""
         weight = np.concatenate([numbers, np.ones((1, len(stages)))])
         slope = np.zeros((len(self.lower), len(self.size)))
-        return self._row(0.0, slope, map(int, stages), weight, self.memory)
+        return self._row(0.0, slope, stages, weight, self.memory)
 
     def _row(
-        self, fixed: float, slope: FloatArray, stages: Iterable[int], weight: FloatArray, of: FloatArray
+        self, fixed: float, slope: FloatArray, stages: IntArray, weight: FloatArray, of: FloatArray
     ) -> Row:
+        """Add to a row what the given stages, all different, weigh; ``weight`` has a column for each."""
         again = np.zeros((len(self.lower) - 1, len(self.size)))
-        for column, stage in enumerate(stages):
-            plain, recomputed = weight[:, column] @ of[0], weight[:, column] @ of[1]
-            slope[stage + 1] += plain
-            slope[stage] -= plain
-            again[stage] += recomputed - plain
+        plain, recomputed = weight.T @ of[0], weight.T @ of[1]
+        slope[stages + 1] += plain
+        slope[stages] -= plain
+        again[stages] += recomputed - plain
         return Row(fixed, slope, again)

@@ -35,7 +35,7 @@ def test_terms_are_exact_for_their_costs_and_bounds_for_others(
     other = order.value(duration * scale, latency)
     assert all(each.value(duration * scale, latency) <= other * (1 + 1e-9) for each in terms)
     held = np.array(problem.memory.static)
-    for rank, numbers in order.held:
+    for rank, numbers in zip(*order.held, strict=True):
         amounts = np.array([delta[0], delta[0] + delta[1]])[:, order.hosted[rank]]
         held[rank] = max(held[rank], problem.memory.static[rank] + float((numbers * amounts).sum()))
     assert np.allclose(held, timing.peak_memory, rtol=1e-9)

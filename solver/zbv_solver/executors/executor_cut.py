@@ -126,11 +126,17 @@ def stage_letters(best: BestCut, modules: Modules) -> Stages:
 
 
 def _settings(executor: str, best: BestCut, stages: Stages) -> str:
-    recompute, schedule = best.results[0].recompute, best.schedule
+    recompute, schedule = _recomputed(best), best.schedule
     if executor == "torchtitan":
         return write_settings(stages, schedule, recompute)
     flags = layout_flags(stages, schedule.placement.pp_degree, schedule.group, recompute)
     return " \\\n".join(flags) + "\n"
+
+
+def _recomputed(best: BestCut) -> str:
+    """``none``, ``all`` or ``per-stage``, as the cut has it."""
+    chosen = set(() if best.problem.model is None else best.problem.model.cut.recompute)
+    return "per-stage" if len(chosen) > 1 else "all" if True in chosen else "none"
 
 
 def split_flags(settings: str) -> list[str]:
@@ -199,7 +205,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
         "schedule": best.schedule.name,
         "virtual_stages": best.schedule.placement.chunks,
         "group_size": best.schedule.group,
-        "recompute": best.results[0].recompute,
+        "recompute": _recomputed(best),
         "objective": best.objective,
         "lower_bound": best.lower_bound,
         "status": "optimal" if best.is_optimal else "feasible",

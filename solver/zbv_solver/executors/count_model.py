@@ -44,7 +44,7 @@ class Proposal:
 
 
 class CountModel:
-    """The cuts of a space that fit the memory limit, with an objective up to a value. Lemma 53.
+    """The cuts of a space that fit the memory limit, with an objective up to a value. Lemma 54.
 
     Parameters
     ----------

@@ -100,7 +100,7 @@ class FixedOrder:
         return float(length[graph.offset[1:] - 1].max())
 
     def critical(self, duration: FloatArray, latency: FloatArray) -> Iterator[Terms]:
-        """Terms that bound the objective from below for all costs (Lemma 52); the first is exact for these.
+        """Terms that bound the objective from below for all costs (Lemma 53); the first is exact for these.
 
         For a span, the others are every rank's longest path from its own first start to its own last end.
         """

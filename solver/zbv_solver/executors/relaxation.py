@@ -33,7 +33,7 @@ class Relaxed:
 
 
 def relax(runs: Runs, order: FixedOrder, start: Choice, rounds: int, is_fixed: bool) -> Relaxed:
-    """Bound the objective of all cuts from below. Lemma 53.
+    """Bound the objective of all cuts from below. Lemma 54.
 
     Parameters
     ----------

@@ -95,7 +95,7 @@ def print_comparison(plan: Plan) -> None:
             "yes" if row.fits else "no",
             f"{objective_value(objective, row) / plan.objective:.3f}" if plan.objective else "–",
         )
-    _print_whole(table)
+    print_whole(table)
 
 
 def print_simulation(plan: Plan, found: Simulation) -> None:
@@ -117,10 +117,10 @@ def print_simulation(plan: Plan, found: Simulation) -> None:
         expected, p95 = shown(spans)
         relative = f"{p95 / own:.3f}" if own else "–"
         table.add_row(name, f"{expected:.6g}", f"{p95:.6g}", "yes" if fits else "no", relative)
-    _print_whole(table)
+    print_whole(table)
 
 
-def _print_whole(table: Table) -> None:
+def print_whole(table: Table) -> None:
     """Print a table that never cuts a number; in a narrow terminal its lines wrap."""
     console = Console()
     needed = console.measure(table, options=console.options.update(max_width=_WIDEST))

@@ -30,7 +30,7 @@ def print_frontier(problem: AnyProblem, points: Sequence[FrontierPoint]) -> None
         table = _frontier_of_layers(problem, points)
     else:
         table = _frontier_of_stages(problem, points)
-    _print_whole(table)
+    print_whole(table)
 
 
 def _frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> Table:

@@ -86,6 +86,7 @@ def make_grid(problem: Problem) -> Grid:
     times = np.concatenate([arrays.duration.ravel(), arrays.latency.ravel()])
     most_steps = LARGEST_INTEGER // (cycles * most_parts)
     exact = integer_scale(times.tolist(), most_steps)
+    # Sums for microbatches that differ rarely have a common unit. In a fine grid, CP-SAT's cores find more.
     finest = min(GRID, most_steps) if problem.is_equal else most_steps
     scale = finest / float(times.max()) if exact is None else exact
     to_steps = np.floor if exact is None else np.rint

@@ -52,8 +52,6 @@ class Pipeline(SearchState):
         The best orders of all runs of tuning and of the search for injections; annealing starts from these.
     finalists
         The orders that several starts of annealing end with, if it had several.
-    before_windows
-        The best order when windows began.
     is_tight
         Whether memory has space for few microbatches in flight.
     """
@@ -70,38 +68,33 @@ class Pipeline(SearchState):
         self.budget = self.budgets[0]
         self.starts: list[Found] = []
         self.finalists: list[Found] = []
-        self.before_windows: Found | None = None
         # Where microbatches differ, memory is tight while large ones are in flight.
         few = in_flight_caps(self.problem).min() < self.budget.ample * self.problem.pp_degree
         self.is_tight = bool(few) or not problem.is_equal
 
     def run(self) -> None:
         """Run all stages, budget after budget, until the bound is met or the search is stopped."""
-        stages: tuple[tuple[str, Callable[[], None]], ...] = (
-            ("construct", self._construct),
-            ("tune", self._tune),
-            ("inject", self._inject),
-            ("anneal", self._anneal),
-            ("windows", self._windows),
-            ("exact", self._refine),
-        )
-        for first in (self._begin, self._bound):
-            if not self._is_over():
-                first()
-        for number, budget in enumerate(self.budgets):
-            self.budget = budget
-            if number and not self._is_over():
-                self._begin_again()
-            for name, stage in stages:
-                if name not in self.options.without and not self._is_over():
-                    stage()
+        self._run(("begin", self._begin), ("bound", self._bound))
+        for budget in self.budgets:
+            self.budget, self.starts, self.finalists = budget, [], []
+            self._run(
+                ("construct", self._construct),
+                ("tune", self._tune),
+                ("inject", self._inject),
+                ("anneal", self._anneal),
+            )
+            before = self.found
+            self._run(("windows", self._windows), ("exact", self._refine))
+            if budget is not self.budgets[-1] and self.found is not None:
+                # CP-SAT may have left the one order of entry, which all other stages need.
+                self._set_aside(self.found)
+                self.found = before
 
-    def _begin_again(self) -> None:
-        """Go back to the best order before windows, which may have left the one order of entry."""
-        if self.before_windows is not None and self.found is not None:
-            self._set_aside(self.found)
-            self.found = self.before_windows
-        self.starts, self.finalists = [], []
+    def _run(self, *stages: tuple[str, Callable[[], None]]) -> None:
+        """Run stages that the options do not leave out, until the search is over."""
+        for name, stage in stages:
+            if name not in self.options.without and not self._is_over():
+                stage()
 
     def _begin(self) -> None:
         """Find a first order as quickly as possible."""
@@ -230,7 +223,6 @@ class Pipeline(SearchState):
         # Imported here because OR-Tools takes a second to import and many searches do not need it.
         from zbv_solver.improve.windows import sweep_windows
 
-        self.before_windows = self.found
         starts = self.finalists or [self.found]
         if not self.problem.is_equal:
             # In any order of the microbatches, windows take longer, and other starts hardly gain.

@@ -8,8 +8,8 @@ are away (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`) p
 PROOFS.md. This package constructs no orders.
 
 Where microbatches differ, none of this holds but the one-machine bound, with the path of every microbatch
-(:mod:`.differing`). Prices of the memory that every microbatch holds while it is away prove more
-(:mod:`.away_prices`).
+(:mod:`.differing`). The idle time of a rank's ramps (:mod:`.differing_ramps`) and prices of the memory that
+every microbatch holds while it is away (:mod:`.away_prices`) prove more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Literal
 
 from zbv_solver.bounds.away_prices import FULL, THOROUGH, away_bounds
 from zbv_solver.bounds.differing import differing_machine_bounds
+from zbv_solver.bounds.differing_ramps import ramp_bounds
 from zbv_solver.bounds.directions import directions
 from zbv_solver.bounds.few_ranks import few_ranks_bounds
 from zbv_solver.bounds.priced import priced_bounds
@@ -77,6 +78,8 @@ def _best(known: list[Bound], further: Iterator[Bound], enough: float) -> Bound:
 
 
 def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
+    for rank, value in ramp_bounds(problem, THOROUGH.ranks if effort == "thorough" else 1):
+        yield Bound(value, f"load and ramps of rank {rank}, with memory")
     for each in (FULL, THOROUGH) if effort == "thorough" else (FULL,):
         for rank, value in away_bounds(problem, each):
             yield Bound(value, f"memory of rank {rank} while microbatches are away")

@@ -87,6 +87,20 @@ class Ramps(NamedTuple):
             ends_later=window not in (None, rank),
         )
 
+    def later(self, without: int) -> Ramps:
+        """Without so many of the kinds that return first, which may do all of their work in either ramp."""
+        kept = np.sort(np.argsort(self.head[len(self.rest)], kind="stable")[without:])
+        return Ramps(
+            self.length[:, kept],
+            self.head[:, kept],
+            self.tail[:, kept],
+            self.rest[:, kept],
+            self.held[:, kept],
+            self.waits[:, kept],
+            self.count[kept],
+            self.ends_later,
+        )
+
     def early(self, time: float) -> _Ramp:
         """The most work that the rank does before a time: Lemma 52.
 
@@ -177,15 +191,28 @@ def _ramps(ramp: Callable[[float], _Ramp], times: FloatArray, tries: int) -> lis
     return [ramp(0.0), *found, *(ramp(float(times[at])) for at in np.setdiff1d(near, tried))]
 
 
-def ramp_bounds(problem: Problem, ranks: int) -> Iterator[tuple[int, float]]:
-    """Ranks and bounds of the objective, from so many ranks' windows and rank 0's: Lemmas 52, 53 and 54.
+class RampEffort(NamedTuple):
+    """How many ranks, and without how many of the kinds of microbatches that return first."""
+
+    ranks: int
+    without: tuple[int, ...]
+
+
+FULL, THOROUGH = RampEffort(1, (0, 1)), RampEffort(3, (0, 1, 2, 4))
+
+
+def ramp_bounds(problem: Problem, effort: RampEffort) -> Iterator[tuple[int, float]]:
+    """Ranks and bounds of the objective, in the ranks' windows and rank 0's: Lemmas 52, 53 and 54.
 
     The last rank comes first: it is idle longest. None for more than two chunks.
     """
     if len(problem.placement.stages_of[0]) > 2:
         return
     paths = MicrobatchPaths.of(problem)
-    for rank in range(problem.pp_degree - 1, max(-1, problem.pp_degree - 1 - ranks), -1):
+    for rank in range(problem.pp_degree - 1, max(-1, problem.pp_degree - 1 - effort.ranks), -1):
         windows = [None] if problem.objective == "makespan" else sorted({0, rank})
         for window in windows:
-            yield rank, Ramps.of(problem, paths, rank, window).bound()
+            ramps = Ramps.of(problem, paths, rank, window)
+            for without in effort.without:
+                if without < len(ramps.count):
+                    yield rank, ramps.later(without).bound()

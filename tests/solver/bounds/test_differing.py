@@ -100,6 +100,14 @@ def test_what_fits_before_and_after_a_time(window: int | None) -> None:
     assert ramps.late(0.0).work == pytest.approx(8 if window == 0 else 0)
 
 
+def test_a_small_microbatch_counts_in_one_ramp_only() -> None:
+    """It returns before the others; whether it does so first or last, the ranks wait for the large ones."""
+    problem = with_sizes(uniform(4, 8, limit=10.0), [0.0] + [1.0] * 7)
+    ramps = Ramps.of(problem, MicrobatchPaths.of(problem), 3, 0)
+    assert ramps.bound() < 1.05 * problem.busy_time(3) < 1.1 * problem.busy_time(3) < ramps.later(1).bound()
+    assert lower_bound(problem).value >= ramps.later(1).bound()
+
+
 @pytest.mark.parametrize("number", range(12))
 def test_never_above_the_exact_optimum(number: int) -> None:
     """Problems of the soak test, in floats and over decades, with memory within rounding of the limit."""

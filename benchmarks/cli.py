@@ -14,6 +14,7 @@ from benchmarks.errors import BenchmarkError, WrongInput
 from benchmarks.lengths.cli import add_lengths
 from benchmarks.planner.cli import (
     add_jitter,
+    add_layouts,
     add_packing,
     add_partitioning,
     add_per_step,
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     for add in (
-        *(add_planner, add_partitioning, add_jitter, add_packing),
+        *(add_planner, add_partitioning, add_jitter, add_packing, add_layouts),
         *(add_unequal, add_per_step, add_speed),
         *(add_lengths, add_soak, add_service, add_worker),
     ):

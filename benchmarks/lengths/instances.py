@@ -5,10 +5,14 @@ Documents are as in docs/formats.md. The caller's order is the order of arrival.
 **Planning instances.** Sequences arrive one after another. A microbatch takes them until it has at least the
 budget of tokens, so one that meets a long sequence is several times as large as the others.
 
-**Memory limits.** A limit is a share of what 1F1B holds on its fullest rank for these microbatches in the
-given order, which makes 1F1B fit at 1.0; but it is never below the smallest limit of any rank.
-On rank r of p, 1F1B holds p - r consecutive microbatches, so its memory is the largest sum of as many
-consecutive forwards.
+**Memory limits.** A limit is a share of what 1F1B holds on its fullest rank, but never below the smallest
+limit of any rank. On rank r of p, 1F1B holds p - r consecutive microbatches, so its memory is the largest sum
+of as many consecutive forwards. There are two kinds of limits:
+
+- ``mem``: for these microbatches in the given order. 1F1B just fits at 1.0, so memory is tight: a large
+  microbatch may fill a rank alone.
+- ``max``: for microbatches that are all as large as the largest. A training job knows the largest microbatch
+  and not the batches to come, so this is how its memory is planned.
 """
 
 from __future__ import annotations
@@ -16,18 +20,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from benchmarks.lengths.distributions import LONGEST, MADE, Distribution
 from benchmarks.lengths.model_costs import costs_and_memory
 
+LimitKind = Literal["mem", "max"]
 SHARES = (0.6, 1.0, 1.5)
 SIZES = ((4, 16), (4, 32), (8, 16), (8, 32), (8, 64), (16, 32), (16, 64))
 """Ranks and microbatches."""
 LEFT_OUT = (16, 64, 1.5)
-"""Makes 60 instances of 63. Memory is plentiful there."""
+"""Makes 60 instances of 63 for each kind of limit. Memory is plentiful there."""
 BUDGETS = {"web": 2048, "bimodal": 4096, "tail": 8192}
 """Tokens at which a microbatch of a planning instance is full."""
 UNITS = {"time": "us", "memory": "bytes"}
@@ -41,18 +46,21 @@ class PlanningInstance:
     ----------
     share
         Memory limit as a share of 1F1B's memory.
+    limit_kind
+        What 1F1B's memory is: see above.
     """
 
     law: Distribution
     pp_degree: int
     microbatches: int
     share: float
+    limit_kind: LimitKind = "mem"
     seed: int = 0
 
     @property
     def name(self) -> str:
         """Such as ``tail-p8-m32-mem0.6``."""
-        return f"{self.law.name}-p{self.pp_degree}-m{self.microbatches}-mem{self.share}"
+        return f"{self.law.name}-p{self.pp_degree}-m{self.microbatches}-{self.limit_kind}{self.share}"
 
     @cached_property
     def sequences(self) -> list[list[int]]:
@@ -64,6 +72,8 @@ class PlanningInstance:
         """The problem's document."""
         costs, memory = costs_and_memory(self.pp_degree)
         tokens = [sum(each) for each in self.sequences]
+        if self.limit_kind == "max":
+            tokens = [max(tokens)] * self.microbatches
         return {
             "pp_degree": self.pp_degree,
             "microbatches": self.microbatches,
@@ -75,9 +85,10 @@ class PlanningInstance:
 
 
 def instances() -> list[PlanningInstance]:
-    """The 60 problems of the comparison with other schedules."""
+    """The problems of the comparison with other schedules: 60 for each kind of limit."""
     return [
-        PlanningInstance(law, p, m, share)
+        PlanningInstance(law, p, m, share, kind)
+        for kind in get_args(LimitKind)
         for p, m in SIZES
         for law in MADE
         for share in SHARES

@@ -1,4 +1,4 @@
-"""``planner``, ``partitioning``, ``jitter``, ``packing``, ``unequal``, ``per-step`` and ``speed``."""
+"""Benchmarks of the planner: the commands and their arguments."""
 
 from __future__ import annotations
 
@@ -100,6 +100,20 @@ def add_packing(commands: Any) -> None:
     command.add_argument("--only", metavar="GLOB", help="only batches with a matching name")
     add_output(command)
     command.set_defaults(run=_packing)
+
+
+def add_layouts(commands: Any) -> None:
+    """Add the benchmark of parallel layouts."""
+    command = commands.add_parser(
+        "layouts",
+        help="search the layouts of a large cluster; compare small ones with planning every layout",
+        description="Search the best layout of Llama 3.1 70B on 128 H100. Then compare the best layouts of "
+        "random small clusters and models with those of planning every layout.",
+    )
+    command.add_argument("--cases", type=int, default=30, metavar="N", help="random cases (default: 30)")
+    command.add_argument("--seed", type=int, default=0, help="seed of the random cases (default: 0)")
+    add_output(command)
+    command.set_defaults(run=_layouts)
 
 
 def add_unequal(commands: Any) -> None:
@@ -221,6 +235,15 @@ def _packing(parsed: argparse.Namespace) -> int:
         return packing_table(chosen, options, sys.stdout.write)
 
     return measure_all([("packing", f"{len(chosen)} batches", measure)], parsed.output)
+
+
+def _layouts(parsed: argparse.Namespace) -> int:
+    from benchmarks.planner.layouts import layouts_table
+
+    def measure() -> Sequence[Finding]:
+        return layouts_table(parsed.cases, parsed.seed, sys.stdout.write)
+
+    return measure_all([("layouts", f"{parsed.cases} random cases", measure)], parsed.output)
 
 
 def _unequal(parsed: argparse.Namespace) -> int:

@@ -60,7 +60,9 @@ class SteppedRun:
     def steps(self, count: int) -> tuple[Problem, list[Values]]:
         """The problem, and the features of every step's microbatches."""
         _, memory = costs_and_memory(RANKS)
-        drawn = [PlanningInstance(self.law, RANKS, MICROBATCHES, self.share, seed) for seed in range(count)]
+        drawn = [
+            PlanningInstance(self.law, RANKS, MICROBATCHES, self.share, seed=seed) for seed in range(count)
+        ]
         per_token = memory["forward"]["tokens"]
         tokens = [[sum(own) for own in each.sequences] for each in drawn]
         limits = [limit(per_token, own, self.share) for own in tokens]

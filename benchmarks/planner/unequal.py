@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import product
+from typing import get_args
 
 from zbv_solver.construct.baselines import PRACTICE, without_limit
 from zbv_solver.construct.entry_orders import practice_order
@@ -28,7 +30,7 @@ from zbv_solver.timing.start_times import Timing, evaluate
 from benchmarks.errors import WrongInput
 from benchmarks.findings import Finding, at_least, at_most
 from benchmarks.lengths.distributions import MADE
-from benchmarks.lengths.instances import SHARES, PlanningInstance
+from benchmarks.lengths.instances import SHARES, LimitKind, PlanningInstance
 from benchmarks.lengths.instances import instances as every_instance
 from benchmarks.planner.verdicts import SAME_FIGURE
 
@@ -67,8 +69,8 @@ class UnequalRow:
 
     Attributes
     ----------
-    share
-        Memory limit as a share of 1F1B's memory.
+    share, limit_kind
+        Memory limit as a share of 1F1B's memory, and the kind of limit.
     value, gap
         Of the plan.
     rivals
@@ -77,6 +79,7 @@ class UnequalRow:
 
     name: str
     share: float
+    limit_kind: LimitKind
     seconds: float
     value: float
     gap: float
@@ -132,6 +135,7 @@ def measure_unequal(instance: PlanningInstance, options: SearchOptions) -> Unequ
     return UnequalRow(
         instance.name,
         instance.share,
+        instance.limit_kind,
         seconds,
         plan.objective,
         plan.metrics.gap,
@@ -198,11 +202,11 @@ def unequal_findings(rows: Iterable[UnequalRow]) -> Iterator[Finding]:
     rows = tuple(rows)
     losses = sum(row.best is not None and row.value > row.best.value * (1 + SAME_FIGURE) for row in rows)
     yield Finding("plans longer than another schedule that fits", losses, "", at_most(0))
-    for share in SHARES:
-        own = [row for row in rows if row.share == share]
+    for kind, share in product(get_args(LimitKind), SHARES):
+        own = [row for row in rows if (row.limit_kind, row.share) == (kind, share)]
         if not own:
             continue
-        about = f"at {share}, {len(own)} instances"
+        about = f"{kind}{share}, {len(own)} instances"
         fitting = [row.value / row.best.value for row in own if row.best is not None]
         if fitting:
             yield Finding(f"{about}: shorter than the best that fits", _shorter_in_mean(fitting), "%")

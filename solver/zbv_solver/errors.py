@@ -5,6 +5,7 @@
     ZbvError
     ├── InvalidInput         a document breaks a rule (exit status 2, HTTP 422)
     ├── InfeasibleMemory     no plan can fit the memory limit (exit status 3)
+    ├── NoLayoutFits         no parallel layout fits the memory of its devices (exit status 3)
     ├── InvalidPlan          an order is incomplete, deadlocks or exceeds memory, or a claim is false
     ├── ContradictedBound    a verified plan undercuts a lower bound: a bug in zbv (exit status 70)
     └── MissingDependency    an optional package is not installed
@@ -136,6 +137,29 @@ class InfeasibleMemory(ZbvError):
         return (
             f"{found} memory.limit ({', '.join(pairs)}{more}). A rank must hold its static memory and the "
             f"forwards of one microbatch on all of its stages; {need} [{smallest}].{end}"
+        )
+
+
+class NoLayoutFits(ZbvError):
+    """No parallel layout of a model fits a cluster.
+
+    Attributes
+    ----------
+    considered
+        Number of layouts.
+    memory
+        Bytes of a device.
+    """
+
+    def __init__(self, considered: int, memory: float):
+        self.considered, self.memory = considered, memory
+        super().__init__(considered, memory)
+
+    def __str__(self) -> str:
+        return (
+            f"no layout fits: found {self.considered:,} layouts and {self.memory / 1e9:,.4g} GB of memory "
+            f"per device; every layout needs more. Use more devices, or leave more parts of the layout to "
+            f"the search."
         )
 
 

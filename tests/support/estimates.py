@@ -6,8 +6,12 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from zbv_solver.estimate.config import EstimateConfig, ModelConfig, parse_config
+from zbv_solver.estimate.build import transformer
+from zbv_solver.estimate.config import EstimateConfig, parse_config
+from zbv_solver.estimate.config_model import ModelConfig
+from zbv_solver.estimate.part import Part
 from zbv_solver.estimate.presets import with_presets
+from zbv_solver.estimate.shapes import Degrees
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -16,6 +20,8 @@ DEVICE = {
     "memory_bandwidth": 1000,
     "tensor_parallel_bandwidth": 100,
     "tensor_parallel_latency": 5,
+    "link_bandwidth": 50,
+    "link_latency": 7,
 }
 
 
@@ -56,6 +62,16 @@ def estimate_config(model: ModelConfig, **parallel: Any) -> EstimateConfig:
             "device": DEVICE,
         }
     )
+
+
+def parts(model: ModelConfig, **degrees: Any) -> dict[str, Part]:
+    """The parts of a model by name: embedding, attention, mlp or experts, head; of each kind the last one."""
+    built = transformer(model)
+    return {
+        name: half.part(built.shapes(kind, Degrees(**degrees), model.microbatch_size))
+        for kind in built.layers()
+        for name, half in kind.halves
+    }
 
 
 @st.composite
@@ -99,3 +115,40 @@ def estimate_configs(draw: st.DrawFn, /, **fixed: Any) -> EstimateConfig:
         "granularity": draw(st.sampled_from(("block", "half"))),
     }
     return estimate_config(model, **{**parallel, **fixed})
+
+
+@st.composite
+def modern_configs(draw: st.DrawFn) -> EstimateConfig:
+    """Valid configurations with experts, latent attention, predictions, windows and shared sequences."""
+    tensor, context = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2)))
+    data, inside = draw(st.sampled_from((2, 4))), draw(st.sampled_from((1, 2)))
+    is_latent, is_sparse = draw(st.booleans()), draw(st.booleans())
+    layers = draw(st.integers(2, 5))
+    sizes: dict[str, Any] = {
+        "hidden": 64, "layers": layers, "heads": 4, "ffn": 96, "vocabulary": 200, "sequence": 64,
+        "prediction_layers": draw(st.integers(0, 2)), "product_dtype": draw(st.sampled_from((None, "fp8"))),
+        "fused_loss": draw(st.booleans()), "tied_embeddings": draw(st.booleans()),
+    }  # fmt: skip
+    if is_latent:
+        sizes |= {"kv_lora_rank": 16, "q_lora_rank": draw(st.sampled_from((None, 24)))}
+        sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    else:
+        sizes |= {"kv_heads": 2, "window": draw(st.sampled_from((None, 16))), "qk_norm": draw(st.booleans())}
+    if is_sparse:
+        sizes |= {"experts": 8, "experts_per_token": 3, "expert_ffn": 32}
+        sizes |= {"shared_expert_ffn": draw(st.sampled_from((None, 48)))}
+        sizes |= {"dense_layers": draw(st.integers(0, layers - 1)), "expert_every": 1}
+    parallel = {
+        "tensor_parallel": tensor,
+        "sequence_parallel": tensor > 1,
+        "context_parallel": context,
+        "context_exchange": draw(st.sampled_from(("ring", "all-gather"))),
+        "expert_parallel": 2 if is_sparse else 1,
+        "expert_parallel_in_node": inside if is_sparse else 1,
+        "data_parallel": data,
+        "zero_stage": draw(st.integers(0, 3)),
+        "recompute": draw(st.sampled_from(("none", "full"))),
+    }
+    device = {**DEVICE, "kernel_latency": 6, "attention_share": 0.7, "fp8_tflops": 180}
+    sections = {"model": llama(**sizes).model_dump(), "device": device}
+    return parse_config({**sections, "parallel": {"pp_degree": 2, "microbatches": 4, **parallel}})

@@ -4,7 +4,7 @@ Before a time t of the window, a rank has begun only what the paths of the micro
 the same holds for the time s before the window's end. The window is at least the rank's load plus the idle
 time of both ramps. Which microbatches are in a ramp is a knapsack problem: in every
 state it has done some work and holds some memory. In the window of another rank, W's may wait for the
-time after its end. The proofs are in PROOFS.md, section 9.
+time after its end. The proofs are in PROOFS.md, section 11.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Ramp(NamedTuple):
 
 
 class Ramps(NamedTuple):
-    """What microbatches do on a rank, relative to a window, for K kinds and C chunks: Lemmas 52, 53 and 54.
+    """What microbatches do on a rank, relative to a window, for K kinds and C chunks: Lemmas 53, 54 and 55.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Ramps(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, paths: MicrobatchPaths, rank: int, window: int | None) -> Ramps:
-        """A rank in the window of a rank, or with None in that of all ranks: Lemma 52."""
+        """A rank in the window of a rank, or with None in that of all ranks: Lemma 53."""
         n, stages_of = problem.n_stages, problem.placement.stages_of
         own = list(stages_of[rank])
         visits = own + [2 * n - 1 - stage for stage in reversed(own)]
@@ -102,7 +102,7 @@ class Ramps(NamedTuple):
         )
 
     def early(self, time: float) -> _Ramp:
-        """The most work that the rank does before a time: Lemma 52.
+        """The most work that the rank does before a time: Lemma 53.
 
         In state v >= 1, a microbatch has begun its first v visits.
         """
@@ -123,7 +123,7 @@ class Ramps(NamedTuple):
         return _Ramp(time, min(most, max(0.0, time - float(self.head.min()))))
 
     def late(self, time: float) -> _Ramp:
-        """The most work that the rank does in the last ``time`` and, of rests, after it: Lemma 53.
+        """The most work that the rank does in the last ``time`` and, of rests, after it: Lemma 54.
 
         In state v, the visits v … 2C - 1 of a microbatch end in this time. Of every other chunk the rest ends
         then, or it does not.
@@ -202,7 +202,7 @@ FULL, THOROUGH = RampEffort(1, (0, 1)), RampEffort(3, (0, 1, 2, 4))
 
 
 def ramp_bounds(problem: Problem, effort: RampEffort) -> Iterator[tuple[int, float]]:
-    """Ranks and bounds of the objective, in the ranks' windows and rank 0's: Lemmas 52, 53 and 54.
+    """Ranks and bounds of the objective, in the ranks' windows and rank 0's: Lemmas 53, 54 and 55.
 
     The last rank comes first: it is idle longest. None for more than two chunks.
     """

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from zbv_solver._version import __version__
-from zbv_solver.commands import estimate_flags
+from zbv_solver.commands import estimate_flags, layout_flags
 from zbv_solver.commands.messages import contradiction
 from zbv_solver.errors import (
     ContradictedBound,
@@ -23,6 +23,7 @@ from zbv_solver.errors import (
     InvalidInput,
     InvalidPlan,
     MissingDependency,
+    NoLayoutFits,
 )
 
 EXIT_WRONG_INPUT = 2
@@ -41,6 +42,7 @@ MODULES = {
     "export": "convert",
     "refit": "convert",
     "estimate": "estimate",
+    "layout": "layout",
 }
 """The module of every command; it has a function with the command's name."""
 
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         module = import_module(f"zbv_solver.commands.{MODULES[parsed.command]}")
         getattr(module, parsed.command)(parsed)
-    except InfeasibleMemory as error:
+    except (InfeasibleMemory, NoLayoutFits) as error:
         _complain(str(error))
         return EXIT_INFEASIBLE
     except ContradictedBound as error:
@@ -224,6 +226,16 @@ def _parser() -> argparse.ArgumentParser:
 
     estimate_flags.add_arguments(
         add("estimate", "estimate a problem from a model's configuration and a device")
+    )
+    layout = add(
+        "layout",
+        "search the parallel layout that trains a model fastest on a cluster",
+        "Enumerate every parallel layout of a model on a cluster, bound each from below, and plan the most "
+        "promising until no other can be better. docs/layouts.md explains the model of costs.",
+    )
+    layout_flags.add_arguments(layout)
+    layout.add_argument(
+        "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
     )
     return parser
 

@@ -16,11 +16,12 @@ from zbv_solver.commands.estimate_flags import FLAGS
 from zbv_solver.commands.messages import flag_of
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config import EstimateConfig, parse_config
-from zbv_solver.estimate.layers import LayerEstimate, estimate_layers
-from zbv_solver.estimate.parameters import model_parameters
+from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate
 from zbv_solver.estimate.presets import preset, preset_names, with_presets
-from zbv_solver.estimate.problem_document import problem_document
+from zbv_solver.estimate.problem_document import estimate_config, problem_document
+from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
 
 WIDTH = 120
 """Characters per line of the tables."""
@@ -41,14 +42,24 @@ def estimate(arguments: argparse.Namespace) -> None:
     document = {} if arguments.config is None else read_json(arguments.config)
     overrides = _overrides(arguments)
     try:
+        if is_transformers_config(document):
+            document = {"model": from_transformers(document)}
+            _require_sequence(with_presets({}, arguments.preset, overrides))
         config = parse_config(with_presets(document, arguments.preset, overrides))
     except InvalidInput as error:
         issues = [_named(issue, overrides, arguments.config) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
-    layers = estimate_layers(config)
+    estimated = estimate_config(config)
+    layers = estimated.layers
     write(arguments.output, json.dumps(problem_document(config, layers), indent=1) + "\n")
     if arguments.table:
-        _write_tables(config, layers, sys.stderr if arguments.output == "-" else sys.stdout)
+        _write_tables(config, estimated, sys.stderr if arguments.output == "-" else sys.stdout)
+
+
+def _require_sequence(others: dict[str, Any]) -> None:
+    if "sequence" not in others.get("model", {}):
+        detail = "a config.json does not say how long sequences are in training. Give their number of tokens."
+        raise InvalidInput([Issue("", detail, "--sequence")])
 
 
 def _named(issue: Issue, overrides: dict[str, dict[str, Any]], path: str | None) -> Issue:
@@ -73,12 +84,15 @@ def _list_presets() -> None:
         sys.stdout.write(f"{name:{width}}  {preset(name).about}\n")
 
 
-def _write_tables(config: EstimateConfig, layers: Sequence[LayerEstimate], out: TextIO) -> None:
+def _write_tables(config: EstimateConfig, estimated: ModelEstimate, out: TextIO) -> None:
     """Costs and memory of the layers for one device and microbatch; equal layers share a row."""
     console = Console(file=out, width=WIDTH)
-    rows = _distinct(layers)
+    rows = _distinct(estimated.layers)
     console.print(_costs(rows))
     console.print(_memory(rows))
+    if config.parallel.data_parallel > 1 or config.parallel.context_parallel > 1:
+        console.print(_step(rows))
+    console.print(_shares(rows))
     console.print(_summary(config, rows), highlight=False)
 
 
@@ -128,11 +142,31 @@ def _memory(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
     return table
 
 
+def _step(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
+    table = Table(title="times of a layer per step, in µs, that compute does not hide")
+    _add_columns(table, ("layer", "gradient reduction", "parameter gathering", "optimizer"))
+    for layer, _ in rows:
+        table.add_row(layer.name, *(f"{value:,.0f}" for value in astuple(layer.step)))
+    return table
+
+
+def _shares(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
+    table = Table(title="what F, I and W of a microbatch consist of together, in µs")
+    kinds = ("products", "attention", "memory", "tensor", "context", "expert", "data parallel")
+    _add_columns(table, ("layer", *kinds))
+    for layer, _ in rows:
+        table.add_row(layer.name, *(f"{value:,.0f}" for value in astuple(layer.shares)))
+    return table
+
+
 def _summary(config: EstimateConfig, rows: Sequence[tuple[LayerEstimate, int]]) -> str:
-    flops = sum(layer.flops.total * count for layer, count in rows) * config.parallel.tensor_parallel
+    flops = sum(layer.flops.total * count for layer, count in rows)
+    flops *= config.parallel.tensor_parallel * config.parallel.context_parallel
     static = sum(layer.static.total * count for layer, count in rows)
+    count = transformer(config.model).parameters()
+    active = f" ({count.active / 1e9:.3g} B active)" if count.active < count.total else ""
     return (
-        f"{model_parameters(config.model) / 1e9:.3g} B parameters; {flops / 1e12:,.4g} TFLOP per microbatch "
+        f"{count.total / 1e9:.3g} B parameters{active}; {flops / 1e12:,.4g} TFLOP per microbatch "
         f"of {config.model.tokens:,} tokens; {static / 1e9:,.4g} GB of static memory over "
         f"{config.parallel.pp_degree} ranks"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 
@@ -11,16 +11,24 @@ class Summed:
     """Base class of records that are added field by field."""
 
     def __add__(self, other: Self) -> Self:
-        return replace(self, **{name: value + getattr(other, name) for name, value in vars(self).items()})
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(first + second for first, second in pairs))
 
 
 @dataclass(frozen=True)
-class PerAction(Summed):
+class PerAction:
     """One number for each of F, I and W."""
 
     forward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
+
+    def __add__(self, other: PerAction) -> PerAction:
+        return PerAction(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+        )
 
     def scaled(self, factor: float) -> PerAction:
         """All numbers multiplied by a factor."""

@@ -1,39 +1,39 @@
 """Costs and memory of a model's layers on one device.
 
-A block consists of two halves, attention and MLP. Its figures are the sums of the halves' figures, except
-for the workspace: that is the larger one, because a device runs one action at a time.
+The figures of a block are the sums of its halves' figures, except for the workspace: that is the largest one,
+because a device runs one action at a time.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from zbv_solver.estimate import times, traffic
-from zbv_solver.estimate.activations import (
-    STATISTIC_BYTES,
-    Held,
-    Shapes,
-    after_forward,
-    after_input,
-    attention_tensors,
-    embedding_tensors,
-    head_tensors,
-    mlp_tensors,
-)
 from zbv_solver.estimate.amounts import PerAction
-from zbv_solver.estimate.config import EstimateConfig
-from zbv_solver.estimate.flops import attention_flops, core_flops, head_flops, mlp_flops
-from zbv_solver.estimate.parameters import (
-    Parameters,
-    StaticBytes,
-    attention_parameters,
-    embedding_parameters,
-    head_parameters,
-    mlp_parameters,
-    static_bytes,
+from zbv_solver.estimate.device import Device, GroupLinks
+from zbv_solver.estimate.parameters import StateBytes, StaticBytes, static_of
+from zbv_solver.estimate.part import Part
+from zbv_solver.estimate.shapes import Degrees, Shapes
+from zbv_solver.estimate.step import (
+    StepTimes,
+    gathered_bytes,
+    microbatch_times,
+    replicated,
+    step_times,
 )
+from zbv_solver.estimate.times import (
+    TimeShares,
+    compute_times,
+    core_times,
+    exchange_times,
+    traffic_times,
+)
+from zbv_solver.estimate.transformer import Kind, LayerKind, Transformer
+
+NO_STEP = StepTimes()
+NO_TIME = TimeShares()
+MIXED = StateBytes()
+"""Adam in mixed precision."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,10 @@ class LayerEstimate:
         Size of the output, and of its gradient.
     repeat
         Number of copies; None for a single layer, which keeps its name.
+    step
+        What one copy costs per step.
+    shares
+        What its times consist of, without recomputation.
     """
 
     name: str
@@ -84,40 +88,170 @@ class LayerEstimate:
     static: StaticBytes
     output_bytes: int
     repeat: int | None = None
+    step: StepTimes = NO_STEP
+    shares: TimeShares = NO_TIME
 
 
-def estimate_layers(config: EstimateConfig) -> tuple[LayerEstimate, ...]:
-    """The layers in model order: embedding, blocks (or their halves), head."""
-    attention, mlp = _attention(config), _mlp(config)
-    blocks: list[LayerEstimate] = []
-    if config.parallel.granularity == "half":
-        for block in range(config.model.layers):
-            blocks.append(replace(attention, name=f"block.{block}.attention"))
-            blocks.append(replace(mlp, name=f"block.{block}.mlp"))
-    else:
-        blocks.append(_block(config, attention, mlp))
-    return (_embedding(config), *blocks, _head(config))
+@dataclass(frozen=True)
+class Training:
+    """What training keeps, and how it is planned.
+
+    Attributes
+    ----------
+    state
+        Bytes per parameter.
+    recompute
+        The alternative that layers carry: ``none``, ``selective`` (scores of plain attention) or ``full``.
+    ends_share_rank
+        Whether the first and the last stage are on one rank, which then holds shared tables once.
+    by_halves
+        Whether the halves of a block are layers.
+    """
+
+    state: StateBytes = MIXED
+    recompute: str = "full"
+    ends_share_rank: bool = False
+    by_halves: bool = False
 
 
-def _block(config: EstimateConfig, attention: LayerEstimate, mlp: LayerEstimate) -> LayerEstimate:
-    plain = _both(attention.plain, mlp.plain)
+@dataclass(frozen=True)
+class ModelEstimate:
+    """The layers of a model on one device of each rank, and what a step costs in addition.
+
+    Attributes
+    ----------
+    layers
+        In model order.
+    table_reduction
+        Microseconds per step, on the ranks that hold a copy of the embedding's table: they sum its gradients.
+    """
+
+    layers: tuple[LayerEstimate, ...]
+    table_reduction: float
+
+
+def estimate_model(
+    model: Transformer,
+    degrees: Degrees,
+    device: Device,
+    links: GroupLinks,
+    training: Training,
+    sequences: int = 1,
+) -> ModelEstimate:
+    """Estimate a model under a layout, for microbatches of a number of sequences.
+
+    A pure function without validation. The degrees must divide what they share: heads and widths by the
+    tensor-parallel degree, the sequence by it and by the context-parallel degree, the experts by the
+    expert-parallel degree, and that must divide the devices of all replicas of a stage.
+    """
+    layers: list[LayerEstimate] = []
+    for kind in model.layers(training.state.gradients, training.ends_share_rank):
+        shapes = model.shapes(kind, degrees, sequences)
+        parts = [_computed(half, shapes, device) for _, half in kind.halves]
+        found = [_layer(part, shapes, device, links, training, kind.can_recompute) for part in parts]
+        if training.by_halves and len(found) > 1:
+            layers += _apart(kind, found)
+        else:
+            is_full = training.recompute == "full" and kind.can_recompute
+            layers.append(_whole(kind, found, parts[0].part.input_bytes if is_full else None))
+    return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A part with the time of its compute, which other parts and links do not change."""
+
+    part: Part
+    times: PerAction
+    shares: TimeShares
+
+
+@lru_cache(maxsize=8192)
+def _computed(half: Kind, shapes: Shapes, device: Device) -> Computed:
+    part = half.part(shapes)
+    return Computed(part, *compute_times(part, shapes.stream, device))
+
+
+def _layer(
+    computed: Computed,
+    shapes: Shapes,
+    device: Device,
+    links: GroupLinks,
+    training: Training,
+    can_recompute: bool,
+) -> LayerEstimate:
+    """One part as a layer."""
+    part, degrees, state = computed.part, shapes.degrees, training.state
+    groups = replicated(part.parameters, degrees, links)
+    exchanged, of_exchanges = exchange_times(part.exchanges, links)
+    compute = computed.times + exchanged
+    replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
+    plain = Running(
+        compute + replicas,
+        part.after_forward,
+        part.after_input,
+        part.workspace + gathered_bytes(groups, state, degrees.zero_stage),
+    )
     recomputed = None
-    if attention.recomputed is not None:
-        recomputed = _both(attention.recomputed, mlp.recomputed or mlp.plain)
-        if config.recompute == "full":
-            # The input of the second half is computed again with the rest.
-            kept = _input_bytes(attention_tensors(_shapes(config)))
-            recomputed = replace(recomputed, after_forward=kept, workspace=_whole_again(plain, kept))
+    if can_recompute and training.recompute == "full":
+        # F keeps only the input, and I begins with an F (Chen et al. 2016, §3).
+        twice = plain.times + PerAction(backward_input=compute.forward)
+        recomputed = Running(
+            twice, part.input_bytes, plain.after_input, _whole_again(plain, part.input_bytes)
+        )
+    elif training.recompute == "selective" and part.core_bytes:
+        # Scores exist during I only (Korthikanti et al. 2022, §5).
+        again = core_times(part, device) + traffic_times(part.core_moved, device)
+        recomputed = Running(
+            plain.times + PerAction(backward_input=again.forward),
+            plain.after_forward - part.core_bytes,
+            plain.after_input,
+            plain.workspace + part.core_bytes,
+        )
     return LayerEstimate(
-        name="block",
-        flops=attention.flops + mlp.flops,
+        name="",
+        flops=part.flops,
         plain=plain,
         recomputed=recomputed,
-        parameters=attention.parameters + mlp.parameters,
-        static=attention.static + mlp.static,
-        output_bytes=mlp.output_bytes,
-        repeat=config.model.layers,
+        parameters=part.parameters.on_device(degrees),
+        static=static_of(part.parameters, state, degrees),
+        output_bytes=part.output_bytes,
+        step=step_times(groups, state, degrees.zero_stage, device),
+        shares=computed.shares + of_exchanges + TimeShares(data_parallel=replicas.total),
     )
+
+
+def _apart(kind: LayerKind, halves: list[LayerEstimate]) -> list[LayerEstimate]:
+    """The halves of every copy as layers."""
+    return [
+        replace(half, name=f"{kind.name}.{copy}.{name}", output_bytes=half.output_bytes * kind.streams)
+        for copy in range(kind.count)
+        for (name, _), half in zip(kind.halves, halves, strict=True)
+    ]
+
+
+def _whole(kind: LayerKind, halves: list[LayerEstimate], kept: int | None) -> LayerEstimate:
+    """A layer of several halves; ``kept`` are the bytes that full recomputation keeps of it."""
+    whole = halves[0]
+    for half in halves[1:]:
+        recomputed = None
+        if whole.recomputed is not None or half.recomputed is not None:
+            recomputed = _both(whole.recomputed or whole.plain, half.recomputed or half.plain)
+        whole = replace(
+            half,
+            flops=whole.flops + half.flops,
+            plain=_both(whole.plain, half.plain),
+            recomputed=recomputed,
+            parameters=whole.parameters + half.parameters,
+            static=whole.static + half.static,
+            step=whole.step + half.step,
+            shares=whole.shares + half.shares,
+        )
+    if whole.recomputed is not None and kept is not None:
+        # The inputs of the later halves are computed again with the rest.
+        again = replace(whole.recomputed, after_forward=kept, workspace=_whole_again(whole.plain, kept))
+        whole = replace(whole, recomputed=again)
+    return replace(whole, name=kind.name, repeat=kind.copies, output_bytes=whole.output_bytes * kind.streams)
 
 
 def _both(first: Running, second: Running) -> Running:
@@ -129,177 +263,17 @@ def _both(first: Running, second: Running) -> Running:
     )
 
 
-def _attention(config: EstimateConfig) -> LayerEstimate:
-    shapes = _shapes(config)
-    tensors = attention_tensors(shapes)
-    layer = _layer(
-        config,
-        "attention",
-        tensors,
-        attention_flops(config.model),
-        traffic.attention_traffic(shapes),
-        times.half_collectives(shapes.sequence_parallel),
-        _attention_workspace(shapes),
-        attention_parameters(config.model),
-    )
-    return replace(layer, recomputed=_recomputed(config, layer.plain, tensors))
-
-
-def _attention_workspace(shapes: Shapes) -> int:
-    model = shapes.model
-    # I holds most when it has computed its gradients and released nothing: the gradients of the residual
-    # stream, of the heads' output, and of queries, keys and values. With plain attention, the last three
-    # exist twice for a moment, together with the scores and their gradient.
-    projected = shapes.query + 2 * shapes.kv
-    gradients = shapes.whole + shapes.query + projected
-    if model.attention == "plain":
-        gradients += projected + 2 * shapes.scores
-    # B also computes the gradients of weights. For the projection back, everything that F kept is still
-    # there. For the first projection, queries, keys and values (whose gradients are as large) and the input
-    # of the projection back are released.
-    back = shapes.whole + shapes.query + shapes.weight(model.query_width, model.hidden)
-    first = shapes.weight(model.hidden, model.query_width + 2 * model.kv_width)
-    first += shapes.whole + shapes.hidden - shapes.query
-    return max(gradients, back, first)
-
-
-def _mlp(config: EstimateConfig) -> LayerEstimate:
-    shapes = _shapes(config)
-    tensors = mlp_tensors(shapes)
-    layer = _layer(
-        config,
-        "mlp",
-        tensors,
-        mlp_flops(config.model),
-        traffic.mlp_traffic(shapes),
-        times.half_collectives(shapes.sequence_parallel),
-        _mlp_workspace(shapes),
-        mlp_parameters(config.model),
-    )
-    return replace(layer, recomputed=_recomputed(config, layer.plain, tensors))
-
-
-def _mlp_workspace(shapes: Shapes) -> int:
-    model, inputs = shapes.model, 2 if shapes.model.gated else 1
-    # I: the gradients of the residual stream, of the last matrix's input, and of the activation's inputs.
-    gradients = shapes.whole + (1 + inputs) * shapes.ffn
-    # B also computes the gradients of weights. For the last matrix, everything that F kept is still there.
-    # For the first one, the activation's inputs (whose gradients are as large) and the input of the last
-    # matrix are released.
-    last = shapes.whole + shapes.ffn + shapes.weight(model.ffn_width, model.hidden)
-    released = (2 if model.gated and not model.fused_activation else 1) * shapes.ffn
-    first = shapes.weight(model.hidden, inputs * model.ffn_width) + shapes.whole + shapes.hidden - released
-    return max(gradients, last, first)
-
-
-def _embedding(config: EstimateConfig) -> LayerEstimate:
-    model, shapes = config.model, _shapes(config)
-    # F computes rows for tokens and positions, then their sum. B computes a gradient of the whole table.
-    rows = shapes.whole + (shapes.positions + shapes.whole if model.positions == "learned" else 0)
-    table = shapes.whole + shapes.weight(model.vocabulary, model.hidden)
-    return _layer(
-        config,
-        "embedding",
-        embedding_tensors(shapes),
-        PerAction(),
-        traffic.embedding_traffic(shapes, config.precision.gradients),
-        times.embedding_collectives(shapes.sequence_parallel),
-        max(rows, table),
-        embedding_parameters(model),
-    )
-
-
-def _head(config: EstimateConfig) -> LayerEstimate:
-    model, shapes = config.model, _shapes(config)
-    # In addition to the tensors that the loss keeps, I computes two of the same size in float32: the
-    # gradients after and before the logarithm of the softmax. With a small vocabulary, the two around the
-    # norm are larger. With few tokens, B needs most: for the gradients of the weight and of its input, after
-    # the logits of the loss are released.
-    in_float32 = shapes.logits // model.dtype_bytes * STATISTIC_BYTES
-    table = shapes.weight(model.vocabulary, model.hidden)
-    parameters = head_parameters(model)
-    if model.tied_embeddings and config.placement != "v":
-        # The embedding is on another rank, so the head needs a copy, with all that training keeps of it.
-        parameters += Parameters(shared=model.vocabulary * model.hidden, replicated=0)
-    layer = _layer(
-        config,
-        "head",
-        head_tensors(shapes),
-        head_flops(model),
-        traffic.head_traffic(shapes),
-        times.head_collectives(shapes.sequence_parallel),
-        max(2 * in_float32, 2 * shapes.whole, table + shapes.whole + shapes.logits - in_float32),
-        parameters,
-    )
-    return replace(layer, output_bytes=0)
-
-
-def _layer(
-    config: EstimateConfig,
-    name: str,
-    tensors: Sequence[Held],
-    flops: PerAction,
-    moved: PerAction,
-    collectives: times.Collectives,
-    workspace: int,
-    parameters: Parameters,
-) -> LayerEstimate:
-    """A layer without recomputation; ``flops`` and ``parameters`` are those of the tensor-parallel group."""
-    parallel, device = config.parallel, config.device
-    on_device = flops / parallel.tensor_parallel
-    compute = times.product_times(on_device, device) + times.traffic_times(moved, device)
-    plain = Running(
-        compute + times.collective_times(collectives, config),
-        after_forward(tensors),
-        after_input(tensors),
-        workspace,
-    )
-    count = parameters.on_device(parallel.tensor_parallel)
-    kept = static_bytes(
-        count, config.precision, config.optimizer_states, parallel.zero_stage, parallel.data_parallel
-    )
-    return LayerEstimate(
-        name=name,
-        flops=on_device,
-        plain=plain,
-        recomputed=None,
-        parameters=count,
-        # A replica's share of a layer is rounded up: shards are padded to one size.
-        static=StaticBytes(*map(math.ceil, (kept.parameters, kept.gradients, kept.optimizer))),
-        output_bytes=_shapes(config).hidden,
-    )
-
-
-def _recomputed(config: EstimateConfig, plain: Running, tensors: Sequence[Held]) -> Running | None:
-    """The costs of half a block if its stage is recomputed; None if the half offers no recomputation."""
-    if config.recompute == "full":
-        # F keeps only the input, and I begins with an F (Chen et al. 2016, §3).
-        kept = _input_bytes(tensors)
-        twice = plain.times + PerAction(backward_input=plain.times.forward)
-        return Running(twice, kept, plain.after_input, _whole_again(plain, kept))
-    scores = after_forward(tensor for tensor in tensors if tensor.is_core)
-    if config.recompute == "none" or not scores:
-        return None
-    # Selective recomputation: scores exist during I only (Korthikanti et al. 2022, §5).
-    flops = core_flops(config.model) / config.parallel.tensor_parallel
-    again = times.product_times(flops, config.device)
-    again += times.traffic_times(traffic.core_traffic(_shapes(config)), config.device)
-    return Running(
-        plain.times + PerAction(backward_input=again.forward),
-        plain.after_forward - scores,
-        plain.after_input,
-        plain.workspace + scores,
-    )
-
-
-def _input_bytes(tensors: Sequence[Held]) -> int:
-    return after_forward(tensor for tensor in tensors if tensor.is_input)
-
-
 def _whole_again(plain: Running, kept: int) -> int:
     """Workspace of a recomputed layer: the outputs of F, except the input, exist during its backward only."""
     return plain.workspace + plain.after_forward - kept
 
 
-def _shapes(config: EstimateConfig) -> Shapes:
-    return Shapes(config.model, config.parallel.tensor_parallel, config.parallel.sequence_parallel)
+def _table_reduction(model: Transformer, degrees: Degrees, links: GroupLinks, training: Training) -> float:
+    """An all-reduce of the table's gradients between the ranks that hold it (Shoeybi et al. 2019, §3).
+
+    Two ranks send all of it once (Megatron-LM, ``_allreduce_word_embedding_grads``).
+    """
+    if training.ends_share_rank or not (model.tied or model.predictions):
+        return 0.0
+    size = model.vocabulary * model.stream.hidden // degrees.tensor * training.state.gradients
+    return links.pipeline.time(size)

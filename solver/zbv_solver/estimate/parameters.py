@@ -2,81 +2,79 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zbv_solver.estimate.amounts import Summed
-from zbv_solver.estimate.config import ModelConfig, Precision
+from zbv_solver.estimate.shapes import Degrees
 
 
 @dataclass(frozen=True)
-class Parameters(Summed):
-    """A parameter count, split by how tensor parallelism treats the parameters.
+class Parameters:
+    """A parameter count, split by how parallelism treats the parameters.
 
     Attributes
     ----------
     shared
         Parameters of matrices that a tensor-parallel group divides.
     replicated
-        Parameters that every device has whole: norms, positions, and biases after a sum over the group.
+        Parameters that every device has whole: norms, positions, biases after a sum over the group, routers.
+    experts
+        Parameters of routed experts, which an expert-parallel group divides.
+    chosen
+        Parameters of the routed experts that one token uses.
     """
 
     shared: int
     replicated: int
+    experts: int = 0
+    chosen: int = 0
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            self.shared + other.shared,
+            self.replicated + other.replicated,
+            self.experts + other.experts,
+            self.chosen + other.chosen,
+        )
 
     @property
     def total(self) -> int:
         """Count in the whole model."""
-        return self.shared + self.replicated
+        return self.shared + self.replicated + self.experts
 
-    def on_device(self, tensor_parallel: int) -> int:
-        """Count on each device of a tensor-parallel group."""
-        return self.shared // tensor_parallel + self.replicated
+    @property
+    def active(self) -> int:
+        """Count of those that one token uses."""
+        return self.shared + self.replicated + self.chosen
 
+    def dense_on(self, degrees: Degrees) -> int:
+        """Count on a device, without routed experts."""
+        return self.shared // degrees.tensor + self.replicated
 
-def attention_parameters(model: ModelConfig) -> Parameters:
-    """Norm, projection to queries, keys and values, and the projection back.
+    def experts_on(self, degrees: Degrees) -> int:
+        """Count of routed experts' parameters on a device."""
+        return self.experts // degrees.expert
 
-    Shoeybi et al. 2019, §3, for the division by tensor parallelism; Ainslie et al. 2023, §2, for fewer key
-    and value heads than query heads.
-    """
-    h, query, both = model.hidden, model.query_width, model.query_width + 2 * model.kv_width
-    head_norms = 2 * model.width_of_head if model.qk_norm else 0
-    return Parameters(
-        shared=h * both + query * h + (both if model.has_qkv_bias else 0),
-        replicated=_norm(model) + head_norms + (h if model.bias else 0),
-    )
-
-
-def mlp_parameters(model: ModelConfig) -> Parameters:
-    """Norm and two matrices, or three with a gate (Shazeer 2020, §2)."""
-    into = (2 if model.gated else 1) * model.ffn_width
-    return Parameters(
-        shared=model.hidden * into + model.ffn_width * model.hidden + (into if model.bias else 0),
-        replicated=_norm(model) + (model.hidden if model.bias else 0),
-    )
+    def on_device(self, degrees: Degrees) -> int:
+        """Count on each device."""
+        return self.dense_on(degrees) + self.experts_on(degrees)
 
 
-def embedding_parameters(model: ModelConfig) -> Parameters:
-    """Table of tokens, divided by vocabulary (Shoeybi et al. 2019, §3), and of learned positions."""
-    positions = model.sequence * model.hidden if model.positions == "learned" else 0
-    return Parameters(shared=model.vocabulary * model.hidden, replicated=positions)
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter of each kind of training state, of an optimizer with so many states."""
 
+    parameters: float = 2.0
+    gradients: float = 2.0
+    master: float = 4.0
+    state: float = 4.0
+    states: int = 2
 
-def head_parameters(model: ModelConfig) -> Parameters:
-    """Final norm, and the matrix to the vocabulary unless it is tied to the embedding."""
-    table = 0 if model.tied_embeddings else model.vocabulary * model.hidden
-    return Parameters(shared=table, replicated=_norm(model))
-
-
-def model_parameters(model: ModelConfig) -> int:
-    """The model's parameters; tied ones are counted once."""
-    block = attention_parameters(model) + mlp_parameters(model)
-    ends = embedding_parameters(model) + head_parameters(model)
-    return model.layers * block.total + ends.total
-
-
-def _norm(model: ModelConfig) -> int:
-    return model.hidden * (2 if model.norm == "layernorm" else 1)
+    @property
+    def optimizer(self) -> float:
+        """Master copy and states."""
+        return self.master + self.states * self.state
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,7 @@ class StaticBytes(Summed):
         return self.parameters + self.gradients + self.optimizer
 
 
-def static_bytes(
-    parameters: int, precision: Precision, optimizer_states: int, zero_stage: int = 0, data_parallel: int = 1
-) -> StaticBytes:
+def static_bytes(parameters: int, state: StateBytes, zero_stage: int = 0, replicas: int = 1) -> StaticBytes:
     """Parameters, gradients and optimizer (master copy and states) of a number of parameters.
 
     Mixed-precision Adam is 2 + 2 + 12 bytes per parameter; ZeRO divides the last, the last two, or all three
@@ -103,10 +99,19 @@ def static_bytes(
     """
 
     def held(size: float, divided_from_stage: int) -> float:
-        return parameters * size / (data_parallel if zero_stage >= divided_from_stage else 1)
+        return parameters * size / (replicas if zero_stage >= divided_from_stage else 1)
 
-    return StaticBytes(
-        held(precision.parameters, 3),
-        held(precision.gradients, 2),
-        held(precision.master + optimizer_states * precision.state, 1),
-    )
+    return StaticBytes(held(state.parameters, 3), held(state.gradients, 2), held(state.optimizer, 1))
+
+
+def static_of(parameters: Parameters, state: StateBytes, degrees: Degrees) -> StaticBytes:
+    """The static memory of a layer on one device, in whole bytes.
+
+    A replica's share of a layer is rounded up: shards are padded to one size. Experts have other replicas
+    than the rest (Megatron-LM, ``DistributedOptimizer`` with expert parallelism).
+    """
+    kept = static_bytes(parameters.dense_on(degrees), state, degrees.zero_stage, degrees.replicas)
+    if parameters.experts:
+        of_experts = parameters.experts_on(degrees)
+        kept += static_bytes(of_experts, state, degrees.zero_stage, degrees.expert_replicas)
+    return StaticBytes(*map(math.ceil, (kept.parameters, kept.gradients, kept.optimizer)))

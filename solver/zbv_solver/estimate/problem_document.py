@@ -6,11 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from zbv_solver.documents.text import number
+from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config import EstimateConfig
-from zbv_solver.estimate.layers import LayerEstimate, Running, estimate_layers
+from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Running, estimate_model
 
 BYTES_PER_MICROSECOND = 1e3
 """In a GB/s."""
+
+
+def estimate_config(config: EstimateConfig) -> ModelEstimate:
+    """The estimate of a configuration."""
+    return estimate_model(
+        transformer(config.model),
+        config.degrees,
+        config.device.rates,
+        config.device.links,
+        config.training,
+        config.model.microbatch_size,
+    )
+
+
+def estimate_layers(config: EstimateConfig) -> tuple[LayerEstimate, ...]:
+    """The layers of a configuration."""
+    return estimate_config(config).layers
 
 
 def problem_document(config: EstimateConfig, layers: Sequence[LayerEstimate] | None = None) -> dict[str, Any]:

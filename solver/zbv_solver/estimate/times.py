@@ -1,84 +1,124 @@
-"""Times of F, I and W of a layer on a device, in microseconds.
+"""Times of F, I and W of a part on a device, in microseconds.
 
-The time of a layer is the sum of three parts: its matrix products at the device's achieved rate, the memory
-traffic of all other operations (:mod:`zbv_solver.estimate.traffic`), and the collectives of its
-tensor-parallel group.
+The time of a part is the sum of three: its matrix products, the memory traffic of all other operations, and
+the exchanges with other devices that compute does not hide.
+
+A product takes the longer of its operations at the device's rate and of its matrices through memory (the
+roofline of Williams et al. 2009, §3), and a constant that does not depend on its size: launch, first loads,
+last wave. One constant for all devices and shapes describes the 58 shapes of a public table of H100 products
+with a mean error of 6 % (OpenXLA, ``xla/service/gpu/model/matmul_interpolator_data.h``, bfloat16, from 256 x
+512 x 256 to 4 x 4096³): 6 us, 0.80 of the data sheet's rate and 2500 GB/s. The best rates of other devices
+are 0.5 to 0.87 of their data sheets (Bekman, Machine Learning Engineering, "Maximum Achievable Matmul
+FLOPS").
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbv_solver.estimate.activations import Shapes
-from zbv_solver.estimate.amounts import PerAction
-from zbv_solver.estimate.config import DeviceConfig, EstimateConfig
+from zbv_solver.estimate.amounts import PerAction, Summed
+from zbv_solver.estimate.device import MICROSECONDS, TERA, Device, GroupLinks
+from zbv_solver.estimate.part import NONE, Exchange, Part, Product
+from zbv_solver.estimate.shapes import PRODUCT_BYTES, Stream
 
-MICROSECONDS = 1e6
-GIGA = 1e9
-TERA = 1e12
+KERNEL_LATENCY = 6.0
+"""Microseconds of a product in addition to its operations; see above."""
+SUSTAINED_SHARE = 0.9
+"""What the products of a training step reach of the best measured rate of a device.
+
+W consists of products alone. In the profile of four models on A100 (Qi et al. 2023, table 9), it takes 1.07
+to 1.13 times as long as at the best rate, 271 TFLOP/s.
+"""
+TRAFFIC_SHARE = 0.4
+"""What memory traffic reaches of a data sheet's bandwidth, so that F and I fit the same profile."""
+ATTENTION_SHARE = 0.7
+"""Rate of flash attention over that of large products.
+
+Forward and backward with a head of 128 and a causal mask: 190 and 175 of 271 TFLOP/s on A100 (Dao 2023,
+figures 4 and 6), 600 and 500 of 794 on H100 (Shah et al. 2024, FlashAttention-3, figures 5 and 6), for long
+sequences.
+"""
 
 
 @dataclass(frozen=True)
-class Collectives:
-    """Collectives of F, I and W within a tensor-parallel group.
+class TimeShares(Summed):
+    """What F, I and W of a microbatch consist of together, in microseconds."""
 
-    Attributes
-    ----------
-    passes
-        Ring passes, in each of which a device sends (t - 1) / t of a hidden tensor. An all-reduce has two
-        passes, an all-gather or a reduce-scatter one (Patarasuk and Yuan 2009, §3).
-    calls
-        Number of collectives.
-    """
+    products: float = 0.0
+    attention: float = 0.0
+    memory_traffic: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    data_parallel: float = 0.0
 
-    passes: PerAction
-    calls: PerAction
-
-
-def product_times(flops: PerAction, device: DeviceConfig) -> PerAction:
-    """Time of matrix products on one device."""
-    return flops.scaled(MICROSECONDS / (device.achieved_tflops * TERA))
+    @property
+    def total(self) -> float:
+        """The sum of all kinds."""
+        return float(sum(vars(self).values()))
 
 
-def traffic_times(moved: PerAction, device: DeviceConfig) -> PerAction:
-    """Time of memory traffic; 0 if no bandwidth is given."""
-    if device.memory_bandwidth is None:
-        return PerAction()
-    return moved.scaled(MICROSECONDS / (device.memory_bandwidth * GIGA))
+def compute_times(part: Part, stream: Stream, device: Device) -> tuple[PerAction, TimeShares]:
+    """Products and memory traffic."""
+    products, core = NONE, core_times(part, device)
+    for product in part.products:
+        products += product_times(product, stream, device)
+    moved = traffic_times(part.moved, device)
+    return core + moved + products, TimeShares(products.total, core.total, moved.total)
 
 
-def collective_times(collectives: Collectives, config: EstimateConfig) -> PerAction:
-    """Time of the tensor-parallel group's collectives that is not hidden by compute."""
-    degree, device = config.parallel.tensor_parallel, config.device
-    if degree == 1 or device.tensor_parallel_bandwidth is None:
-        return PerAction()
-    whole = Shapes(config.model).whole
-    per_pass = whole * (degree - 1) / degree * MICROSECONDS / (device.tensor_parallel_bandwidth * GIGA)
-    exposed = collectives.passes.scaled(per_pass) + collectives.calls.scaled(device.tensor_parallel_latency)
-    return exposed.scaled(1 - device.tensor_parallel_overlap)
+def core_times(part: Part, device: Device) -> PerAction:
+    """Attention's products of activations."""
+    core = part.core
+    if not core.forward:
+        return core
+    rate = device.tflops * TERA / MICROSECONDS * (device.attention_share if part.is_flash else 1.0)
+    extra = device.kernel_latency or 0.0
+    return PerAction(core.forward / rate + extra, core.backward_input / rate + extra, 0.0)
 
 
-def half_collectives(sequence_parallel: bool) -> Collectives:
-    """Of attention, and of an MLP.
+def product_times(product: Product, stream: Stream, device: Device) -> PerAction:
+    """One linear layer. Narrow operands are cast, and stored twice: by rows and by columns."""
+    dtype = stream.product_dtype if product.is_narrow else None
+    operations = product.flops * MICROSECONDS / (device.rate(dtype) * TERA)
+    if device.kernel_latency is None and dtype is None:
+        return PerAction(operations, operations, operations)
+    wide, groups = stream.dtype_bytes, product.groups
+    input, output = product.rows * product.n_in * groups, product.rows * product.n_out * groups
+    weight = float(product.n_in * product.n_out * groups)
+    narrow = wide if dtype is None else PRODUCT_BYTES[dtype]
+    operands, extra = input + output + weight, device.kernel_latency or 0.0
 
-    An all-reduce in F and one in I (Shoeybi et al. 2019, §3); with sequence parallelism an all-gather and a
-    reduce-scatter in each, and one more all-gather of the first matrix's input, here before W (Korthikanti et
-    al. 2022, §4.2.2).
-    """
-    if sequence_parallel:
-        return Collectives(passes=PerAction(2, 2, 1), calls=PerAction(2, 2, 1))
-    return Collectives(passes=PerAction(2, 2, 0), calls=PerAction(1, 1, 0))
+    def roofline(written: float) -> float:
+        moved = narrow * (operands - written) + wide * written
+        return extra + max(operations, device.moving_matrices(moved))
+
+    cast = 0.0 if dtype is None else device.moving(wide + 2 * narrow)
+    return PerAction(
+        roofline(output) + cast * input,
+        roofline(input) + cast * output,
+        roofline(weight),
+    )
 
 
-def embedding_collectives(sequence_parallel: bool) -> Collectives:
-    """A sum of the parts of the vocabulary in F; with sequence parallelism its gradient is gathered in I."""
-    if sequence_parallel:
-        return Collectives(passes=PerAction(1, 1, 0), calls=PerAction(1, 1, 0))
-    return Collectives(passes=PerAction(2, 0, 0), calls=PerAction(1, 0, 0))
+def traffic_times(moved: PerAction, device: Device) -> PerAction:
+    """Memory traffic; 0 if no bandwidth is given."""
+    return moved.scaled(device.moving(1.0))
 
 
-def head_collectives(sequence_parallel: bool) -> Collectives:
-    """The gradient of the head's input is summed in I; sums of the loss over the group are left out."""
-    if sequence_parallel:
-        return Collectives(passes=PerAction(1, 1, 1), calls=PerAction(1, 1, 1))
-    return Collectives(passes=PerAction(0, 2, 0), calls=PerAction(0, 1, 0))
+def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> tuple[PerAction, TimeShares]:
+    """Exchanges that compute does not hide. Those of experts between and inside nodes take place at once."""
+    by_group: dict[str, PerAction] = {}
+    for exchange in exchanges:
+        if exchange.sent.forward or exchange.sent.backward_input:
+            exposed = getattr(links, exchange.group).exposed(exchange.sent, exchange.calls)
+            by_group[exchange.group] = by_group.get(exchange.group, NONE) + exposed
+    tensor, context = by_group.get("tensor", NONE), by_group.get("context", NONE)
+    between, inside = by_group.get("expert", NONE), by_group.get("expert_in_node", NONE)
+    experts = PerAction(
+        max(between.forward, inside.forward), max(between.backward_input, inside.backward_input)
+    )
+    shares = TimeShares(
+        tensor_parallel=tensor.total, context_parallel=context.total, expert_parallel=experts.total
+    )
+    return tensor + context + experts, shares

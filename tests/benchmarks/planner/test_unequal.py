@@ -20,7 +20,7 @@ from benchmarks.planner.unequal import (
 
 
 def row(value: float, *rivals: Rival) -> UnequalRow:
-    return UnequalRow("name", 0.6, 1.0, value, 0.04, rivals)
+    return UnequalRow("name", 0.6, "mem", 1.0, value, 0.04, rivals)
 
 
 def test_a_row_compares_the_plan_with_what_fits_and_with_mean_plans() -> None:
@@ -51,6 +51,6 @@ def test_only_schedules_that_fit_can_win() -> None:
 
 
 def test_unknown_instances_are_refused() -> None:
-    assert len(instances("tail-p8-*")) == 9
-    with pytest.raises(WrongInput, match="matches none of the 60 instances"):
+    assert len(instances("tail-p8-*")) == 18
+    with pytest.raises(WrongInput, match="matches none of the 120 instances"):
         instances("p9")

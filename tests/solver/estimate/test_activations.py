@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import but, gpt, llama, preset_config
-from zbv_solver.estimate.activations import (
-    Held,
-    Shapes,
-    after_forward,
-    after_input,
-    attention_tensors,
-    embedding_tensors,
-    head_tensors,
-    mlp_tensors,
-)
-from zbv_solver.estimate.config import ModelConfig
-from zbv_solver.estimate.layers import estimate_layers
+from support.estimates import but, gpt, llama, parts, preset_config
+from zbv_solver.estimate.config_model import ModelConfig
+from zbv_solver.estimate.part import Held, after_forward, after_input
 from zbv_solver.estimate.presets import preset
+from zbv_solver.estimate.problem_document import estimate_layers
 
 ZERO_BUBBLE = ("gpt-1.5b", "gpt-6.2b", "gpt-14.6b", "gpt-28.3b")
 SMALL = gpt(hidden=64, heads=4, sequence=32, vocabulary=400)
 
 
-def published(tensors: list[Held]) -> int:
+def published(tensors: Iterable[Held]) -> int:
     """Bytes after F as the papers count them, without the statistics of norms."""
     return after_forward(each for each in tensors if "statistics" not in each.name)
 
 
 def block(model: ModelConfig, t: int = 1, sequence_parallel: bool = False) -> list[Held]:
-    shapes = Shapes(model, t, sequence_parallel)
-    return attention_tensors(shapes) + mlp_tensors(shapes)
+    found = parts(model, tensor=t, sequence_parallel=sequence_parallel)
+    return [*found["attention"].tensors, *found["mlp"].tensors]
 
 
 @given(
@@ -50,7 +43,7 @@ def test_blocks_match_the_table_of_korthikanti(s: int, b: int, width: int, t: in
     assert published(block(model, t, True)) == (34 * sbh + scores) // t
     assert published([each for each in block(model, t) if not each.is_core]) == 10 * sbh + 24 * sbh // t
     assert published([each for each in block(model, t, True) if not each.is_core]) == 34 * sbh // t
-    assert after_forward(each for each in attention_tensors(Shapes(model)) if each.is_input) == 2 * sbh
+    assert after_forward(each for each in parts(model)["attention"].tensors if each.is_input) == 2 * sbh
 
 
 @pytest.mark.parametrize(("hidden", "heads", "scores"), [(12288, 96, 80), (20480, 128, 64)])
@@ -65,8 +58,8 @@ def test_scores_of_gpt_3_and_mt_nlg(hidden: int, heads: int, scores: int) -> Non
 def test_the_halves_of_a_block_are_those_of_korthikanti() -> None:
     """§4.1: attention 11 s b h + 5 a s² b, MLP 19 s b h, and 2 s b h for the norm of each."""
     sbh, scores = SMALL.tokens * 64, 5 * 4 * 32 * SMALL.tokens
-    assert published(attention_tensors(Shapes(SMALL))) == 13 * sbh + scores
-    assert published(mlp_tensors(Shapes(SMALL))) == 21 * sbh
+    assert published(parts(SMALL)["attention"].tensors) == 13 * sbh + scores
+    assert published(parts(SMALL)["mlp"].tensors) == 21 * sbh
 
 
 @given(st.sampled_from(("plain", "flash")), st.booleans(), st.sampled_from(("layernorm", "rmsnorm")))
@@ -129,18 +122,21 @@ def test_gradients_of_a_sum_over_the_group_stay_whole() -> None:
 def test_the_head_keeps_logits_in_32_bits() -> None:
     """Korthikanti et al. 2022, §4.3: 2 s b h + 2 s b h + 4 s b V; after I the input and logits' gradient."""
     tokens, targets = SMALL.tokens, 8 * SMALL.tokens
-    held = head_tensors(Shapes(SMALL))
+    held = parts(SMALL)["head"].tensors
     assert published(held) == 4 * tokens * 64 + 4 * tokens * 400 + targets
     assert after_input(held) == 2 * tokens * 64 + 2 * tokens * 400
-    assert published(head_tensors(Shapes(SMALL, 4, True))) == tokens * 64 + tokens * 400 + targets
+    assert (
+        published(parts(SMALL, tensor=4, sequence_parallel=True)["head"].tensors)
+        == tokens * 64 + tokens * 400 + targets
+    )
 
 
 def test_the_embedding_keeps_tokens_and_then_a_gradient() -> None:
     tokens, positions = 8 * SMALL.tokens, 8 * 32
-    plain = embedding_tensors(Shapes(but(SMALL, positions="rotary", dropout=False)))
+    plain = parts(but(SMALL, positions="rotary", dropout=False))["embedding"].tensors
     assert after_forward(plain) == tokens
     assert after_input(plain) == tokens + 2 * SMALL.tokens * 64
-    learned = embedding_tensors(Shapes(SMALL))
+    learned = parts(SMALL)["embedding"].tensors
     assert after_forward(learned) == tokens + positions + SMALL.tokens * 64
     assert after_input(learned) == tokens + positions + 2 * SMALL.tokens * 64 + 2 * 32 * 64
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import gpt, llama
+from support.estimates import gpt, llama, parts
 from zbv_solver.estimate.amounts import PerAction
-from zbv_solver.estimate.config import ModelConfig
-from zbv_solver.estimate.flops import attention_flops, core_flops, head_flops, mlp_flops
+from zbv_solver.estimate.config_model import ModelConfig
 
 gpts = st.builds(
     lambda width, layers, vocabulary, sequence, b: gpt(
@@ -19,11 +18,11 @@ gpts = st.builds(
 
 
 def block_flops(model: ModelConfig) -> PerAction:
-    return attention_flops(model) + mlp_flops(model)
+    return parts(model)["attention"].flops + parts(model)["mlp"].flops
 
 
 def per_microbatch(model: ModelConfig, *, recomputed: bool = False) -> float:
-    block, head = block_flops(model), head_flops(model)
+    block, head = block_flops(model), parts(model)["head"].flops
     return model.layers * (block.total + recomputed * block.forward) + head.total
 
 
@@ -54,7 +53,7 @@ def test_a_step_has_the_operations_of_megatron(model: ModelConfig) -> None:
 def test_training_gpt_3_took_3_14e23_operations() -> None:
     """Brown et al. 2020, table D.1: 300 billion tokens, without attention's scores."""
     model = gpt(hidden=12288, layers=96, heads=96, vocabulary=50257)
-    scores = model.layers * core_flops(model).total
+    scores = model.layers * parts(model)["attention"].core.total
     per_token = (per_microbatch(model) - scores) / model.tokens
     assert per_token * 300e9 == pytest.approx(3.14e23, rel=2e-3)
 
@@ -63,24 +62,28 @@ def test_training_llama_3_405b_took_3_8e25_operations() -> None:
     """Grattafiori et al. 2024, §1 and §3: 15.6 trillion tokens; 6 per parameter and token, without scores."""
     shape = {"hidden": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn": 53248, "vocabulary": 128256}
     model = llama(**shape)
-    per_token = (per_microbatch(model) - model.layers * core_flops(model).total) / model.tokens
+    per_token = (per_microbatch(model) - model.layers * parts(model)["attention"].core.total) / model.tokens
     assert per_token * 15.6e12 == pytest.approx(3.8e25, rel=0.01)
 
 
 def test_scores_have_no_weight_gradient_and_linear_layers_split_evenly() -> None:
     model = llama()
     linear = block_flops(model).backward_weight
-    core = core_flops(model)
+    core = parts(model)["attention"].core
     assert core.backward_weight == 0
-    assert mlp_flops(model).forward == mlp_flops(model).backward_input == mlp_flops(model).backward_weight
+    assert (
+        parts(model)["mlp"].flops.forward
+        == parts(model)["mlp"].flops.backward_input
+        == parts(model)["mlp"].flops.backward_weight
+    )
     assert block_flops(model).forward == linear + core.forward
     assert block_flops(model).backward_input == linear + core.backward_input
 
 
 def test_flash_attention_skips_masked_scores_and_computes_scores_twice() -> None:
     """Dao 2023, §4.1: half for a causal mask, and a backward of 2.5 forwards."""
-    plain = core_flops(llama(attention="plain"))
-    causal, full = core_flops(llama()), core_flops(llama(causal=False))
+    plain = parts(llama(attention="plain"))["attention"].core
+    causal, full = parts(llama())["attention"].core, parts(llama(causal=False))["attention"].core
     assert full.forward == plain.forward == 2 * causal.forward
     assert plain.backward_input == 2 * plain.forward
     assert full.backward_input == 2.5 * full.forward
@@ -91,9 +94,9 @@ def test_fewer_key_heads_shrink_only_the_projections() -> None:
     grouped, whole = llama(kv_heads=8), llama()
     h, tokens = whole.hidden, whole.tokens
     saved = 2 * tokens * h * 2 * (whole.kv_width - grouped.kv_width)
-    assert attention_flops(whole).forward - attention_flops(grouped).forward == saved
-    assert core_flops(whole) == core_flops(grouped)
+    assert parts(whole)["attention"].flops.forward - parts(grouped)["attention"].flops.forward == saved
+    assert parts(whole)["attention"].core == parts(grouped)["attention"].core
 
 
 def test_a_gate_adds_half_an_mlp() -> None:
-    assert mlp_flops(llama()).forward == 1.5 * mlp_flops(llama(gated=False)).forward
+    assert parts(llama())["mlp"].flops.forward == 1.5 * parts(llama(gated=False))["mlp"].flops.forward

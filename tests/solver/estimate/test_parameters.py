@@ -7,22 +7,25 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import but, gpt, llama, preset_config
-from zbv_solver.estimate.config import PRECISIONS, ModelConfig, Precision
-from zbv_solver.estimate.layers import estimate_layers
-from zbv_solver.estimate.parameters import (
-    Parameters,
-    attention_parameters,
-    embedding_parameters,
-    mlp_parameters,
-    model_parameters,
-    static_bytes,
-)
-from zbv_solver.estimate.presets import preset, preset_names
+from support.estimates import but, gpt, llama, parts, preset_config
+from zbv_solver.estimate.build import transformer
+from zbv_solver.estimate.config_model import ModelConfig
+from zbv_solver.estimate.config_parallel import PRECISIONS, Precision
+from zbv_solver.estimate.parameters import Parameters, StateBytes, static_bytes
+from zbv_solver.estimate.problem_document import estimate_layers
+from zbv_solver.estimate.shapes import Degrees
 
-MODELS = [name for name in preset_names() if preset(name).model]
 LLAMA_3 = {"vocabulary": 128256, "kv_heads": 8, "sequence": 8192}
 GB = 1e9
+
+
+def model_parameters(model: ModelConfig) -> int:
+    return transformer(model).parameters().total
+
+
+def state(precision: Precision, states: int) -> StateBytes:
+    sizes = precision.model_dump()
+    return StateBytes(**sizes, states=states)
 
 
 @pytest.mark.parametrize(
@@ -58,18 +61,6 @@ def test_megatron_models_have_the_size_in_their_names(billions: float, layers: i
     assert count == pytest.approx(billions * 1e9, abs=0.06e9)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_presets_have_the_published_number_of_parameters(name: str) -> None:
-    published, model = preset(name).published, preset_config(name).model
-    if published.get("parameters_counted") == "one vocabulary matrix":
-        model = but(model, tied_embeddings=True)
-    within = published.get("parameters_within", 0)
-    assert model_parameters(model) == pytest.approx(published["parameters"], rel=0, abs=within)
-    if "without_embeddings" in published:
-        count = model_parameters(model) - 2 * embedding_parameters(model).total
-        assert count == pytest.approx(published["without_embeddings"], abs=within)
-
-
 @given(st.integers(1, 64), st.integers(1, 40), st.integers(1, 500), st.integers(1, 500))
 def test_a_gpt_has_12_l_h_squared_and_its_corrections(
     width: int, layers: int, vocabulary: int, sequence: int
@@ -91,7 +82,8 @@ def test_only_queries_keys_and_values_may_have_biases() -> None:
 
 
 def block_parameters(model: ModelConfig) -> Parameters:
-    return attention_parameters(model) + mlp_parameters(model)
+    found = parts(model)
+    return found["attention"].parameters + found["mlp"].parameters
 
 
 def test_norms_of_heads_are_two_heads_wide() -> None:
@@ -103,13 +95,13 @@ def test_norms_of_heads_are_two_heads_wide() -> None:
 def test_tensor_parallelism_divides_matrices_and_keeps_norms_whole() -> None:
     block = block_parameters(gpt(hidden=64, heads=4))
     assert block == Parameters(shared=12 * 64**2 + 7 * 64, replicated=6 * 64)
-    assert block.on_device(4) == (12 * 64**2 + 7 * 64) // 4 + 6 * 64
+    assert block.on_device(Degrees(tensor=4)) == (12 * 64**2 + 7 * 64) // 4 + 6 * 64
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_on_7_5_billion_parameters_and_64_replicas(stage: int, gigabytes: float) -> None:
     """Rajbhandari et al. 2020, figure 1."""
-    held = static_bytes(7_500_000_000, PRECISIONS["mixed"], 2, stage, 64)
+    held = static_bytes(7_500_000_000, state(PRECISIONS["mixed"], 2), stage, 64)
     assert held.total / GB == pytest.approx(gigabytes, abs=0.05)
 
 
@@ -126,7 +118,7 @@ def test_zero_on_7_5_billion_parameters_and_64_replicas(stage: int, gigabytes: f
     ],
 )
 def test_bytes_per_parameter(precision: str, states: int, per_parameter: tuple[int, int, int]) -> None:
-    held = static_bytes(1, PRECISIONS[precision], states)
+    held = static_bytes(1, state(PRECISIONS[precision], states))
     assert (held.parameters, held.gradients, held.optimizer) == per_parameter
 
 
@@ -140,7 +132,8 @@ def test_every_stage_of_zero_holds_at_most_as_much_as_the_previous_one(
     parameters: int, replicas: int, states: int, sizes: tuple[int, int, int, int]
 ) -> None:
     precision = Precision(parameters=sizes[0], gradients=sizes[1], master=sizes[2], state=sizes[3])
-    held = [static_bytes(parameters, precision, states, stage, replicas).total for stage in range(4)]
+    kept = state(precision, states)
+    held = [static_bytes(parameters, kept, stage, replicas).total for stage in range(4)]
     assert held == sorted(held, reverse=True)
     assert held[3] == pytest.approx(held[0] / replicas)
 

@@ -1,0 +1,45 @@
+"""The arguments of ``zbv layout``."""
+
+from __future__ import annotations
+
+import argparse
+
+from zbv_solver.commands.messages import flag_of
+
+FLAGS = (
+    *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
+    *("microbatch_size", "zero_stage", "recompute", "placement"),
+)
+"""The parts of a layout that may be fixed."""
+CHOICES = {
+    "recompute": ("none", "full", "per-stage"),
+    "placement": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
+}
+HELP = {
+    "microbatch_size": "sequences per microbatch",
+    "zero_stage": "what replicas share: optimizer states (1), gradients (2), parameters (3)",
+    "recompute": "stages that are recomputed; per-stage lets the plan choose",
+    "placement": "kinds of groups, from neighbouring devices to the farthest",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``zbv layout``."""
+    parser.add_argument("model", nargs="?", help="model (JSON) with global_batch, or a config.json, or -")
+    parser.add_argument("--preset", action="append", default=[], metavar="NAME", help="model that zbv knows")
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster (JSON), or -")
+    parser.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
+    parser.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
+    parser.add_argument("--top", type=int, default=1, metavar="N", help="layouts to list (default: 1)")
+    parser.add_argument(
+        "--effort",
+        choices=("quick", "standard", "thorough"),
+        help="search better plans for the most promising layouts (default: constructed orders)",
+    )
+    fixed = parser.add_argument_group("parts of the layout", "the search chooses those that are not given")
+    for name in FLAGS:
+        if name in CHOICES:
+            fixed.add_argument(flag_of(name), choices=CHOICES[name], help=HELP.get(name))
+        else:
+            fixed.add_argument(flag_of(name), type=int, metavar="INT", help=HELP.get(name))
+    parser.add_argument("-o", "--output", metavar="FILE", help="layouts with their plans (JSON), or -")

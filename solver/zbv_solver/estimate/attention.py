@@ -1,0 +1,156 @@
+"""First half of a block: norm, projections, scores, residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from zbv_solver.estimate.amounts import PerAction
+from zbv_solver.estimate.parameters import Parameters
+from zbv_solver.estimate.part import (
+    Held,
+    Part,
+    Product,
+    around,
+    dropout_tensors,
+    gradient,
+    half_exchange,
+    norm_tensors,
+)
+from zbv_solver.estimate.scores import Scores
+from zbv_solver.estimate.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Multi-head attention; with fewer key and value heads, grouped-query attention.
+
+    Attributes
+    ----------
+    qkv_bias
+        Whether the projection to queries, keys and values has a bias.
+    qk_norm
+        Whether queries and keys are normalised per head.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rotary: bool = True
+    flash: bool = True
+    causal: bool = True
+    window: int | None = None
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Its products of activations."""
+        width, key = self.head_dim, self.key
+        return Scores(self.heads, width, width, key, key, self.flash, self.causal, self.window)
+
+    def part(self, shapes: Shapes) -> Part:
+        """Costs and memory on one device."""
+        h, t, tokens = shapes.stream.hidden, shapes.tensor, shapes.tokens
+        rotated = shapes.divided(self.query) + shapes.divided(self.key)
+        moved = around(shapes) + self.scores.traffic(shapes)
+        if self.rotary:
+            moved += PerAction(2 * rotated, 2 * rotated)
+        if self.qk_norm:
+            moved += PerAction(2 * rotated, 3 * rotated)
+        return Part(
+            parameters=self.parameters(shapes),
+            products=(
+                Product(tokens, h, (self.query + 2 * self.key) // t),
+                Product(tokens, self.query // t, h),
+            ),
+            core=self.scores.flops(shapes),
+            is_flash=self.flash,
+            tensors=tuple(self.tensors(shapes)),
+            moved=moved,
+            core_moved=self.scores.traffic(shapes),
+            exchanges=(half_exchange(shapes), self.scores.exchange(shapes)),
+            workspace=self.workspace(shapes) + self.scores.workspace(shapes),
+            output_bytes=shapes.hidden,
+        )
+
+    def parameters(self, shapes: Shapes) -> Parameters:
+        """Norm, projection to queries, keys and values, and the projection back.
+
+        Shoeybi et al. 2019, §3, for the division by tensor parallelism; Ainslie et al. 2023, §2, for fewer
+        key and value heads than query heads.
+        """
+        stream = shapes.stream
+        h, both = stream.hidden, self.query + 2 * self.key
+        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        return Parameters(
+            shared=h * both + self.query * h + (both if self.qkv_bias else 0),
+            replicated=h * stream.norm_values + head_norms + (h if stream.bias else 0),
+        )
+
+    def tensors(self, shapes: Shapes) -> list[Held]:
+        """13 s b h + 5 a s² b with dropout in 16 bits (Korthikanti et al. 2022, §4.1)."""
+        query, key = shapes.divided(self.query), shapes.divided(self.key)
+        held = [
+            *norm_tensors(shapes, "attention's norm"),
+            Held(
+                "input of the projection to queries, keys, values",
+                shapes.operand(shapes.hidden),
+                after_input=True,
+            ),
+            gradient("gradients of queries, keys, values", shapes.operand(query + 2 * key)),
+            Held("queries", query),
+            Held("keys", key),
+            Held("values", key),
+            *self.scores.tensors(shapes),
+            *projection_back(shapes, query),
+        ]
+        if self.qk_norm:
+            rows = (self.heads + self.kv_heads) // shapes.tensor * shapes.tokens
+            held.append(Held("queries and keys before their norms", query + key))
+            held.append(Held("statistics of their norms", shapes.statistics * rows))
+        return held + dropout_tensors(shapes, "attention's dropout mask")
+
+    def workspace(self, shapes: Shapes) -> int:
+        """Most memory in addition to kept tensors, in I or B."""
+        query, key = shapes.divided(self.query), shapes.divided(self.key)
+        h, whole = shapes.stream.hidden, shapes.whole
+        # I holds most when it has computed its gradients and released nothing: the gradients of the residual
+        # stream, of the heads' output, and of queries, keys and values. With plain attention, the last three
+        # exist twice for a moment, together with the scores and their gradient.
+        projected = query + 2 * key
+        gradients = whole + query + projected
+        if not self.flash:
+            gradients += projected + 2 * self.scores.bytes(shapes)
+        # B also computes the gradients of weights. For the projection back, everything that F kept is still
+        # there. For the first projection, queries, keys and values (whose gradients are as large) and the
+        # input of the projection back are released.
+        back = whole + query + shapes.weight(self.query, h)
+        first = shapes.weight(h, self.query + 2 * self.key) + whole + shapes.hidden - query
+        return max(gradients, back, first)
+
+
+def projection_back(shapes: Shapes, heads: int) -> list[Held]:
+    """The heads' output, of the given size, and the gradient of what is computed from it.
+
+    The gradient of a sum over the tensor-parallel group is whole: it is gathered for I and queued in that
+    form. Flash attention reads its output again in I, so it keeps it also where the product takes a narrow
+    copy.
+    """
+    held = [
+        Held("input of the projection back", shapes.operand(heads), after_input=True),
+        gradient("gradient of the projection back", shapes.operand(shapes.whole)),
+    ]
+    if shapes.stream.product_dtype is not None:
+        held.append(Held("output of the heads", heads))
+    return held

@@ -1,0 +1,75 @@
+"""The section ``parallel`` of a configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from zbv_solver.estimate.config_fields import Amount, ConfigSection, Flag, Size
+from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
+from zbv_solver.problem.problem import Objective
+
+OPTIMIZER_STATES = {"adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0}
+"""Values that an optimizer keeps per parameter, in addition to a master copy."""
+
+
+class Precision(ConfigSection):
+    """Bytes per parameter of each kind of training state; ``state`` once per state of the optimizer."""
+
+    parameters: Amount
+    gradients: Amount
+    master: Amount = Field(description="copy of the parameters that the optimizer works on")
+    state: Amount = Field(description="each of the values that the optimizer keeps")
+
+
+PRECISIONS = {
+    "mixed": Precision(parameters=2, gradients=2, master=4, state=4),
+    "mixed-fp32-gradients": Precision(parameters=2, gradients=4, master=4, state=4),
+    "single": Precision(parameters=4, gradients=4, master=0, state=4),
+    "half": Precision(parameters=2, gradients=2, master=0, state=2),
+}
+"""``mixed``: Rajbhandari et al. 2020, §3.1. ``mixed-fp32-gradients``: as Megatron-LM accumulates them."""
+
+
+def _name_or_bytes(value: Any) -> str:
+    return "name" if isinstance(value, str) else "bytes"
+
+
+PrecisionChoice = Annotated[
+    Annotated[Literal["mixed", "mixed-fp32-gradients", "single", "half"], Tag("name")]
+    | Annotated[Precision, Tag("bytes")],
+    Discriminator(_name_or_bytes),
+]
+
+
+class ParallelConfig(ConfigSection):
+    """How the model is distributed over devices, and what training keeps."""
+
+    pp_degree: Size = Field(le=MAX_PP_DEGREE, description="pipeline ranks, p")
+    microbatches: Size = Field(le=MAX_CELLS, description="per step and replica, m")
+    placement: Literal["auto", "v", "loop", "single"] | None = Field(
+        None, description="null: v with tied embeddings, which V brings to one rank, else auto"
+    )
+    chunks: Size | None = Field(None, le=64, description="stages per rank; only for placement loop")
+    objective: Objective = Field("span", description="what the plan minimises")
+    tensor_parallel: Size = Field(1, description="devices that share every layer, t")
+    sequence_parallel: Flag = Field(False, description="they share norms and dropout, too, by sequence")
+    context_parallel: Size = Field(1, description="devices that share every sequence, c")
+    context_exchange: Literal["ring", "all-gather"] = Field(
+        "ring", description="how they exchange keys and values"
+    )
+    expert_parallel: Size = Field(1, description="devices that share the experts of a block")
+    expert_parallel_in_node: Size = Field(1, description="of these, devices on one node")
+    data_parallel: Size = Field(1, description="replicas of the pipeline, d")
+    zero_stage: Annotated[int, Field(strict=True, ge=0, le=3)] = Field(
+        0, description="replicas share optimizer states (1), gradients (2), parameters (3)"
+    )
+    optimizer: Literal["adam", "lion", "sgd-momentum", "sgd"] = "adam"
+    precision: PrecisionChoice | None = Field(
+        None, description="a name or bytes of each kind; null: single for float32, else mixed"
+    )
+    recompute: Literal["none", "selective", "full"] | None = Field(
+        None, description="the alternative that layers carry; null: selective for plain attention, else full"
+    )
+    granularity: Literal["block", "half"] = Field("block", description="half: attention and MLP apart")

@@ -1,0 +1,176 @@
+"""First half of a block with multi-head latent attention (DeepSeek-AI 2024a, DeepSeek-V2, §2.1).
+
+Queries, and keys with values, are each projected down to a latent vector, normalised, and projected up to the
+heads. A part of every key, the rotated one, is computed from the block's input and shared by all heads.
+Training materialises keys and values of all heads, as Megatron-LM does
+(``megatron/core/transformer/multi_latent_attention.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from zbv_solver.estimate.amounts import PerAction
+from zbv_solver.estimate.attention import projection_back
+from zbv_solver.estimate.parameters import Parameters
+from zbv_solver.estimate.part import (
+    Exchange,
+    Held,
+    Part,
+    Product,
+    around,
+    dropout_tensors,
+    gradient,
+    group_sum,
+    norm_tensors,
+)
+from zbv_solver.estimate.scores import Scores
+from zbv_solver.estimate.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention.
+
+    Attributes
+    ----------
+    query_rank
+        Width of the queries' latent vector; None if queries are projected directly.
+    kv_rank
+        Width of the latent vector of keys and values.
+    plain_dim, rotated_dim
+        Widths of a head's queries and keys: computed from the latent vector, and rotated.
+    value_dim
+        Width of a head's values.
+    """
+
+    heads: int
+    query_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    rotated_dim: int
+    value_dim: int
+    flash: bool = True
+    causal: bool = True
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.plain_dim + self.rotated_dim
+
+    @property
+    def down(self) -> int:
+        """Width of the product that makes the latent vectors and the rotated part of the keys."""
+        return (self.query_rank or 0) + self.kv_rank + self.rotated_dim
+
+    @property
+    def up(self) -> int:
+        """Width of all heads' keys, without the rotated part, and values."""
+        return self.heads * (self.plain_dim + self.value_dim)
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Its products of activations."""
+        keys, values = self.heads * self.key_dim, self.heads * self.value_dim
+        return Scores(self.heads, self.key_dim, self.value_dim, keys, values, self.flash, self.causal)
+
+    def part(self, shapes: Shapes) -> Part:
+        """Costs and memory on one device.
+
+        Tensor parallelism divides the projections up and back. Every device has those down whole, and
+        computes them for its own tokens.
+        """
+        h, t, tokens = shapes.stream.hidden, shapes.tensor, shapes.tokens
+        queries = self.heads * self.key_dim
+        projections = [
+            Product(shapes.own_tokens, h, self.down),
+            Product(tokens, self.query_rank or h, queries // t),
+            Product(tokens, self.kv_rank, self.up // t),
+            Product(tokens, self.heads * self.value_dim // t, h),
+        ]
+        latent = shapes.own((self.query_rank or 0) + self.kv_rank)
+        heads = shapes.divided(2 * queries)
+        norms = PerAction(2 * latent, 3 * latent)
+        # The rotated parts are joined to queries and keys, which copies both.
+        joined = PerAction(2 * heads, 2 * heads)
+        return Part(
+            parameters=self.parameters(shapes),
+            products=tuple(projections),
+            core=self.scores.flops(shapes),
+            is_flash=self.flash,
+            tensors=tuple(self.tensors(shapes)),
+            moved=around(shapes) + norms + joined + self.scores.traffic(shapes),
+            core_moved=self.scores.traffic(shapes),
+            exchanges=(self.exchange(shapes), self.scores.exchange(shapes)),
+            workspace=self.workspace(shapes) + self.scores.workspace(shapes),
+            output_bytes=shapes.hidden,
+        )
+
+    def parameters(self, shapes: Shapes) -> Parameters:
+        """DeepSeek-AI 2024a, appendix C, with the norms of latent vectors; no biases."""
+        h, q, kv = shapes.stream.hidden, self.query_rank, self.kv_rank
+        queries = self.heads * self.key_dim
+        return Parameters(
+            shared=(q or h) * queries + kv * self.up + self.heads * self.value_dim * h,
+            replicated=h * self.down + (h + (q or 0) + kv) * shapes.stream.norm_values,
+        )
+
+    def tensors(self, shapes: Shapes) -> list[Held]:
+        """Inputs and outputs of every projection, the norms of latent vectors, and what scores read."""
+        h, q, kv = shapes.stream.hidden, self.query_rank, self.kv_rank
+        keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
+        rows = shapes.statistics * shapes.own_tokens
+        held = [
+            *norm_tensors(shapes, "attention's norm"),
+            Held("input of the projections down", shapes.operand(shapes.own(h)), after_input=True),
+            gradient("gradients of the projections down", shapes.operand(shapes.own(self.down))),
+            Held("latent vector of keys and values", shapes.own(kv)),
+            Held("statistics of its norm", rows),
+            Held(
+                "input of the projection to keys and values", shapes.operand(shapes.own(kv)), after_input=True
+            ),
+            gradient("gradients of keys and values", shapes.operand(shapes.divided(self.up))),
+            gradient("gradient of queries", shapes.operand(keys)),
+            Held("queries", keys),
+            Held("keys", keys),
+            Held("values", values),
+            *self.scores.tensors(shapes),
+            *projection_back(shapes, values),
+        ]
+        if q is not None:
+            held.append(Held("latent vector of queries", shapes.own(q)))
+            held.append(Held("statistics of the queries' norm", rows))
+            held.append(
+                Held("input of the projection to queries", shapes.operand(shapes.own(q)), after_input=True)
+            )
+        return held + dropout_tensors(shapes, "attention's dropout mask")
+
+    def exchange(self, shapes: Shapes) -> Exchange:
+        """Tensor-parallel collectives: latent vectors are gathered before they are projected up.
+
+        Their gradients are summed in I; the output and its gradient as in other attention.
+        """
+        h, gathered = (
+            shapes.stream.hidden,
+            self.down if self.query_rank is not None else self.down + shapes.stream.hidden,
+        )
+        both = gathered + h
+        if shapes.degrees.sequence_parallel:
+            each = group_sum(shapes, PerAction(1, 1, 0), PerAction(2, 2, 1), both)
+            more = group_sum(shapes, PerAction(0, 0, 1), PerAction(), gathered)
+            return Exchange("tensor", each.sent + more.sent, each.calls)
+        forward = group_sum(shapes, PerAction(2, 0, 0), PerAction(1, 1, 0), h)
+        backward = group_sum(shapes, PerAction(0, 2, 0), PerAction(), gathered)
+        return Exchange("tensor", forward.sent + backward.sent, forward.calls)
+
+    def workspace(self, shapes: Shapes) -> int:
+        """Most memory in addition to kept tensors, in I or B, as in other attention."""
+        h, whole = shapes.stream.hidden, shapes.whole
+        keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
+        projected = 2 * keys + values
+        gradients = whole + values + projected
+        if not self.flash:
+            gradients += projected + 2 * self.scores.bytes(shapes)
+        back = whole + values + shapes.weight(self.heads * self.value_dim, h)
+        return max(gradients, back)

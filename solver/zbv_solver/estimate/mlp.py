@@ -1,0 +1,113 @@
+"""Second half of a block: norm, MLP, residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbv_solver.estimate.amounts import PerAction
+from zbv_solver.estimate.parameters import Parameters
+from zbv_solver.estimate.part import (
+    Held,
+    Part,
+    Product,
+    around,
+    dropout_tensors,
+    gradient,
+    half_exchange,
+    norm_tensors,
+)
+from zbv_solver.estimate.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """An MLP of two matrices, or of three with a gate (Shazeer 2020, §2).
+
+    Attributes
+    ----------
+    ffn
+        Width between its matrices, f.
+    fused_activation
+        Whether gate and activation are one kernel, which keeps its inputs alone.
+    """
+
+    ffn: int
+    gated: bool = True
+    fused_activation: bool = True
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of the activation."""
+        return 2 if self.gated else 1
+
+    def part(self, shapes: Shapes) -> Part:
+        """Costs and memory on one device."""
+        h, ffn = shapes.stream.hidden, self.ffn // shapes.tensor
+        return Part(
+            parameters=self.parameters(shapes),
+            products=(
+                Product(shapes.tokens, h, self.inputs * ffn),
+                Product(shapes.tokens, ffn, h),
+            ),
+            tensors=tuple(self.tensors(shapes)),
+            moved=around(shapes) + self.activation_traffic(shapes.divided(self.ffn)),
+            exchanges=(half_exchange(shapes),),
+            workspace=self.workspace(shapes),
+            output_bytes=shapes.hidden,
+        )
+
+    def activation_traffic(self, size: int) -> PerAction:
+        """Memory traffic of the activation; ``size`` is that of a tensor as wide as the MLP."""
+        into = self.inputs * size
+        moved = PerAction(into + size, 2 * into + size)
+        if self.gated and not self.fused_activation:
+            moved += PerAction(2 * size, 2 * size)
+        return moved
+
+    def parameters(self, shapes: Shapes) -> Parameters:
+        """Norm and matrices, with their biases."""
+        stream, into = shapes.stream, self.inputs * self.ffn
+        h = stream.hidden
+        return Parameters(
+            shared=h * into + self.ffn * h + (into if stream.bias else 0),
+            replicated=h * stream.norm_values + (h if stream.bias else 0),
+        )
+
+    def tensors(self, shapes: Shapes) -> list[Held]:
+        """21 s b h with dropout in 16 bits (Korthikanti et al. 2022, §4.1).
+
+        With a gate the activation reads two tensors; unfused, the activated gate is kept as well.
+        """
+        ffn = shapes.divided(self.ffn)
+        held = [
+            *norm_tensors(shapes, "MLP's norm"),
+            Held("input of the MLP's first matrix", shapes.operand(shapes.hidden), after_input=True),
+            *self.inner_tensors(shapes, ffn),
+            gradient("gradient of the MLP's last matrix", shapes.operand(shapes.whole)),
+        ]
+        return held + dropout_tensors(shapes, "MLP's dropout mask")
+
+    def inner_tensors(self, shapes: Shapes, ffn: int) -> list[Held]:
+        """What is kept between the matrices; ``ffn`` is the size of a tensor as wide as the MLP."""
+        into = self.inputs * ffn
+        held = [
+            gradient("gradient of the MLP's first matrix", shapes.operand(into)),
+            Held("input of the activation", into),
+            Held("input of the MLP's last matrix", shapes.operand(ffn), after_input=True),
+        ]
+        if self.gated and not self.fused_activation:
+            held.append(Held("activated gate", ffn))
+        return held
+
+    def workspace(self, shapes: Shapes) -> int:
+        """Most memory in addition to kept tensors, in I or B."""
+        h, ffn, whole = shapes.stream.hidden, shapes.divided(self.ffn), shapes.whole
+        # I: the gradients of the residual stream, of the last matrix's input, and of the activation's inputs.
+        gradients = whole + (1 + self.inputs) * ffn
+        # B also computes the gradients of weights. For the last matrix, everything that F kept is still
+        # there. For the first one, the activation's inputs (whose gradients are as large) and the input of
+        # the last matrix are released.
+        last = whole + ffn + shapes.weight(self.ffn, h)
+        released = (2 if self.gated and not self.fused_activation else 1) * ffn
+        first = shapes.weight(h, self.inputs * self.ffn) + whole + shapes.hidden - released
+        return max(gradients, last, first)

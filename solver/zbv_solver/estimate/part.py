@@ -1,0 +1,217 @@
+"""A part of a layer on one device: what it computes, keeps, moves and exchanges.
+
+Half a block is a part, and so are the ends of the model. Each kind of part has a file, which makes
+:class:`Part` from sizes; :mod:`zbv_solver.estimate.times` and :mod:`zbv_solver.estimate.layers` do not know
+the kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from zbv_solver.estimate.amounts import PerAction
+from zbv_solver.estimate.parameters import Parameters
+from zbv_solver.estimate.shapes import Shapes
+
+NONE = PerAction()
+Group = Literal["tensor", "context", "expert", "expert_in_node"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that is kept.
+
+    Attributes
+    ----------
+    after_forward, after_input
+        Whether it is kept after F, and after I.
+    is_core
+        Whether selective recomputation drops it: scores and tensors that are computed from them.
+    is_input
+        Whether it is the layer's input, which full recomputation keeps.
+    """
+
+    name: str
+    bytes: int
+    after_forward: bool = True
+    after_input: bool = False
+    is_core: bool = False
+    is_input: bool = False
+
+
+def after_forward(tensors: Iterable[Held]) -> int:
+    """Bytes that are kept after F."""
+    return sum(tensor.bytes for tensor in tensors if tensor.after_forward)
+
+
+def after_input(tensors: Iterable[Held]) -> int:
+    """Bytes that are kept after I."""
+    return sum(tensor.bytes for tensor in tensors if tensor.after_input)
+
+
+def gradient(name: str, size: int) -> Held:
+    """A gradient that waits for W."""
+    return Held(name, size, after_forward=False, after_input=True)
+
+
+def norm_tensors(shapes: Shapes, name: str) -> list[Held]:
+    """A norm keeps its input and statistics; it computes the gradient of its weight in I."""
+    return [
+        Held(f"input of {name}", shapes.hidden, is_input=True),
+        Held(f"statistics of {name}", shapes.statistics * shapes.own_tokens),
+    ]
+
+
+def dropout_tensors(shapes: Shapes, name: str) -> list[Held]:
+    """The mask of a tensor as wide as the residual stream."""
+    return [Held(name, shapes.mask(shapes.hidden))] if shapes.stream.dropout else []
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer on one device: a matrix product in each of F, I and W.
+
+    Each has 2 · rows · n_in · n_out operations (Narayanan et al. 2021, §5.1; Qi et al. 2023, §2.3).
+
+    Attributes
+    ----------
+    groups
+        Products of this size that run as one kernel, as those of experts do.
+    is_narrow
+        Whether it takes the narrow operands of ``Stream.product_dtype``.
+    """
+
+    rows: float
+    n_in: int
+    n_out: int
+    groups: int = 1
+    is_narrow: bool = True
+
+    @property
+    def flops(self) -> float:
+        """Operations of each action."""
+        return 2.0 * self.rows * self.n_in * self.n_out * self.groups
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives or transfers within a group of devices, for each action.
+
+    Attributes
+    ----------
+    sent
+        Bytes that a device sends.
+    calls
+        Number of collectives, each of which has the link's latency.
+    """
+
+    group: Group
+    sent: PerAction
+    calls: PerAction
+
+
+@dataclass(frozen=True)
+class Part:
+    """Half a block, or an end of the model, on one device.
+
+    Attributes
+    ----------
+    parameters
+        Those of the whole model.
+    products
+        Linear layers, on this device.
+    core
+        Operations of attention's products of activations, on this device.
+    tensors
+        Tensors that are kept.
+    moved
+        Memory traffic of everything but matrix products, in bytes.
+    core_moved
+        The share of it that selective recomputation repeats.
+    is_flash
+        Whether flash attention computes the core.
+    workspace
+        Most bytes that an action needs in addition to kept tensors.
+    output_bytes
+        Size of the output, and of its gradient.
+    """
+
+    parameters: Parameters
+    products: tuple[Product, ...]
+    tensors: tuple[Held, ...]
+    moved: PerAction
+    exchanges: tuple[Exchange, ...]
+    workspace: int
+    output_bytes: int
+    core: PerAction = NONE
+    core_moved: PerAction = NONE
+    is_flash: bool = False
+
+    @cached_property
+    def after_forward(self) -> int:
+        """Bytes that are kept after F."""
+        return after_forward(self.tensors)
+
+    @cached_property
+    def after_input(self) -> int:
+        """Bytes that are kept after I."""
+        return after_input(self.tensors)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes that full recomputation keeps."""
+        return after_forward(tensor for tensor in self.tensors if tensor.is_input)
+
+    @cached_property
+    def core_bytes(self) -> int:
+        """Bytes that selective recomputation drops."""
+        return after_forward(tensor for tensor in self.tensors if tensor.is_core)
+
+    @cached_property
+    def flops(self) -> PerAction:
+        """Operations of all matrix products."""
+        once = sum(product.flops for product in self.products)
+        return PerAction(once, once, once) + self.core
+
+
+def group_sum(shapes: Shapes, passes: PerAction, calls: PerAction, width: int | None = None) -> Exchange:
+    """Ring collectives of a tensor-parallel group on tensors of a width, by default of the residual stream.
+
+    In each ring pass a device sends (t - 1) / t of a tensor. An all-reduce has two passes, an all-gather or a
+    reduce-scatter one (Patarasuk and Yuan 2009, §3).
+    """
+    t = shapes.tensor
+    whole = shapes.whole if width is None else shapes.stream.dtype_bytes * shapes.tokens * width
+    return Exchange("tensor", passes.scaled(whole * (t - 1) / t), calls if t > 1 else NONE)
+
+
+def half_exchange(shapes: Shapes) -> Exchange:
+    """The tensor-parallel collectives of attention, and of an MLP.
+
+    An all-reduce in F and one in I (Shoeybi et al. 2019, §3); with sequence parallelism an all-gather and a
+    reduce-scatter in each, and one more all-gather of the first matrix's input, here before W (Korthikanti et
+    al. 2022, §4.2.2).
+    """
+    if shapes.degrees.sequence_parallel:
+        return group_sum(shapes, PerAction(2, 2, 1), PerAction(2, 2, 1))
+    return group_sum(shapes, PerAction(2, 2, 0), PerAction(1, 1, 0))
+
+
+def around(shapes: Shapes) -> PerAction:
+    """Memory traffic of a half's norm, dropout and residual sum: read and written once each.
+
+    They are bound by memory, not by arithmetic (Ivanov et al. 2021, §4).
+    """
+    hidden = shapes.hidden
+    return PerAction(5 * hidden, 6 * hidden) + dropout_traffic(shapes, hidden)
+
+
+def dropout_traffic(shapes: Shapes, of: int) -> PerAction:
+    """Memory traffic of dropout of a tensor of the given size."""
+    if not shapes.stream.dropout:
+        return NONE
+    moved = 2 * of + shapes.mask(of)
+    return PerAction(moved, moved)

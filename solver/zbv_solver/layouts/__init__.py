@@ -1,0 +1,1 @@
+"""Which parallel layout trains a model fastest on a cluster: enumerated, bounded, planned, with a proof."""

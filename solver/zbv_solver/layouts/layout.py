@@ -1,0 +1,136 @@
+"""Parallel layouts: how a cluster's devices share the work of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import gcd, prod
+from typing import Literal, get_args
+
+from zbv_solver.estimate.device import GroupLink, GroupLinks
+from zbv_solver.estimate.shapes import Degrees
+from zbv_solver.layouts.cluster import Cluster
+
+Order = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
+"""Kinds of groups from neighbouring devices to the farthest.
+
+``tp-cp-dp-pp``: pipeline ranks are farthest apart, and replicas share nodes if they can (the default of
+Megatron-LM). ``tp-cp-pp-dp``: a pipeline has neighbouring devices, and replicas are farthest apart
+(Megatron-LM with ``--use-tp-pp-dp-mapping``).
+"""
+ORDERS: tuple[Order, ...] = get_args(Order)
+Recompute = Literal["none", "full", "per-stage"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to share a step.
+
+    Attributes
+    ----------
+    tensor_parallel, context_parallel, data_parallel, pipeline_parallel
+        Degrees; their product is the number of devices.
+    expert_parallel
+        Devices that share the experts of a block, out of all but pipeline ranks.
+    microbatch_size
+        Sequences per microbatch.
+    microbatches
+        Per step and replica.
+    recompute
+        Which stages may be recomputed; with ``per-stage`` the plan chooses.
+    placement
+        How devices are numbered.
+    """
+
+    tensor_parallel: int
+    context_parallel: int
+    expert_parallel: int
+    data_parallel: int
+    pipeline_parallel: int
+    microbatch_size: int
+    microbatches: int
+    zero_stage: int
+    recompute: Recompute
+    placement: Order
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "tp": self.tensor_parallel,
+            "cp": self.context_parallel,
+            "dp": self.data_parallel,
+            "pp": self.pipeline_parallel,
+        }
+
+    def stride(self, kind: str) -> int:
+        """Distance of neighbours in groups of a kind: ``tp``, ``cp``, ``dp`` or ``pp``."""
+        order, sizes = self.placement.split("-"), self._sizes
+        return prod(sizes[inner] for inner in order[: order.index(kind)])
+
+    def degrees(self, cluster: Cluster) -> Degrees:
+        """How many devices share what."""
+        return Degrees(
+            tensor=self.tensor_parallel,
+            sequence_parallel=self.tensor_parallel > 1,
+            context=self.context_parallel,
+            expert=self.expert_parallel,
+            expert_in_node=self._experts_in_node(cluster),
+            data=self.data_parallel,
+            zero_stage=self.zero_stage,
+        )
+
+    def links(self, cluster: Cluster) -> GroupLinks:
+        """The links of all groups."""
+
+        def of(kind: str, overlap: float) -> GroupLink:
+            return cluster.link(self.stride(kind), self._sizes[kind], overlap)
+
+        inside = GroupLink(cluster.in_node.bandwidth, cluster.in_node.latency, cluster.expert_overlap)
+        across = cluster.between_nodes
+        # Devices that share sequences have the same parameters, so they reduce gradients, too.
+        is_near = all(cluster.is_in_node(self.stride(kind), self._sizes[kind]) for kind in ("cp", "dp"))
+        replicas = cluster.in_node if is_near else across
+        data = GroupLink(replicas.bandwidth, replicas.latency, cluster.data_overlap)
+        return GroupLinks(
+            tensor=of("tp", cluster.tensor_overlap),
+            context=of("cp", cluster.context_overlap),
+            expert=GroupLink(across.bandwidth, across.latency, cluster.expert_overlap),
+            expert_in_node=inside,
+            data=data,
+            expert_data=data,
+            pipeline=of("pp", 0.0),
+        )
+
+    @property
+    def _of_rank(self) -> int:
+        """Devices of all replicas of a pipeline rank."""
+        return self.tensor_parallel * self.context_parallel * self.data_parallel
+
+    def _experts_in_node(self, cluster: Cluster) -> int:
+        """Devices of an expert-parallel group that are on one node: the group takes the nearest ones."""
+        near = self.tensor_parallel * self.context_parallel
+        if self.placement == "tp-cp-dp-pp":
+            near = self._of_rank
+        return gcd(self.expert_parallel, gcd(near, cluster.gpus_per_node))
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Parts of a layout that the caller fixes; None leaves a part to the search."""
+
+    tensor_parallel: int | None = None
+    context_parallel: int | None = None
+    expert_parallel: int | None = None
+    data_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    microbatch_size: int | None = None
+    zero_stage: int | None = None
+    recompute: Recompute | None = None
+    placement: Order | None = None
+
+    def given(self) -> Iterator[tuple[str, int | str]]:
+        """The fixed parts, by name."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None:
+                yield each.name, value

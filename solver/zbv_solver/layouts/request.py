@@ -1,0 +1,136 @@
+"""What ``zbv layout`` is asked: a model and its global batch, a cluster, and fixed parts of the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from zbv_solver.documents.validation import quoted, validated
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.estimate.build import transformer
+from zbv_solver.estimate.config import EstimateConfig, parse_config
+from zbv_solver.estimate.config_fields import ConfigSection, Size
+from zbv_solver.estimate.presets import with_presets
+from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
+from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.enumeration import enumerate_layouts
+from zbv_solver.layouts.estimated_layout import Setting
+from zbv_solver.layouts.layout import Fixed, Layout
+
+KEPT = ("optimizer", "precision", "context_exchange")
+"""Keys of the section ``parallel`` that layouts share; the search chooses the others."""
+Document = dict[str, Any]
+
+
+class BatchConfig(ConfigSection):
+    """Keys of ``model.json`` besides those of ``zbv estimate``."""
+
+    global_batch: Size = Field(description="sequences per step")
+    sequence_length: Size | None = Field(None, description="tokens per sequence; null: model.sequence")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A valid question.
+
+    Attributes
+    ----------
+    global_batch
+        Sequences per step.
+    """
+
+    config: EstimateConfig
+    cluster: Cluster
+    global_batch: int
+    fixed: Fixed
+
+    @property
+    def setting(self) -> Setting:
+        """What all layouts have in common."""
+        return Setting(transformer(self.config.model), self.config.training, self.cluster)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Every layout.
+
+        Raises :class:`InvalidInput` when there is none.
+        """
+        model = transformer(self.config.model)
+        found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed))
+        if not found:
+            fixed = ", ".join(f"{name} {value}" for name, value in self.fixed.given())
+            raise InvalidInput.at(
+                "",
+                f"no layout divides {self.cluster.devices} devices, the model and a global batch of "
+                f"{self.global_batch}{f' with {fixed}' if fixed else ''}. Change the global batch or the "
+                f"number of devices{', or leave these parts to the search' if fixed else ''}.",
+            )
+        return found
+
+
+def parse_request(
+    model: Any,
+    cluster: Cluster,
+    fixed: Fixed | None = None,
+    presets: tuple[str, ...] = (),
+    **batch: int | None,
+) -> Request:
+    """Parse a decoded ``model.json`` or ``config.json`` of transformers.
+
+    Parameters
+    ----------
+    presets
+        Names of further presets of models.
+    batch
+        ``global_batch`` and ``sequence_length``, where they replace those of the document.
+
+    Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document.
+    """
+    if not isinstance(model, dict):
+        raise InvalidInput.at("", f"found {quoted(model)}; must be a JSON object.")
+    if is_transformers_config(model):
+        model = {"model": from_transformers(model)}
+    own = {key: value for key, value in model.items() if key not in BatchConfig.model_fields}
+    merged = with_presets(own, list(presets), {})
+    given = {key: model[key] for key in BatchConfig.model_fields if key in model}
+    sizes = validated(BatchConfig, given | {key: value for key, value in batch.items() if value is not None})
+    sections = _sections(merged, sizes.sequence_length)
+    config = parse_config({**sections, "device": _NO_DEVICE})
+    issues = list(_leftover(config))
+    if issues:
+        raise InvalidInput(issues)
+    return Request(config, cluster, sizes.global_batch, fixed or Fixed())
+
+
+_NO_DEVICE = {"achieved_tflops": 1.0, "fp8_tflops": 1.0, "fp4_tflops": 1.0}
+"""The cluster has the devices; an estimate's configuration needs some."""
+
+
+def _sections(merged: Document, sequence_length: int | None) -> Document:
+    """The sections of a configuration: one pipeline rank and microbatch, as layouts replace these."""
+    model, parallel = merged.get("model", {}), merged.get("parallel", {})
+    if not isinstance(model, dict) or not isinstance(parallel, dict):
+        wrong = "/model" if not isinstance(model, dict) else "/parallel"
+        raise InvalidInput.at(wrong, f"found {quoted(merged[wrong[1:]])}; must be a JSON object.")
+    if sequence_length is not None:
+        model = {**model, "sequence": sequence_length}
+    unknown = [key for key in merged if key not in ("model", "parallel", "device")]
+    return {
+        **{key: merged[key] for key in unknown},
+        "model": {**model, "microbatch_size": 1},
+        "parallel": {
+            "pp_degree": 1,
+            "microbatches": 1,
+            **{key: parallel[key] for key in KEPT if key in parallel},
+        },
+    }
+
+
+def _leftover(config: EstimateConfig) -> list[Issue]:
+    """Rules of layouts besides those of estimates."""
+    if config.model.attention == "plain":
+        detail = "found 'plain'; layouts are searched for flash attention."
+        return [Issue("/model/attention", detail)]
+    return []

@@ -1,0 +1,77 @@
+"""``zbv layout`` as users meet it: tables, documents, statuses and messages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from zbv_solver.commands.cli import main
+from zbv_solver.commands.layout_flags import CHOICES, FLAGS
+from zbv_solver.layouts.layout import ORDERS, Fixed, Recompute
+
+Capture = pytest.CaptureFixture[str]
+MODEL = {
+    "model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512},
+    "global_batch": 8,
+}
+CLUSTER = {"nodes": 1, "gpus_per_node": 2, "device": "h100"}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    for name, document in (("model", MODEL), ("cluster", CLUSTER)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    return [str(tmp_path / "model.json"), "--cluster", str(tmp_path / "cluster.json")]
+
+
+def test_every_part_of_a_layout_has_a_flag() -> None:
+    assert tuple(field.name for field in fields(Fixed)) == FLAGS
+    assert {"recompute": get_args(Recompute), "placement": ORDERS} == CHOICES
+
+
+def test_layouts_are_listed_and_written(files: list[str], tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "layouts.json"
+    assert main(["layout", *files, "--microbatch-size", "1", "--top", "3", "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "pipeline parallel" in out
+    assert "No layout has a step below" in " ".join(out.split())
+    found = json.loads(path.read_text())
+    steps = [each["step_time"] for each in found["layouts"]]
+    assert steps == sorted(steps)
+    assert len(steps) == 3
+    assert found["considered"] >= found["pruned"] + 3
+    best = found["layouts"][0]
+    assert found["proof"]["no_layout_below"] <= best["lower_bound"] <= best["step_time"]
+    (tmp_path / "plan.json").write_text(json.dumps(best["plan"]))
+    (tmp_path / "problem.json").write_text(json.dumps(best["plan"]["problem"]))
+    assert main(["check", str(tmp_path / "problem.json"), str(tmp_path / "plan.json")]) == 0
+
+
+def test_a_full_search_of_the_best_is_not_worse(files: list[str], capsys: Capture) -> None:
+    steps = []
+    for effort in ([], ["--effort", "quick"]):
+        assert main(["layout", *files, "--tensor-parallel", "1", "-o", "-", *effort]) == 0
+        out, err = capsys.readouterr()
+        assert "peak memory" in err
+        steps.append(json.loads(out)["layouts"][0]["step_time"])
+    assert steps[1] <= steps[0]
+
+
+def test_mistakes_are_named(files: list[str], tmp_path: Path, capsys: Capture) -> None:
+    def says(arguments: list[str], status: int = 2) -> str:
+        assert main(["layout", *arguments]) == status
+        return capsys.readouterr().err
+
+    assert "--top: found 0" in says([*files, "--top", "0"])
+    assert "--zero-stage: found 4; must be at most 3" in says([*files, "--zero-stage", "4"])
+    assert "model, --preset: found neither" in says(files[1:])
+    assert "--preset: found 'gpt-5'; not a preset" in says([*files[1:], "--preset", "gpt-5"])
+    assert "--global-batch: this key is required" in says([*files[1:], "--preset", "llama-3.1-8b"])
+    assert "no layout divides 2 devices" in says([*files, "--tensor-parallel", "3"])
+    (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "memory": 1e6}))
+    assert "no layout fits" in says(files, 3)
+    (tmp_path / "cluster.json").write_text("[]")
+    assert "must be a JSON object" in says(files)

@@ -1,0 +1,182 @@
+"""Layers that are no block: prediction modules, given costs, vision; and properties of all modern models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.estimates import but, estimate_config, llama, modern_configs, parts
+from zbv_solver.errors import InvalidInput
+from zbv_solver.estimate.build import transformer
+from zbv_solver.estimate.config import EstimateConfig, parse_config
+from zbv_solver.estimate.fit import fits
+from zbv_solver.estimate.layers import LayerEstimate, estimate_model
+from zbv_solver.estimate.problem_document import estimate_layers, problem_document
+from zbv_solver.estimate.shapes import Degrees
+from zbv_solver.estimate.state_space import Mamba
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import parse_any_problem
+
+GIVEN = {"parameters": 1000, "flops": 2000.0, "core_flops": 300.0, "memory_traffic": 50.0,
+         "after_forward": 9000.0, "after_input": 700.0}  # fmt: skip
+
+
+def layers(**model: Any) -> dict[str, LayerEstimate]:
+    made = estimate_layers(estimate_config(llama(**{"hidden": 256, "heads": 4, "layers": 4, **model})))
+    return {layer.name: layer for layer in made}
+
+
+def test_a_prediction_module_is_a_projection_and_a_block() -> None:
+    """DeepSeek-V3, §2.2: 2h to h, three norms; a copy of the table unless the embedding is on its rank."""
+    found = layers(prediction_layers=1)
+    own = 2 * 256**2 + 3 * 256
+    assert found["prediction"].parameters == found["block"].parameters + own + 32000 * 256
+    on_one_rank = estimate_layers(
+        estimate_config(llama(hidden=256, heads=4, prediction_layers=1), placement="v")
+    )
+    assert on_one_rank[2].parameters == found["block"].parameters + own
+    assert found["prediction"].output_bytes == 2 * found["block"].output_bytes
+
+
+def test_the_head_computes_the_logits_of_every_prediction() -> None:
+    one, two = layers()["head"], layers(prediction_layers=1)["head"]
+    assert two.flops.forward == 2 * one.flops.forward
+    assert two.parameters == one.parameters
+
+
+def test_a_fused_loss_keeps_logits_in_their_own_type() -> None:
+    logits = 2 * 4096 * 32000
+    plain, fused = layers()["head"].plain, layers(fused_loss=True)["head"].plain
+    assert plain.after_forward - fused.after_forward == logits
+    assert fused.workspace < plain.workspace
+
+
+def test_a_pattern_gives_every_layer_its_kind() -> None:
+    """As in Nemotron-H: state space, attention, MLP, experts."""
+    experts = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64}
+    found = layers(pattern="MM*-E", layers=5, state_space=GIVEN, **experts)
+    assert list(found) == ["embedding", "state-space", "attention", "mlp", "experts", "head"]
+    assert found["state-space"].repeat == 2
+    block = layers()["block"]
+    assert found["attention"].flops + found["mlp"].flops == block.flops
+    interleaved = layers(pattern="M*M-", state_space=GIVEN)
+    assert list(interleaved)[1:-1] == ["state-space.0", "attention", "state-space.2", "mlp"]
+
+
+def test_given_costs_are_per_token() -> None:
+    part = parts(llama(hidden=256, heads=4, pattern="M", layers=1, state_space=GIVEN))["state-space"]
+    assert part.parameters.total == 1000
+    assert part.flops.backward_weight == pytest.approx(2000 * 4096)
+    assert part.flops.forward == pytest.approx(2300 * 4096)
+    assert part.flops.backward_input == pytest.approx(2600 * 4096)
+    assert part.moved.forward == 50 * 4096
+    assert (part.after_forward, part.after_input) == (9000 * 4096, 700 * 4096)
+
+
+VISION = {"hidden": 64, "layers": 3, "heads": 4, "patches": 16, "patch_values": 588, "merged": 4, "images": 2}
+
+
+def test_a_vision_encoder_comes_first() -> None:
+    """Its tokens are patches of all images; each sees its own image, without a mask."""
+    found = layers(vision=VISION)
+    assert list(found) == ["patches", "vision", "projector", "embedding", "block", "head"]
+    assert found["vision"].repeat == 3
+    patches, h = 2 * 16, 64
+    scores = 4 * 2 * 16**2 * h
+    assert found["vision"].flops.forward == 2 * patches * 12 * h**2 + scores
+    assert found["vision"].output_bytes == 2 * patches * h
+    assert found["projector"].output_bytes == 2 * (patches // 4) * 256
+    assert found["projector"].flops.forward == 2 * (patches / 4) * (4 * h * 256 + 256**2)
+
+
+def test_clip_vit_l_has_304_million_parameters() -> None:
+    """Radford et al. 2021, ViT-L/14 at 336 pixels: 303,507,456 in its checkpoint, with a class token and a
+    norm before the blocks.
+    """
+    vision = {"hidden": 1024, "layers": 24, "heads": 16, "patches": 576}
+    model = transformer(llama(vision=vision))
+    assert model.vision is not None
+    others = transformer(llama()).parameters().total
+    projector = 1024 * 4096 + 4096**2 + 2 * 4096 + 2 * 1024
+    assert model.parameters().total - others - projector == pytest.approx(303_507_456, rel=1e-4)
+
+
+@given(modern_configs())
+def test_every_estimate_of_a_modern_model_is_a_problem(config: EstimateConfig) -> None:
+    document = problem_document(config)
+    problem = parse_any_problem({**document, "cut": {"allow_empty": True}})
+    assert isinstance(problem, LayeredProblem)
+    for layer in estimate_layers(config):
+        assert layer.plain.times.forward >= 0
+        assert layer.static.total > 0
+        assert layer.plain.workspace >= 0
+        assert layer.shares.total == pytest.approx(layer.plain.times.total)
+
+
+@given(modern_configs(), st.booleans())
+def test_parallelism_divides_operations_and_adds_none(config: EstimateConfig, halves: bool) -> None:
+    """Over all devices, except latent vectors, which devices may compute in common."""
+    alone = but(
+        config,
+        parallel=but(config.parallel, tensor_parallel=1, context_parallel=1, expert_parallel=1,
+                     expert_parallel_in_node=1, granularity="half" if halves else "block"),
+    )  # fmt: skip
+    shared = but(config, parallel=but(config.parallel, granularity=alone.parallel.granularity))
+    devices = config.parallel.tensor_parallel * config.parallel.context_parallel
+    for whole, part in zip(estimate_layers(alone), estimate_layers(shared), strict=True):
+        assert part.flops.total * devices == pytest.approx(whole.flops.total)
+        assert part.parameters <= whole.parameters
+        assert part.plain.after_forward <= whole.plain.after_forward + 1
+
+
+@given(modern_configs(), st.data())
+def test_a_layout_fits_if_its_configuration_is_valid(config: EstimateConfig, data: st.DataObject) -> None:
+    def one_of(*values: int) -> int:
+        return data.draw(st.sampled_from(values))
+
+    degrees = Degrees(
+        tensor=one_of(1, 2, 3, 4, 8), sequence_parallel=data.draw(st.booleans()), context=one_of(1, 2, 3, 8),
+        expert=one_of(1, 2, 3, 8), expert_in_node=one_of(1, 2), data=one_of(1, 2, 3, 4),
+    )  # fmt: skip
+    parallel = {
+        "tensor_parallel": degrees.tensor, "sequence_parallel": degrees.sequence_parallel,
+        "context_parallel": degrees.context, "expert_parallel": degrees.expert,
+        "expert_parallel_in_node": degrees.expert_in_node, "data_parallel": degrees.data,
+    }  # fmt: skip
+    changed = {**config.model_dump(), "parallel": {**config.parallel.model_dump(), **parallel}}
+    assert fits(transformer(config.model), degrees) == is_valid(changed)
+
+
+def is_valid(document: dict[str, Any]) -> bool:
+    try:
+        parse_config(document)
+    except InvalidInput:
+        return False
+    return True
+
+
+@given(modern_configs())
+def test_the_same_layout_gives_the_same_estimate(config: EstimateConfig) -> None:
+    """The layout search calls it with plain records, and twice gives twice the same."""
+    model = transformer(config.model)
+    given = (model, config.degrees, config.device.rates, config.device.links, config.training)
+    first, second = estimate_model(*given, 2), estimate_model(*given, 2)
+    assert first == second
+    doubled = parse_config(
+        {**config.model_dump(), "model": {**config.model.model_dump(), "microbatch_size": 2}}
+    )
+    assert first.layers == estimate_layers(doubled)
+
+
+def test_costs_of_a_mamba_2_layer() -> None:
+    """Dao and Gu 2024, §6: products inside a chunk of 16 tokens, and with the states of 2 · 8 values."""
+    mamba = Mamba(hidden=32, heads=4, inner=64, state=8, groups=2, chunk=16)
+    projected = 64 + (64 + 2 * 16) + 4
+    costs = mamba.costs()
+    assert costs["flops"] == 2 * 32 * (projected + 64)
+    assert costs["core_flops"] == 2 * 16 * (16 + 64) + 2 * 2 * 8 * 64
+    assert costs["parameters"] == 32 * (projected + 64) + 96 * 5 + 3 * 4 + 64 + 32
+    assert costs["after_forward"] == 2 * (2 * 32 + projected + 96 + 2 * 64) + 4 * 8 * 64 / 16
+    assert costs["after_input"] == 2 * (2 * 32 + projected + 64)

@@ -1,0 +1,214 @@
+"""Layouts: what is enumerated, that bounds are bounds, and that the best of all layouts is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
+from zbv_solver.layouts.answer import ranking_json
+from zbv_solver.layouts.cluster import Cluster, parse_cluster
+from zbv_solver.layouts.estimated_layout import EstimatedLayout, _balanced
+from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.request import Request, parse_request
+from zbv_solver.layouts.search import best_layouts, plan_layout
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+
+MODEL = {
+    **{"hidden": 1024, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 32_000, "sequence": 2048},
+    **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
+}
+EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
+LINKS = {
+    "in_node": {"latency": 10, "bandwidth": 300},
+    "between_nodes": {"latency": 20, "bandwidth": 25},
+}
+
+
+def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, **more: Any) -> Cluster:
+    device = {"achieved_tflops": 300, "memory_bandwidth": 1500}
+    document = {"nodes": nodes, "gpus_per_node": gpus, "device": device, "links": LINKS}
+    return parse_cluster({**document, "memory": gigabytes * 1e9, **more})
+
+
+def request_of(model: dict[str, Any], cluster: Cluster, batch: int, fixed: Fixed | None = None) -> Request:
+    return parse_request({"model": model, "global_batch": batch}, cluster, fixed)
+
+
+def test_every_layout_uses_all_devices_and_the_whole_batch() -> None:
+    request = request_of(EXPERTS, cluster_of(2, 4), 16)
+    layouts = request.layouts
+    assert len(set(layouts)) == len(layouts) > 100
+    for each in layouts:
+        of_rank = each.tensor_parallel * each.context_parallel * each.data_parallel
+        assert of_rank * each.pipeline_parallel == 8
+        assert each.data_parallel * each.microbatch_size * each.microbatches == 16
+        assert of_rank % each.expert_parallel == 0
+        assert 4 % each.tensor_parallel == 0
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"tensor_parallel": 2},
+        {"context_parallel": 2, "expert_parallel": 4},
+        {"data_parallel": 4, "zero_stage": 3},
+        {"pipeline_parallel": 4, "placement": "tp-cp-pp-dp"},
+        {"microbatch_size": 2, "recompute": "full"},
+    ],
+)
+def test_a_fixed_part_restricts_the_enumeration_and_nothing_else(part: dict[str, Any]) -> None:
+    cluster = cluster_of(2, 4)
+    every = request_of(EXPERTS, cluster, 16).layouts
+    some = request_of(EXPERTS, cluster, 16, Fixed(**part)).layouts
+    recompute = part.pop("recompute", "per-stage")
+    expected = {
+        replace(each, recompute=recompute)
+        for each in every
+        if all(getattr(each, name) == value for name, value in part.items())
+    }
+    # Where the order of groups makes no difference, the enumeration has the first one only.
+    assert {replace(each, placement="tp-cp-dp-pp") for each in some} >= {
+        replace(each, placement="tp-cp-dp-pp") for each in expected
+    }
+    assert all(getattr(each, name) == value for each in some for name, value in part.items())
+
+
+def test_groups_use_the_link_that_they_cross() -> None:
+    cluster = cluster_of(2, 4)
+    layout = Layout(2, 1, 1, 2, 2, 1, 8, 1, "per-stage", "tp-cp-dp-pp")
+    near = layout.links(cluster)
+    assert (near.tensor.bandwidth, near.data.bandwidth, near.pipeline.bandwidth) == (300, 300, 25)
+    far = replace(layout, placement="tp-cp-pp-dp").links(cluster)
+    assert (far.tensor.bandwidth, far.data.bandwidth, far.pipeline.bandwidth) == (300, 25, 300)
+    assert (
+        replace(layout, tensor_parallel=8, data_parallel=1, pipeline_parallel=1)
+        .links(cluster)
+        .tensor.bandwidth
+        == 25
+    )
+
+
+LOADS = st.lists(st.tuples(st.floats(0.01, 1e3), st.floats(0.01, 1e3)), max_size=5)
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4), LOADS)
+def test_the_balance_of_load_and_memory_is_least(
+    load: float, wanted: float, items: list[tuple[float, float]]
+) -> None:
+    extra, saved = np.array(items).reshape(-1, 2).T
+    found = _balanced(load, wanted, extra, saved)
+    shares = np.array(list(product(np.linspace(0, 1, 5), repeat=len(items))))
+    some = np.maximum(load + shares @ extra, wanted - shares @ saved).min()
+    assert load * (1 - 1e-9) <= found <= some * (1 + 1e-9) + 1e-12
+
+
+CASES = st.tuples(
+    st.sampled_from([(1, 2), (2, 2), (3, 1)]),
+    st.sampled_from([MODEL, EXPERTS]),
+    st.floats(3.0, 60.0),
+    st.sampled_from([512, 2048]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=4)
+@given(CASES)
+def test_the_best_layout_is_that_of_planning_every_one(
+    case: tuple[tuple[int, int], dict[str, Any], float, int, bool],
+) -> None:
+    (nodes, gpus), model, gigabytes, sequence, is_tied = case
+    model = {**model, "sequence": sequence, "tied_embeddings": is_tied}
+    batch = 3 * nodes * gpus
+    request = request_of(
+        model, cluster_of(nodes, gpus, gigabytes), batch, Fixed(zero_stage=1, microbatch_size=3)
+    )
+    planned = []
+    for layout in request.layouts:
+        estimated = EstimatedLayout.of(layout, request.setting)
+        try:
+            found = plan_layout(estimated)
+        except InfeasibleMemory:
+            continue
+        bounds = [request.setting.least_work(layout), estimated.mean_bound, estimated.memory_bound]
+        bounds += [estimated.load_bound, found.lower_bound]
+        assert max(bounds) <= found.step_time * (1 + OPTIMAL_GAP)
+        assert estimated.has_room_for_states
+        planned.append(found.step_time)
+    if not planned:
+        with pytest.raises(NoLayoutFits, match="no layout fits"):
+            best_layouts(request.layouts, request.setting)
+        return
+    ranking = best_layouts(request.layouts, request.setting, top=2)
+    assert [each.step_time for each in ranking.best] == pytest.approx(sorted(planned)[:2], rel=1e-12)
+    assert ranking.no_layout_below <= ranking.best[0].step_time
+    assert ranking.considered == len(request.layouts)
+
+
+def test_recomputation_is_chosen_where_memory_is_scarce() -> None:
+    fixed = Fixed(pipeline_parallel=2, data_parallel=1, microbatch_size=4, tensor_parallel=1)
+    rows = []
+    for gigabytes in (60.0, 4.5):
+        request = request_of(MODEL, cluster_of(1, 2, gigabytes), 16, fixed)
+        (row,) = ranking_json(best_layouts(request.layouts, request.setting), request)["layouts"]
+        rows.append(row)
+    assert [row["recompute"] for row in rows] == ["none", "per-stage"]
+    assert rows[0]["step_time"] < rows[1]["step_time"]
+    assert rows[1]["peak_memory"] <= 4.5e9
+    assert 0 < rows[1]["model_flops_utilisation"] < rows[0]["model_flops_utilisation"] < 1
+    assert prod(map(len, rows[0]["partition"])) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [
+        ({"nodes": 0}, "/nodes"),
+        ({"device": "llama-3.1-8b"}, "/device"),
+        ({"device": "h1000"}, "/device"),
+        ({"device": {"achieved_tflops": -1}}, "/device/achieved_tflops"),
+        ({"links": {"in_node": LINKS["in_node"]}}, "/links/between_nodes"),
+        ({"links": None}, "/links"),
+        ({"gpus": 8}, "/gpus"),
+    ],
+)
+def test_wrong_clusters_are_refused(change: dict[str, Any], pointer: str) -> None:
+    document = {"nodes": 1, "gpus_per_node": 2, "device": {"achieved_tflops": 300}, "links": LINKS}
+    with pytest.raises(InvalidInput) as error:
+        parse_cluster({**document, "memory": 1e9, **change})
+    assert [issue.pointer for issue in error.value.issues] == [pointer]
+
+
+def test_the_memory_of_a_cluster_may_be_that_of_its_device() -> None:
+    assert parse_cluster({"nodes": 1, "gpus_per_node": 8, "device": "h100"}).memory == 80e9
+    with pytest.raises(InvalidInput, match="Give the bytes of a device"):
+        parse_cluster({"nodes": 1, "gpus_per_node": 2, "device": {"achieved_tflops": 300}, "links": LINKS})
+
+
+@pytest.mark.parametrize(
+    ("document", "pointer"),
+    [
+        ({"model": MODEL}, "/global_batch"),
+        ({"model": {**MODEL, "hidden": 0}, "global_batch": 8}, "/model/hidden"),
+        ({"model": {**MODEL, "attention": "plain"}, "global_batch": 8}, "/model/attention"),
+        ({"model": 7, "global_batch": 8}, "/model"),
+        ({"presets": ["nothing"], "global_batch": 8}, "/presets/0"),
+        ({"model": MODEL, "global_batch": 8, "other": 1}, "/other"),
+        ([], ""),
+    ],
+)
+def test_wrong_models_are_refused(document: Any, pointer: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_request(document, cluster_of(1, 2))
+    assert [issue.pointer for issue in error.value.issues] == [pointer]
+
+
+def test_parts_that_contradict_each_other_are_named() -> None:
+    request = request_of(MODEL, cluster_of(1, 4), 8, Fixed(tensor_parallel=4, data_parallel=4))
+    with pytest.raises(InvalidInput, match="tensor_parallel 4, data_parallel 4"):
+        _ = request.layouts

@@ -156,7 +156,7 @@ class Ramps(NamedTuple):
         return _Ramp(time, most)
 
     def bound(self) -> float:
-        """The rank's load and the idle time of both ramps: Lemma 54."""
+        """The rank's load and the idle time of both ramps: Lemma 55."""
         load = float((self.length.sum(axis=0) + self.rest.sum(axis=0)) @ self.count)
         # A ramp has most idle time just before a first backward may start, in reverse a first F.
         tries = max(3, min(TIMES, MICROBATCHES // int(self.count.sum())))

@@ -101,6 +101,12 @@ class Ramps(NamedTuple):
             self.ends_later,
         )
 
+    def small(self) -> int:
+        """How many kinds return before the others by the largest factor."""
+        returns = np.sort(self.head[len(self.rest)])
+        longer = returns[1:] / np.maximum(returns[:-1], TINY * returns[-1] + np.finfo(float).tiny)
+        return int(np.argmax(longer)) + 1 if len(longer) else 0
+
     def early(self, time: float) -> _Ramp:
         """The most work that the rank does before a time: Lemma 53.
 
@@ -192,7 +198,7 @@ def _ramps(ramp: Callable[[float], _Ramp], times: FloatArray, tries: int) -> lis
 
 
 class RampEffort(NamedTuple):
-    """How many ranks, and without how many of the kinds of microbatches that return first."""
+    """How many ranks, and without how many of the kinds that return first, besides without all small ones."""
 
     ranks: int
     without: tuple[int, ...]
@@ -213,6 +219,6 @@ def ramp_bounds(problem: Problem, effort: RampEffort) -> Iterator[tuple[int, flo
         windows = [None] if problem.objective == "makespan" else sorted({0, rank})
         for window in windows:
             ramps = Ramps.of(problem, paths, rank, window)
-            for without in effort.without:
+            for without in sorted({*effort.without, ramps.small()}):
                 if without < len(ramps.count):
                     yield rank, ramps.later(without).bound()

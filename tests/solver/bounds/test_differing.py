@@ -108,6 +108,15 @@ def test_a_small_microbatch_counts_in_one_ramp_only() -> None:
     assert lower_bound(problem).value >= ramps.later(1).bound()
 
 
+def test_ramps_of_the_large_microbatches_alone() -> None:
+    """Memory holds two of the large ones, which are 90 percent of the work."""
+    problem = with_sizes(uniform(4, 12, limit=40.0), [0.0, 0.01, 0.02, 0.03, 0.04, 0.05] + [9.0] * 6)
+    bound = lower_bound(problem)
+    ramps = Ramps.of(problem, MicrobatchPaths.of(problem), 3, 0)
+    assert bound.value >= ramps.later(ramps.small()).bound() > 1.1 * problem.busy_time(3)
+    assert ramps.small() == 6
+
+
 @pytest.mark.parametrize("number", range(12))
 def test_never_above_the_exact_optimum(number: int) -> None:
     """Problems of the soak test, in floats and over decades, with memory within rounding of the limit."""

@@ -49,7 +49,7 @@ class Ramps(NamedTuple):
     held, waits
         (C, K) units of memory that a cell holds until its virtual backward ends, and from then until its rest
         ends, at least.
-    count
+    copies
         (K,) microbatches of the kind.
     ends_later
         The rank's rests may run after the window's end.
@@ -61,7 +61,7 @@ class Ramps(NamedTuple):
     rest: FloatArray
     held: IntArray
     waits: IntArray
-    count: IntArray
+    copies: IntArray
     ends_later: bool
 
     @classmethod
@@ -83,7 +83,7 @@ class Ramps(NamedTuple):
             rest=paths.rest[own],
             held=in_units(held, capacity),
             waits=in_units(least_held(problem, own), capacity),
-            count=problem.arrays.count,
+            copies=problem.arrays.count,
             ends_later=window not in (None, rank),
         )
 
@@ -97,7 +97,7 @@ class Ramps(NamedTuple):
             self.rest[:, kept],
             self.held[:, kept],
             self.waits[:, kept],
-            self.count[kept],
+            self.copies[kept],
             self.ends_later,
         )
 
@@ -141,7 +141,7 @@ class Ramps(NamedTuple):
         begun = np.where((self.tail + self.length)[:chunks] < time, 0, self.held)
         units, work, last = [], [], []
         for v in range(2 * chunks, -1, -1):
-            possible = self.tail[v] < time if v < 2 * chunks else np.ones(len(self.count), dtype=bool)
+            possible = self.tail[v] < time if v < 2 * chunks else np.ones(len(self.copies), dtype=bool)
             choices = [(True,) if 2 * chunks - 1 - c >= v else (False, True) for c in range(chunks)]
             for waits in product(*choices):
                 cells = [
@@ -149,8 +149,8 @@ class Ramps(NamedTuple):
                     for c in range(chunks)
                     if waits[c]
                 ]
-                units.append(np.where(possible, sum(cells, np.zeros_like(self.count)), NEVER))
-                last.append(sum((rests[c] for c in range(chunks) if waits[c]), np.zeros(len(self.count))))
+                units.append(np.where(possible, sum(cells, np.zeros_like(self.copies)), NEVER))
+                last.append(sum((rests[c] for c in range(chunks) if waits[c]), np.zeros(len(self.copies))))
                 work.append(last[-1] + done[v:].sum(axis=0))
         most = self._most(np.array(units), np.array(work))
         # Only rests may run after the window, so visits do at most `busy`.
@@ -163,9 +163,9 @@ class Ramps(NamedTuple):
 
     def bound(self) -> float:
         """The rank's load and the idle time of both ramps: Lemma 55."""
-        load = float((self.length.sum(axis=0) + self.rest.sum(axis=0)) @ self.count)
+        load = float((self.length.sum(axis=0) + self.rest.sum(axis=0)) @ self.copies)
         # A ramp has most idle time just before a first backward may start, in reverse a first F.
-        tries = max(3, min(TIMES, MICROBATCHES // int(self.count.sum())))
+        tries = max(3, min(TIMES, MICROBATCHES // int(self.copies.sum())))
         early = _ramps(self.early, self.head[len(self.rest)], tries)
         late = _ramps(self.late, self.tail[len(self.rest) - 1], tries)
         return max(
@@ -181,7 +181,7 @@ class Ramps(NamedTuple):
 
     def _most(self, units: IntArray, work: FloatArray) -> float:
         """The most work of states (n, K) that the memory holds together, a state for every microbatch."""
-        return float(sets(units, self.count, 0, work)[0][UNITS])
+        return float(sets(units, self.copies, 0, work)[0][UNITS])
 
 
 def _ramps(ramp: Callable[[float], _Ramp], times: FloatArray, tries: int) -> list[_Ramp]:
@@ -220,5 +220,5 @@ def ramp_bounds(problem: Problem, effort: RampEffort) -> Iterator[tuple[int, flo
         for window in windows:
             ramps = Ramps.of(problem, paths, rank, window)
             for without in sorted({*effort.without, ramps.small()}):
-                if without < len(ramps.count):
+                if without < len(ramps.copies):
                     yield rank, ramps.later(without).bound()

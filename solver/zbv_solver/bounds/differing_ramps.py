@@ -2,8 +2,8 @@
 
 Before a time t of the window, a rank has begun only what the paths of the microbatches and its memory allow;
 the same holds for the time s before the window's end. The window is at least the rank's load plus the idle
-time of both ramps. Which microbatches are in a ramp is a knapsack problem: each is in a state, in which it has
-done some work and holds some memory. In the window of another rank, W's may wait for the time after its end.
+time of both ramps. Which microbatches are in a ramp is a knapsack problem: each is in a state in which it
+has done some work and holds some memory. In the window of another rank, W's may wait for the time after it.
 
 Small microbatches return before the others and hide their idle time, so the bound is also that of the others
 alone. The proofs are in PROOFS.md, section 11.

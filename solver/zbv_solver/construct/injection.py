@@ -402,14 +402,17 @@ def _option(
         return np.inf, begin, NOTHING
     held, limit, chunk = board.level[rank, HELD], tables.limit[rank], slot if slot < chunks else slot - chunks
     if slot < chunks:
-        # The rule of board.admits_forward.
+        # The rule of board.admits_forward. Where one that completes must make room, equal microbatches must
+        # stay safe, too: it may make room for one more, but not for two.
         kind = next_kind(tables, board, rank, 4 * chunk + F)
+        is_risky = tables.duration.shape[2] > 1
         if held + choices.needs[rank, chunk, kind] > limit:
             innermost = tables.position[rank, 4 * (chunks - 1) + F]
             fits = held + tables.delta[rank, 4 * chunk + F, kind] <= limit
             if not fits or board.placed[innermost] <= board.placed[tables.position[rank, I]]:
                 return np.inf, begin, NOTHING
-        if tables.duration.shape[2] > 1 and not stays_safe(tables, board, rank, chunk):
+            is_risky = True
+        if is_risky and not stays_safe(tables, board, rank, chunk):
             return np.inf, begin, NOTHING
         return key, begin, 4 * chunk + F
     grows = max(0.0, tables.delta[rank, 4 * chunk + I, next_kind(tables, board, rank, 4 * chunk + I)])

@@ -36,6 +36,25 @@ def test_every_injection_gives_a_valid_order(problem: Problem, seed: int) -> Non
     assert scheduler.value(Injection(entry, delay), value * 0.5) in (value, float("inf"))
 
 
+def test_a_microbatch_that_completes_makes_room_for_one_more_only() -> None:
+    """Rank 1 holds 1 on its outer chunk and 2 on the inner one; two more on the outer one block it."""
+    problem = uniform(4, 3, limit=3)
+    held = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0]
+    memory = replace(
+        problem.memory,
+        forward=tuple(held),
+        backward_input=tuple(-each for each in held),
+        backward_weight=(0.0,) * 8,
+    )
+    scheduler = InjectionScheduler(replace(problem, memory=memory))
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        entry, delay = np.cumsum(random.exponential(1.0, 3)), random.normal(0, 9, (4, 6))
+        attempt = scheduler.attempt(Injection(entry, delay), "injection")
+        assert attempt is not None
+        verify_orders(scheduler.problem, attempt.orders)
+
+
 @given(limited_problems(max_p=4, max_m=8, kinds=KINDS), st.integers(0, 2**31), st.sampled_from([1, 2, 64]))
 def test_a_mark_continues_as_an_evaluation_from_the_beginning(problem: Problem, seed: int, most: int) -> None:
     random, unit = np.random.default_rng(seed), float(problem.arrays.duration.mean()) + 1e-6

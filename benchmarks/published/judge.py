@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import StatisticsError, correlation, mean, median
 
+import numpy as np
 from rich.table import Table
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.findings import Finding, at_least, at_most, quantile
+from benchmarks.findings import Finding, at_least, at_most
 from benchmarks.published.predict import Prediction, predict, published_step
 from benchmarks.published.runs import Run
 
@@ -119,23 +120,20 @@ def _time_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
         return
     ranks = [rank for group in _grouped(judged).values() if (rank := _correlation(group)) is not None]
     if ranks:
-        what = f"rank correlation of throughput, mean of {len(ranks)} systems and models"
+        what = f"rank correlation of throughput, mean of {len(ranks)} models"
         yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))
     yield Finding(
         f"step time, median error of {len(times)} runs", _error(times), "%", at_most(MOST_TIME_ERROR)
     )
-    yield Finding("  90 % of runs within", 100 * quantile([abs(each - 1) for each in times], 0.9), "%")
+    yield Finding("  90 % of runs within", 100 * float(np.quantile(np.abs(np.array(times) - 1), 0.9)), "%")
     by_system: dict[str, list[float]] = defaultdict(list)
     for each in judged:
         if each.time_ratio is not None:
             by_system[each.run.system].append(each.time_ratio)
     for system, own in by_system.items():
-        yield Finding(f"  {system}, {len(own)} runs: median error", _error(own), "%")
-        yield Finding(
-            "    predicted / measured, median and middle 80 %",
-            median(own),
-            interval=(quantile(own, 0.1), quantile(own, 0.9)),
-        )
+        yield Finding(f"  {system}, {len(own)} runs", _error(own), "%")
+        low, high = np.quantile(own, (0.1, 0.9)).tolist()
+        yield Finding("    ratio, median and middle 80 %", median(own), interval=(low, high))
 
 
 def _memory_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
@@ -152,16 +150,16 @@ def _room_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
     """Runs that ended for lack of memory, and, so that the first number means something, all the others."""
     ended = [each.prediction.is_too_large for each in judged if each.run.out_of_memory]
     if ended:
-        what = f"of {len(ended)} runs that ran out of memory, predicted"
+        what = f"{len(ended)} runs out of memory: predicted"
         yield Finding(what, 100 * mean(ended), "%", at_least(LEAST_OUT_OF_MEMORY))
-    for words, is_stated in (("a stated", True), ("an unknown", False)):
+    for words, is_stated in (("stated", True), ("unknown", False)):
         others = [
             each.prediction.is_too_large
             for each in judged
             if not each.run.out_of_memory and (each.run.recompute is not None) is is_stated
         ]
         if others:
-            what = f"  of {len(others)} others with {words} recomputation, wrongly predicted"
+            what = f"  {len(others)} others, recomputation {words}: wrongly predicted"
             yield Finding(what, 100 * mean(others), "%")
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 # `make explore` runs the property tests with the second profile and a random seed.
-settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile(
     "explore",
     deadline=None,

@@ -23,7 +23,7 @@ FORBIDDEN = {
 LINES = {
     "solver/zbv_solver": (
         "errors _version documents kernels problem jitter plans timing verify bounds construct improve "
-        "partition search packing frontiers estimate layouts measure export __init__ commands"
+        "partition search executors packing frontiers estimate layouts measure export __init__ commands"
     ),
     "worker/zbv_worker": (
         "errors host values model models transport stage adapters execution tracing measure torch_runtime "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from zbv_solver.construct.baselines import baseline, without_limit
-from zbv_solver.packing.arrangement import Packer
+from zbv_solver.packing.arrangement import Packer, Replicas
 from zbv_solver.packing.batch import Batch, parse_batch
 from zbv_solver.packing.pack import pack
 from zbv_solver.packing.packing import Packing
@@ -82,13 +82,18 @@ def packing_table(
 
 def in_given_order(batch: Batch, options: SearchOptions) -> tuple[GivenOrder, GivenOrder]:
     """Steps of equal tokens in the given order: by plans for the mean microbatch, and by 1F1B."""
-    packer = Packer(StepCosts.of(batch.problem), batch.sequences, batch.max_tokens, batch.replicas)
-    problems = [batch.problem_of(contents) for contents in equal_tokens(packer)]
+    problems = [batch.problem_of(contents) for contents in given_order(batch)]
     planned = [(problem, search(problem.averaged(), options).orders) for problem in problems]
     return (
         _given_order(USUAL, planned),
         _given_order(CLASSICAL, [baseline("1f1b", problem) for problem in problems]),
     )
+
+
+def given_order(batch: Batch) -> Replicas:
+    """Microbatches of equal tokens in the given order, dealt to the replicas in turn."""
+    packer = Packer(StepCosts.of(batch.problem), batch.sequences, batch.max_tokens, batch.replicas)
+    return equal_tokens(packer)
 
 
 def _given_order(name: str, replicas: Sequence[tuple[Problem, Orders]]) -> GivenOrder:

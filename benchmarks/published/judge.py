@@ -14,7 +14,7 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from benchmarks.errors import BenchmarkError
 from benchmarks.findings import Finding, at_least, at_most
 from benchmarks.published.predict import Prediction, predict, published_step
-from benchmarks.published.runs import Run
+from benchmarks.published.runs import MeasuredRun
 
 LEAST_RUNS = 3
 """Runs of a model that a rank correlation needs."""
@@ -30,7 +30,7 @@ GIGA = 1e9
 class Judged:
     """A run, its measured step in seconds (None if it has none), and its prediction."""
 
-    run: Run
+    run: MeasuredRun
     step_time: float | None
     prediction: Prediction
 
@@ -56,11 +56,11 @@ class Judged:
 class Refused:
     """A run without a prediction, and why."""
 
-    run: Run
+    run: MeasuredRun
     reason: str
 
 
-def judge(runs: Iterable[Run]) -> tuple[list[Judged], list[Refused]]:
+def judge(runs: Iterable[MeasuredRun]) -> tuple[list[Judged], list[Refused]]:
     """Predict every run."""
     judged, refused = [], []
     for run in runs:

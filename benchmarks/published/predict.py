@@ -36,7 +36,7 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 from zbv_solver.timing.start_times import evaluate
 
-from benchmarks.published.runs import Run, cluster_of, model_of
+from benchmarks.published.runs import MeasuredRun, cluster_of, model_of
 
 ENDS = ("embedding", "patches", "projector", "prediction", "head")
 """Layers that are on the first or the last stage, not dealt."""
@@ -71,7 +71,7 @@ class Prediction:
     recompute: str
 
 
-def predict(run: Run) -> Prediction:
+def predict(run: MeasuredRun) -> Prediction:
     """Predict a run.
 
     Raises :class:`InvalidInput` when the degrees do not divide what they share.
@@ -80,7 +80,7 @@ def predict(run: Run) -> Prediction:
     return _predicted(run, model, cluster, run.recompute or "none")
 
 
-def published_step(run: Run) -> float | None:
+def published_step(run: MeasuredRun) -> float | None:
     """The measured step in seconds; None if the run has none."""
     if run.step_time_s is not None or run.model_tflops is None:
         return run.step_time_s
@@ -97,14 +97,14 @@ def dealt(blocks: int, stages: int) -> list[int]:
     return [max(0, min(each, blocks - stage * each)) for stage in range(stages)]
 
 
-def _padded(model: Transformer, run: Run) -> Transformer:
+def _padded(model: Transformer, run: MeasuredRun) -> Transformer:
     """Tensor parallelism divides the vocabulary, padded to a multiple of 128 t (Megatron-LM)."""
     unit = 128 * run.tensor_parallel
     return replace(model, vocabulary=-(-model.vocabulary // unit) * unit)
 
 
 def _predicted(
-    run: Run, model: Transformer, cluster: Cluster, recompute: str | tuple[str, ...]
+    run: MeasuredRun, model: Transformer, cluster: Cluster, recompute: str | tuple[str, ...]
 ) -> Prediction:
     """Predict a run with a certain recomputation."""
     estimated = _estimated(run, model, cluster, recompute)
@@ -144,7 +144,7 @@ def _taken(tensors: float) -> float:
 
 
 def _estimated(
-    run: Run, model: Transformer, cluster: Cluster, recompute: str | tuple[str, ...]
+    run: MeasuredRun, model: Transformer, cluster: Cluster, recompute: str | tuple[str, ...]
 ) -> EstimatedLayout:
     """The layers of a run."""
     modules = () if isinstance(recompute, str) else recompute
@@ -178,7 +178,7 @@ def _estimated(
     return EstimatedLayout(layout, estimate, Setting(model, training, cluster))
 
 
-def _bounds(run: Run, layered: LayeredProblem) -> tuple[int, ...]:
+def _bounds(run: MeasuredRun, layered: LayeredProblem) -> tuple[int, ...]:
     """The boundaries of the stages, as layer indices."""
     is_block = [not name.startswith(ENDS) for name in layered.model.names]
     blocks, first = sum(is_block), is_block.index(True)
@@ -191,7 +191,7 @@ def _bounds(run: Run, layered: LayeredProblem) -> tuple[int, ...]:
     return (0, *ends, layered.model.n_layers)
 
 
-def _ordered(run: Run, layered: LayeredProblem, bounds: tuple[int, ...]) -> tuple[Problem, Orders]:
+def _ordered(run: MeasuredRun, layered: LayeredProblem, bounds: tuple[int, ...]) -> tuple[Problem, Orders]:
     """The run's order: 1F1B, interleaved with several stages per rank, or one without bubbles."""
     layered = replace(layered, limit=None, objective="makespan")
     is_recomputed = run.n_stages * (layered.model.each[0].recompute is not None,)

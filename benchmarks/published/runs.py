@@ -28,7 +28,7 @@ Section = dict[str, Any]
 Precision = Literal["fp16", "bf16", "fp8", "fp4"]
 
 
-class Run(ConfigSection):
+class MeasuredRun(ConfigSection):
     """One run. What is absent is not known; :mod:`benchmarks.published.predict` has the rules for it."""
 
     id: str = Field(description="unique name")
@@ -108,10 +108,10 @@ class Run(ConfigSection):
 class RunsFile(ConfigSection):
     """The document of measured runs."""
 
-    runs: tuple[Run, ...] = Field(min_length=1)
+    runs: tuple[MeasuredRun, ...] = Field(min_length=1)
 
 
-def load_runs(path: Path = RUNS) -> tuple[Run, ...]:
+def load_runs(path: Path = RUNS) -> tuple[MeasuredRun, ...]:
     """The runs of a file.
 
     Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document.
@@ -119,7 +119,7 @@ def load_runs(path: Path = RUNS) -> tuple[Run, ...]:
     return load(path, parse_runs)
 
 
-def parse_runs(document: Any) -> tuple[Run, ...]:
+def parse_runs(document: Any) -> tuple[MeasuredRun, ...]:
     """The runs of a decoded JSON document; raises :class:`InvalidInput`."""
     runs = validated(RunsFile, document).runs
     seen: set[str] = set()
@@ -144,7 +144,7 @@ def known_models() -> dict[str, Section]:
     return {name: model for name, model in presets.items() if model} | own
 
 
-def cluster_of(run: Run) -> Cluster:
+def cluster_of(run: MeasuredRun) -> Cluster:
     """The cluster of a run."""
     given = {"presets": [run.device]} if isinstance(run.device, str) else run.device
     section = {key: value for key, value in given.items() if key != "presets"}
@@ -157,7 +157,7 @@ def cluster_of(run: Run) -> Cluster:
     return parse_cluster({"nodes": nodes, "gpus_per_node": run.devices_per_node, "device": device})
 
 
-def model_of(run: Run) -> ModelConfig:
+def model_of(run: MeasuredRun) -> ModelConfig:
     """The model of a run."""
     own = {"sequence": run.sequence, "microbatch_size": run.microbatch_size}
     narrow = {"fp8": "fp8", "fp4": "fp4"}.get(run.precision or "")

@@ -77,6 +77,12 @@ _PROBLEM: dict[str, Any] = {
 }
 _LAYER = {"name": "block", "forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "repeat": 4}
 _LAYERS: dict[str, Any] = {"pp_degree": 2, "microbatches": 4, "layers": [_LAYER], "costs": {"p2p": 0}}
+_BATCH = {
+    "sequences": [3, 1, 2],
+    "max_tokens": 4,
+    "replicas": 1,
+    "problem": {key: value for key, value in _PROBLEM.items() if key != "microbatches"},
+}
 _OPTIONS = {"effort": "quick", "time_limit": 0.001, "seed": 0}
 _DOWN, _UP = ("0F{j}", "1F{j}", "2F{j}", "3F{j}"), ("3B{j}", "2B{j}", "1B{j}", "0B{j}")
 _RANKS = [
@@ -128,6 +134,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/compare", {"problem": _PROBLEM}),
     Route("POST", "/v1/problems/check", {"problem": _PROBLEM}),
     Route("POST", "/v1/problems/estimate", {"problem": _PROBLEM}),
+    Route("POST", "/v1/problems/pack", {"batch": _BATCH}),
     Route("POST", "/v1/plans", PLAN),
     Route("POST", "/v1/runs", RUN),
     Route(

@@ -96,11 +96,27 @@ def _problem_bodies(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
     yield "a problem that takes long", partial(_json, {"problem": middle})
 
 
+def _batches(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Batches at their limits, or fewer sequences if the size of the body does not allow as many."""
+    for name, length, replicas in (("short sequences, many replicas", 1, 64), ("full microbatches", 4096, 1)):
+        batch = {
+            "sequences": [length] * min(2048, size // 256),
+            "max_tokens": 4096,
+            "replicas": replicas,
+            "problem": {"pp_degree": 16, "costs": {**VARIED, "forward": {"tokens": 10203040}}},
+        }
+        yield f"packing {name}", partial(_json, {"batch": batch})
+    wide = {"sequences": [1], "max_tokens": 1, "problem": {"pp_degree": 32_768, "costs": VARIED}}
+    yield "packing for 65,536 stages", partial(_json, {"batch": wide})
+
+
 def worst(plan_id: str, trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Worst]:
     """Yield all requests. ``plan_id`` is a large stored plan, ``trace_path`` the address of a trace."""
     for path in ("/v1/searches", "/v1/problems/check", "/v1/problems/estimate", "/v1/problems/compare"):
         for name, make in _problem_bodies(sizes.body):
             yield Worst(name, "POST", path, make)
+    for name, make in _batches(sizes.body):
+        yield Worst(name, "POST", "/v1/problems/pack", make)
     for name, make in _problem_bodies(min(MIB, sizes.body)):
         yield Worst(f"run of {name}", "POST", "/v1/runs", partial(_run_of, make, sizes.body))
     arguments = {**RUN, "model": {**RUN["model"], "arguments": {"a": [[]] * 200_000}}}

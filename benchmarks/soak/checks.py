@@ -172,8 +172,8 @@ class _Stages(_Examination):
         self.bound("thorough", bounds.lower_bound(problem, effort="thorough").value)
         if problem.is_equal:
             self._windows(problem, pipeline)
-            if self.chance.random() < 0.4:
-                self._proof(problem)
+        if self.chance.random() < 0.4:
+            self._proof(problem)
         try:
             quick = search(problem, SearchOptions(effort="quick", seed=self.chance.randint(0, 99)))
         except InfeasibleMemory:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NAMES = (
     *("overhead", "pipeline-step", "per-step", "gpt", "split"),
-    *("memory", "rehearse", "rehearse-jitter", "nccl-model"),
+    *("packing", "memory", "rehearse", "rehearse-jitter", "nccl-model"),
 )
 DESCRIPTION = """\
 Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;
@@ -29,6 +29,7 @@ on a busy machine, their intervals are wider.
   per-step  a run of 200 steps with a new plan for every step
   gpt       a GPT with our plan and with PyTorch's schedules
   split     I + W, compared with the fused backward
+  packing   steps of packed replicas, compared with equal tokens in the given order
   memory    peaks of real steps, compared with the plan
   rehearse  time of a rehearsal, compared with the plan
   rehearse-jitter  times of rehearsals with jitter, compared with simulations
@@ -62,7 +63,7 @@ def add_worker(commands: Any) -> None:
         "--rounds",
         type=positive,
         metavar="N",
-        help="gpt, overhead, per-step, pipeline-step, rehearse-jitter, split: number of measured rounds",
+        help="gpt, overhead, packing, per-step, pipeline-step, rehearse-jitter, split: measured rounds",
     )
     command.add_argument(
         "--rehearse-pp",

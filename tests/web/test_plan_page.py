@@ -17,6 +17,8 @@ from zbv_solver.export.palette import KIND_FILLS, rgb
 from zbv_solver.export.per_rank import idle_shares
 from zbv_solver.export.timeline import timeline
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.search.simulate import DEFAULT_JITTER, simulate
 from zbv_solver.timing.start_times import earliest_times, evaluate, memory_profile
 
@@ -645,3 +647,18 @@ def test_the_standalone_file_has_every_function_of_the_page(
     assert found.complaints == []
     assert found.requests == [path.as_uri()]
     found.keep("plan-standalone")
+
+
+def test_long_names_of_schedules_leave_room_for_the_last_column(
+    look: Callable[..., Look], tmp_path: Path
+) -> None:
+    costs = {name: {"tokens": 1} for name in ("forward", "backward_input", "backward_weight")}
+    document = {"pp_degree": 2, "microbatches": 3, "features": {"tokens": [1000, 2000, 4000]}, "costs": costs}
+    plan = search(parse_problem({**document, "units": {"time": "us"}}), SearchOptions("quick"))
+    path = tmp_path / "plan.html"
+    path.write_text(export(plan, "html"), encoding="utf-8")
+    found = look("file://", offline=True)
+    found.open(path.as_uri())
+    rows = found.page.locator('.scroll[aria-labelledby="baselines"]')
+    assert rows.get_by_role("rowheader", name="interleaved-1f1b-practice").is_visible()
+    assert rows.evaluate("(it) => it.scrollWidth <= it.clientWidth")

@@ -32,7 +32,7 @@ from zbv_service.errors import (
     ProblemDetails,
 )
 from zbv_service.plans.documents import PlanDocument, RankDocument
-from zbv_service.problems.documents import CheckRequest, CompareRequest, EstimateRequest
+from zbv_service.problems.documents import CheckRequest, CompareRequest, EstimateRequest, PackRequest
 from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, NodeEnd, RankEvents
 from zbv_service.runs.documents import PlanChange, RunRequest
 from zbv_service.searches.documents import SearchRequest
@@ -45,6 +45,7 @@ _BODIES = (
     CompareRequest,
     CheckRequest,
     EstimateRequest,
+    PackRequest,
     PlanDocument,
     RunRequest,
     PlanChange,

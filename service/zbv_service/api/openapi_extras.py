@@ -10,7 +10,7 @@ from typing import Any
 TAGS = {
     "searches": "Searches for plans: durable, resumable, followed by events or by polling.",
     "plans": "Plans, identified by the hash of problem and orders: whole, by rank, or in other formats.",
-    "problems": "Checks, estimates and comparisons of problems; nothing is stored.",
+    "problems": "Checks, estimates, comparisons and packings of problems; nothing is stored.",
     "runs": "Training runs: scheduled on agents, restarted after failures, replanned from measured costs.",
     "agents": "Nodes that run ranks; used by `zbv-worker agent`.",
     "access": "Signing in.",
@@ -38,6 +38,21 @@ EXAMPLES: dict[str, Any] = {
         "limit_fraction": 0.75,
     },
     "estimate_problem": {"problem": PROBLEM},
+    "pack_batch": {
+        "batch": {
+            "sequences": [812, 30144, 655, 1020, 2048, 77, 4096, 940],
+            "max_tokens": 32768,
+            "replicas": 2,
+            "problem": {
+                "pp_degree": 4,
+                "costs": {
+                    "forward": {"tokens": 3.0, "tokens_squared": 5.5e-5},
+                    "backward_input": {"tokens": 3.1, "tokens_squared": 1.4e-4},
+                    "backward_weight": {"fixed": 400, "tokens": 2.7},
+                },
+            },
+        }
+    },
     "import_plan": {
         "problem": {"pp_degree": 1, "microbatches": 1, "costs": PROBLEM["costs"]},
         "ranks": [["0F0", "1F0", "1B0", "0B0"]],

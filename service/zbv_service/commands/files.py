@@ -9,9 +9,20 @@ from typing import Any
 
 from zbv_solver.documents import files
 from zbv_solver.documents.files import Write
+from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InvalidInput
 
 from zbv_service.commands.ending import WrongInput
+
+
+def read_problem(name: str) -> Any:
+    """As :func:`read_json`; also raises :class:`WrongInput` for a plan, a batch or a packing."""
+    document = read_json(name)
+    try:
+        require_kind(document, "problem")
+    except InvalidInput as error:
+        raise WrongInput(f"{files.file_label(name)}: {error.issues[0].detail}") from None
+    return document
 
 
 def read_json(name: str) -> Any:

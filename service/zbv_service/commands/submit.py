@@ -11,7 +11,7 @@ from zbv_service.client.flags import add_server
 from zbv_service.commands.arguments import finite, flag_of
 from zbv_service.commands.connection import connected, refused
 from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, INTERRUPTED, Stop
-from zbv_service.commands.files import output, read_json
+from zbv_service.commands.files import output, read_problem
 from zbv_service.commands.search_progress import SearchProgress, summary
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def add_effort(command: Any, default: str | None) -> None:
 def _submit(parsed: argparse.Namespace) -> int:
     from zbv_service.client import InvalidRequest, SearchEnded
 
-    problem = read_json(parsed.problem)
+    problem = read_problem(parsed.problem)
     options = {"effort": parsed.effort, "time_limit": parsed.time_limit, "seed": parsed.seed}
     sources = {f"/options/{name}": flag_of(name) for name in options}
     with output(parsed.output) as write, connected(parsed.server) as client:

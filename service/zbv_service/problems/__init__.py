@@ -1,4 +1,4 @@
-"""Answers about a problem without a stored search: checks, estimates and comparisons.
+"""Answers about a problem without a stored search: checks, estimates, comparisons and packings.
 
 Accepting a problem for a search is in :mod:`zbv_service.searches`.
 """

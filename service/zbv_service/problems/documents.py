@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 from zbv_solver.documents.fields import Number
+from zbv_solver.packing.batch import BatchDocument
 from zbv_solver.plans.reading import BaselineDocument
 
 from zbv_service.documents.problems import QuestionDocument
@@ -151,3 +152,46 @@ class Comparison(BaseModel):
     best: PlanSummaryDocument | None = Field(
         description="The best stored plan of this problem, if there is one."
     )
+
+
+class PackRequest(RequestDocument):
+    """A batch to pack."""
+
+    batch: BatchDocument
+
+
+class PackedReplica(BaseModel):
+    """What one replica runs."""
+
+    microbatches: list[list[int]] = Field(
+        description="Per microbatch, the indices of its sequences in the batch, counted from 0."
+    )
+    sequences: list[list[int]] = Field(description="Per microbatch, the lengths of its sequences.")
+    step_time: float = Field(description="The objective of a plan of this problem; a search may find better.")
+    problem: dict[str, Any] = Field(
+        description="The problem of these microbatches, as `POST /v1/searches` takes it; its plan numbers "
+        "them in this order."
+    )
+
+
+class OtherPacking(BaseModel):
+    """Another method's packing of the same batch."""
+
+    name: str
+    microbatches: int = Field(description="Of all replicas together.")
+    estimate: float
+
+
+class ProblemPacking(BaseModel):
+    """A batch as microbatches of replicas. Nothing is stored."""
+
+    objective: str
+    step_time: float = Field(description="Of the slowest replica; all replicas wait for it.")
+    lower_bound: float = Field(
+        description="No packing of the batch into microbatches of at most max_tokens has plans with a "
+        "smaller step time."
+    )
+    gap: float | None = Field(description="step_time / lower_bound - 1.")
+    estimate: float = Field(description="Of the step, without ramps.")
+    replicas: list[PackedReplica]
+    baselines: list[OtherPacking] = Field(description="Other methods, by the same estimate.")

@@ -213,7 +213,13 @@ def _joined(document: dict[str, Any], former: bytes | None) -> bytes:
         if kept and count > _KEPT_ACTIONS:
             break
         kept.append(steps[step])
-    return pack({**document, "steps": kept[::-1]})
+    try:
+        return pack({**document, "steps": kept[::-1]})
+    except ValueError:
+        raise ProblemError(
+            MALFORMED_JSON,
+            "The body has a number beyond the range of floats, such as 1e999. Send finite numbers.",
+        ) from None
 
 
 def _parse_json(text: bytes | bytearray) -> Any:

@@ -54,16 +54,15 @@ class Needs:
     def of(cls, problem: Problem, paths: MicrobatchPaths, rank: int) -> Needs | None:
         """The needs of a rank; None if its memory has no limit or nothing is ever away: Lemma 48."""
         arrays, n = problem.arrays, problem.n_stages
-        limit, static = float(arrays.limit[rank]), float(arrays.static[rank])
         stages = list(problem.placement.stages_of[rank])
         visits = stages + [2 * n - 1 - stage for stage in reversed(stages)]
         length = paths.length[visits]
         away = np.maximum(paths.start[visits[1:]] - (paths.start[visits[:-1]] + length[:-1]), 0.0)
-        capacity = (limit - static + 2 * MEMORY_TOLERANCE * max(limit, static)) * (1 + AMOUNT_ROUNDING)
+        capacity = memory_of_cells(problem, rank)
         if not (0 < capacity < np.inf and away.any()):
             return None
         forward = arrays.delta[F, stages]
-        waits = forward - np.clip(-arrays.delta[I, stages], 0.0, forward)
+        waits = least_held(problem, stages)
         upto = np.cumsum(forward, axis=0)
         return cls(
             held=np.concatenate([upto, upto[-2::-1]]),
@@ -121,7 +120,7 @@ class Demand:
     def of(cls, needs: Needs, most_groups: int) -> Demand:
         """The needs with gaps, kinds and operations joined that are equal or nearly so: Lemma 49."""
         # A microbatch is in one gap at a time, so gaps with equal units are one.
-        units, gap_of = np.unique(_units(needs.held, needs.capacity), axis=0, return_inverse=True)
+        units, gap_of = np.unique(in_units(needs.held, needs.capacity), axis=0, return_inverse=True)
         away = np.zeros(units.shape)
         np.add.at(away, gap_of.reshape(-1), needs.away * needs.count)
         group_of = _groups(units.max(axis=0), (units * away).sum(axis=0), needs.count, most_groups)
@@ -131,7 +130,7 @@ class Demand:
         np.minimum.at(least, group_of, units.T)
         np.add.at(time, group_of, away.T)
         np.add.at(members, group_of, needs.count)
-        taken = _units(needs.taken, needs.capacity)
+        taken = in_units(needs.taken, needs.capacity)
         room = np.where(taken < UNITS, np.minimum(-((taken - UNITS) // ROOM_STEP) * ROOM_STEP, UNITS), 0)
         own = np.zeros_like(needs.length)
         visits = len(needs.held) + 1
@@ -170,8 +169,21 @@ def _groups(size: IntArray, weight: FloatArray, count: IntArray, most: int) -> I
     return group_of
 
 
-def _units(amount: FloatArray, capacity: float) -> IntArray:
-    """Amounts in units, rounded down.
+def memory_of_cells(problem: Problem, rank: int) -> float:
+    """Memory that all cells of a rank may hold, inf without a limit: Lemma 9."""
+    limit, static = float(problem.arrays.limit[rank]), float(problem.arrays.static[rank])
+    return (limit - static + 2 * MEMORY_TOLERANCE * max(limit, static)) * (1 + AMOUNT_ROUNDING)
+
+
+def least_held(problem: Problem, stages: list[int]) -> FloatArray:
+    """Memory (c, K) that a cell holds at least while its virtual rest waits: Lemma 48."""
+    delta = problem.arrays.delta
+    forward: FloatArray = delta[F, stages]
+    return forward - np.clip(-delta[I, stages], 0.0, forward)
+
+
+def in_units(amount: FloatArray, capacity: float) -> IntArray:
+    """Amounts in units, rounded down: Lemma 49.
 
     The capacity is half a unit more than all units, so that what fills it but for rounding has all units.
     """

@@ -12,6 +12,7 @@ import numpy as np
 
 from zbv_solver.bounds.quick import preemptive_bound
 from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 from zbv_solver.problem.problem import Problem
 
 
@@ -82,4 +83,25 @@ def differing_machine_bounds(problem: Problem) -> list[float]:
             ]
         )[:, :, kind_of].reshape(3, -1)
         bounds.append(preemptive_bound(jobs[0], jobs[1], jobs[2]))
+    return bounds
+
+
+def overtaking_bounds(problem: Problem) -> list[float]:
+    """Bound of every rank's window by the path of one microbatch that others precede, follow or overtake.
+
+    The most that any microbatch proves: Lemma 52. Strong where one is much longer than the others.
+    """
+    paths, n = MicrobatchPaths.of(problem), problem.n_stages
+    count = np.bincount(problem.arrays.kind_of)
+    transfer = np.diff(paths.start, axis=0) - paths.length[:-1]
+    lead = transfer.max(axis=1, keepdims=True) - transfer - paths.length[1:]
+    delay = np.maximum(paths.length[:-1] - np.maximum(lead * (1 + TINY), 0.0), 0.0)
+    bounds = []
+    for stages in problem.placement.stages_of:
+        first = stages[0]
+        last = 2 * n - 1 - first
+        after = paths.length[last] + paths.rest[first]
+        cost = np.minimum(np.minimum(paths.length[first], after), delay[first:last].min(axis=0))
+        own = paths.start[last] - paths.start[first] + after
+        bounds.append(float((own - cost).max() + cost @ count))
     return bounds

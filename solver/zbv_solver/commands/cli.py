@@ -36,6 +36,7 @@ MODULES = {
     "plan": "searches",
     "compare": "searches",
     "frontier": "searches",
+    "cut": "cut",
     "pack": "pack",
     "simulate": "simulate",
     "check": "check",
@@ -168,6 +169,50 @@ def _parser() -> argparse.ArgumentParser:
     frontier.add_argument("-o", "--output", metavar="DIR", help="keep the plans and frontier.json here")
     _add_search(frontier, "quick", "of every limit")
     _add_json(frontier, "a table")
+
+    cut = add(
+        "cut",
+        "cut layers for Megatron-LM, torchtitan, or PyTorch's schedules, which keep their own order",
+        "Find the best cut of a model's layers for an executor that keeps its own order, with a proven bound "
+        "over all cuts; print the executor's settings, and what any order could gain.",
+    )
+    _add_problem(cut)
+    cut.add_argument(
+        "--executor", required=True, choices=("megatron", "torch", "torchtitan"), help="whose order to use"
+    )
+    cut.add_argument(
+        "--virtual-stages",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of stages per rank to try (default: 1 to 4)",
+    )
+    cut.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="Megatron-LM's microbatches per virtual stage in a row (default: try several)",
+    )
+    cut.add_argument(
+        "--schedule",
+        nargs="+",
+        metavar="NAME",
+        help="schedules of PyTorch to try (default: 1F1B and Interleaved1F1B)",
+    )
+    cut.add_argument(
+        "--recompute",
+        choices=("none", "all", "uniform", "per-stage"),
+        default="uniform",
+        help="stages to recompute: none, all, either of the two, or any choice, which no executor can "
+        "express (default: uniform)",
+    )
+    cut.add_argument("-o", "--output", metavar="FILE", help="plan file with the executor's order")
+    cut.add_argument("--no-free-order", action="store_true", help="do not search what any order would gain")
+    cut.add_argument(
+        "--effort", choices=("quick", "standard", "thorough"), default="standard", help="(default: standard)"
+    )
+    cut.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
+    _add_json(cut, "a table")
 
     packed = add(
         "pack",

@@ -61,10 +61,11 @@ def _watched(batch: Batch, options: SearchOptions, compare: bool) -> Packing:
 
 def _verdict(found: Packing) -> str:
     """What the packing achieves, in one line."""
-    microbatches = sum(len(each.microbatches) for each in found.replicas)
+    microbatches, replicas = sum(len(each.microbatches) for each in found.replicas), len(found.replicas)
     return (
         f"{found.batch.problem.objective} {found.step_time:.6g} (at most {found.gap:.2%} above any packing), "
-        f"{microbatches} microbatches on {len(found.replicas)} replicas, {found.seconds:.2f} s"
+        f"{microbatches} {'microbatch' if microbatches == 1 else 'microbatches'} on {replicas} "
+        f"{'replica' if replicas == 1 else 'replicas'}, {found.seconds:.2f} s"
     )
 
 

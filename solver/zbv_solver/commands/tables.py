@@ -30,15 +30,16 @@ def print_frontier(problem: AnyProblem, points: Sequence[FrontierPoint]) -> None
         table = _frontier_of_layers(problem, points)
     else:
         table = _frontier_of_stages(problem, points)
-    Console().print(table)
+    print_whole(table)
 
 
 def _frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> Table:
     """Limits as fractions of 1F1B's memory, and the classical schedules below."""
     objective = problem.objective
     table = Table(title=f"{objective} over memory; 1 is what 1F1B holds on its fullest rank")
-    for name in ("limit", "per rank", f"best {objective}", "lower bound", "gap", "plan"):
+    for name in ("limit", "per rank", f"best {objective}", "lower bound", "gap"):
         table.add_column(name, justify="right")
+    table.add_column("plan", justify="right", no_wrap=True)  # below: names of schedules
     for point in points:
         table.add_row(
             f"{point.fraction:.4g}",
@@ -94,7 +95,7 @@ def print_comparison(plan: Plan) -> None:
             "yes" if row.fits else "no",
             f"{objective_value(objective, row) / plan.objective:.3f}" if plan.objective else "–",
         )
-    _print_whole(table)
+    print_whole(table)
 
 
 def print_simulation(plan: Plan, found: Simulation) -> None:
@@ -116,10 +117,10 @@ def print_simulation(plan: Plan, found: Simulation) -> None:
         expected, p95 = shown(spans)
         relative = f"{p95 / own:.3f}" if own else "–"
         table.add_row(name, f"{expected:.6g}", f"{p95:.6g}", "yes" if fits else "no", relative)
-    _print_whole(table)
+    print_whole(table)
 
 
-def _print_whole(table: Table) -> None:
+def print_whole(table: Table) -> None:
     """Print a table that never cuts a number; in a narrow terminal its lines wrap."""
     console = Console()
     needed = console.measure(table, options=console.options.update(max_width=_WIDEST))

@@ -49,7 +49,49 @@ def zb_h1(rank: int, p: int, m: int) -> Rows:
     After p - rank forwards a step repeats: an I, then a W once ``rank`` others are waiting, then an F while
     any is left. The remaining W's come last.
     """
-    j, ahead = np.arange(m), p - rank
+    return _alternate_split(rank, p - 1 - rank, m)
+
+
+def interleaved_1f1b(rank: int, p: int, m: int, chunks: int, group: int | None = None) -> Rows:
+    """Chunks take turns in rounds of about p microbatches (Narayanan et al. 2021, section 2.2).
+
+    Rounds are as equal as m allows, so m need not be a multiple of p. With ``group``, every round has that
+    many microbatches, and the last one has the rest.
+    """
+    bounds = equal_rounds(p, m) if group is None else np.append(np.arange(0, m, group), m)
+    warm_up = (chunks - 1) * int(np.diff(bounds).max()) + 2 * (p - 1 - rank)
+    return _in_turns(_alternate(rank, warm_up, chunks * m), bounds, chunks, p)
+
+
+def interleaved_zb_h1(rank: int, p: int, m: int, chunks: int) -> Rows:
+    """ZB-H1 with chunks in turns as in :func:`interleaved_1f1b`: PyTorch's ``InterleavedZeroBubble``."""
+    bounds = equal_rounds(p, m)
+    warm_up = (chunks - 1) * int(np.diff(bounds).max()) + p - 1 - rank
+    return _in_turns(_alternate_split(rank, warm_up, chunks * m), bounds, chunks, p)
+
+
+def equal_rounds(p: int, m: int) -> NDArray[np.int64]:
+    """Bounds of rounds of at least p microbatches that are as equal as possible, and one round if m < p."""
+    rounds = max(1, m // p)
+    return np.arange(rounds + 1) * m // rounds
+
+
+def _in_turns(rows: Rows, bounds: NDArray[np.int64], chunks: int, p: int) -> Rows:
+    """A rank's list for one stage and all turns, as the list for its chunks; ``bounds`` are the rounds'."""
+    # The k-th forward: by round, then by chunk, then by microbatch.
+    round_of = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds) * chunks)
+    in_round = np.arange(chunks * int(bounds[-1])) - chunks * bounds[round_of]
+    chunk, later = np.divmod(in_round, np.diff(bounds)[round_of])
+    microbatch = bounds[round_of] + later
+    turn, is_forward = rows[:, 2], rows[:, 1] == F
+    rows[:, 0] += (np.where(is_forward, chunk[turn], chunks - 1 - chunk[turn]) * p).astype(np.int32)
+    rows[:, 2] = microbatch[turn]
+    return rows
+
+
+def _alternate_split(rank: int, warm_up: int, m: int) -> Rows:
+    """As :func:`_alternate` with split backwards: a W follows an I once ``rank`` others are waiting."""
+    j, ahead = np.arange(m), warm_up + 1
     rows = np.empty((3 * m, 3), dtype=np.int32)
     # The place of an action is the number of F's, I's and W's before it.
     forward = j + np.maximum(j - ahead + 1, 0) + np.clip(j - ahead - rank + 1, 0, m)
@@ -58,26 +100,6 @@ def zb_h1(rank: int, p: int, m: int) -> Rows:
     for letter, places in ((F, forward), (I, inputs), (W, weights)):
         rows[places, 1], rows[places, 2] = letter, j
     rows[:, 0] = rank
-    return rows
-
-
-def interleaved_1f1b(rank: int, p: int, m: int, chunks: int) -> Rows:
-    """Chunks take turns in rounds of about p microbatches (Narayanan et al. 2021, section 2.2).
-
-    Rounds are as equal as m allows, so m need not be a multiple of p.
-    """
-    rounds = max(1, m // p)
-    bounds = np.arange(rounds + 1) * m // rounds
-    # The k-th forward: by round, then by chunk, then by microbatch.
-    round_of = np.repeat(np.arange(rounds), np.diff(bounds) * chunks)
-    in_round = np.arange(chunks * m) - chunks * bounds[round_of]
-    chunk, later = np.divmod(in_round, np.diff(bounds)[round_of])
-    microbatch = bounds[round_of] + later
-    warm_up = (chunks - 1) * int(np.diff(bounds).max()) + 2 * (p - 1 - rank)
-    rows = _alternate(rank, warm_up, chunks * m)
-    turn, is_forward = rows[:, 2], rows[:, 1] == F
-    rows[:, 0] = np.where(is_forward, chunk[turn], chunks - 1 - chunk[turn]) * p + rank
-    rows[:, 2] = microbatch[turn]
     return rows
 
 

@@ -25,6 +25,14 @@ class _Text(reprlib.Repr):
             return "a number too long to print"
 
 
+_REMEDIES = {
+    "plan": "Its problem is under the key `problem`.",
+    "packing": "The plan of replica 0 is under /replicas/0/plan, and so on.",
+    "batch": "`zbv pack` packs it.",
+    "problem": "`zbv plan` makes a plan of it.",
+}
+"""What to do with a document of each kind where another kind is expected."""
+
 _TEXT = _Text()
 _TEXT.maxlevel, _TEXT.maxlist, _TEXT.maxdict, _TEXT.maxtuple = 3, 20, 20, 20
 _TEXT.maxstring = _TEXT.maxother = _TEXT.maxlong = 2 * _SHOWN
@@ -36,6 +44,26 @@ def validated(model: type[Model], document: Any) -> Model:
         return model.model_validate(document)
     except ValidationError as error:
         raise refusal(error, document) from None
+
+
+def require_kind(document: Any, expected: str) -> None:
+    """Raise :class:`InvalidInput` for a document of another kind of ``_REMEDIES``, as far as its keys show.
+
+    Without this, a file of the wrong kind would be reported key by key.
+    """
+    found = _kind_of(document) if isinstance(document, dict) else None
+    if found is not None and found != expected:
+        raise InvalidInput.at("", f"this is a {found}, not a {expected}. {_REMEDIES[found]}")
+
+
+def _kind_of(document: dict[str, Any]) -> str | None:
+    if "ranks" in document:
+        return "plan"
+    if "replicas" in document and "step_time" in document:
+        return "packing"
+    if "max_tokens" in document:
+        return "batch"
+    return "problem" if "pp_degree" in document else None
 
 
 def refusal(error: ValidationError, document: Any) -> InvalidInput:

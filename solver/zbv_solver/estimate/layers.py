@@ -149,13 +149,13 @@ def estimate_model(
     expert-parallel degree, and that must divide the devices of all replicas of a stage.
     """
     layers: list[LayerEstimate] = []
-    setting = Setting(degrees, device, links, training)
+    conditions = Conditions(degrees, device, links, training)
     # Parts do not depend on replicas, so layouts that differ only in these share them.
     of_parts = replace(degrees, data=1, zero_stage=0)
     for kind in model.layers(training.state.gradients, training.ends_share_rank):
         shapes = model.shapes(kind, of_parts, sequences)
         parts = [_computed(half, shapes, device) for _, half in kind.halves]
-        found = [_layer(part, setting, kind.can_recompute) for part in parts]
+        found = [_layer(part, conditions, kind.can_recompute) for part in parts]
         if training.by_halves and len(found) > 1:
             layers += _apart(kind, found)
         else:
@@ -165,7 +165,7 @@ def estimate_model(
 
 
 @dataclass(frozen=True)
-class Setting:
+class Conditions:
     """What all layers of an estimate have in common."""
 
     degrees: Degrees
@@ -190,13 +190,13 @@ def _computed(half: Kind, shapes: Shapes, device: Device) -> Computed:
     return Computed(part, shapes.stream, *compute_times(part, shapes.stream, device))
 
 
-def _layer(computed: Computed, setting: Setting, can_recompute: bool) -> LayerEstimate:
+def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> LayerEstimate:
     """One part as a layer."""
-    part, degrees, device = computed.part, setting.degrees, setting.device
-    state, recompute = setting.training.state, setting.training.recompute
-    modules = setting.training.modules
-    groups = replicated(part.parameters, degrees, setting.links)
-    exchanged, of_exchanges = exchange_times(part.exchanges, setting.links)
+    part, degrees, device = computed.part, conditions.degrees, conditions.device
+    state, recompute = conditions.training.state, conditions.training.recompute
+    modules = conditions.training.modules
+    groups = replicated(part.parameters, degrees, conditions.links)
+    exchanged, of_exchanges = exchange_times(part.exchanges, conditions.links)
     compute = computed.times + exchanged
     replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
     plain = Running(
@@ -214,7 +214,7 @@ def _layer(computed: Computed, setting: Setting, can_recompute: bool) -> LayerEs
         )
     elif can_recompute and recompute == "selective" and (dropped := part.dropped_bytes(modules)):
         # What is dropped exists during I only (Korthikanti et al. 2022, §5).
-        again = repeated_time(part, modules, computed.stream, device, setting.links)
+        again = repeated_time(part, modules, computed.stream, device, conditions.links)
         recomputed = Running(
             plain.times + PerAction(backward_input=again),
             plain.after_forward - dropped,

@@ -60,7 +60,8 @@ def idle_shares(plan: Plan) -> list[float]:
 
 def idle_bars(plan: Plan) -> RankBars:
     """Idle share of the span of every rank, scaled so that the largest nearly fills the chart."""
-    shares = [max(0.0, share) for share in idle_shares(plan)]
+    # Rounding errors must not fill the chart when no rank is idle.
+    shares = [share if share > SAME_METRIC else 0.0 for share in idle_shares(plan)]
     scale = _TALLEST / (max(shares, default=0.0) or 1.0)
     bars = tuple(
         RankBar(rank, round(scale * share, 2), 0.0, None, False, f"rank {rank}: {quantities.percent(share)}")

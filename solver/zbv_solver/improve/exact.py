@@ -19,7 +19,7 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.exact_grid import make_grid
 from zbv_solver.improve.exact_model import ExactModel, implications
 from zbv_solver.improve.exact_states import Implied
-from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import objective_of
@@ -90,7 +90,7 @@ def refine(
     Parameters
     ----------
     incumbent
-        A verified order with ascending microbatches; only better orders are searched.
+        A verified order; only better orders are searched.
     lower_bound
         A proven bound, in the problem's unit.
     effort
@@ -104,8 +104,11 @@ def refine(
     """
     run = _Run(problem, incumbent, lower_bound, effort, time_limit, seed, cancelled, listener)
     try:
-        run.close_in()
-        run.finish()
+        if problem.is_equal:
+            run.close_in()
+            run.finish()
+        else:
+            run.search_by_cores()
     except _Stopped:
         pass
     return ExactResult(run.found, run.bound, run.is_proved())
@@ -153,7 +156,8 @@ class _Run:
         listener: Listener,
     ):
         self.problem, self.grid = problem, make_grid(problem)
-        self.best, self.value = incumbent, objective_of(problem, incumbent)
+        self.best = first_in_first_out(incumbent, problem.n_stages, problem.arrays.kind_of)
+        self.value = objective_of(problem, incumbent)
         self.found: Orders | None = None
         self.bound, self.lower = bound, self.grid.at_least(bound)
         self.upper = self.grid.strictly_below(self.value)
@@ -194,12 +198,23 @@ class _Run:
         while not self._is_over():
             self._solve(self.upper, self.effort, minimise=self.problem.objective == "makespan")
 
+    def search_by_cores(self) -> None:
+        """Spend the effort on one search by CP-SAT's cores, where microbatches differ.
+
+        In any order of the microbatches, few questions of :meth:`close_in` are easy; cores find and prove
+        more within the same effort.
+        """
+        if not self._is_over():
+            self._solve(self.upper, self.effort, minimise=True, by_cores=True)
+
     def _is_over(self) -> bool:
         if self.lower > self.upper and not self.is_misled:
             self.is_exhausted = True
         return self.is_proved() or self.effort <= 0 or self.lower > self.upper
 
-    def _solve(self, most: int, effort: float, *, minimise: bool) -> cp_model.CpSolverStatus:
+    def _solve(
+        self, most: int, effort: float, *, minimise: bool, by_cores: bool = False
+    ) -> cp_model.CpSolverStatus:
         """Search for orders that take at most ``most`` parts."""
         self.known = self.known or implications(self.problem, self.grid, self._poll)
         model = ExactModel(
@@ -213,6 +228,7 @@ class _Run:
         )
         model.hint(self.best)
         solver = make_solver(effort, self._seconds_left(), self.seed)
+        solver.parameters.optimize_with_core = by_cores
         if minimise:
             solver.best_bound_callback = lambda parts: self._raise_bound(parts, most)
         with stopped_when(self.cancelled, solver):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from zbv_solver.problem.arrays import ProblemArrays
 from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING, integer_scale
 from zbv_solver.problem.problem import Problem
@@ -48,6 +49,8 @@ class Grid:
         Number of steps by which a proven bound must be lowered, as starts of a span may be rounded up.
     is_exact
         Whether no duration was rounded.
+    rounding
+        Number of steps that no path loses by rounding.
     """
 
     problem: Problem
@@ -55,6 +58,7 @@ class Grid:
     parts: int
     slack: int
     is_exact: bool
+    rounding: int
 
     def strictly_below(self, value: float) -> int:
         """The most parts of an order that is better than ``value``."""
@@ -66,30 +70,41 @@ class Grid:
 
     def at_least(self, bound: float) -> int:
         """The least parts of every order if ``bound`` time units are proven."""
-        if not self.is_exact:
-            return 0
-        return max(0, math.ceil(bound * self.steps * (1 - OPTIMAL_GAP) - STEP_ROUNDING) * self.parts)
+        lost = 0 if self.is_exact else self.rounding
+        return max(0, math.ceil(bound * self.steps * (1 - OPTIMAL_GAP) - STEP_ROUNDING) - lost) * self.parts
 
 
 def make_grid(problem: Problem) -> Grid:
     """The finest grid that a problem needs and CP-SAT can handle."""
-    arrays = problem.arrays.of_equal()
+    arrays = problem.arrays
     most_parts = problem.max_actions + 1
     cycles, slack = 1, 0
     if problem.objective == "span" and problem.pp_degree > 1:
         cycles = math.lcm(*range(1, problem.pp_degree + 1))
         if cycles * most_parts > FINEST:
             cycles, slack = CYCLE_PARTS, 1
-    times = np.concatenate([arrays.duration.ravel(), arrays.latency])
+    times = np.concatenate([arrays.duration.ravel(), arrays.latency.ravel()])
     most_steps = LARGEST_INTEGER // (cycles * most_parts)
     exact = integer_scale(times.tolist(), most_steps)
-    scale = min(GRID, most_steps) / float(times.max()) if exact is None else exact
+    # Sums for microbatches that differ rarely have a common unit. In a fine grid, CP-SAT's cores find more.
+    finest = min(GRID, most_steps) if problem.is_equal else most_steps
+    scale = finest / float(times.max()) if exact is None else exact
     to_steps = np.floor if exact is None else np.rint
     duration, transfer = to_steps(arrays.duration * scale), to_steps(arrays.latency * scale)
     parts = most_parts if bool((duration == 0).any()) else 1
     fine = cycles * parts
-    forward, inputs, weights, fused = (tuple(map(float, row)) for row in np.maximum(1.0, duration * fine))
-    costs = Costs(forward, inputs, weights, tuple(map(float, transfer * fine)), fused)
+    in_parts = replace(arrays, duration=np.maximum(1.0, duration * fine), latency=transfer * fine)
+    # Every action of a path, and every transfer, loses less than a step of the scale.
+    rounding = 2 * problem.max_actions * cycles
+    return Grid(_with(problem, in_parts), scale * cycles, parts, slack, exact is not None, rounding)
+
+
+def _with(problem: Problem, arrays: ProblemArrays) -> Problem:
+    """The problem with these durations and latencies."""
+    if not problem.is_equal:
+        return problem.with_arrays(arrays)
+    forward, inputs, weights, fused = map(tuple, arrays.duration[:, :, 0].tolist())
+    costs = Costs(forward, inputs, weights, tuple(arrays.latency[:, 0].tolist()), fused)
     # Equal microbatches may have features, which would add to the costs.
     plain = problem.averaged() if problem.features else problem
-    return Grid(replace(plain, costs=costs), scale * cycles, parts, slack, exact is not None)
+    return replace(plain, costs=costs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -18,7 +19,7 @@ from ortools.sat.python.cp_model_helper import Literal
 
 from zbv_solver.improve.exact_grid import GRID, LARGEST_INTEGER
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, integer_scale
-from zbv_solver.problem.problem import F, I, Problem, W
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 Expression = cp_model.LinearExpr
 Action = tuple[int, int, int]
@@ -34,12 +35,15 @@ class Amounts:
     Attributes
     ----------
     delta
-        Of a (letter, stage).
+        Of a (letter, stage, kind of microbatch).
+    kind_of
+        The kind of every microbatch.
     capacity
         Most that the actions may hold together, static memory excluded.
     """
 
-    delta: dict[tuple[int, int], int]
+    delta: dict[tuple[int, int, int], int]
+    kind_of: list[int]
     capacity: int
 
     @classmethod
@@ -48,9 +52,10 @@ class Amounts:
         arrays = problem.arrays
         limit, static = float(arrays.limit[rank]), float(arrays.static[rank])
         stages = problem.placement.stages_of[rank]
-        keys = [(letter, stage) for letter in (F, I, W) for stage in stages]
-        given = arrays.of_equal().delta
-        true = np.array([given[key] for key in keys])
+        keys = [
+            (letter, stage, kind) for letter in (F, I, W) for stage in stages for kind in range(arrays.kinds)
+        ]
+        true = np.array([arrays.delta[key] for key in keys])
         scale = integer_scale(true.tolist(), LARGEST_INTEGER)
         if scale is None:
             scale = GRID / float(np.abs(true).max())
@@ -62,8 +67,16 @@ class Amounts:
         delta = dict(zip(keys, map(int, scaled.tolist()), strict=True))
         capacity = (limit - static + 2 * MEMORY_TOLERANCE * abs(limit)) * scale
         # More than the sum of all allocations is never needed; this keeps the integers small.
-        most = sum(max(0, value) for value in delta.values()) * problem.microbatches
-        return cls(delta, min(math.floor(capacity), most))
+        count = arrays.count.tolist()
+        most = sum(max(0, value) * count[kind] for (_, _, kind), value in delta.items())
+        for stage, kind in product(stages, range(arrays.kinds)):
+            delta[B, stage, kind] = delta[I, stage, kind] + delta[W, stage, kind]
+        return cls(delta, arrays.kind_of.tolist(), min(math.floor(capacity), most))
+
+    def change(self, action: Action) -> int:
+        """The change of memory at an action."""
+        letter, stage, microbatch = action
+        return self.delta[letter, stage, self.kind_of[microbatch]]
 
 
 class Pairs:
@@ -104,9 +117,9 @@ class Pairs:
         enforced: list[Literal],
     ) -> None:
         """The memory held before an action, and what the action allocates, fit the rank's capacity."""
-        others = [other for other in actions if other != action and amounts.delta[other[:2]] != 0]
-        terms = [amounts.delta[other[:2]] * self.before(other, action) for other in others]
-        allocated = max(0, amounts.delta[action[:2]])
+        others = [other for other in actions if other != action and amounts.change(other) != 0]
+        terms = [amounts.change(other) * self.before(other, action) for other in others]
+        allocated = max(0, amounts.change(action))
         constraint = self.model.add(sum(terms) <= amounts.capacity - held - allocated)
         if enforced:
             constraint.only_enforce_if(enforced)

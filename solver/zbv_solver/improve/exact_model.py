@@ -1,7 +1,8 @@
 """The exact CP-SAT model of a problem.
 
-Each family of constraints is one short method, and its docstring is the sentence that it states. Microbatches
-of a stage run in ascending order, which loses nothing: any order can be relabelled so (Lemma 1).
+Each family of constraints is one short method, and its docstring is the sentence that it states. Equal
+microbatches run in ascending order on every stage, which loses nothing: any order can be relabelled so
+(Lemmas 1 and 53). Microbatches that differ may run in any order, on every stage in another one.
 
 Facts that CP-SAT would have to discover by search are given to it where they can be computed: see
 :mod:`.exact_states` and :mod:`.exact_memory`. Numbers are integers: see :mod:`.exact_grid`.
@@ -73,8 +74,10 @@ class ExactModel:
         self.may_fuse = may_fuse(problem).tolist()
         self.grid = grid
         self.model = cp_model.CpModel()
-        self.duration = [list(map(int, row)) for row in grid.problem.arrays.of_equal().duration]
-        self.transfer = [int(lag) for lag in grid.problem.arrays.of_equal().latency]
+        arrays = grid.problem.arrays
+        self.kind_of: list[int] = arrays.kind_of.tolist()
+        self.duration: list[list[list[int]]] = arrays.duration[:, :, self.kind_of].astype(np.int64).tolist()
+        self.transfer: list[list[int]] = arrays.latency[:, self.kind_of].astype(np.int64).tolist()
         self.cells = [(s, j) for s in range(problem.n_stages) for j in range(problem.microbatches)]
         self.known = known or [None] * problem.pp_degree
         self.upper = max(0, upper)
@@ -98,12 +101,13 @@ class ExactModel:
         self.forward = {cell: model.new_int_var(0, horizon, f"F{cell}") for cell in self.cells}
         self.backward = {cell: model.new_int_var(0, horizon, f"I{cell}") for cell in self.cells}
         self.weight = {cell: model.new_int_var(0, horizon, f"W{cell}") for cell in self.cells}
+        self.begins = [self._first_start(stages[0]) for stages in self.problem.placement.stages_of]
         fusable = [cell for cell in self.cells if self.may_fuse[cell[0]]]
         self.fused = {cell: model.new_bool_var(f"fused{cell}") for cell in fusable}
         self.fusable_end = {cell: model.new_int_var(0, horizon, f"Iend{cell}") for cell in fusable}
         self.fusable_cell_end = {cell: model.new_int_var(0, horizon, f"end{cell}") for cell in fusable}
         for cell in fusable:
-            weight = self.duration[W][cell[0]]
+            weight = self._length((W, *cell))
             model.add(self.fusable_cell_end[cell] == self.weight[cell] + weight * self.fused[cell].negated())
             model.add(self.fusable_end[cell] == self.backward[cell] + self._backward_length(cell))
         for cell in self.cells:
@@ -112,10 +116,23 @@ class ExactModel:
             if cell in self.fused:
                 model.add(self.weight[cell] == self.end((I, *cell))).only_enforce_if(self.fused[cell])
 
+    def _first_start(self, stage: int) -> cp_model.IntVar:
+        """A time before which no F of a stage starts; where microbatches are equal, its first F's start."""
+        if self.problem.is_equal:
+            return self.forward[stage, 0]
+        first = self.model.new_int_var(0, self.horizon, f"begin{stage}")
+        for j in range(self.problem.microbatches):
+            self.model.add(first <= self.forward[stage, j])
+        return first
+
     def _backward_length(self, cell: Cell) -> Expression | int:
         """Duration of I, or of B when fused."""
-        inputs, full = self.duration[I][cell[0]], self.duration[B][cell[0]]
+        inputs, full = self._length((I, *cell)), self._length((B, *cell))
         return inputs + (full - inputs) * self.fused[cell] if cell in self.fused else inputs
+
+    def _length(self, action: Action) -> int:
+        letter, stage, microbatch = action
+        return self.duration[letter][stage][microbatch]
 
     def start(self, action: Action) -> cp_model.IntVar:
         """Start of an action; of a W that is fused, the end of its B."""
@@ -126,7 +143,7 @@ class ExactModel:
         letter, cell = action[0], action[1:]
         if letter != F and cell in self.fused:
             return (self.fusable_end if letter == I else self.fusable_cell_end)[cell]
-        return self.start(action) + self.duration[letter][cell[0]]
+        return self.start(action) + self._length(action)
 
     def _actions(self, rank: int) -> list[Action]:
         stages = self.problem.placement.stages_of[rank]
@@ -138,17 +155,27 @@ class ExactModel:
         ]
 
     def _order_microbatches(self) -> None:
-        """Microbatches of a stage run in ascending order, letter by letter."""
+        """Equal microbatches of a stage run in ascending order, letter by letter."""
+        previous = self._equal_before()
         for stage, j in self.cells:
             for letter in (F, I, W):
-                if j > 0 and not (letter == W and (stage, j) in self.fused):
-                    self.model.add(self.start((letter, stage, j)) >= self.end((letter, stage, j - 1)))
+                if j in previous and not (letter == W and (stage, j) in self.fused):
+                    self.model.add(self.start((letter, stage, j)) >= self.end((letter, stage, previous[j])))
+
+    def _equal_before(self) -> dict[int, int]:
+        """The last microbatch before each that equals it, of those that have one."""
+        before, last = {}, dict[int, int]()
+        for j, kind in enumerate(self.kind_of):
+            if kind in last:
+                before[j] = last[kind]
+            last[kind] = j
+        return before
 
     def _pass_microbatches_on(self) -> None:
         """An F needs the F below, a backward the backward above, and the transfer between them."""
         for stage, j in self.cells:
             if stage + 1 < self.problem.n_stages:
-                above, lag = (stage + 1, j), self.transfer[stage]
+                above, lag = (stage + 1, j), self.transfer[stage][j]
                 self.model.add(self.forward[above] >= self.end((F, stage, j)) + lag)
                 self.model.add(self.backward[stage, j] >= self.end((I, *above)) + lag)
 
@@ -159,9 +186,8 @@ class ExactModel:
             self.model.add_no_overlap([interval for cell in cells for interval in self._intervals(cell)])
 
     def _intervals(self, cell: Cell) -> Iterable[cp_model.IntervalVar]:
-        model, stage = self.model, cell[0]
-        length = self.duration[W][stage]
-        yield model.new_fixed_size_interval_var(self.forward[cell], self.duration[F][stage], "")
+        model, length = self.model, self._length((W, *cell))
+        yield model.new_fixed_size_interval_var(self.forward[cell], self._length((F, *cell)), "")
         end = self.end((I, *cell))
         yield model.new_interval_var(self.backward[cell], self._backward_length(cell), end, "")
         if cell in self.fused:
@@ -175,7 +201,9 @@ class ExactModel:
         index = {chain: at for at, chain in enumerate(facts.chains)} if facts else {}
 
         def known(first: Action, second: Action) -> bool:
-            """Whether memory or the microbatches' order puts the first before the second."""
+            """Whether memory or the order of equal microbatches puts the first before the second."""
+            if self.kind_of[first[2]] != self.kind_of[second[2]]:
+                return False
             if first[:2] == second[:2]:
                 return first[2] < second[2] and not (first[0] == W and first[1:] in self.fused)
             if first[1] == second[1] and first[0] < second[0] and first[2] <= second[2]:
@@ -192,7 +220,7 @@ class ExactModel:
             return
         for rank, pairs in enumerate(self.pairs):
             amounts, actions = Amounts.of(self.problem, rank), self._actions(rank)
-            allocating = [action for action in actions if amounts.delta[action[:2]] > 0]
+            allocating = [action for action in actions if amounts.change(action) > 0]
             for action in allocating:
                 self.poll()
                 cell = action[1:]
@@ -232,11 +260,13 @@ class ExactModel:
 
         Ties go to the stage that is first in the list. Stages whose W's may be fused are left out.
         """
-        release = self.problem.arrays.of_equal().delta[W]
+        if not self.problem.is_equal:
+            return
+        release, duration = self.problem.arrays.delta[W, :, 0], self.duration[W]
         for rank, stages in enumerate(self.problem.placement.stages_of):
             plain = [s for s in stages if not self.may_fuse[s]]
             for y, x in combinations(sorted(plain, key=lambda s: (release[s], s)), 2):
-                if self.duration[W][x] == self.duration[W][y]:
+                if duration[x] == duration[y]:
                     self._prefer(self.pairs[rank], y, x)
 
     def _prefer(self, pairs: Pairs, favoured: int, other: int) -> None:
@@ -251,8 +281,8 @@ class ExactModel:
         model, problem = self.model, self.problem
         origin = model.new_constant(0)
         self.objective = model.new_int_var(lower, self.upper, "objective") if minimise else None
-        for rank, stages in enumerate(problem.placement.stages_of):
-            begin = self.forward[stages[0], 0] if problem.objective == "span" else origin
+        for rank in range(problem.pp_degree):
+            begin = self.begins[rank] if problem.objective == "span" else origin
             facts = self.known[rank]
             tails = {chain: facts.tail[at] for at, chain in enumerate(facts.chains)} if facts else {}
             for action in self._actions(rank):
@@ -265,7 +295,8 @@ class ExactModel:
                         model.add(self.objective >= self.end(action) + tail - begin)
         if self.objective is not None:
             model.minimize(self.objective)
-        model.add(self.forward[0, 0] == 0)  # all other actions follow it, and only differences matter
+        # All actions follow rank 0's first one, and only differences matter.
+        model.add(self.begins[0] == 0)
 
     def hint(self, incumbent: Orders) -> None:
         """Hint the start of every action of an order."""
@@ -279,10 +310,14 @@ class ExactModel:
             strict=True,
         )
         starts = {(letter, stage, j): int(time) for letter, stage, j, time in rows}
+        if not problem.is_equal:
+            for first, stages in zip(self.begins, problem.placement.stages_of, strict=True):
+                own = (starts[F, stages[0], j] for j in range(problem.microbatches))
+                self.model.add_hint(first, min(own))
         for cell in self.cells:
             fused = (B, *cell) in starts
             begin = starts[B if fused else I, *cell]
-            end = begin + self.duration[B if fused else I][cell[0]]
+            end = begin + self._length((B if fused else I, *cell))
             weight = end if fused else starts[W, *cell]
             self.model.add_hint(self.forward[cell], starts[F, *cell])
             self.model.add_hint(self.backward[cell], begin)
@@ -290,7 +325,7 @@ class ExactModel:
             if cell in self.fused:
                 self.model.add_hint(self.fused[cell], fused)
                 self.model.add_hint(self.fusable_end[cell], end)
-                length = 0 if fused else self.duration[W][cell[0]]
+                length = 0 if fused else self._length((W, *cell))
                 self.model.add_hint(self.fusable_cell_end[cell], weight + length)
 
     def orders(self, value: Callable[[cp_model.IntVar], int]) -> Orders:

@@ -67,7 +67,7 @@ class _ChainStep:
 
 
 def implied(problem: Problem, rank: int, fusable: list[int]) -> Implied | None:
-    """Implications of a rank's limit, or None if there are too many states: Lemma 28.
+    """Implications of a rank's limit: Lemma 28. None if microbatches differ or there are too many states.
 
     Parameters
     ----------
@@ -78,7 +78,11 @@ def implied(problem: Problem, rank: int, fusable: list[int]) -> Implied | None:
     """
     chains = [(letter, stage) for letter in (F, I, W) for stage in problem.placement.stages_of[rank]]
     # A state is coded as one number in base m + 1.
-    if problem.memory.limit is None or (problem.microbatches + 1) ** len(chains) > 2**62:
+    if (
+        not problem.is_equal
+        or problem.memory.limit is None
+        or (problem.microbatches + 1) ** len(chains) > 2**62
+    ):
         return None
     states = _States(problem, rank, chains, fusable)
     layers = states.reached()

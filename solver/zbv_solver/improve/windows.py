@@ -3,7 +3,8 @@
 A window is a set of actions with consecutive start times, over all ranks. What runs before the window gives
 every action inside a head (its earliest start), and what runs after it a tail (the longest path from its end
 to the end of a rank). CP-SAT minimises the largest end + tail (a large neighbourhood in the sense of Shaw
-1998). For a span, ranks keep their first starts, and ends are counted from them.
+1998). For a span, ranks keep their first starts, and ends are counted from them. Equal microbatches of a
+stage keep their order; others may overtake each other.
 """
 
 from __future__ import annotations
@@ -11,30 +12,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from ortools.sat.python import cp_model
 
-from zbv_solver.construct.attempt import from_orders
-from zbv_solver.construct.tables import make_tables
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.exact import make_solver, stopped_when
-from zbv_solver.improve.exact_grid import Grid, make_grid
+from zbv_solver.improve.exact_grid import make_grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
-from zbv_solver.improve.order_state import State, compute_all
-from zbv_solver.kernels.arrays import IntArray
-from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import B, F, I, Problem, W
-from zbv_solver.timing.start_times import objective_of, span_start_times
+from zbv_solver.improve.window_boundary import Boundary, Paths
+from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.problem.problem import B, I, Problem
+from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
-NEVER = np.iinfo(np.int64).min // 2
-BEFORE, INSIDE, AFTER, NOWHERE = range(4)
-"""Where an action lies relative to a window."""
 SIZES = (120, 60)
 """Actions in a window, on average: large windows find more, small ones are cheap."""
+SIZES_DIFFERING = (30, 15)
+"""The same, per rank, where microbatches differ: on many ranks, larger windows find more."""
 EFFORT_PER_ACTION = 1.25e-4
 """CP-SAT's deterministic time for one window, per action."""
 
@@ -58,18 +53,19 @@ def sweep_windows(
     Parameters
     ----------
     orders
-        A verified order with microbatches ascending per stage and letter.
+        A verified order.
     effort
         CP-SAT's deterministic time for the windows of one size: the same on every machine.
     sizes
-        Actions in a window, on average; ``SIZES`` if None.
+        Actions in a window, on average; None for :func:`usual_sizes`.
     begin
         Where the first window lies: 1 at the end of the order, near 0 at its beginning.
     time_limit
         Seconds; a cap on top, which makes the result depend on the machine.
     """
     search = WindowSearch(problem, orders, seed, time_limit, cancelled)
-    for size in SIZES if sizes is None else sizes:
+    before = search.value
+    for size in usual_sizes(problem) if sizes is None else sizes:
         window_effort = size * EFFORT_PER_ACTION
         count = max(1, math.ceil(2 * len(orders) / size))
         # ``fruitless`` counts windows since the last gain. After a full round without one, the next size
@@ -82,7 +78,14 @@ def sweep_windows(
             helped = search.improve((at - 0.5) * length, (at + 1.5) * length, window_effort)
             fruitless = 0 if helped else fruitless + 1
             at = at - 1 if at > 0 else count - 1
-    return None if search.orders is orders else search.orders
+    return search.orders if search.value < before else None
+
+
+def usual_sizes(problem: Problem) -> tuple[int, ...]:
+    """Actions in a window, on average; larger windows come first."""
+    if problem.is_equal:
+        return SIZES
+    return tuple(size * problem.pp_degree for size in SIZES_DIFFERING)
 
 
 class WindowSearch:
@@ -103,9 +106,12 @@ class WindowSearch:
         cancelled: Callable[[], bool] | None = None,
     ):
         self.problem, self.grid = problem, make_grid(problem)
+        self.amounts: list[Amounts] = []
+        if problem.memory.limit is not None:
+            self.amounts = [Amounts.of(problem, rank) for rank in range(problem.pp_degree)]
         self.seed, self.cancelled = seed, cancelled
         self.until = None if time_limit is None else time.monotonic() + time_limit
-        self._take(orders)
+        self._take(first_in_first_out(orders, problem.n_stages, problem.arrays.kind_of))
 
     def is_over(self) -> bool:
         """Whether the time is over, or the search was cancelled."""
@@ -127,7 +133,7 @@ class WindowSearch:
         most = self.grid.strictly_below(self.value)
         if boundary.floor > most or not len(boundary.free):
             return False
-        window = _WindowModel(self.grid, self.problem, self.orders, self.paths, boundary, most)
+        window = _WindowModel(self.problem, self.amounts, self.orders, self.paths, boundary, most)
         left = None if self.until is None else self.until - time.monotonic()
         solver = make_solver(effort, left, self.seed)
         with stopped_when(self.cancelled, solver):
@@ -149,128 +155,21 @@ class WindowSearch:
         self.paths = Paths.of(self.grid, orders)
 
 
-@dataclass(frozen=True, eq=False)
-class Paths:
-    """Longest paths through an order, in parts of the grid; arrays (n,) unless stated otherwise.
-
-    Attributes
-    ----------
-    start, end, tail
-        Earliest start and end, and the longest path from the end to the end of a rank.
-    needs, latency
-        (n, 3) actions that must end before this one starts, -1 for none: its rank's previous one first; and
-        the transfer time from them.
-    release
-        First start of the action's rank.
-    """
-
-    start: IntArray
-    end: IntArray
-    tail: IntArray
-    needs: IntArray
-    latency: IntArray
-    release: IntArray
-
-    @classmethod
-    def of(cls, grid: Grid, orders: Orders) -> Paths:
-        """Paths of an order under the grid's costs."""
-        problem = grid.problem
-        release = np.zeros(problem.pp_degree)
-        if problem.objective == "span":
-            release = np.floor(span_start_times(problem, orders)[orders.offset[:-1]])
-        code, length, entry = from_orders(orders, problem)
-        state = State.of(make_tables(problem), code, length, release)
-        compute_all(make_tables(problem, entry=entry), state)
-        ranks = orders.rank_index()
-        at = np.arange(len(orders)) - orders.offset[:-1][ranks]
-        end, tail = (row[ranks, at].astype(np.int64) for row in (state.end, state.tail))
-        start = end - problem.arrays.of_equal().duration.astype(np.int64)[orders.letter, orders.stage]
-        return cls(start, end, tail, *_needs(problem, orders), release=release.astype(np.int64)[ranks])
-
-
-def _needs(problem: Problem, orders: Orders) -> tuple[IntArray, IntArray]:
-    """See :class:`Paths`."""
-    n, stages = len(orders), problem.n_stages
-    index = np.full((3, stages + 2, problem.microbatches), -1)  # a stage without actions at either end
-    kind, stage, j = np.where(orders.letter == B, I, orders.letter), orders.stage + 1, orders.microbatch
-    index[kind, stage, j] = np.arange(n)
-    needs, latency = np.full((n, 3), -1), np.zeros((n, 3), np.int64)
-    transfer = np.concatenate([[0], problem.arrays.of_equal().latency, [0]]).astype(np.int64)
-    for letter, above in ((F, -1), (I, 1), (W, 0)):
-        own = np.flatnonzero(kind == letter)
-        needs[own, 1] = index[min(letter, I), stage[own] + above, j[own]]
-        latency[own, 1] = 0 if letter == W else transfer[stage[own] - (letter == F)]
-        if letter == I:
-            needs[own, 2] = index[F, stage[own], j[own]]
-    needs[:, 0] = np.arange(n) - 1
-    needs[orders.offset[:-1], 0] = -1
-    return needs, latency
-
-
-@dataclass(frozen=True, eq=False)
-class Boundary:
-    """What the fixed part of an order imposes on a window.
-
-    Attributes
-    ----------
-    free
-        (k,) the actions of the window.
-    head, tail
-        (k,) earliest start by the actions before the window, and longest path through those after it.
-    floor
-        Largest end + tail of paths outside the window: no order of the window gets below.
-    """
-
-    free: IntArray
-    head: IntArray
-    tail: IntArray
-    floor: int
-
-    @classmethod
-    def of(cls, paths: Paths, offset: IntArray, begin: float, end: float) -> Boundary:
-        """The boundary of what starts from ``begin`` until before ``end``."""
-        n, start = len(paths.start), paths.start
-        place = np.where(start < begin, BEFORE, np.where(start < end, INSIDE, AFTER))
-        place = np.append(place, NOWHERE)  # of action -1
-        free = np.flatnonzero(place == INSIDE)
-        head, tail = paths.release.copy(), np.full(n, NEVER)
-        length = paths.end - start
-        last = offset[1:] - 1
-        ended = last[place[last] == BEFORE]
-        floor = int((paths.end - paths.release)[ended].max(initial=0))
-        for needed, latency in zip(paths.needs.T, paths.latency.T, strict=True):
-            # ``needed`` is -1 for no predecessor: this index reads NOWHERE, which no comparison selects.
-            enters = np.flatnonzero((place[needed] == BEFORE) & (place[:-1] == INSIDE))
-            np.maximum.at(head, enters, paths.end[needed[enters]] + latency[enters])
-            leaves = np.flatnonzero((place[needed] <= INSIDE) & (place[:-1] == AFTER))
-            onward = latency[leaves] + length[leaves] + paths.tail[leaves]
-            np.maximum.at(tail, needed[leaves], onward)
-            # No order of the window can shorten a path that skips the window.
-            outside = place[needed[leaves]] == BEFORE
-            floor = max(floor, int((paths.end[needed[leaves]] + onward)[outside].max(initial=0)))
-        # Starts ascend along a rank, so the free actions of a rank are consecutive there.
-        for first, stop in pairwise(np.searchsorted(free, offset)):
-            inside = free[first:stop]
-            if len(inside):  # any of them may come first or last on its rank
-                after = inside[-1] + 1
-                is_last = after == n or paths.needs[after, 0] < 0
-                until = -paths.release[inside[0]] if is_last else length[after] + paths.tail[after]
-                previous = paths.needs[inside[0], 0]
-                if previous >= 0:
-                    head[inside] = np.maximum(head[inside], paths.end[previous])
-                tail[inside] = np.maximum(tail[inside], until)
-        return cls(free, head[free], tail[free], floor)
-
-
 class _WindowModel:
     """The CP-SAT model of a window: one start per free action."""
 
     def __init__(
-        self, grid: Grid, problem: Problem, orders: Orders, paths: Paths, boundary: Boundary, most: int
+        self,
+        problem: Problem,
+        amounts: list[Amounts],
+        orders: Orders,
+        paths: Paths,
+        boundary: Boundary,
+        most: int,
     ):
-        self.problem, self.incumbent = problem, orders
+        self.problem, self.amounts, self.incumbent = problem, amounts, orders
+        self.kind_of: list[int] = problem.arrays.kind_of.tolist()
         self.model = cp_model.CpModel()
-        self.duration: list[list[int]] = grid.problem.arrays.of_equal().duration.astype(np.int64).tolist()
         rows = zip(
             orders.letter[boundary.free],
             orders.stage[boundary.free],
@@ -281,12 +180,14 @@ class _WindowModel:
             at: (int(letter), int(stage), int(j))
             for at, (letter, stage, j) in zip(boundary.free.tolist(), rows, strict=True)
         }
+        length = (paths.end - paths.start)[boundary.free].tolist()
+        self.length: dict[Action, int] = dict(zip(self.action.values(), length, strict=True))
         self.begin: dict[Action, cp_model.IntVar] = {}
         objective = self.model.new_int_var(boundary.floor, most, "objective")
         for (at, action), head, tail in zip(
             self.action.items(), boundary.head.tolist(), boundary.tail.tolist(), strict=True
         ):
-            latest = most - tail - self.duration[action[0]][action[1]]
+            latest = most - tail - self.length[action]
             self.begin[action] = self.model.new_int_var(head, max(head, latest), str(action))
             self.model.add(self.end(action) + tail <= objective)
             self.model.add_hint(self.begin[action], int(paths.start[at]))
@@ -302,7 +203,7 @@ class _WindowModel:
 
     def end(self, action: Action) -> Expression:
         """End of a free action."""
-        return self.begin[action] + self.duration[action[0]][action[1]]
+        return self.begin[action] + self.length[action]
 
     def _follow_dependencies(self, paths: Paths) -> None:
         """An action waits for those inside the window that it needs, and their transfers."""
@@ -318,10 +219,10 @@ class _WindowModel:
             self.model.add(self.start(self.action[at]) >= self.end(self.action[needed]) + latency)
 
     def _order_microbatches(self) -> None:
-        """Microbatches of a stage run in ascending order: F's, backwards of both kinds, W's."""
-        previous: dict[tuple[int, int], Action] = {}
+        """Equal microbatches of a stage run in ascending order: F's, backwards of both kinds, W's."""
+        previous: dict[tuple[int, int, int], Action] = {}
         for action in sorted(self.begin, key=lambda a: a[2]):
-            chain = (_kind(action), action[1])
+            chain = (_letter(action), action[1], self.kind_of[action[2]])
             if chain in previous:
                 self.model.add(self.start(action) >= self.end(previous[chain]))
             previous[chain] = action
@@ -331,25 +232,30 @@ class _WindowModel:
         part = range(self.incumbent.slice_of(rank).start, self.incumbent.slice_of(rank).stop)
         actions = [self.action[at] for at in part if at in self.action]
         self.model.add_no_overlap(
-            [
-                self.model.new_fixed_size_interval_var(self.start(a), self.duration[a[0]][a[1]], "")
-                for a in actions
-            ]
+            [self.model.new_fixed_size_interval_var(self.start(a), self.length[a], "") for a in actions]
         )
-        if self.problem.memory.limit is None or not actions:
+        if not self.amounts or not actions:
             return
-        amounts = Amounts.of(self.problem, rank)
-        for stage in self.problem.placement.stages_of[rank]:
-            amounts.delta[B, stage] = amounts.delta[I, stage] + amounts.delta[W, stage]
-        held = 0
+        amounts, held = self.amounts[rank], 0
         for at in part:
             if at in self.action:
                 break
-            held += amounts.delta[int(self.incumbent.letter[at]), int(self.incumbent.stage[at])]
-        pairs = Pairs(self.model, self.start, self.end, _is_known)
+            old = self.incumbent
+            held += amounts.change((int(old.letter[at]), int(old.stage[at]), int(old.microbatch[at])))
+        pairs = Pairs(self.model, self.start, self.end, self._is_known)
         for action in actions:
-            if amounts.delta[action[:2]] > 0:
+            if amounts.change(action) > 0:
                 pairs.fits(action, actions, amounts, held, [])
+
+    def _is_known(self, first: Action, second: Action) -> bool:
+        """Whether the first action precedes the second: by its letter, by the order of equal microbatches."""
+        return (
+            first[1] == second[1]
+            and first[2] <= second[2]
+            and self.kind_of[first[2]] == self.kind_of[second[2]]
+            and _letter(first) <= _letter(second)
+            and first != second
+        )
 
     def orders(self, solver: cp_model.CpSolver) -> Orders:
         """The incumbent with the window's actions in the order found."""
@@ -364,12 +270,5 @@ class _WindowModel:
         return Orders(old.stage[source], old.letter[source], old.microbatch[source], old.offset)
 
 
-def _kind(action: Action) -> int:
+def _letter(action: Action) -> int:
     return I if action[0] == B else action[0]
-
-
-def _is_known(first: Action, second: Action) -> bool:
-    """Whether the microbatches' order puts the first action before the second."""
-    return (
-        first[1] == second[1] and first[2] <= second[2] and _kind(first) <= _kind(second) and first != second
-    )

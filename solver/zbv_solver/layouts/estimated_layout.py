@@ -103,7 +103,7 @@ class EstimatedLayout:
 
     @cached_property
     def memory_bound(self) -> float:
-        """Lower bound of the step in seconds from memory times time: Lemma 52 of bounds/PROOFS.md.
+        """Lower bound of the step in seconds from memory times time: Lemma 54 of bounds/PROOFS.md.
 
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.

@@ -14,7 +14,8 @@ from zbv_solver.problem.problem import Problem
 
 _EPSILON = float(np.finfo(np.float64).eps)
 _NEGLIGIBLE = 1e-9
-"""A coefficient that never adds more than this share of the largest median is a rounding error."""
+"""A coefficient that never adds more than this share of the largest median is a rounding error. Medians below
+it count as much as this share."""
 _MOST_STEPS = 10
 """Largest number of steps of a fit, times the number of coefficients; rounding could let it cycle."""
 
@@ -56,7 +57,7 @@ def fitted(amounts: FloatArray, planned: FloatArray, medians: FloatArray) -> Flo
         if np.linalg.matrix_rank(design) < design.shape[1]:
             found[:, place] = _scaled(planned[:, place], amounts[known], target)
             continue
-        weight = 1 / np.maximum(target, _EPSILON * (1 + target.max()))
+        weight = 1 / np.maximum(target, _NEGLIGIBLE * target.max() or 1.0)
         fit = non_negative_least_squares(design * weight[:, None], target * weight)
         found[used, place] = np.where(fit > _NEGLIGIBLE * target.max(), fit / size, 0.0)
     return found

@@ -118,24 +118,28 @@ def _by_size(packer: Packer) -> Iterator[Arrangement]:
 
 
 def _equal_work(packer: Packer, count: int) -> list[list[int]]:
-    """At least ``count`` microbatches: the longest sequence first, into the one with the least work."""
+    """At least ``count`` microbatches: the longest sequence first, into the one with the least work.
+
+    Among equal work, which costs without features cause, the one with the fewest tokens.
+    """
     made: list[list[int]] = [[] for _ in range(count)]
     sums = [(0, 0)] * count
-    waiting = [(0.0, place) for place in range(count)]
+    waiting = [(0.0, 0, place) for place in range(count)]
     for index in by_length(packer.lengths):
         length, full = packer.lengths[index], []
         while waiting:
-            work, place = heappop(waiting)
+            least = heappop(waiting)
+            place = least[-1]
             tokens, squares = sums[place][0] + length, sums[place][1] + length * length
             if not made[place] or packer.fits(tokens, squares):
                 break
-            full.append((work, place))
+            full.append(least)
         else:
             place, tokens, squares = len(made), length, length * length
             made.append([])
             sums.append((0, 0))
         made[place].append(index)
         sums[place] = tokens, squares
-        for each in (*full, (packer.costs.work(tokens, squares), place)):
+        for each in (*full, (packer.costs.work(tokens, squares), tokens, place)):
             heappush(waiting, each)
     return [contents for contents in made if contents]

@@ -98,7 +98,7 @@ class Packer:
         replicas: list[list[Microbatch]] = [[] for _ in range(self.replicas)]
         estimates = [0.0] * self.replicas
         for each in made:
-            chosen = min(range(self.replicas), key=lambda replica: (estimates[replica], replica))
+            chosen = min(range(self.replicas), key=lambda at: (estimates[at], len(replicas[at]), at))
             replicas[chosen].append(each)
             estimates[chosen] = self.estimate(replicas[chosen])
         return replicas

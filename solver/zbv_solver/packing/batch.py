@@ -11,7 +11,7 @@ from pydantic import Field
 
 from zbv_solver.documents.fields import AtMost, Count, Document
 from zbv_solver.documents.files import load
-from zbv_solver.documents.validation import validated
+from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.packing.step_costs import FEATURES
 from zbv_solver.problem.problem import Problem
@@ -107,7 +107,12 @@ def parse_batch(document: Any) -> Batch:
     InfeasibleMemory
         When the longest sequence alone does not fit the memory limit.
     """
-    parsed = validated(BatchDocument, document)
+    require_kind(document, "batch")
+    return to_batch(validated(BatchDocument, document))
+
+
+def to_batch(parsed: BatchDocument) -> Batch:
+    """A parsed document as a batch; raises like :func:`parse_batch`."""
     issues = [
         Issue(f"/problem/{key}", "a packing chooses this; remove the key.")
         for key in _CHOSEN

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,8 @@ from zbv_solver.packing.arrangement import Packer, Replicas
 Contents = list[list[int]]
 _MOST_LIMITS = 48
 """Values of the largest microbatch that the dynamic program tries."""
+_MOST_SEQUENCES = 512
+"""Of a microbatch of the dynamic program. It bounds time and memory for batches of very short sequences."""
 
 
 def first_fit(packer: Packer) -> Replicas:
@@ -101,14 +104,15 @@ def dynamic_program(packer: Packer) -> Replicas:
 def _times(packer: Packer, order: Sequence[int]) -> list[FloatArray]:
     """Work of the microbatches that begin at each place of the order, by their last place."""
     lengths = np.array([packer.lengths[index] for index in order], dtype=np.float64)
-    tokens, squares = (np.concatenate([[0.0], np.cumsum(lengths**power)]) for power in (1, 2))
-    times = []
+    sums = np.stack([np.concatenate([[0.0], np.cumsum(lengths**power)]) for power in (1, 2)])
+    tokens, times = sums[0], []
     for first in range(len(order)):
-        # Tokens grow with the last place, so those that fit come first. One sequence always fits.
-        last = max(first + 1, int(np.searchsorted(tokens, tokens[first] + packer.capacity, side="right")) - 1)
-        own = np.stack([tokens, squares])[:, first + 1 : last + 1] - [[tokens[first]], [squares[first]]]
-        fitting = [place for place in range(1, own.shape[1]) if not packer.fits(*own[:, place])][:1]
-        times.append(packer.costs.works(own[:, : fitting[0]] if fitting else own))
+        # Needs grow with the last place, so those that fit come first. One sequence always fits.
+        last = int(np.searchsorted(tokens, tokens[first] + packer.capacity, side="right")) - 1
+        last = max(first + 1, min(last, first + _MOST_SEQUENCES))
+        own = sums[:, first + 1 : last + 1] - sums[:, first : first + 1]
+        fitting = bisect_left(range(1, own.shape[1]), True, key=lambda place: not packer.fits(*own[:, place]))
+        times.append(packer.costs.works(own[:, : 1 + fitting]))
     return times
 
 

@@ -241,33 +241,56 @@ _CODE[ord("\n")] = _END
 _CODE[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
 
 
-def first_in_first_out(orders: Orders, n_stages: int, *, is_equal: bool = True) -> Orders:
-    """The same order with microbatches relabelled so that all stages run them in one order.
+def first_in_first_out(orders: Orders, n_stages: int, kind_of: NDArray[np.int32] | None = None) -> Orders:
+    """The same order with equal microbatches relabelled so that they ascend on every stage.
 
-    The result is executable if the original is. Equal microbatches ascend, and the result is never slower:
-    the k-th action of a stage may as well belong to microbatch k. Others keep the order of the first stage,
-    and the result is the original if all stages have this order. I and B are numbered together; a W takes the
-    oldest I that has no W yet.
+    The result is executable if the original is, and never slower: on a stage, the k-th action of a kind may
+    as well belong to the k-th microbatch of this kind. I and B are numbered together; a W takes the oldest I
+    of its kind that has no W yet.
+
+    Parameters
+    ----------
+    kind_of
+        (m,) the kind of every microbatch: those of one kind are equal. None means that all are.
     """
-    letter, stage = orders.letter, orders.stage
-    microbatch = np.zeros(len(orders), dtype=np.int32)
-    _number(microbatch, stage, letter == F, n_stages)
-    _number(microbatch, stage, (letter == I) | (letter == B), n_stages)
+    if kind_of is None:
+        kind_of = np.zeros(int(orders.microbatch.max(initial=-1)) + 1, dtype=np.int32)
+    letter, kind = orders.letter, kind_of[orders.microbatch]
+    kinds = int(kind_of.max(initial=0)) + 1
+    row = orders.stage.astype(np.int64) * kinds + kind
+    number = np.zeros(len(orders), dtype=np.int64)
+    _number(number, row, letter == F, n_stages * kinds)
+    _number(number, row, (letter == I) | (letter == B), n_stages * kinds)
     inputs, weights = np.flatnonzero(letter == I), np.flatnonzero(letter == W)
-    microbatch[_by_stage(weights, stage)] = microbatch[_by_stage(inputs, stage)]
-    if not is_equal:
-        microbatch = orders.microbatch[(stage == 0) & (letter == F)][microbatch]
-    return Orders(stage, letter, microbatch, orders.offset)
+    number[_by_row(weights, row)] = number[_by_row(inputs, row)]
+    # Microbatches by kind, and each kind's first one among them.
+    sorted_by_kind = np.argsort(kind_of, kind="stable").astype(np.int32)
+    begins = np.searchsorted(kind_of[sorted_by_kind], np.arange(kinds))
+    microbatch = sorted_by_kind[begins[kind] + number]
+    return orders if np.array_equal(microbatch, orders.microbatch) else replace(orders, microbatch=microbatch)
 
 
-def _by_stage(at: NDArray[np.int64], stage: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Indices of actions, sorted by stage and in order within each stage."""
+def in_entry_order(orders: Orders, n_stages: int) -> Orders:
+    """The same letters with microbatches relabelled so that all stages run them in the first stage's order.
+
+    The result is the original if all stages have this order. Otherwise it is another order where microbatches
+    differ, which may take longer or exceed the memory.
+    """
+    entry = orders.microbatch[(orders.stage == 0) & (orders.letter == F)]
+    return first_in_first_out(orders, n_stages).renamed(entry.astype(np.int64))
+
+
+def _by_row(at: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Indices of actions, sorted by row and in order within each row."""
+    rows = row[at]
     # NumPy uses radix sort for 16-bit numbers, which is several times faster.
-    return at[np.argsort(stage[at].astype(np.uint16), kind="stable")]
+    if rows.max(initial=0) <= np.iinfo(np.uint16).max:
+        rows = rows.astype(np.uint16)
+    return at[np.argsort(rows, kind="stable")]
 
 
-def _number(microbatch: NDArray[np.int32], stage: NDArray[np.int32], chosen: BoolArray, n: int) -> None:
-    """Number the chosen actions of every stage 0, 1, 2, … in order."""
-    at = _by_stage(np.flatnonzero(chosen), stage)
-    begins = np.searchsorted(stage[at], np.arange(n))
-    microbatch[at] = np.arange(len(at)) - begins[stage[at]]
+def _number(number: NDArray[np.int64], row: NDArray[np.int64], chosen: BoolArray, n: int) -> None:
+    """Number the chosen actions of every one of n rows 0, 1, 2, … in order."""
+    at = _by_row(np.flatnonzero(chosen), row)
+    begins = np.searchsorted(row[at], np.arange(n))
+    number[at] = np.arange(len(at)) - begins[row[at]]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import MAX_NAME, MAX_TEXT, AtMost, Count, Number
 from zbv_solver.documents.files import load
 from zbv_solver.documents.text import plain
-from zbv_solver.documents.validation import validated
+from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.jitter.reading import JitterDocument, parse_jitter
 from zbv_solver.plans.certificate import Status, gap_of
@@ -127,19 +127,12 @@ def load_plan_document(path: str | Path) -> PlanDocument:
     Raises :class:`InvalidInput` when the file is not JSON or not a plan, and :class:`OSError` when it cannot
     be read.
     """
-
-    def parse(document: Any) -> PlanDocument:
-        if isinstance(document, dict) and "ranks" not in document and "pp_degree" in document:
-            raise InvalidInput.at("", "this is a problem, not a plan. `zbv plan` makes a plan of it.")
-        return parse_plan_document(document)
-
-    return load(path, parse)
+    return load(path, parse_plan_document)
 
 
 def parse_plan_document(document: Any) -> PlanDocument:
     """Check a decoded plan document's shape; raises :class:`InvalidInput`."""
-    if isinstance(document, dict) and "pp_degree" in document and "ranks" not in document:
-        raise InvalidInput.at("", "this is a problem, not a plan. Plan it: `zbv plan FILE -o plan.json`.")
+    require_kind(document, "plan")
     return validated(PlanDocument, document)
 
 

@@ -28,7 +28,11 @@ def _shape_of_number(value: Any) -> str:
 
 NumberOrList = Annotated[
     Annotated[Number, Tag("number")] | Annotated[list[Number], AtMost(MAX_STAGES), Tag("list")],
-    Discriminator(_shape_of_number),
+    Discriminator(
+        _shape_of_number,
+        custom_error_type="no_features",
+        custom_error_message="must be a number or a list of numbers, not an object",
+    ),
 ]
 """A scalar, one value per chunk, or one per stage."""
 FeatureName = Annotated[str, Field(min_length=1, max_length=MAX_FEATURE_NAME)]

@@ -149,7 +149,7 @@ class LayeredProblem:
                 total("forward"),
                 total("backward_input"),
                 total("backward_weight"),
-                tuple(self._transfer(bound) for bound in cut.bounds[1:-1]),
+                tuple(self.transfer(bound) for bound in cut.bounds[1:-1]),
                 total("fused") if has_fused else None,
             ),
             memory=Memory(
@@ -187,7 +187,7 @@ class LayeredProblem:
             raise InvalidInput.at("/problem/partition", "breaks a rule of the problem's cut.")
         return self.cut_into(other.placement, model.cut)
 
-    def _transfer(self, place: int) -> float:
+    def transfer(self, place: int) -> float:
         """Latency of the boundary at a layer index."""
         if self.link is None:
             return self.p2p

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zbv_solver.documents.files import load
-from zbv_solver.documents.validation import validated
+from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
 from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
@@ -49,10 +49,7 @@ def load_problem(path: str | Path) -> AnyProblem:
     """
 
     def parse(document: Any) -> AnyProblem:
-        if isinstance(document, dict) and "ranks" in document:
-            raise InvalidInput.at(
-                "", "this is a plan, not a problem. Its problem is under the key `problem`."
-            )
+        require_kind(document, "problem")
         return parse_any_problem(document)
 
     return load(path, parse)

@@ -17,7 +17,7 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.certificate import verdict
-from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import PlanDocument, parse_orders, parse_plan_document, to_plan
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -264,7 +264,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
         When there is no proof, or when a better plan refutes the bound.
     """
     from zbv_solver.bounds import lower_bound
-    from zbv_solver.search.options import BUDGETS
+    from zbv_solver.search.options import budgets_of
     from zbv_solver.search.search_unit import in_search_unit
 
     # In the caller's unit, CP-SAT's grid may be coarser and prove less.
@@ -274,13 +274,13 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     bound = lower_bound(problem, "thorough").value * unit
     if bound >= enough:
         return f"proved again: {bound:.9g}, without CP-SAT"
-    if problem.max_actions <= BUDGETS["thorough"].exact_actions:
+    if problem.max_actions <= budgets_of("thorough", problem)[-1].exact_actions:
         from zbv_solver.improve.exact import refine
         from zbv_solver.timing.start_times import objective_of
 
         found = refine(
             problem,
-            first_in_first_out(plan.orders, problem.n_stages),
+            plan.orders,
             lower_bound=bound / unit,
             effort=PROOF_EFFORT,
             cancelled=cancelled,

@@ -29,7 +29,7 @@ from zbv_solver.improve.useless_splits import without_useless_splits
 from zbv_solver.jitter.noise import Jitter, draw
 from zbv_solver.jitter.reading import jitter_json
 from zbv_solver.plans.certificate import gap_of
-from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.plans.orders import Orders, first_in_first_out, in_entry_order
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
@@ -171,7 +171,8 @@ class _Search:
         most = min(MOST_MOVES[options.effort], MOVES_PER_ACTION * actions)
         self.moves = min(most, MOVES[options.effort] // actions) if actions <= LARGEST else 0
         is_small = actions <= WINDOW_ACTIONS[options.effort]
-        # CP-SAT does not solve problems whose microbatches differ.
+        # Annealing goes on from the order that windows leave. It needs all stages to run the microbatches in
+        # one order, and windows keep that only where microbatches are equal.
         self.has_windows = is_small and self.problem.is_equal and "windows" not in options.without
         self.cycles = CYCLES[options.effort] if self.has_windows else 1
         self.weight = 0.0 if options.quantile is None else NormalDist().inv_cdf(options.quantile)
@@ -183,8 +184,8 @@ class _Search:
             return first
         with ThreadPoolExecutor(min(self.options.workers, CHAINS)) as pool:
             searched = pool.map(self._searched, LONGER)
-            candidates = [self._compared("planned", planned), *chain.from_iterable(searched)]
-            for phase, kept in enumerate(KEPT):
+            candidates = [*self._compared("planned", planned), *chain.from_iterable(searched)]
+            for phase, kept in enumerate(KEPT if candidates else ()):
                 candidates = sorted(candidates, key=_value)[:kept]
                 moves = int(SHARES[phase] * self.moves) // len(candidates)
                 tasks = [(phase, number, each, moves) for number, each in enumerate(candidates)]
@@ -211,12 +212,20 @@ class _Search:
         found = sorted(pipeline.bests, key=lambda each: each.value)[:STARTS]
         if not found and pipeline.found is not None:
             found = [pipeline.found]
-        return [self._compared(f"latencies + {longer:g}", each.orders) for each in found]
+        name = f"latencies + {longer:g}"
+        return [candidate for each in found for candidate in self._compared(name, each.orders)]
 
-    def _compared(self, name: str, orders: Orders) -> _Candidate:
-        """A candidate of an order, with ascending microbatches."""
-        ascending = first_in_first_out(orders, self.problem.n_stages, is_equal=self.problem.is_equal)
-        return _Candidate(name, ascending, self._time(ascending, COMPARING, TRIES))
+    def _compared(self, name: str, orders: Orders) -> list[_Candidate]:
+        """The candidate of an order, in which equal microbatches ascend.
+
+        None where stages run microbatches that differ in different orders, as annealing cannot represent
+        them.
+        """
+        if self.problem.is_equal:
+            orders = first_in_first_out(orders, self.problem.n_stages)
+        elif in_entry_order(orders, self.problem.n_stages) != orders:
+            return []
+        return [_Candidate(name, orders, self._time(orders, COMPARING, TRIES))]
 
     def _with_longer(self, longer: float) -> Problem:
         """The problem with longer latencies between ranks, by a multiple of the mean duration."""

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.jitter.noise import Jitter
+from zbv_solver.problem.problem import Problem
 
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
@@ -76,16 +77,20 @@ class Budget:
     def for_differing(self) -> Budget:
         """The budget for microbatches that differ: there are many more rules, as the order of entry is one.
 
-        CP-SAT does not solve such problems, so no other stage is kept short for it.
+        CP-SAT solves only the smallest of such problems, so no other stage is kept short for it.
         """
         return replace(
             self,
             tuned=max(2 * self.tuned, TUNED_DIFFERING),
             most_tuned=max(2 * self.most_tuned, MOST_TUNED_DIFFERING),
+            window_time=WINDOW_SHARE_DIFFERING * self.window_time,
+            exact_actions=min(self.exact_actions, EXACT_DIFFERING),
         )
 
 
-TUNED_DIFFERING, MOST_TUNED_DIFFERING = 4_000_000, 2_000
+TUNED_DIFFERING = 4_000_000
+MOST_TUNED_DIFFERING = 2_000
+WINDOW_SHARE_DIFFERING, EXACT_DIFFERING = 0.5, 240
 BRIEFLY_INJECTED = 2_000
 BRIEFLY_TUNED, BRIEFLY_ANNEALED, BRIEF_WINDOWS = 3_000, 60_000, 0.05
 BUDGETS: dict[str, Budget] = {
@@ -132,6 +137,20 @@ BUDGETS: dict[str, Budget] = {
         exact_time=8.0,
     ),
 }
+
+
+def budgets_of(effort: Effort, problem: Problem) -> list[Budget]:
+    """The budgets of a search, which runs all its stages with one after the other.
+
+    Where microbatches differ, random choices decide more than budgets do, and a longer search may end with a
+    worse plan than a shorter one. So the effort ``thorough`` begins with all that ``standard`` does.
+    """
+    if problem.is_equal:
+        return [BUDGETS[effort].of(problem.max_actions)]
+    efforts = ["standard", effort] if effort == "thorough" else [effort]
+    return [BUDGETS[each].for_differing() for each in efforts]
+
+
 LEAST_QUANTILE, LARGEST_QUANTILE = 0.5, 0.99
 
 

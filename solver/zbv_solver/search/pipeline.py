@@ -23,7 +23,7 @@ from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, 
 from zbv_solver.improve.rest_search import rest_search
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.halt import Turn
-from zbv_solver.search.options import BUDGETS, SearchOptions
+from zbv_solver.search.options import SearchOptions, budgets_of
 from zbv_solver.search.search_state import CHAINS, Cancelled, Found, OnProgress, SearchState
 from zbv_solver.timing.start_times import objective_of
 
@@ -46,8 +46,8 @@ class Pipeline(SearchState):
 
     Attributes
     ----------
-    budget
-        How long every stage may run.
+    budgets, budget
+        How long every stage may run, for one run of all stages after another; and the current one.
     starts
         The best orders of all runs of tuning and of the search for injections; annealing starts from these.
     finalists
@@ -64,26 +64,34 @@ class Pipeline(SearchState):
         cancelled: Cancelled | None,
     ):
         super().__init__(problem, options, on_progress, cancelled)
-        budget, differ = BUDGETS[options.effort], not problem.is_equal
-        self.budget = budget.for_differing() if differ else budget.of(problem.max_actions)
+        self.budgets = budgets_of(options.effort, problem)
+        self.budget = self.budgets[0]
         self.starts: list[Found] = []
         self.finalists: list[Found] = []
         # Where microbatches differ, memory is tight while large ones are in flight.
         few = in_flight_caps(self.problem).min() < self.budget.ample * self.problem.pp_degree
-        self.is_tight = bool(few) or differ
+        self.is_tight = bool(few) or not problem.is_equal
 
     def run(self) -> None:
-        """Run all stages until the bound is met or the search is stopped."""
-        stages: tuple[tuple[str | None, Callable[[], None]], ...] = (
-            (None, self._begin),
-            (None, self._bound),
-            (None, self._construct),
-            ("tune", self._tune),
-            ("inject", self._inject),
-            ("anneal", self._anneal),
-            ("windows", self._windows),
-            ("exact", self._refine),
-        )
+        """Run all stages, budget after budget, until the bound is met or the search is stopped."""
+        self._run(("begin", self._begin), ("bound", self._bound))
+        for budget in self.budgets:
+            self.budget, self.starts, self.finalists = budget, [], []
+            self._run(
+                ("construct", self._construct),
+                ("tune", self._tune),
+                ("inject", self._inject),
+                ("anneal", self._anneal),
+            )
+            before = self.found
+            self._run(("windows", self._windows), ("exact", self._refine))
+            if budget is not self.budgets[-1] and self.found is not None:
+                # CP-SAT may have left the one order of entry, which all other stages need.
+                self._set_aside(self.found)
+                self.found = before
+
+    def _run(self, *stages: tuple[str, Callable[[], None]]) -> None:
+        """Run stages that the options do not leave out, until the search is over."""
         for name, stage in stages:
             if name not in self.options.without and not self._is_over():
                 stage()
@@ -212,12 +220,13 @@ class Pipeline(SearchState):
         """Improve one window of time after another by CP-SAT, if the problem is small enough."""
         if self.problem.max_actions > self.budget.window_actions or self.found is None:
             return
-        if not self.problem.is_equal:
-            return
         # Imported here because OR-Tools takes a second to import and many searches do not need it.
         from zbv_solver.improve.windows import sweep_windows
 
         starts = self.finalists or [self.found]
+        if not self.problem.is_equal:
+            # In any order of the microbatches, windows take longer, and other starts hardly gain.
+            starts = [self.found] if self.aside is None else [self.found, self.aside]
 
         def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
             # The last chain takes the first start: a single worker gives it all the time that others leave.
@@ -237,15 +246,14 @@ class Pipeline(SearchState):
 
     def _refine(self) -> None:
         """Solve the whole problem by CP-SAT, if it is small enough."""
-        if self.problem.max_actions > self.budget.exact_actions or self.found is None:
-            return
-        if not self.problem.is_equal:
+        best = self.best()
+        if self.problem.max_actions > self.budget.exact_actions or best is None:
             return
         from zbv_solver.improve.exact import Listener, refine  # late, as above
 
         refine(
             self.problem,
-            self.found.orders,
+            best.orders,
             lower_bound=self.bound,
             effort=self.budget.exact_time,
             time_limit=self._seconds_left(),

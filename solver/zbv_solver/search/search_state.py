@@ -18,7 +18,7 @@ from typing import Self
 
 from zbv_solver.improve.useless_splits import without_useless_splits
 from zbv_solver.plans.certificate import certify, verdict
-from zbv_solver.plans.orders import Orders, first_in_first_out
+from zbv_solver.plans.orders import Orders, first_in_first_out, in_entry_order
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
@@ -81,8 +81,8 @@ class SearchState:
         The incumbent.
     bests
         The best order of every chain of every stage.
-    resumed
-        An order to start from whose stages do not all run the microbatches in the same order.
+    aside
+        An order whose stages do not all run the microbatches in one order. Only CP-SAT can improve it.
     heard
         The best objective that was reported.
     """
@@ -108,7 +108,7 @@ class SearchState:
         self.bound, self.source = 0.0, "bounds"
         self.found: Found | None = None
         self.bests: list[Found] = []
-        self.resumed: Found | None = None
+        self.aside: Found | None = None
         self.heard = float("inf")
 
     def __enter__(self) -> Self:
@@ -125,11 +125,12 @@ class SearchState:
     def resume_from(self, incumbent: Orders) -> None:
         """Start from a known order; raises :class:`InvalidPlan` when it is not an order of the problem."""
         verify_orders(self.given, incumbent)
-        orders = first_in_first_out(incumbent, self.problem.n_stages, is_equal=self.problem.is_equal)
-        if orders != incumbent and not self.problem.is_equal:
-            # Stages that run microbatches that differ in different orders: the search does not change such an
-            # order, but it remembers it.
-            self.resumed = Found(objective_of(self.problem, incumbent), incumbent, "resumed")
+        if self.problem.is_equal:
+            orders = first_in_first_out(incumbent, self.problem.n_stages)
+        elif in_entry_order(incumbent, self.problem.n_stages) == incumbent:
+            orders = incumbent
+        else:
+            self._set_aside(Found(objective_of(self.problem, incumbent), incumbent, "resumed"))
             return
         self._take(Found(objective_of(self.problem, orders), orders, "resumed"))
 
@@ -141,9 +142,8 @@ class SearchState:
         ContradictedBound
             When the plan undercuts the bound.
         """
-        if self.resumed is not None and (self.found is None or self.resumed.value < self.found.value):
-            self.found = self.resumed
-        if self.found is None:
+        best = self.best()
+        if best is None:
             raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
         extra: dict[str, object] = {"effort": self.options.effort}
         if self.options.without:
@@ -152,8 +152,8 @@ class SearchState:
             extra["cut"] = self.halt.reason
         plan = make_plan(
             self.given,
-            without_useless_splits(self.given, self.found.orders),
-            method=self.found.method,
+            without_useless_splits(self.given, best.orders),
+            method=best.method,
             lower_bound=self.bound * self.unit,
             source=self.source,
             seed=self.options.seed,
@@ -161,6 +161,17 @@ class SearchState:
             extra=extra,
         )
         return replace(plan, baselines=compare(self.given))
+
+    def best(self) -> Found | None:
+        """The best order so far, whether or not every stage of the search can improve it."""
+        if self.aside is None or (self.found is not None and self.found.value <= self.aside.value):
+            return self.found
+        return self.aside
+
+    def _set_aside(self, found: Found) -> None:
+        """Keep an order that not every stage of the search can represent."""
+        if self.aside is None or found.value < self.aside.value:
+            self.aside = found
 
     def _seconds_left(self) -> float | None:
         if self.options.time_limit is None:
@@ -236,8 +247,8 @@ class SearchState:
         with self.lock:
             if bound > self.bound * (1 + OPTIMAL_GAP):
                 self.bound, self.source = bound, source
-                if self.found is not None:
-                    self._report(self.found)
+                if (best := self.best()) is not None:
+                    self._report(best)
 
     def _report(self, found: Found) -> None:
         # A contradicted bound ends the search, and finish() raises; it is not reported as progress.
@@ -260,7 +271,8 @@ class SearchState:
         return self.found is None or value < self.found.value * (1 - OPTIMAL_GAP)
 
     def _is_over(self) -> bool:
-        return self.found is not None and (self._meets_bound(self.found) or self.halt.check())
+        best = self.best()
+        return best is not None and (self._meets_bound(best) or self.halt.check())
 
     def _meets_bound(self, found: Found) -> bool:
         return found.value <= self.bound * (1 + OPTIMAL_GAP)

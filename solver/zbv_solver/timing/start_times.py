@@ -70,7 +70,7 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
         end=executed.end,
         makespan=_makespan(executed, orders),
         span=span,
-        bubble_rate=1 - busy / (problem.pp_degree * span) if span > 0 else 0.0,
+        bubble_rate=max(0.0, 1 - busy / (problem.pp_degree * span)) if span > 0 else 0.0,
         peak_memory=tuple(sweeps.peaks(orders.offset, delta, arrays.static).tolist()),
     )
 

@@ -13,7 +13,7 @@ from zbv_solver.errors import InvalidInput
 from benchmarks.cli import main
 from benchmarks.published.judge import Judged, findings, spearman
 from benchmarks.published.predict import Prediction, dealt, predict, published_step
-from benchmarks.published.runs import Run, load_runs, parse_runs
+from benchmarks.published.runs import MeasuredRun, load_runs, parse_runs
 
 PUBLISHED = {run.id: run for run in load_runs()}
 OWN: dict[str, Any] = {
@@ -31,7 +31,7 @@ OWN: dict[str, Any] = {
 }
 
 
-def own(**changes: Any) -> Run:
+def own(**changes: Any) -> MeasuredRun:
     (run,) = parse_runs({"runs": [{**OWN, **changes}]})
     return run
 

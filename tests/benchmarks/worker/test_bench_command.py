@@ -59,6 +59,17 @@ SMALL: dict[str, dict[str, Any]] = {
         "rounds": 3,
         "warm_up": 1,
     },
+    "packing": {
+        "replicas": 1,
+        "sequences": 4,
+        "scale": 1024,
+        "max_tokens": 32,
+        "blocks": 4,
+        "width": 8,
+        "effort": "quick",
+        "profile_steps": 1,
+        "rounds": 1,
+    },
     "nccl-model": {"families": ["1F1B", "V, greedy"], "kernels": [1, 4], "sizes": [[4, 4]], "seeds": 1},
 }
 
@@ -90,6 +101,15 @@ def test_the_memory_of_real_steps_agrees_with_the_plan(tmp_path: Path) -> None:
     status, findings = bench("memory", tmp_path)
     assert [finding["missed_by"] for finding in findings] == [0, 0]
     assert status == 0
+
+
+def test_packing_measures_every_variant_on_real_ranks(tmp_path: Path) -> None:
+    """So small a batch may have no planned gain, which then has no target."""
+    status, findings = bench("packing", tmp_path)
+    assert status == (1 if any(finding["missed_by"] > 0 for finding in findings) else 0)
+    steps = [finding["value"] for finding in findings if "step as" in finding["what"]]
+    assert len(steps) == 2 * 3
+    assert min(steps) > 0
 
 
 def test_the_table_of_the_model_of_nccl_has_a_row_per_family(

@@ -12,7 +12,7 @@ from zbv_solver.search.search import SearchOptions, baseline_plan, search
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.errors import WorkerError
 
-from benchmarks.worker import gpt, overhead, per_step, rehearse, rehearse_jitter
+from benchmarks.worker import gpt, overhead, packing, per_step, rehearse, rehearse_jitter
 from benchmarks.worker.memory import compare
 from benchmarks.worker.rehearse import RehearseWorkload, torch_zbv
 
@@ -59,6 +59,31 @@ def test_schedules_with_different_losses_are_an_error() -> None:
     turns(2.0).check_losses()
     with pytest.raises(WorkerError, match=r"step 0: the loss of Schedule\w+ is 2\.0.*that of zbv 2\.001"):
         turns(2.001).check_losses()
+
+
+def test_a_step_takes_as_long_as_that_of_the_slowest_replica_and_rank() -> None:
+    def replica(duration: float) -> packing.Replica:
+        problem = unit_problem(2, 2)
+        costs = problem.costs.mapped(lambda values: tuple(duration * each for each in values), (0.0,) * 3)
+        return packing.Replica([[1]] * 2, search(replace(problem, costs=costs), SearchOptions("quick")))
+
+    def times(*milliseconds: int) -> list[list[tuple[int, int]]]:
+        return [[(0, each * MS), (5, 5 + each * MS), (0, 99 * MS)] for each in milliseconds]
+
+    variants = {
+        packing.OURS: [replica(1000.0), replica(1500.0)],
+        packing.MEAN: [replica(2000.0), replica(1000.0)],
+        packing.CLASSICAL: [replica(3000.0)] * 2,
+    }
+    rank_0 = {packing.OURS: times(10, 30), packing.MEAN: times(40, 10), packing.CLASSICAL: times(5, 30)}
+    rank_1 = {packing.OURS: times(20, 10), packing.MEAN: times(30, 10), packing.CLASSICAL: times(60, 5)}
+    found = {each.what: each.value for each in packing.findings(variants, [rank_0, rank_1])}
+    gain = "gain over equal tokens, given order"
+    assert found[f"{gain}, {packing.MEAN}, planned"] == pytest.approx(25)
+    assert found[f"{gain}, {packing.MEAN}, measured"] == pytest.approx(25)
+    assert found[f"{gain}, {packing.MEAN}, measured / planned"] == pytest.approx(1)
+    assert found[f"{gain}, {packing.CLASSICAL}, planned"] == pytest.approx(50)
+    assert found[f"{gain}, {packing.CLASSICAL}, measured"] == pytest.approx(50)
 
 
 def test_overhead_is_cpu_time_per_action_beyond_a_plain_loop() -> None:

@@ -134,6 +134,15 @@ def test_compare_returns_the_baselines(driver: Driver) -> None:
     assert {row["name"] for row in found["baselines"]} >= {"1f1b", "interleaved-1f1b"}
 
 
+def test_a_batch_is_packed_into_problems_of_replicas(driver: Driver) -> None:
+    problem = {key: value for key, value in PROBLEM.items() if key != "microbatches"}
+    batch = {"sequences": [5, 3, 4], "max_tokens": 8, "replicas": 2, "problem": problem}
+    found: dict[str, Any] = driver.do(lambda made: made.pack(batch))
+    assert sorted(found["replicas"][0]["problem"]["features"]) == ["tokens", "tokens_squared"]
+    with pytest.raises(InvalidRequest):
+        driver.do(lambda made: made.pack({**batch, "max_tokens": 4}))
+
+
 def test_a_problem_is_checked_and_estimated_before_it_is_searched(driver: Driver) -> None:
     unlimited = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
     found = driver.do(lambda made: made.check(unlimited, {"effort": "quick"}, limit_fraction=1.0))

@@ -119,6 +119,7 @@ def test_detach_prints_the_id_and_leaves_the_search_running(
     ("change", "options", "status", "said"),
     [
         ({"pp_degree": "two"}, (), 2, "problem.json: /pp_degree: "),
+        ({"ranks": []}, (), 2, "problem.json: this is a plan, not a problem"),
         ({}, ("--time-limit", "-1"), 2, "zbv-service: --time-limit: "),
         ({"memory": {**PROBLEM["memory"], "limit": 1}}, (), 3, "infeasible"),
     ],

@@ -161,9 +161,11 @@ async def test_large_or_invalid_traces_are_refused(serving: Serving) -> None:
     async with serving("immediate", max_trace_bytes=5000) as service:
         run_id, first, _ = await started(service)
         bomb = b" " * 50_000
+        infinite = json.dumps({**traces()[0], "more": 7}).replace("7}", "1e999}").encode()
         for body, status in (
             (bomb, 413),
             (b"{", 400),
+            (infinite, 400),
             ({"rank": 0}, 422),
             (traces()[1], 422),
         ):

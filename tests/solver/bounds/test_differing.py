@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, uniform, with_sizes
 from zbv_solver.bounds import lower_bound
+from zbv_solver.bounds.differing import MicrobatchPaths
+from zbv_solver.bounds.differing_ramps import Ramps
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import exceeds
@@ -68,6 +70,51 @@ def test_large_microbatches_run_one_after_another_where_memory_holds_only_one() 
     bounds = {effort: lower_bound(problem, effort).value for effort in ("quick", "full")}
     assert bounds["quick"] < 0.7 * float(best.value)
     assert 0.95 * float(best.value) <= bounds["full"] <= float(best.value) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("limit", "above_load"),
+    [(5.0, 0.22), (8.0, 0.02)],
+)
+def test_ramps_cost_most_where_memory_is_tight(limit: float, above_load: float) -> None:
+    """Ranks wait idly for the first backwards, unless memory holds enough. 8 is 1F1B's peak."""
+    problem = with_sizes(uniform(4, 6, limit=limit), [0.05 * (j % 4) for j in range(6)])
+    load = problem.busy_time(0)
+    assert lower_bound(problem, "quick").value < 1.02 * load
+    bound = lower_bound(problem)
+    assert bound.value == pytest.approx((1 + above_load) * load, rel=0.01)
+    assert ("ramps" in bound.reason) == (limit == 5.0)
+
+
+@pytest.mark.parametrize("window", [0, 3, None])
+def test_what_fits_before_and_after_a_time(window: int | None) -> None:
+    """The innermost of four ranks: F's of two microbatches fit before the first returns."""
+    problem = with_sizes(uniform(4, 6, limit=4.0), [0.0] * 5 + [1e-9])
+    ramps = Ramps.of(problem, MicrobatchPaths.of(problem), 3, window)
+    arrives = 0 if window == 3 else 3
+    assert ramps.early(arrives).work == 0
+    assert ramps.early(arrives + 1).work == pytest.approx(1)
+    assert ramps.early(arrives + 8).work == pytest.approx(4)
+    # Either of the two may be back by then. A W holds half of a cell.
+    assert ramps.early(arrives + 9).work == pytest.approx(6)
+    assert ramps.late(0.0).work == pytest.approx(8 if window == 0 else 0)
+
+
+def test_a_small_microbatch_counts_in_one_ramp_only() -> None:
+    """It returns before the others; whether it does so first or last, the ranks wait for the large ones."""
+    problem = with_sizes(uniform(4, 8, limit=10.0), [0.0] + [1.0] * 7)
+    ramps = Ramps.of(problem, MicrobatchPaths.of(problem), 3, 0)
+    assert ramps.bound() < 1.05 * problem.busy_time(3) < 1.1 * problem.busy_time(3) < ramps.later(1).bound()
+    assert lower_bound(problem).value >= ramps.later(1).bound()
+
+
+def test_ramps_of_the_large_microbatches_alone() -> None:
+    """Memory holds two of the large ones, which are 90 percent of the work."""
+    problem = with_sizes(uniform(4, 12, limit=40.0), [0.0, 0.01, 0.02, 0.03, 0.04, 0.05] + [9.0] * 6)
+    bound = lower_bound(problem)
+    ramps = Ramps.of(problem, MicrobatchPaths.of(problem), 3, 0)
+    assert bound.value >= ramps.later(ramps.small()).bound() > 1.1 * problem.busy_time(3)
+    assert ramps.small() == 6
 
 
 @pytest.mark.parametrize("number", range(12))

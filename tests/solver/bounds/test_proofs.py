@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from zbv_solver import bounds
+from zbv_solver.executors import count_model, relaxation
 from zbv_solver.packing import floor
 from zbv_solver.partition import balance, floors, least_memory
 
@@ -31,6 +32,8 @@ MODULES = [
     floor,
     floors,
     least_memory,
+    count_model,
+    relaxation,
 ]
 
 

@@ -17,6 +17,10 @@ def written(path: Path, document: object) -> str:
     return str(path)
 
 
+def said(capsys: Capture) -> str:
+    return capsys.readouterr().err
+
+
 def test_a_packing_is_written_and_its_quality_reported(tmp_path: Path, capsys: Capture) -> None:
     batch = written(tmp_path / "batch.json", batch_document([8] * 8, max_tokens=8))
     path = tmp_path / "packed.json"
@@ -30,6 +34,18 @@ def test_a_packing_is_written_and_its_quality_reported(tmp_path: Path, capsys: C
     plan = written(tmp_path / "plan.json", packed["replicas"][0]["plan"])
     problem = written(tmp_path / "problem.json", packed["replicas"][0]["plan"]["problem"])
     assert main(["check", problem, plan]) == 0
+    assert main(["export", str(path), "--format", "svg"]) == 2
+    assert "this is a packing, not a plan. The plan of replica 0 is under /replicas/0/plan" in said(capsys)
+    assert main(["plan", batch]) == 2
+    assert "this is a batch, not a problem. `zbv pack` packs it." in said(capsys)
+    assert main(["pack", problem]) == 2
+    assert "this is a problem, not a batch." in said(capsys)
+
+
+def test_one_microbatch_is_singular(tmp_path: Path, capsys: Capture) -> None:
+    batch = written(tmp_path / "batch.json", batch_document([8], replicas=1))
+    assert main(["pack", batch, "-o", str(tmp_path / "packed.json")]) == 0
+    assert "1 microbatch on 1 replica," in said(capsys)
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: Capture) -> None:

@@ -291,6 +291,11 @@ def test_the_bubble_rate_is_the_mean_of_the_ranks_idle_shares(p: int, m: int) ->
     assert [bar.height for bar in picture.bars] == pytest.approx([96 * x / idlest for x in shares], abs=0.01)
 
 
+def test_rounding_errors_are_no_idle_time(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zbv_solver.export.per_rank.idle_shares", lambda plan: [2e-16, 0.0])
+    assert [bar.height for bar in idle_bars(plan).bars] == [0, 0]
+
+
 def test_a_plan_that_takes_no_time_has_no_idle_time() -> None:
     plan = sequential_plan(2, 1, costs={"forward": 0, "backward_input": 0, "backward_weight": 0})
     assert idle_shares(plan) == [0, 0]

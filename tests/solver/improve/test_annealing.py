@@ -29,7 +29,7 @@ def best_constructed(problem: Problem) -> Orders:
     st.integers(0, 3),
     st.sampled_from([0.01, 1.0, 30.0]),
 )
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_orders_stay_valid_and_never_get_worse(problem: Problem, which: int, temperature: float) -> None:
     """Mixed I's and B's, growing I's, zero costs; hot rounds walk far from where they began."""
     start = list(priority_schedules(problem))[which].orders
@@ -40,7 +40,7 @@ def test_orders_stay_valid_and_never_get_worse(problem: Problem, which: int, tem
 
 
 @given(limited_problems(max_p=5, max_m=7, objective="makespan"))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_repaired_times_are_those_of_a_fresh_evaluation(problem: Problem) -> None:
     start = next(priority_schedules(problem)).orders
     result = anneal(problem, start, moves=300, temperature=5.0, seed=2)
@@ -53,7 +53,7 @@ def test_repaired_times_are_those_of_a_fresh_evaluation(problem: Problem) -> Non
     st.sampled_from([0.01, 1.0, 30.0]),
     st.sampled_from([1, 30]),
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_the_state_after_moves_equals_a_state_computed_afresh(
     problem: Problem, which: int, temperature: float, moves: int
 ) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 from support.plain_model import optimum
-from support.problems import limited, limited_problems, problems, uniform
+from support.problems import limited, limited_problems, problems, uniform, with_sizes
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.improve import exact
@@ -23,10 +25,15 @@ from zbv_solver.improve.exact_grid import make_grid
 from zbv_solver.improve.exact_model import ExactModel
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.costs import Costs
-from zbv_solver.problem.problem import LETTERS, Problem
+from zbv_solver.problem.problem import LETTERS, F, Problem, W
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.search_unit import in_search_unit
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
+
+from benchmarks.soak.draw import NUMBERS, differing_stages, number_source
+from benchmarks.soak.optimum import optimum as soaked
+from benchmarks.soak.pipeline import read
 
 TIGHT: dict[str, object] = {
     "pp_degree": 3,
@@ -100,6 +107,35 @@ def test_proves_the_optimum_of_a_plain_model_where_stages_are_alike(
             ),
         )
     )
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_proves_the_optimum_over_all_orders_of_microbatches_that_differ(number: int) -> None:
+    """The independent model of the soak test proves it, too; its stages run microbatches in any order."""
+    chance = random.Random(f"cores/{number}")
+    document = differing_stages(chance, number_source(chance, NUMBERS[number % len(NUMBERS)]))
+    pipeline = read(document)
+    if not pipeline.is_feasible():
+        pytest.skip("one microbatch does not fit")
+    best, (problem, unit) = soaked(pipeline, effort=0.05), in_search_unit(parse_problem(document))
+    start = serial(problem).orders
+    result = refine(problem, start, lower_bound=0.0, effort=0.1)
+    found = value_of(problem, result.orders or start) * unit
+    assert result.lower_bound * unit <= float(best.value) * (1 + 1e-9)
+    if best.is_exact and result.proved:
+        assert found == pytest.approx(float(best.value), rel=1e-8)
+
+
+def test_equal_microbatches_among_others_ascend_where_cp_sat_searches() -> None:
+    problem = with_sizes(uniform(2, 4, limit=7.0), [0.0, 2.0, 0.0, 2.0])
+    swapped = serial(problem).orders.renamed(np.array([2, 3, 0, 1]))
+    result = refine(problem, swapped, lower_bound=0.0, effort=1.0)
+    assert result.proved
+    assert result.orders is not None
+    for stage, letter in product(range(problem.n_stages), (F, W)):
+        ran = result.orders.microbatch[(result.orders.stage == stage) & (result.orders.letter == letter)]
+        assert [j for j in ran if j % 2 == 0] == [0, 2]
+        assert [j for j in ran if j % 2] == [1, 3]
 
 
 def test_proves_a_larger_problem_with_tight_memory_optimal() -> None:

@@ -21,7 +21,7 @@ SOME = limited_problems(max_p=4, max_m=5, kinds=("v", "loop", "single"))
 
 
 @given(SOME, st.integers(0, 3), st.sampled_from([0.01, 1.0, 30.0]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_orders_stay_valid_and_never_get_worse(problem: Problem, which: int, temperature: float) -> None:
     """Mixed I's and B's, growing I's, zero costs; hot rounds walk far from where they began."""
     start = list(priority_schedules(problem))[which].orders
@@ -36,7 +36,7 @@ def test_orders_stay_valid_and_never_get_worse(problem: Problem, which: int, tem
     limited_problems(max_p=4, max_m=5, kinds=("v", "loop", "single"), objective="makespan"),
     st.sampled_from([0.0, 1.6]),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_repaired_values_are_those_of_a_fresh_computation(problem: Problem, weight: float) -> None:
     start = next(priority_schedules(problem)).orders
     draws = draw(JITTER, problem, 1, range(4), 0)

@@ -13,7 +13,7 @@ import pytest
 from support.plans import write_plan
 from support.rank_traces import mixed_orders, trace_documents
 from zbv_solver.commands.cli import main
-from zbv_solver.measure.coefficients import non_negative_least_squares
+from zbv_solver.measure.coefficients import fitted, non_negative_least_squares
 from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 from zbv_solver.measure.refit import largest_change, refit, relative_residual
 from zbv_solver.measure.residuals import jitter_of_traces
@@ -114,6 +114,12 @@ def test_no_other_coefficients_fit_better(seed: int) -> None:
                 best = min(best, float(np.sum((design[:, chosen] @ fit - target) ** 2)))
     assert (found >= 0).all()
     assert float(np.sum((design @ found - target) ** 2)) == pytest.approx(best, rel=1e-9)
+
+
+def test_microbatches_that_take_no_time_do_not_hide_the_others() -> None:
+    amounts = np.array([[1.0, 0.0], [1.0, 2.0]])
+    found = fitted(amounts, np.array([[0.0], [1.0]]), np.array([[0.0, 800.0]]))
+    assert found.ravel() == pytest.approx([0, 400])
 
 
 def test_microbatches_that_take_what_is_planned_show_no_jitter() -> None:

@@ -116,6 +116,11 @@ def test_every_rival_packs_as_its_paper_says() -> None:
     assert [length for own in ordered for length in own] == sorted(lengths)
 
 
+def test_the_dynamic_program_stays_small_for_many_short_sequences() -> None:
+    packer = packer_of(batch_document([1] * 1100, max_tokens=1100, replicas=1, limit=None))
+    assert max(map(len, RIVALS["dynamic-program"](packer)[0])) <= 512
+
+
 def test_large_microbatches_cost_more_where_memory_is_tight() -> None:
     roomy, tight = (
         packer_of(batch_document([16] * 16, replicas=1, limit=limit, p2p=40)).costs for limit in (None, 260.0)

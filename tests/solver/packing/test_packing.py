@@ -80,6 +80,15 @@ def test_replicas_are_balanced_again_by_their_plans(monkeypatch: pytest.MonkeyPa
     assert balanced < 0.9 * step_time()
 
 
+@pytest.mark.parametrize("cost", [0, 1])
+def test_batches_without_costs_of_tokens_give_every_replica_work(cost: float) -> None:
+    costs = {"forward": cost, "backward_input": cost, "backward_weight": cost}
+    document = batch_document([5, 1, 7, 2, 2], replicas=3) | {"problem": {"pp_degree": 2, "costs": costs}}
+    found = pack(parse_batch(document), QUICK)
+    assert all(each.microbatches for each in found.replicas)
+    assert (found.step_time > 0) == (cost > 0)
+
+
 def test_the_same_seed_packs_the_same() -> None:
     batch = parse_batch(batch_document(list(range(1, 41)), replicas=3))
     first, second = (pack(batch, QUICK, planner=by_estimate) for _ in range(2))

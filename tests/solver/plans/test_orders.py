@@ -5,10 +5,12 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import problems
+from support.orders import random_orders
+from support.problems import differing_problems, problems
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Action, Orders, first_in_first_out
@@ -80,6 +82,21 @@ def test_invalid_actions_have_a_text_for_messages() -> None:
     orders = Orders.pack([[(-1, 7, -2)]])
     assert orders.text_at(0) == "-1(letter 7)-2"
     assert Orders.pack([[(-1, 0, 3)]]).all_text() == [["-1F3"]]
+
+
+@given(differing_problems(max_p=3, max_m=6), st.integers(0, 2**32))
+@settings(max_examples=40)
+def test_relabelling_swaps_only_equal_microbatches(problem: Problem, seed: int) -> None:
+    kind_of, chance = problem.arrays.kind_of, Random(seed)
+    orders = random_orders(problem, chance)
+    label = np.arange(problem.microbatches)
+    for kind in range(problem.arrays.kinds):
+        members = np.flatnonzero(kind_of == kind).tolist()
+        label[members] = chance.sample(members, len(members))
+    relabelled = first_in_first_out(orders.renamed(label), problem.n_stages, kind_of)
+    assert relabelled == first_in_first_out(orders, problem.n_stages, kind_of)
+    assert np.array_equal(kind_of[relabelled.microbatch], kind_of[orders.microbatch])
+    assert evaluate(problem, relabelled).span <= evaluate(problem, orders).span * (1 + 1e-9)
 
 
 @given(problems(max_m=4), st.integers(0, 2**32))

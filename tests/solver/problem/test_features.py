@@ -123,6 +123,7 @@ def test_the_average_microbatch_keeps_the_loads(problem: Problem) -> None:
         ({"features": None, "sequences": [[1], [2], [3, -1]]}, "/sequences/2/1", "negative"),
         ({"features": {"tokens": [1, 2, 3]}}, "/costs/forward/tokens_squared", "must be fixed or one of"),
         ({"features": {"tokens": [[1], 2, 3]}}, "/features/tokens/0", "number"),
+        ({"memory": {"forward": 0, "static": {"tokens": 1}}}, "/memory/static", "not an object"),
         ({"features": {f"f{k}": [1, 2, 3] for k in range(17)}}, "/features", "16"),
     ],
 )

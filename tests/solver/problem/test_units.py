@@ -25,7 +25,7 @@ BRIEF = Budget(2_000, 0.75, 4_000, 60, 4_000, 60, 20_000, 400, 80, 0.015, 60, 0.
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zbv_solver.search.pipeline.BUDGETS", {"standard": BRIEF, "quick": BRIEF})
+    monkeypatch.setattr("zbv_solver.search.options.BUDGETS", {"standard": BRIEF, "quick": BRIEF})
 
 
 powers = st.integers(-20, 20).map(lambda exponent: 2.0**exponent)
@@ -90,7 +90,7 @@ def test_moves_that_tie_in_one_unit_tie_in_every_unit(
     p: int, m: int, limit: float, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In floats, 0.1 + 0.2 exceeds 0.3. Annealing must not take another path because of that."""
-    monkeypatch.setattr("zbv_solver.search.pipeline.BUDGETS", {"standard": HEURISTIC})
+    monkeypatch.setattr("zbv_solver.search.options.BUDGETS", {"standard": HEURISTIC})
     problem = uniform(p, m, p2p=2, limit=limit)
     other = search(in_other_units(problem, factor, factor))
     assert other.orders == search(problem).orders
@@ -98,7 +98,7 @@ def test_moves_that_tie_in_one_unit_tie_in_every_unit(
 
 @pytest.mark.parametrize("factor", [0.1, 1 / 3])
 def test_cuts_that_tie_in_one_unit_tie_in_every_unit(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zbv_solver.search.pipeline.BUDGETS", {"quick": HEURISTIC})
+    monkeypatch.setattr("zbv_solver.search.options.BUDGETS", {"quick": HEURISTIC})
     found = []
     for seed in range(2):
         draw = random.Random(seed)

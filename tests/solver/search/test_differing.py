@@ -12,19 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import differing_problems, uniform, with_sizes
+from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.board import Board, place, stays_safe
 from zbv_solver.construct.entry_orders import changed, mountain, sizes
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.jitter.reading import parse_jitter
-from zbv_solver.plans.orders import first_in_first_out
+from zbv_solver.plans.orders import in_entry_order
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.claims import prove_bound
+from zbv_solver.search.search import Budget, Effort, SearchOptions, search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
 
+BOTH: tuple[Effort, ...] = ("standard", "thorough")
 QUICK = SearchOptions(effort="quick")
 
 
@@ -34,7 +37,7 @@ def heavy(p: int, m: int, limit: float | None) -> Problem:
 
 
 @given(differing_problems(max_p=4, max_m=8))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_every_feasible_limit_gives_a_verified_plan(problem: Problem) -> None:
     plan = search(problem, QUICK)
     verify(plan)
@@ -42,7 +45,7 @@ def test_every_feasible_limit_gives_a_verified_plan(problem: Problem) -> None:
 
 
 @given(differing_problems(max_p=4, max_m=8))
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_every_constructed_order_is_valid(problem: Problem) -> None:
     """The smallest limits leave room for nothing but what the banker's algorithm admits."""
     for attempt in [serial(problem), *priority_schedules(problem)][:20]:
@@ -50,7 +53,7 @@ def test_every_constructed_order_is_valid(problem: Problem) -> None:
 
 
 @given(differing_problems(max_p=4, max_m=8), st.integers(0, 100), st.floats(0, 0.5))
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_annealing_keeps_an_order_valid(problem: Problem, seed: int, temperature: float) -> None:
     start = serial(problem)
     result = anneal(problem, start.orders, moves=60, temperature=temperature, seed=seed)
@@ -63,7 +66,7 @@ def test_annealing_keeps_an_order_valid(problem: Problem, seed: int, temperature
 def test_the_given_order_does_not_matter() -> None:
     """The search chooses where a large microbatch enters, wherever the caller has it."""
     found = []
-    for large in (0, 3, 7):
+    for large in (0, 5):
         problem = with_sizes(uniform(4, 8), [9.0 if k == large else 0.0 for k in range(8)])
         plan = search(problem, QUICK)
         entry = plan.orders.microbatch[(plan.orders.stage == 0) & (plan.orders.letter == F)].tolist()
@@ -116,10 +119,49 @@ def test_any_verified_order_may_be_resumed(effort: Any, seed: int) -> None:
     assert plan.objective <= objective_of(problem, incumbent) * (1 + 1e-9)
 
 
+HEURISTIC = Budget(2_000, 0.75, 8_000, 60, 4_000, 60, 400_000, 2_600, 0, 0.0, 0, 0.0)
+WITH_CP_SAT = replace(HEURISTIC, window_actions=120, window_time=0.02, exact_actions=60, exact_time=0.01)
+
+
+def longer_does_no_harm(problem: Problem, budget: Budget) -> None:
+    more = replace(budget, injected=16_000, tuned=8_000, annealed=800_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zbv_solver.search.options.BUDGETS", {"standard": budget, "thorough": more})
+        patch.setattr("zbv_solver.search.options.TUNED_DIFFERING", 0)
+        patch.setattr("zbv_solver.search.options.MOST_TUNED_DIFFERING", 0)
+        standard, thorough = (search(problem, SearchOptions(effort=each)) for each in BOTH)
+    verify(thorough)
+    assert thorough.objective <= standard.objective * (1 + 1e-9)
+    assert thorough.metrics.lower_bound >= standard.metrics.lower_bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("p", "size"),
+    [(3, [1.0, 3.0, 2.0, 2.0, 1.0, 2.0, 1.0, 3.0, 0.5]), (3, [0.0, 1.0, 3.0, 0.5, 0.0, 2.0, 2.0])],
+)
+def test_thorough_is_no_worse_where_its_budget_alone_finds_less(p: int, size: list[float]) -> None:
+    """A larger budget leads random choices elsewhere."""
+    longer_does_no_harm(with_sizes(uniform(p, len(size), limit=12.8, p2p=1), size), HEURISTIC)
+
+
+@given(differing_problems(max_p=3, max_m=6))
+@settings(max_examples=6)
+def test_thorough_is_never_worse_than_standard(problem: Problem) -> None:
+    longer_does_no_harm(problem, WITH_CP_SAT)
+
+
+def test_cp_sat_proves_a_small_plan_optimal() -> None:
+    problem = heavy(2, 4, 30.0)
+    plan = search(problem, SearchOptions(without=("tune", "inject")))
+    assert plan.metrics.status == "optimal"
+    assert lower_bound(problem, "thorough").value < plan.metrics.lower_bound
+    assert "CP-SAT" in prove_bound(plan, plan.metrics.lower_bound)
+
+
 def test_a_plan_of_an_earlier_search_is_resumed_as_it_is() -> None:
     problem = heavy(4, 10, 24.0)
     plan = search(problem, QUICK)
-    assert first_in_first_out(plan.orders, problem.n_stages, is_equal=False) == plan.orders
+    assert in_entry_order(plan.orders, problem.n_stages) == plan.orders
     again = search(problem, QUICK, incumbent=plan)
     assert again.objective <= plan.objective
 

@@ -17,6 +17,7 @@ from support.orders import random_orders
 from support.paths import ROOT
 from support.problems import problems, uniform
 from support.reference import largest_cycle_mean, makespan, peak_memory, reach, simulate, steady_period
+from zbv_solver.construct.baselines import baseline
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.errors import InvalidPlan
@@ -193,6 +194,12 @@ def test_an_order_with_an_empty_rank_can_be_timed() -> None:
     nothing = evaluate(uniform(2, 1), Orders.from_text([[], []]))
     assert (nothing.makespan, nothing.span, nothing.bubble_rate) == (0, 0, 0)
     assert span_start_times(uniform(2, 1), Orders.from_text([[], []])).tolist() == []
+
+
+def test_rounding_makes_no_negative_bubble() -> None:
+    costs = {"forward": 0.3, "backward_input": 0.6, "backward_weight": 0.3}
+    document = {"pp_degree": 1, "microbatches": 4, "placement": "single", "costs": costs}
+    assert evaluate(*baseline("1f1b", parse_problem(document))).bubble_rate == 0
 
 
 @pytest.mark.parametrize("action", [(4, "F", 0), (-1, "F", 0), (0, "F", 1), (0, "F", -1)])

@@ -11,7 +11,7 @@ from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.whole_plan import WholePlan
-from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
+from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, RankTimes, compare
 from zbv_worker.measure.rehearse.outcome_text import outcome_json, sentences, table
 from zbv_worker.tracing.merged_trace import RankTrace
 
@@ -95,4 +95,6 @@ def test_the_report_names_the_plan_both_times_and_the_slowest_pair() -> None:
     ):
         assert expected in text
     assert table(outcome()).row_count == 2
+    rounded = replace(outcome(), ranks=(RankTimes(0, 1.0, 1.0, 0.0, -1e-12, 0.0),))
+    assert [*table(rounded).columns[4].cells] == ["0.0"]
     assert outcome_json(outcome())["ranks"][1]["rank"] == 1

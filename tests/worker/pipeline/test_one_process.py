@@ -226,7 +226,7 @@ def test_shared_parameters_count_once(plan: Plan) -> None:
         ({"microbatches": "8"}, "found microbatches='8'; must be an integer of at least 1"),
         ({"loss": "mse"}, "loss: found 'mse'; must be a function of output and target"),
         ({"loss": nn.MSELoss}, "loss: found <class .*; must be a function of output and target"),
-        ({"plan": {"pp_degree": 1}}, "this is a problem, not a plan. Plan it: `zbv plan"),
+        ({"plan": {"pp_degree": 1}}, "this is a problem, not a plan. `zbv plan`"),
         ({"device": "cpu", "backend": "nccl"}, "found device cpu and backend 'nccl'"),
     ],
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.stated_shapes import ShapeOf
@@ -19,21 +18,20 @@ from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import Batch, microbatches_of
-from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, training_state
+from zbv_worker.pipeline.checkpoints import PipelineCheckpoints
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.leaving import give_up, leave
+from zbv_worker.pipeline.pipeline_state import PipelineState
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.pipeline.shapes import Given, Shapes
-from zbv_worker.pipeline.state import gather_state, load_state, named_parameters, state_of
 from zbv_worker.pipeline.step_plan import Values
 from zbv_worker.pipeline.step_plans import PER_STEP, PlanningReport, ProblemLike, StepPlans
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
-from zbv_worker.training.checkpoint import DEFAULT_KEPT, DEFAULT_TIMEOUT, CheckpointOptions
 from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.transport.world import Backend
 from zbv_worker.values.structure import Structure
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Pipeline:
+class Pipeline(PipelineState):
     """This rank's part of a model that runs as a pipeline. Every rank makes one, with the same arguments.
 
     ::
@@ -168,27 +166,23 @@ class Pipeline:
             data_rank=data_rank,
             shape_of=shape_of,
         )
-        self._timeout = timeout
-        self._transport, place = connected_world(options, mesh)
-        self._saving: list[PipelineCheckpoints] = []
-        self._failures = Failures(self._transport)
-        with self._failures.watched("starting"):
-            prepared = prepare(options, layers, loss, self._transport, place)
-            self._reports = RunReports.of_environment(prepared.plan, self._transport, options.patience)
+        transport, place = connected_world(options, mesh)
+        saving: list[PipelineCheckpoints] = []
+        failures = Failures(transport)
+        with failures.watched("starting"):
+            prepared = prepare(options, layers, loss, transport, place)
+            self._reports = RunReports.of_environment(prepared.plan, transport, options.patience)
             progress = None if self._reports is None else self._reports.progress
-            self._own = PipelineRank(options, prepared, self._transport, place, progress, plans)
-        self._failures.on_end = partial(give_up, self._saving, self._own)
+            own = PipelineRank(options, prepared, transport, place, progress, plans)
+        failures.on_end = partial(give_up, saving, own)
+        super().__init__(prepared, own, transport, failures, saving, timeout)
         self._shared = None
         if data_rank is not None:
-            self._shared = SharedData(options, prepared, self._transport, self._failures)
-        self._layers, self._keywords = prepared.layers, prepared.keywords
-        self.modules: Mapping[int, nn.Module] = MappingProxyType(prepared.modules)
-        self._no_parameter = ("no_parameter", nn.Parameter(torch.empty(0, device=place.device)))
+            self._shared = SharedData(options, prepared, transport, failures)
+        self._keywords = prepared.keywords
         self._newest: Launched | None = None
         # A process may end right after its last step, before its peers have received its last tensors.
-        self._finalizer = weakref.finalize(
-            self, leave, self._own, self._shared, self._reports, self._saving, self._failures
-        )
+        self._finalizer = weakref.finalize(self, leave, own, self._shared, self._reports, saving, failures)
 
     def step(
         self,
@@ -333,82 +327,6 @@ class Pipeline:
         Averaged like the loss, which does not contain them. See :func:`zbv_worker.add_auxiliary_loss`.
         """
         return self._own.auxiliary_loss
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters with their names in the whole model, each parameter once.
-
-        A rank with layers that have no parameters gets one without elements, because torch's optimizers
-        refuse an empty list.
-        """
-        return iter([*named_parameters(self.modules)] or [self._no_parameter])
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, each once."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
-
-        Returns the norm before, a scalar tensor. A parameter that several layers share counts once.
-        """
-        with self._failures.watched("clipping gradients"):
-            return self._own.clip(max_norm)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's parameters and buffers by their names in the whole model; they are not copied."""
-        return state_of(self.modules)
-
-    def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks."""
-        with self._failures.watched("gathering the model"):
-            return gather_state(self.modules, self._transport, self._timeout)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a state dict of the whole model; raises :class:`InvalidRun`."""
-        load_state(self.modules, state, self._layers)
-
-    def checkpoints(
-        self,
-        directory: str | Path,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        schedule: Stateful | Sequence[Stateful] | None = None,
-        *,
-        data: Stateful | None = None,
-        kept: int = DEFAULT_KEPT,
-        timeout: float = DEFAULT_TIMEOUT,
-    ) -> PipelineCheckpoints:
-        """Resume from the newest checkpoint of a directory, if it has one, and save others there.
-
-        A checkpoint has the parameters, buffers, optimizers, schedules, random number generators (of torch
-        and Python), the state of the data, and the number of steps. Its format, and the rules of its
-        directory, are those of ``zbv-worker run``. It fits other plans and other numbers of ranks.
-
-        Parameters
-        ----------
-        directory
-            All ranks must share it. A pipeline that uses it later takes it over.
-        optimizer
-            The optimizer of this rank's parameters, or several.
-        schedule
-            The learning-rate schedule, or several.
-        data
-            A data loader with a state, such as torchdata's ``StatefulDataLoader``; saved per rank.
-        kept
-            How many of the newest checkpoints to keep.
-        timeout
-            Seconds to wait for the slowest rank's files.
-
-        Raises
-        ------
-        InvalidRun
-            If the newest checkpoint belongs to another model, or the ranks see different directories.
-        """
-        options = CheckpointOptions(Path(directory), every=1, kept=kept, timeout=timeout)
-        own = self._own
-        trained = training_state(self.modules, optimizer, schedule, data, own.ties)
-        made = PipelineCheckpoints(options, trained, self._transport, own.device, self._failures)
-        self._saving.append(made)
-        return made
 
     def trace(self, path: str | Path | None = None) -> tuple[RankTrace, ...]:
         """When every rank's actions of the newest step happened, on rank 0's clock; by rank.

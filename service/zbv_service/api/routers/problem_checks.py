@@ -1,4 +1,4 @@
-"""``/v1/problems``: check, estimate and compare a problem without storing anything."""
+"""``/v1/problems``: check, estimate, compare and pack a problem without storing anything."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from zbv_service.problems.documents import (
     CompareRequest,
     Comparison,
     EstimateRequest,
+    PackRequest,
     ProblemCheck,
     ProblemEstimate,
+    ProblemPacking,
 )
+from zbv_service.problems.packing import pack_body
 from zbv_service.security.scheme import needs
 
 SEARCH = needs("search")
@@ -58,6 +61,23 @@ async def estimate_problem(request: Request) -> ProblemEstimate:
     found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
         return await found.estimates.estimate(body)
+
+
+@router.post(
+    "/pack",
+    dependencies=[SEARCH],
+    summary="Pack a batch",
+    response_model=ProblemPacking,
+    response_description="The microbatches of every replica, and their problems.",
+    openapi_extra=body_of(PackRequest),
+    responses=documented(INVALID_BODY, INFEASIBLE_MEMORY),
+)
+async def pack_batch(request: Request) -> Response:
+    """Chooses microbatches and replicas with brief searches. Submit the replicas' problems for plans."""
+    found = state_of(request)
+    async with read_text(request, found.settings.max_body_bytes) as body:
+        text = await pack_body(found.computations, body)
+    return Response(text, media_type="application/json")
 
 
 _COMPARE: dict[str, Any] = {

@@ -168,6 +168,18 @@ class AsyncClient(AsyncConnection):
         """Evaluate every classical schedule for a problem document; the service stores nothing."""
         return await self._post(as_type(dict[str, Any]), "problems", "compare", json={"problem": problem})
 
+    async def pack(self, batch: Any) -> dict[str, Any]:
+        """Pack a batch into microbatches for its replicas; the service stores nothing.
+
+        The answer has each replica's problem, to be submitted for a plan.
+
+        Raises
+        ------
+        InvalidRequest
+            When the batch breaks a rule or is too large, or its longest sequence does not fit.
+        """
+        return await self._post(as_type(dict[str, Any]), "problems", "pack", json={"batch": batch})
+
     async def plan_document(self, plan_id: str) -> dict[str, Any]:
         """A plan as its JSON document."""
         return await self._get(as_type(dict[str, Any]), "plans", plan_id)

@@ -38,7 +38,7 @@ def table(outcome: Outcome) -> Table:
         seconds = (times.busy, times.planned_busy, times.waiting, times.planned_waiting)
         shown.add_row(
             str(times.rank),
-            *(f"{each * 1e3:.1f}" for each in seconds),
+            *(f"{round(each * 1e3, 1) + 0:.1f}" for each in seconds),  # + 0 turns -0.0 into 0.0
             f"{times.unplanned_waiting * 1e3:+.1f}",
             f"{times.between * 1e3:.1f}",
         )

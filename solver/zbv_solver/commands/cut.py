@@ -1,0 +1,109 @@
+"""``zbv cut``: the best cut for the order of another executor, and that executor's settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from rich.table import Table
+
+from zbv_solver.commands.searching import spinner
+from zbv_solver.commands.tables import print_whole
+from zbv_solver.documents.files import file_label, output
+from zbv_solver.errors import InvalidInput
+from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
+from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import load_problem
+from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.search import search
+
+MOST_ROWS = 12
+"""Schedules that a summary shows."""
+
+
+def cut(arguments: argparse.Namespace) -> None:
+    """Find the best cut, print it with the executor's settings, and write it as a plan."""
+    problem = load_problem(arguments.problem)
+    if not isinstance(problem, LayeredProblem):
+        raise InvalidInput.at(
+            "/layers", "this key is absent or already cut; give a problem by layers without a partition."
+        ).found_in(file_label(arguments.problem))
+    with spinner("searching the best cut") as say:
+        found = cut_for_executor(
+            problem,
+            arguments.executor,
+            virtual_stages=arguments.virtual_stages,
+            group=arguments.group_size,
+            schedules=arguments.schedule or (),
+            recompute=arguments.recompute,
+            effort=arguments.effort,
+            seed=arguments.seed,
+        )
+        say("searching a free order")
+        free = (
+            None if arguments.no_free_order else search(problem, SearchOptions("quick", seed=arguments.seed))
+        )
+    if arguments.output is not None:
+        with output(arguments.output) as write_text:
+            write_text(json.dumps(plan_json(_plan(found))) + "\n")
+    if arguments.json:
+        document = executor_cut_json(found) | {"free_order": None if free is None else _free_json(free)}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        return
+    print_whole(_table(found, free))
+    sys.stdout.write(_summary(found, free))
+
+
+def _plan(found: ExecutorCut) -> Plan:
+    """The executor's order of the best cut as a verified plan."""
+    best = found.best
+    plan = make_plan(best.problem, best.orders, method=f"{found.executor} {best.schedule.name}")
+    return Plan(best.problem, best.orders, plan.metrics, compare(best.problem), plan.provenance)
+
+
+def _free_json(free: Plan) -> dict[str, object]:
+    bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
+    return {"objective": free.objective, "lower_bound": bound, "plan_id": free.plan_id}
+
+
+def _table(found: ExecutorCut, free: Plan | None) -> Table:
+    best = found.best
+    table = Table(title=f"{best.problem.objective} of the best cut by schedule")
+    for name in ("schedule", "virtual stages", "group", "recompute", "best cut", "lower bound", "even cut"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    for each in best.results[:MOST_ROWS]:
+        table.add_row(
+            each.schedule.name,
+            str(each.schedule.placement.chunks),
+            str(each.schedule.group or ""),
+            each.recompute,
+            f"{each.objective:.6g}",
+            f"{each.lower_bound:.6g}",
+            f"{each.even:.6g}",
+        )
+    if free is not None:
+        bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
+        table.add_section()
+        table.add_row("any order (zbv plan)", "", "", "", f"{free.objective:.6g}", f"{bound:.6g}", "")
+    return table
+
+
+def _summary(found: ExecutorCut, free: Plan | None) -> str:
+    best = found.best
+    gap = gap_of(best.objective, best.lower_bound)
+    proof = "proved optimal for this schedule" if best.is_optimal else f"at most {gap:.2%} above the optimum"
+    model = best.problem.model
+    sizes = [] if model is None else [str(len(stage)) for stage in model.partition]
+    lines = [
+        f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}), "
+        f"{1 - best.objective / best.even:.1%} below the even cut",
+        f"layers per stage: {' '.join(sizes)}",
+    ]
+    if free is not None and free.objective < best.objective:
+        lines.append(f"A free order gains {1 - free.objective / best.objective:.1%} more: see zbv plan.")
+    lines += ["", found.settings.rstrip()] if found.settings else [found.remark]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,238 @@
+"""The best cut of layers for the fixed order of an executor, with a proven bound over all cuts.
+
+The objective of a fixed order is the largest of many linear functions of the cut (:mod:`.fixed_order`). A
+local search finds good cuts, a linear program finds the functions that matter and a first bound, and CP-SAT
+proposes the best cut under the functions known so far. The proposal is timed, and its own critical paths are
+added, until no cut below the best known one is left: then that one is optimal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from zbv_solver.errors import InfeasibleMemory, InvalidInput
+from zbv_solver.executors.order_search import OrderSearch
+from zbv_solver.executors.schedules import Schedule
+from zbv_solver.partition.cut_space import Boundaries
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.problem.problem import Problem
+from zbv_solver.search.layered_unit import OwnUnit
+from zbv_solver.search.options import Effort
+from zbv_solver.timing.start_times import objective_of
+from zbv_solver.verify.verifier import verify_orders
+
+Recompute = Literal["none", "all", "uniform", "per-stage"]
+"""Stages that may be recomputed: no stage, every stage, either of the two, or any."""
+
+FINALISTS = {"quick": 1, "standard": 2, "thorough": 8}
+"""Searches that get the full budget."""
+REST = 1.0
+"""The budget that the other searches share, in full budgets; each gets less than one."""
+
+
+@dataclass(frozen=True)
+class OrderResult:
+    """What one schedule achieves with its best known cut.
+
+    Attributes
+    ----------
+    recompute
+        ``none``, ``all`` or ``per-stage``.
+    objective
+        inf if no cut was found that fits the memory limit.
+    lower_bound
+        A proven bound over all cuts under this schedule.
+    even
+        The objective of the even cut, without the memory limit.
+    """
+
+    schedule: Schedule
+    recompute: str
+    objective: float
+    lower_bound: float
+    even: float
+
+
+@dataclass(frozen=True, eq=False)
+class BestCut:
+    """The best cut that was found, under the schedule that suits it best.
+
+    Attributes
+    ----------
+    problem, orders
+        The layers, cut and placed, and the executor's action lists for them.
+    objective, lower_bound
+        Of this schedule: no cut has a smaller objective than the bound.
+    even
+        The objective of the even cut under this schedule, without the memory limit.
+    results
+        All schedules that were tried, the best first.
+    """
+
+    schedule: Schedule
+    problem: Problem
+    orders: Orders
+    objective: float
+    lower_bound: float
+    even: float
+    results: tuple[OrderResult, ...]
+
+    @property
+    def bound_of_all(self) -> float:
+        """A proven bound over all cuts under all schedules that were tried."""
+        return min(result.lower_bound for result in self.results)
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no cut under the chosen schedule is better."""
+        return self.objective <= self.lower_bound * (1 + OPTIMAL_GAP)
+
+
+def best_cut(
+    problem: LayeredProblem,
+    schedules: Sequence[Schedule],
+    *,
+    recompute: Recompute = "none",
+    allow_empty: bool = False,
+    late: str | None = None,
+    also: Iterable[Boundaries] = (),
+    effort: Effort = "standard",
+    seed: int = 0,
+) -> BestCut:
+    """The best cut for the fixed orders of an executor.
+
+    Parameters
+    ----------
+    problem
+        Layers; the placement is that of every schedule.
+    schedules
+        Orders to choose from.
+    recompute
+        Which stages may be recomputed.
+    allow_empty
+        Whether stages other than the first and the last may be empty.
+    late
+        Name of the first layer that must lie on the last chunk of its rank (Megatron-LM's MTP layers).
+    also
+        Boundaries, as layer indices, of cuts that the result must not be worse than.
+
+    Raises
+    ------
+    InvalidInput
+        When no schedule is given, or the model has too few layers for all of them.
+    InfeasibleMemory
+        When no cut fits the memory limit under any of the schedules.
+    """
+    own = OwnUnit.of(problem)
+    searches = []
+    for schedule in schedules:
+        placed = _placed(own.problem, schedule, allow_empty)
+        if placed is None:
+            continue
+        for stages in _variants(recompute, schedule.placement.n_stages, problem):
+            latest = _latest(placed, schedule, late)
+            searches.append(OrderSearch(placed, schedule, stages, latest, effort, seed))
+    if not searches:
+        raise InvalidInput.at(
+            "/layers",
+            f"found {problem.n_atoms} separable layers, which none of the {len(schedules)} schedules can cut "
+            f"into its stages. Use fewer ranks or virtual stages, or give finer layers.",
+        )
+    for each in searches:
+        each.screen(also)
+    searches.sort(key=lambda each: each.value)
+    for number, each in enumerate(searches):
+        below = min(other.value for other in searches)
+        if math.isinf(below) or each.bound < below * (1 - OPTIMAL_GAP):
+            each.finish(below, 1.0 if number < FINALISTS[effort] else min(0.25, REST / len(searches)))
+    searches.sort(key=lambda each: each.value)
+    best = searches[0]
+    if best.best is None:
+        raise _infeasible(searches, own.given)
+    return _answer(own, searches, allow_empty)
+
+
+def _placed(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) -> LayeredProblem | None:
+    """The layers on a schedule's placement; None if there are too few."""
+    placement = schedule.placement
+    rules = replace(problem.rules, allow_empty=allow_empty)
+    if placement.pp_degree != problem.pp_degree or schedule.microbatches != problem.microbatches:
+        raise InvalidInput.at(
+            "",
+            f"found a schedule for {placement.pp_degree} ranks and {schedule.microbatches} microbatches; the "
+            f"problem has {problem.pp_degree} and {problem.microbatches}.",
+        )
+    chunks = placement.chunks if placement.kind == "loop" else None
+    try:
+        return replace(problem, placement=placement.kind, chunks=chunks, rules=rules)
+    except InvalidInput:
+        return None
+
+
+def _variants(
+    recompute: Recompute, stages: int, problem: LayeredProblem
+) -> tuple[tuple[bool, ...] | None, ...]:
+    """The stages that are recomputed, for every search; None lets the search choose."""
+    none, every = (False,) * stages, (True,) * stages
+    if recompute == "none" or not problem.model.can_recompute:
+        return (none,)
+    if recompute == "per-stage":
+        return (None,)
+    return (every,) if recompute == "all" else (none, every)
+
+
+def _latest(problem: LayeredProblem, schedule: Schedule, late: str | None) -> dict[int, int]:
+    """The last place of the boundary before the last chunk, in parts."""
+    placement = schedule.placement
+    if late is None or placement.chunks == 1:
+        return {}
+    place = problem.model.place[late]
+    at = int(np.searchsorted(problem.places, place, side="right")) - 1
+    return {placement.n_stages - placement.pp_degree: at}
+
+
+def _answer(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) -> BestCut:
+    """The answer in the caller's units, verified."""
+    results = [
+        OrderResult(
+            each.schedule,
+            each.recompute_name,
+            each.value * own.length,
+            min(each.bound, each.value) * own.length,
+            each.even * own.length,
+        )
+        for each in searches
+    ]
+    best = searches[0]
+    schedule = best.schedule
+    if best.best is None:
+        raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
+    placed = _placed(own.given, schedule, allow_empty)
+    if placed is None:
+        raise RuntimeError("the layers do not fit their own schedule; this is a bug in zbv.")
+    problem = placed.cut_into(schedule.placement, best.space.cut(*best.best))
+    orders = best.order.orders
+    verify_orders(problem, orders)
+    objective = objective_of(problem, orders)
+    bound = min(each.lower_bound for each in results if each.schedule == schedule)
+    bound = objective if bound >= objective * (1 - OPTIMAL_GAP) else bound
+    results[0] = replace(results[0], objective=objective, lower_bound=min(results[0].lower_bound, objective))
+    return BestCut(schedule, problem, orders, objective, bound, results[0].even, tuple(results))
+
+
+def _infeasible(searches: Sequence[OrderSearch], problem: LayeredProblem) -> InfeasibleMemory:
+    """The error of layers that fit under no schedule."""
+    closest = min(searches, key=lambda each: each.local.excess)
+    return InfeasibleMemory(
+        closest.closest_peaks(),
+        problem.limit or (),
+        of_cut=True,
+        is_proved=all(each.is_infeasible for each in searches),
+    )

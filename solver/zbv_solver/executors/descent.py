@@ -1,0 +1,112 @@
+"""Good cuts for a fixed order, by iterated descent: parts move between stages, and every cut is timed."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import numpy as np
+
+from zbv_solver.executors.fixed_order import FixedOrder
+from zbv_solver.executors.runs import Choice, Runs
+from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
+
+KICKS = 3
+"""Random moves before a descent begins again."""
+MOST_FAILED = 20
+"""Descents in a row that find nothing better before the search ends."""
+
+
+TIMED, MOVED = 4_000, 400
+"""What every timing and every move costs in addition to the actions timed."""
+
+
+class CutDescent:
+    """Moves over the cuts of a space.
+
+    Attributes
+    ----------
+    best, value
+        The best cut that fits, if any, and its objective.
+    closest, excess
+        The cut with the least memory beyond the limits, and that excess as a share of the limit.
+    left
+        Actions that may still be timed.
+    """
+
+    def __init__(self, runs: Runs, order: FixedOrder, actions: int, seed: int, may_recompute: bool):
+        self.runs, self.order, self.left = runs, order, actions
+        self.random, stages = Random(seed), range(runs.space.n_stages)
+        self.moves = [(one, other) for one in stages for other in stages if one != other or may_recompute]
+        self.best: Choice | None = None
+        self.value = self.excess = math.inf
+        self.closest: Choice | None = None
+
+    def consider(self, choice: Choice) -> tuple[float, float]:
+        """A cut's excess and objective, inf if it does not fit; the best cut is kept."""
+        excess = self._excess(choice)
+        if excess < self.excess:
+            self.closest, self.excess = choice, excess
+        if excess > 0:
+            return excess, math.inf
+        self.left -= len(self.order.orders) + TIMED
+        value = self.runs.value(self.order, choice)
+        if value < self.value * (1 - ROUNDING):
+            self.best, self.value = choice, value
+        return 0.0, value
+
+    def _excess(self, choice: Choice) -> float:
+        """The largest share by which a rank exceeds its limit; 0 if all ranks fit."""
+        limits = self.runs.space.problem.limit
+        if limits is None:
+            return 0.0
+        peaks, limit = self.runs.peaks(self.order, choice), np.array(limits)
+        over = (peaks - limit) / np.where(limit > 0, limit, np.maximum(peaks, 1e-300))
+        worst = float(over.max())
+        return worst if worst > SEARCH_MEMORY / 2 else 0.0
+
+    def run(self, start: Choice) -> None:
+        """Descend, and again from random changes of the best cut, until that rarely helps."""
+        current, failed = self._descended(start, self.consider(start)), 0
+        while self.left > 0 and self.moves and failed < MOST_FAILED:
+            before = current[1]
+            changed = current[0]
+            for _ in range(KICKS):
+                changed = self._moved(changed, self.random.choice(self.moves)) or changed
+            found = self._descended(changed, self.consider(changed))
+            if found[1] <= current[1]:
+                current = found
+            failed = 0 if found[1] < before else failed + 1
+
+    def _descended(self, choice: Choice, at: tuple[float, float]) -> tuple[Choice, tuple[float, float]]:
+        """A cut that no single move improves, if the actions suffice, with its excess and objective."""
+        is_better = True
+        while is_better and self.left > 0:
+            is_better = False
+            self.random.shuffle(self.moves)
+            for move in self.moves:
+                moved = self._moved(choice, move)
+                self.left -= MOVED
+                if moved is None:
+                    continue
+                found = self.consider(moved)
+                if found[0] < at[0] or found[1] < at[1] * (1 - ROUNDING):
+                    choice, at, is_better = moved, found, True
+                if self.left <= 0:
+                    break
+        return choice, at
+
+    def _moved(self, choice: Choice, move: tuple[int, int]) -> Choice | None:
+        """A cut with a part moved from one stage to another, or one stage recomputed or not (equal stages).
+
+        None if that is not allowed.
+        """
+        bounds, recompute = list(choice[0]), choice[1]
+        one, other = move
+        if one == other:
+            return choice[0], (*recompute[:one], not recompute[one], *recompute[one + 1 :])
+        step = 1 if one > other else -1
+        for bound in range(min(one, other) + 1, max(one, other) + 1):
+            bounds[bound] += step
+        moved = tuple(bounds)
+        return (moved, recompute) if self.runs.allows(moved) else None

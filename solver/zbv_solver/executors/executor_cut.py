@@ -1,0 +1,233 @@
+"""The best cut for an executor: its schedules, its rules for stages, and its settings for the result."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from zbv_solver.documents.text import plain
+from zbv_solver.errors import InvalidInput
+from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
+from zbv_solver.executors.letters import Modules
+from zbv_solver.executors.megatron_layout import Stages, layout_flags
+from zbv_solver.executors.schedules import (
+    TORCH_DEFAULTS,
+    Schedule,
+    megatron_groups,
+    megatron_schedule,
+    torch_schedule,
+)
+from zbv_solver.executors.torchtitan_settings import write_settings
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.search.options import Effort
+
+Executor = Literal["megatron", "torch", "torchtitan"]
+EXECUTORS: tuple[str, ...] = get_args(Executor)
+MOST_CHUNKS = 4
+"""Most virtual stages per rank that are tried unless numbers are given."""
+MOST_GROUPS = 4
+"""Group sizes that are tried unless one is given: all if there are no more, else those that double from p."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutorCut:
+    """The best cut for an executor.
+
+    Attributes
+    ----------
+    stages
+        The modules of every stage as letters; None for ``torch``, which does not name modules.
+    settings
+        Flags of Megatron-LM, TOML of torchtitan, or nothing; None if the executor cannot express the result.
+    remark
+        Why there are no settings; empty if there are.
+    """
+
+    executor: str
+    best: BestCut
+    stages: Stages | None
+    settings: str | None
+    remark: str = ""
+
+
+def cut_for_executor(
+    problem: LayeredProblem,
+    executor: str,
+    *,
+    virtual_stages: Sequence[int] | None = None,
+    group: int | None = None,
+    schedules: Sequence[str] = (),
+    recompute: Recompute = "uniform",
+    letters: Mapping[str, str] | None = None,
+    also: Sequence[tuple[int, ...]] = (),
+    effort: Effort = "standard",
+    seed: int = 0,
+) -> ExecutorCut:
+    """The best cut of layers for an executor that keeps its own order.
+
+    Parameters
+    ----------
+    problem
+        Layers. Its placement is ignored, because the executor has its own.
+    virtual_stages
+        Numbers of stages per rank to try; None tries those from 1 to :data:`MOST_CHUNKS`.
+    group
+        Megatron-LM's group size; None tries several.
+    schedules
+        Names of PyTorch's schedules to try; by default those with fused backwards.
+    recompute
+        Which stages may be recomputed. Executors cannot express ``per-stage``.
+    letters
+        As in :meth:`~zbv_solver.executors.letters.Modules.of`.
+    also
+        Boundaries, as layer indices, of cuts that the result must not be worse than.
+
+    Raises
+    ------
+    InvalidInput
+        When the executor cannot run such a problem.
+    InfeasibleMemory
+        When no cut fits the memory limit.
+    """
+    if executor not in EXECUTORS:
+        raise InvalidInput.at("", f"found executor {executor!r}; must be one of {', '.join(EXECUTORS)}.")
+    if virtual_stages is not None and min(virtual_stages, default=1) < 1:
+        raise InvalidInput.at("", f"found {min(virtual_stages)} virtual stages; must be at least 1.")
+    modules = None if executor == "torch" else Modules.of(problem.model, letters)
+    tried = _schedules(problem, executor, virtual_stages, group, schedules)
+    best = best_cut(
+        problem if modules is None else modules.kept_whole(problem),
+        tried,
+        recompute=recompute,
+        allow_empty=executor == "megatron",
+        late=modules.late if modules is not None and executor == "megatron" else None,
+        also=also,
+        effort=effort,
+        seed=seed,
+    )
+    if modules is None:
+        return ExecutorCut(executor, best, None, None, "PyTorch's runtime has no settings of a cut.")
+    stages = stage_letters(best, modules)
+    try:
+        return ExecutorCut(executor, best, stages, _settings(executor, best, stages))
+    except InvalidInput as error:
+        return ExecutorCut(executor, best, stages, None, str(error.issues[0].detail))
+
+
+def stage_letters(best: BestCut, modules: Modules) -> Stages:
+    """The modules of every stage."""
+    model = best.problem.model
+    if model is None:
+        raise TypeError("the problem was not given by layers.")
+    bounds = model.cut.bounds
+    return tuple(map(modules.of_stage, bounds[:-1], bounds[1:]))
+
+
+def _settings(executor: str, best: BestCut, stages: Stages) -> str:
+    recompute, schedule = _recomputed(best), best.schedule
+    if executor == "torchtitan":
+        return write_settings(stages, schedule, recompute)
+    flags = layout_flags(stages, schedule.placement.pp_degree, schedule.group, recompute)
+    return " \\\n".join(flags) + "\n"
+
+
+def _recomputed(best: BestCut) -> str:
+    """``none``, ``all`` or ``per-stage``, as the cut has it."""
+    chosen = set(() if best.problem.model is None else best.problem.model.cut.recompute)
+    return "per-stage" if len(chosen) > 1 else "all" if True in chosen else "none"
+
+
+def split_flags(settings: str) -> list[str]:
+    """The words of Megatron-LM's flags, as a shell splits them."""
+    return shlex.split(settings)
+
+
+def _schedules(
+    problem: LayeredProblem,
+    executor: str,
+    virtual_stages: Sequence[int] | None,
+    group: int | None,
+    names: Sequence[str],
+) -> list[Schedule]:
+    """The schedules to try; raises :class:`InvalidInput` with the executor's reasons if there are none."""
+    p, m = problem.pp_degree, problem.microbatches
+    chunks = tuple(virtual_stages or range(1, MOST_CHUNKS + 1))
+    found: list[Schedule] = []
+    refusals: list[InvalidInput] = []
+
+    def offer(make: Any, *arguments: Any) -> None:
+        try:
+            found.append(make(*arguments))
+        except InvalidInput as error:
+            refusals.append(error)
+
+    if executor == "megatron":
+        for each in chunks:
+            if group is not None and each > 1:
+                offer(megatron_schedule, p, m, each, group)
+            elif each == 1 and (group is None or virtual_stages is not None):
+                offer(megatron_schedule, p, m, 1)
+            else:
+                sizes = _tried_groups(p, m, each)
+                for size in sizes:
+                    offer(megatron_schedule, p, m, each, size)
+                if not sizes:
+                    offer(megatron_schedule, p, m, each)
+    else:
+        for name in names or TORCH_DEFAULTS:
+            for each in chunks:
+                offer(torch_schedule, name, p, m, each)
+    if not names:
+        # With one stage per rank, an interleaved schedule is 1F1B with a longer warm-up.
+        found = [each for each in found if each.name == "1F1B" or each.placement.chunks > 1]
+    if not found:
+        raise refusals[0] if refusals else InvalidInput.at("", "found no schedule to try.")
+    return found
+
+
+def _tried_groups(p: int, m: int, chunks: int) -> Sequence[int | None]:
+    allowed = megatron_groups(p, m, chunks)
+    if len(allowed) <= MOST_GROUPS:
+        return allowed
+    return [size for size in allowed if size is not None and size % p == 0 and (size // p).bit_count() == 1][
+        :MOST_GROUPS
+    ]
+
+
+def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
+    """The result as a JSON document."""
+    best = cut.best
+    model = best.problem.model
+    return {
+        "executor": cut.executor,
+        "schedule": best.schedule.name,
+        "virtual_stages": best.schedule.placement.chunks,
+        "group_size": best.schedule.group,
+        "recompute": _recomputed(best),
+        "objective": best.objective,
+        "lower_bound": best.lower_bound,
+        "status": "optimal" if best.is_optimal else "feasible",
+        "even_cut": plain(best.even),
+        "lower_bound_of_all_schedules": best.bound_of_all,
+        "partition": None if model is None else plain(model.partition),
+        "layers_per_stage": None if model is None else [len(stage) for stage in model.partition],
+        "settings": cut.settings,
+        "schedules": [
+            {
+                "schedule": each.schedule.name,
+                "virtual_stages": each.schedule.placement.chunks,
+                "group_size": each.schedule.group,
+                "recompute": each.recompute,
+                "objective": _number(each.objective),
+                "lower_bound": _number(each.lower_bound),
+            }
+            for each in best.results
+        ],
+    }
+
+
+def _number(value: float) -> float | None:
+    """A number, or None instead of infinity, which JSON does not have."""
+    return value if value < float("inf") else None

@@ -1,0 +1,235 @@
+"""A fixed order as a function of the costs of its stages.
+
+The durations of actions do not change which action waits for which. So the graph of an order is built once,
+and any costs are then timed by sweeps over it (:mod:`zbv_solver.timing.sweeps`). The span is the largest of
+many sums: the lengths of cycles of critical paths. :class:`Terms` says how often every duration and every
+transfer occurs in one of them, which makes it a linear function of the costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.numeric import ROUNDING
+from zbv_solver.problem.problem import B, F, I, Objective, Problem, W
+from zbv_solver.timing import sweeps
+from zbv_solver.timing.start_times import execution_graph
+from zbv_solver.timing.sweeps import Graph
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """A cycle of critical paths: ``count · durations + transfers · latencies <= length * objective``.
+
+    Attributes
+    ----------
+    count
+        (4, S) how often an action of every letter and stage occurs.
+    transfers
+        (S-1,) how often every boundary is crossed.
+    length
+        Number of paths: a cycle of k paths is k times the mean that bounds the span.
+    """
+
+    count: FloatArray
+    transfers: FloatArray
+    length: int
+
+    def value(self, duration: FloatArray, latency: FloatArray) -> float:
+        """The bound on the objective that these terms give for costs (4, S) and (S-1,)."""
+        return float((self.count * duration).sum() + self.transfers @ latency) / self.length
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal terms."""
+        return self.count.tobytes() + self.transfers.tobytes() + bytes([self.length])
+
+
+@dataclass(frozen=True, eq=False)
+class FixedOrder:
+    """The order of a problem, for the costs of other cuts of the same layers.
+
+    Attributes
+    ----------
+    graph
+        The order as it executes, with the costs of one cut.
+    letter, stage
+        (n,) of every action.
+    hosted
+        (p, chunks) stages of every rank.
+    """
+
+    orders: Orders
+    graph: Graph
+    letter: IntArray
+    stage: IntArray
+    hosted: IntArray
+    objective: Objective
+
+    @classmethod
+    def of(cls, problem: Problem, orders: Orders) -> FixedOrder:
+        """The order of a problem; raises :class:`InvalidPlan` when it deadlocks."""
+        return cls(
+            orders,
+            execution_graph(problem, orders),
+            orders.letter.astype(np.int64),
+            orders.stage.astype(np.int64),
+            np.array(problem.placement.stages_of),
+            problem.objective,
+        )
+
+    @cached_property
+    def boundary(self) -> IntArray:
+        """(n,) the boundary that the remote input of an action crosses, or -1."""
+        crossed = np.where(self.letter == F, self.stage - 1, self.stage)
+        return np.where(self.graph.source >= 0, crossed, -1)
+
+    def value(self, duration: FloatArray, latency: FloatArray) -> float:
+        """The objective of stages with costs (4, S) and (S-1,)."""
+        graph = self._with(duration, latency)
+        release = np.zeros(len(graph.offset) - 1)
+        if self.objective == "span":
+            return float(sweeps.policy_iteration(graph, release, ROUNDING))
+        _, length = _swept(graph, release)
+        return float(length[graph.offset[1:] - 1].max())
+
+    def critical(self, duration: FloatArray, latency: FloatArray) -> Iterator[Terms]:
+        """Terms that bound the objective from below for all costs (Lemma 55); the first is exact for these.
+
+        For a span, the others are every rank's longest path from its own first start to its own last end.
+        """
+        graph = self._with(duration, latency)
+        p = len(graph.offset) - 1
+        if self.objective == "makespan":
+            origin, length = _swept(graph, np.zeros(p))
+            last = int(graph.offset[1:][np.argmax(length[graph.offset[1:] - 1])]) - 1
+            yield self._terms(graph, [(origin, length, last)])
+            return
+        # `paths[r]` are the longest paths from the first start of rank r.
+        paths = []
+        for rank in range(p):
+            release = np.full(p, -np.inf)
+            release[rank] = 0.0
+            paths.append(_swept(graph, release))
+        lasts = graph.offset[1:] - 1
+        between = np.array(
+            [
+                np.where(origin[lasts] == rank, length[lasts], -np.inf)
+                for rank, (origin, length) in enumerate(paths)
+            ]
+        )
+        cycle = largest_mean_cycle(between)
+        for ranks in (cycle, *([rank] for rank in range(p))):
+            ends = [*ranks[1:], ranks[0]]
+            yield self._terms(
+                graph, [(*paths[rank], int(lasts[end])) for rank, end in zip(ranks, ends, strict=True)]
+            )
+
+    def _with(self, duration: FloatArray, latency: FloatArray) -> Graph:
+        crossing = np.where(self.boundary >= 0, latency[self.boundary] if len(latency) else 0.0, -1.0)
+        return self.graph._replace(duration=duration[self.letter, self.stage], latency=crossing)
+
+    def _terms(self, graph: Graph, paths: list[tuple[IntArray, FloatArray, int]]) -> Terms:
+        """Count the terms of longest paths, each given by a sweep and its last action."""
+        stages = self.hosted.size
+        count, transfers = np.zeros((4, stages)), np.zeros(max(0, stages - 1))
+        for origin, length, last in paths:
+            path = np.array(_walk(graph, origin, length, last))
+            np.add.at(count, (self.letter[path], self.stage[path]), 1)
+            # An action received its input from elsewhere if the path does not come from its rank's previous.
+            is_received = np.append(path[:-1] != path[1:] + 1, False)
+            np.add.at(transfers, self.boundary[path[is_received]], 1)
+        return Terms(count, transfers, len(paths))
+
+    @cached_property
+    def held(self) -> tuple[IntArray, FloatArray]:
+        """What ranks hold at their peaks: ranks (n,), and numbers (n, 2, chunks) of microbatches.
+
+        The first row counts those after F, the second those between I and W, whose deltas add up to what an
+        F and an I leave. Both amounts are at least 0, so only numbers that no other numbers exceed matter.
+        """
+        ranks, found = [], []
+        for rank, stages in enumerate(self.hosted):
+            part = self.orders.slice_of(rank)
+            letter, stage = self.letter[part], self.stage[part]
+            numbers = np.zeros((len(letter), 2, len(stages)))
+            for chunk, own in enumerate(stages):
+                is_own = stage == own
+                inputs = is_own & ((letter == I) | (letter == B))
+                weights = is_own & ((letter == W) | (letter == B))
+                begun, passed, done = (np.cumsum(each) for each in (is_own & (letter == F), inputs, weights))
+                numbers[:, 0, chunk], numbers[:, 1, chunk] = begun - passed, passed - done
+            most = _maximal(numbers.reshape(len(letter), -1))
+            ranks += [rank] * len(most)
+            found.append(most.reshape(len(most), 2, -1))
+        return np.array(ranks), np.concatenate(found)
+
+
+def _swept(graph: Graph, release: FloatArray) -> tuple[IntArray, FloatArray]:
+    origin, length = np.empty(len(graph.source), np.int32), np.empty(len(graph.source))
+    sweeps.sweep(graph, release, origin, length)
+    return origin, length
+
+
+def _walk(graph: Graph, origin: IntArray, length: FloatArray, last: int) -> list[int]:
+    """The actions of the longest path to an action, backwards."""
+    rank = int(origin[last])
+    # Like the sweep: a path along the rank stays on a tie.
+    along = np.append(-np.inf, np.where(origin[:-1] == rank, length[:-1], -np.inf))
+    along[graph.offset[:-1]] = -np.inf
+    along[graph.offset[rank]] = 0.0
+    feed = np.maximum(graph.source, 0)
+    across = np.where((graph.source >= 0) & (origin[feed] == rank), length[feed] + graph.latency, -np.inf)
+    before = np.where(across > along, graph.source, np.arange(len(along)) - 1).tolist()
+    first, path = int(graph.offset[rank]), [last]
+    while path[-1] != first:
+        path.append(before[path[-1]])
+    return path
+
+
+def _maximal(rows: FloatArray) -> FloatArray:
+    """The distinct rows (n, k) that no other row exceeds or equals everywhere."""
+    found = np.unique(rows, axis=0)[::-1]
+    kept: list[int] = []
+    for at in range(len(found)):  # in descending order, so no later row exceeds an earlier one
+        if not any((found[other] >= found[at]).all() for other in kept):
+            kept.append(at)
+    return found[kept]
+
+
+def largest_mean_cycle(weight: FloatArray) -> list[int]:
+    """The nodes of a cycle with the largest mean weight (Karp 1978); ``weight`` is (p, p), -inf for no arc.
+
+    Every node must have an arc into it that lies on some cycle.
+    """
+    p = len(weight)
+    best, parents = [np.zeros(p)], []
+    for _ in range(p):
+        reached = best[-1][:, None] + weight
+        parents.append(reached.argmax(axis=0))
+        best.append(reached.max(axis=0))
+    means = [min((best[p][node] - best[k][node]) / (p - k) for k in range(p)) for node in range(p)]
+    at = int(np.argmax(means))
+    walk = [at]
+    for parent in reversed(parents):
+        walk.append(int(parent[walk[-1]]))
+    walk.reverse()
+    cycles = [
+        walk[begin:end]
+        for begin in range(p)
+        for end in range(begin + 1, p + 1)
+        if walk[begin] == walk[end] and len(set(walk[begin:end])) == end - begin
+    ]
+
+    def mean(cycle: list[int]) -> float:
+        return float(sum(weight[a, b] for a, b in zip(cycle, [*cycle[1:], cycle[0]], strict=True))) / len(
+            cycle
+        )
+
+    return max(cycles, key=mean)

@@ -1,0 +1,207 @@
+"""The search for the best cut under one schedule: a local search, a relaxation, and an exact model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from zbv_solver.executors.count_model import CountModel
+from zbv_solver.executors.descent import CutDescent
+from zbv_solver.executors.fixed_order import FixedOrder, Terms
+from zbv_solver.executors.relaxation import relax
+from zbv_solver.executors.runs import Choice, Runs
+from zbv_solver.executors.schedules import Schedule
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.floors import least_worst_load
+from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
+from zbv_solver.search.options import Effort
+
+SCREENED = {"quick": 2_000_000, "standard": 4_000_000, "thorough": 20_000_000}
+"""Actions that a first local search may time."""
+ACTIONS = {"quick": 20_000_000, "standard": 80_000_000, "thorough": 2_000_000_000}
+"""Actions that the full local search may time."""
+ROUNDS = {"quick": 150, "standard": 300, "thorough": 1000}
+"""Linear programs."""
+MOST_SWEPT = {"quick": 100_000_000, "standard": 500_000_000, "thorough": 10_000_000_000}
+"""Actions times ranks that all linear programs together may time."""
+EXACT = {"quick": 0.3, "standard": 1.5, "thorough": 60.0}
+"""CP-SAT's deterministic time."""
+LEAST_EFFORT = 0.01
+"""Deterministic time that a solve costs at least, as presolve is hardly counted."""
+MOST_LEARNED = 8
+"""Proposals of a solve whose critical paths are added."""
+
+
+class OrderSearch:
+    """Cuts under one schedule, with stages recomputed as given, or as the search chooses (None).
+
+    Attributes
+    ----------
+    best, value
+        The best cut that fits, or None and inf.
+    bound
+        A lower bound over all cuts; inf if it is proved that none fits.
+    even
+        The objective of the even cut, without the memory limit; inf if the rules do not allow it.
+    """
+
+    def __init__(
+        self,
+        problem: LayeredProblem,
+        schedule: Schedule,
+        recompute: tuple[bool, ...] | None,
+        latest: dict[int, int],
+        effort: Effort,
+        seed: int,
+    ):
+        self.problem, self.schedule, self.recompute = problem, schedule, recompute
+        self.effort, self.seed = effort, seed
+        tables = CutTables.of(problem)
+        self.space = CutSpace(problem, schedule.placement, tables)
+        self.runs = Runs.of(self.space, latest)
+        self.plain = recompute or (False,) * schedule.placement.n_stages
+        level = level_cut(self.space)
+        sample = problem.cut_into(schedule.placement, self.space.cut(level, self.plain))
+        self.order = FixedOrder.of(sample, schedule.orders())
+        self.local = CutDescent(
+            self.runs, self.order, SCREENED[effort], seed, may_recompute=recompute is None
+        )
+        self.bound = max(least_worst_load(problem, tables), self._mean_load()) * problem.microbatches
+        self.even = math.inf
+        self.terms: dict[bytes, Terms] = {}
+        self.simple = (even_cut(self.space), histogram_cut(self.space), level)
+
+    @property
+    def best(self) -> Choice | None:
+        """The best cut that fits."""
+        return self.local.best
+
+    @property
+    def value(self) -> float:
+        """The objective of the best cut, or inf."""
+        return self.local.value
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether it is proved that no cut fits."""
+        return self.best is None and math.isinf(self.bound)
+
+    @property
+    def recompute_name(self) -> str:
+        """How stages are recomputed."""
+        if self.recompute is None:
+            return "per-stage"
+        return "all" if self.recompute[0] else "none"
+
+    def _mean_load(self) -> float:
+        """The mean work of a rank for one microbatch, if it is known which stages are recomputed."""
+        if self.recompute is None:
+            return 0.0
+        forward, inputs, weights, fused = self.runs.duration[int(self.recompute[0])]
+        work = (forward + np.minimum(inputs + weights, fused)) @ self.runs.size
+        return float(work) / self.problem.pp_degree * (1 - ROUNDING)
+
+    def screen(self, also: Iterable[Boundaries] = ()) -> None:
+        """A short local search from the usual cuts, and from others with boundaries in layers."""
+        places = {int(place): part for part, place in enumerate(self.problem.places)}
+        given = [tuple(places.get(bound, -1) for bound in bounds) for bounds in also]
+        starts = []
+        for bounds in (*self.simple, *given):
+            if len(bounds) != len(self.plain) + 1 or -1 in bounds:
+                continue
+            start = self.runs.repaired(bounds)
+            if start is not None:
+                starts.append((start, self.plain))
+                self.local.consider(starts[-1])
+        even = self.runs.repaired(self.simple[0])
+        if even is not None:
+            self.even = self.runs.value(self.order, (even, self.plain))
+        if starts:
+            first = min(starts, key=self.local.consider)
+            self.local.run(first)
+
+    def finish(self, below: float, share: float) -> None:
+        """Search in full, and prove a bound up to ``below``, the value of the best cut of any search.
+
+        ``share`` scales the budget; below 1 there is no full local search.
+        """
+        if self.best is None and not self._make_fit():
+            return
+        each = len(self.order.orders) * self.problem.pp_degree
+        rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / each))
+        relaxed = relax(self.runs, self.order, self._best(), rounds, self.recompute is not None)
+        self.terms = dict(relaxed.terms)
+        self.bound = max(self.bound, relaxed.bound)
+        if share >= 1 and self._target(below) > self.bound:
+            self.local.left = ACTIONS[self.effort]
+            self.local.run(self._best())
+        self._prove(below, share * EXACT[self.effort])
+
+    def closest_peaks(self) -> tuple[float, ...]:
+        """The memory that the cut closest to the limits needs."""
+        if self.local.closest is None:
+            return self.problem.limit or ()
+        return tuple(self.runs.peaks(self.order, self.local.closest).tolist())
+
+    def _best(self) -> Choice:
+        if self.best is None:
+            raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
+        return self.best
+
+    def _make_fit(self) -> bool:
+        """Find a cut that fits with CP-SAT; False if there is none, or none was found."""
+        model = CountModel(self.runs, self.order, self._serial(), 0.0, self.recompute)
+        proposal = model.solve(self._serial(), EXACT[self.effort], self.seed)
+        if proposal.is_exhausted:
+            self.bound = math.inf
+        for choice in proposal.choices:
+            self.local.consider(choice)
+        return self.best is not None
+
+    def _serial(self) -> float:
+        """An upper bound on the objective of every cut: no two actions or transfers overlap."""
+        m, runs = self.problem.microbatches, self.runs
+        work = (runs.duration.max(axis=(0, 1)) * 3 * runs.size).sum()
+        transfers = [self.problem.transfer(int(place)) for place in self.problem.places]
+        return float(m * (work + 2 * len(runs.lower) * max(transfers))) or 1.0
+
+    def _prove(self, below: float, effort: float) -> None:
+        """Close the gap between the bound and the best cut or ``below``, or narrow it."""
+        left = effort
+        if self._target(below) <= self.bound:
+            return
+        model = CountModel(self.runs, self.order, self.value, self.bound, self.recompute)
+        for terms in self.terms.values():
+            model.add(terms)
+        while left > 0 and self._target(below) > self.bound:
+            proposal = model.solve(self._target(below), left, self.seed)
+            left -= max(LEAST_EFFORT, proposal.effort)
+            if proposal.is_exhausted:
+                self.bound = min(self.value, below)
+                return
+            self.bound = max(self.bound, min(proposal.bound, self._target(below)))
+            if not self._learn(model, proposal.choices[-MOST_LEARNED:]):
+                return
+
+    def _target(self, below: float) -> float:
+        """Only cuts up to this objective are better than the best known cut."""
+        return min(self.value, below) * (1 - OPTIMAL_GAP)
+
+    def _learn(self, model: CountModel, choices: list[Choice]) -> bool:
+        """Time proposals, and add their critical paths; False if that teaches nothing."""
+        is_new = False
+        for choice in choices:
+            before = self.value
+            self.local.consider(choice)
+            is_new = is_new or self.value < before
+            for terms in self.order.critical(*self.runs.costs(self.runs.counts(choice[0]), choice[1])):
+                if terms.key not in self.terms:
+                    self.terms[terms.key] = terms
+                    model.add(terms)
+                    is_new = True
+        return is_new

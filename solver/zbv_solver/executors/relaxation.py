@@ -1,0 +1,197 @@
+"""A lower bound over all cuts, fractions of parts included, by linear programming.
+
+The objective of a fixed order is a maximum of linear functions of the cut, one for every cycle of critical
+paths. They are added as they are found (Kelley 1960). The next is sought between the best known point and
+the solution of the program, which needs far fewer steps than at the solution (Ben-Ameur and Neto 2007).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
+
+from zbv_solver.executors.fixed_order import FixedOrder, Terms
+from zbv_solver.executors.runs import Choice, Row, Runs
+from zbv_solver.kernels.arrays import FloatArray
+
+STEPS = (0.1, 0.5, 1.0)
+"""Where terms are sought, from the best known point (0) to the solution of the program (1)."""
+ENOUGH = 1e-6
+"""The bound is final if the best known point exceeds it by at most this share."""
+SAFETY = 1e-11
+"""By which share bounds are lowered: rounding of sums over terms and boundaries."""
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """A lower bound over all cuts, and the terms that prove it."""
+
+    bound: float
+    terms: dict[bytes, Terms]
+
+
+def relax(runs: Runs, order: FixedOrder, start: Choice, rounds: int, is_fixed: bool) -> Relaxed:
+    """Bound the objective of all cuts from below. Lemma 56.
+
+    Parameters
+    ----------
+    start
+        A good cut.
+    rounds
+        Most programs to solve.
+    is_fixed
+        Whether stages are recomputed as in ``start``; otherwise every share of every stage may be.
+    """
+    value = runs.value(order, start)
+    if value <= 0:
+        return Relaxed(0.0, {})
+    program = _Program(runs, value, start[1] if is_fixed else None)
+    best = runs.counts(start[0]), np.array(start[1], dtype=np.float64)
+    terms: dict[bytes, Terms] = {}
+    bound = 0.0
+
+    def learn(duration: FloatArray, latency: FloatArray, above: float, at: _Costs | None) -> int:
+        fresh = 0
+        for found in order.critical(duration, latency):
+            if found.key not in terms and (at is None or found.value(*at) > above * (1 + ENOUGH / 10)):
+                terms[found.key] = found
+                program.add(runs.row_of_terms(found), found.length)
+                fresh += 1
+        return fresh
+
+    learn(*runs.costs(*best), 0.0, None)
+    for _ in range(rounds):
+        solved = program.solve()
+        if solved is None:
+            break
+        bound, counts, again = solved
+        far = runs.costs(counts, again)
+        for step in STEPS:
+            point = tuple(
+                step * new + (1 - step) * old for new, old in zip((counts, again), best, strict=True)
+            )
+            costs = runs.costs(*point)
+            reached = order.value(*costs)
+            if reached < value:
+                best, value = (point[0], point[1]), reached
+            fresh = learn(*costs, bound, far)
+            if fresh:
+                break
+        if not fresh or value <= bound * (1 + ENOUGH):
+            break
+    return Relaxed(program.proven_bound() * (1 - SAFETY), terms)
+
+
+_Costs = tuple[FloatArray, FloatArray]
+
+
+class _Program:
+    """The linear program: counts of parts before boundaries, and the objective in units of ``value``."""
+
+    def __init__(self, runs: Runs, value: float, recompute: tuple[bool, ...] | None):
+        self.solver = solver = pywraplp.Solver.CreateSolver("GLOP")
+        # Every solve begins at the one before, which preprocessing would prevent.
+        solver.SetSolverSpecificParametersAsString("use_dual_simplex: true use_preprocessing: false")
+        self.runs, self.value, self.fixed = runs, value, recompute
+        self.rows: list[tuple[Row, int, pywraplp.Constraint]] = []
+        self.weights: list[float] = []
+        size, stages = runs.size.astype(float).tolist(), len(runs.lower) - 1
+        self.objective = solver.NumVar(0.0, solver.infinity(), "")
+        solver.Minimize(self.objective)
+        low, high = runs.counts(tuple(runs.lower)), runs.counts(tuple(runs.upper))
+        self.counts = [
+            [solver.NumVar(float(a), float(b), "") for a, b in zip(*rows, strict=True)]
+            for rows in zip(low, high, strict=True)
+        ]
+        for row in self.counts:
+            for run in range(len(size) - 1):
+                solver.Add(row[run + 1] * (1 / size[run + 1]) <= row[run] * (1 / size[run]))
+        for row, after in zip(self.counts[:-1], self.counts[1:], strict=True):
+            for one, other in zip(row, after, strict=True):
+                solver.Add(one <= other)
+        self.again: list[list[pywraplp.Variable]] = []
+        if recompute is None:
+            self.again = [[solver.NumVar(0.0, each, "") for each in size] for _ in range(stages)]
+            for stage, row in enumerate(self.again):
+                for run, chosen in enumerate(row):
+                    solver.Add(chosen <= self.counts[stage + 1][run] - self.counts[stage][run])
+
+    def add(self, row: Row, length: int) -> None:
+        """``row <= length * objective``."""
+        scale = 1 / (length * self.value)
+        slope, again = row.slope, row.again
+        if self.fixed is not None:
+            slope = row.with_stages(self.fixed)
+        constraint = self.solver.RowConstraint(-self.solver.infinity(), -row.fixed * scale, "")
+        constraint.SetCoefficient(self.objective, -1.0)
+        tables = [(self.counts, slope), (self.again, again)]
+        for variables, factors in tables:
+            for own, values in zip(variables, factors.tolist(), strict=False):
+                for variable, factor in zip(own, values, strict=True):
+                    if factor:
+                        constraint.SetCoefficient(variable, factor * scale)
+        self.rows.append((row, length, constraint))
+
+    def solve(self) -> tuple[float, FloatArray, FloatArray] | None:
+        """The objective, counts (S+1, R) and recomputed shares of stages (S,); None if it was not solved."""
+        if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return None
+        self.weights = [max(0.0, -constraint.dual_value()) for _, _, constraint in self.rows]
+        counts = np.array([[each.solution_value() for each in row] for row in self.counts])
+        if self.fixed is not None:
+            return (
+                self.objective.solution_value() * self.value,
+                counts,
+                np.array(self.fixed, dtype=np.float64),
+            )
+        chosen = np.array([[each.solution_value() for each in row] for row in self.again])
+        inside = np.diff(counts, axis=0)
+        share = chosen.sum(axis=1) / np.maximum(inside.sum(axis=1), 1e-9)
+        return self.objective.solution_value() * self.value, counts, np.clip(share, 0.0, 1.0)
+
+    def proven_bound(self) -> float:
+        """The least weighted mean of the rows over all cuts, with the dual solution as weights.
+
+        The objective of every cut is at least any weighted mean of its rows. So this bound does not depend on
+        how exactly the program was solved.
+        """
+        total = sum(self.weights)
+        if total <= 0:
+            return 0.0
+        used = [
+            (weight / total / length, row)
+            for weight, (row, length, _) in zip(self.weights, self.rows, strict=False)
+            if weight > 0
+        ]
+        return _least(
+            self.runs,
+            Row(
+                sum(weight * row.fixed for weight, row in used),
+                np.sum([weight * row.slope for weight, row in used], axis=0),
+                np.sum([weight * row.again for weight, row in used], axis=0),
+            ),
+            self.fixed,
+        )
+
+
+def _least(runs: Runs, row: Row, recompute: tuple[bool, ...] | None) -> float:
+    """The least value of a row over all cuts, by dynamic programming over boundaries."""
+    n = int(runs.begin[-1])
+    counts = runs.counts(tuple(range(n + 1)))
+    slope = row.slope if recompute is None else row.with_stages(recompute)
+    number = np.arange(n + 1)
+    best: FloatArray = np.where(number == 0, 0.0, np.inf)
+    for bound in range(1, len(runs.lower)):
+        if recompute is None:
+            again = counts @ row.again[bound - 1]
+            # Rows are the places of the boundary before; a stage is recomputed where that is less.
+            reached = best[:, None] + np.minimum(0.0, again[None, :] - again[:, None])
+            reached[number[None, :] < number[:, None] + runs.least] = np.inf
+            best = reached.min(axis=0)
+        else:
+            best = np.append(np.full(runs.least, np.inf), np.minimum.accumulate(best))[: n + 1]
+        best = best + counts @ slope[bound]
+        best[(number < runs.lower[bound]) | (number > runs.upper[bound])] = np.inf
+    return row.fixed + float(best[n])

@@ -1,0 +1,201 @@
+"""Cuts as counts: how many parts of every run of equal parts lie before every boundary.
+
+The parts of a model repeat: a run of equal blocks between an embedding and a head. The costs, the memory and
+the latencies of a cut's stages are linear in the counts, for whole cuts and for fractions of parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from zbv_solver.executors.fixed_order import FixedOrder, Terms
+from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
+
+Choice = tuple[Boundaries, tuple[bool, ...]]
+"""A cut: boundaries in parts (S+1,), and recomputed stages (S,)."""
+
+
+class Row(NamedTuple):
+    """``fixed + slope · counts + again · recomputed``, with counts (S+1, R) and recomputed (S, R)."""
+
+    fixed: float
+    slope: FloatArray
+    again: FloatArray
+
+    def with_stages(self, recompute: tuple[bool, ...]) -> FloatArray:
+        """The slopes (S+1, R) when stages are recomputed as given."""
+        chosen = np.array(recompute, dtype=np.float64)[:, None] * self.again
+        slope = self.slope.copy()
+        slope[1:] += chosen
+        slope[:-1] -= chosen
+        return slope
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The R runs of equal parts of a space, and the costs of one part of each.
+
+    Attributes
+    ----------
+    begin
+        (R+1,) first part of every run, and the number of parts.
+    duration
+        (2, 4, R) of F, I, W and B, plain and recomputed.
+    memory
+        (2, 3, R): held after F, held between I and W, and static.
+    workspace
+        (2, R).
+    first_transfer, transfer
+        Latency of a boundary before all parts, and by how much one part (R,) changes it.
+    least, lower, upper
+        Fewest parts of a stage, and the ranges (S+1,) of boundaries.
+    """
+
+    space: CutSpace
+    begin: IntArray
+    duration: FloatArray
+    memory: FloatArray
+    workspace: FloatArray
+    first_transfer: float
+    transfer: FloatArray
+    least: int
+    lower: IntArray
+    upper: IntArray
+
+    @property
+    def size(self) -> IntArray:
+        """(R,) number of parts of every run."""
+        return np.diff(self.begin)
+
+    @cached_property
+    def remote(self) -> FloatArray:
+        """(S-1,) 1 for a boundary between ranks, 0 for one inside a rank."""
+        placement = self.space.placement
+        local = [placement.is_local(boundary) for boundary in range(placement.n_stages - 1)]
+        return 1.0 - np.array(local, dtype=np.float64)
+
+    @classmethod
+    def of(cls, space: CutSpace, latest: dict[int, int] | None = None) -> Runs:
+        """The runs of a space.
+
+        Parameters
+        ----------
+        latest
+            The last allowed place of some boundaries, in parts.
+        """
+        problem = space.problem
+        places = problem.places
+        each = np.zeros((2, 7, problem.model.n_layers))
+        workspace = np.zeros((2, problem.model.n_layers))
+        for place, layer in enumerate(problem.model.each):
+            for variant in (0, 1):
+                costs = layer.costs_when(variant == 1)
+                memory = costs.memory
+                each[variant, :, place] = (
+                    *(costs.forward, costs.backward_input, costs.backward_weight, costs.fused),
+                    memory.forward,
+                    max(0.0, memory.forward + memory.backward_input),
+                    memory.static,
+                )
+                workspace[variant, place] = memory.workspace
+        parts = np.add.reduceat(each, places[:-1], axis=2)
+        largest = np.maximum.reduceat(workspace, places[:-1], axis=1)
+        transfers = np.array([problem.transfer(int(place)) for place in places])
+        steps = np.diff(transfers)
+        columns = np.concatenate([parts.reshape(14, -1), largest, steps[None]])
+        differs = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
+        starts = np.append(0, np.flatnonzero(differs) + 1)
+        lower, upper = (limit.copy() for limit in space.ranges)
+        # The first and the last stage have the input and the loss, even if others may be empty.
+        lower[1:], upper[:-1] = np.maximum(lower[1:], 1), np.minimum(upper[:-1], len(places) - 2)
+        for boundary, place in (latest or {}).items():
+            before = place - space.least * np.arange(boundary, -1, -1)
+            upper[: boundary + 1] = np.minimum(upper[: boundary + 1], before)
+        return cls(
+            space,
+            np.append(starts, len(places) - 1),
+            parts[:, :4, starts],
+            parts[:, 4:, starts],
+            largest[:, starts],
+            float(transfers[0]),
+            steps[starts],
+            space.least,
+            lower,
+            upper,
+        )
+
+    def allows(self, bounds: Boundaries) -> bool:
+        """Whether boundaries are allowed."""
+        at = np.array(bounds)
+        inside = bool(((self.lower <= at) & (at <= self.upper)).all())
+        return inside and int(np.diff(at).min()) >= self.least
+
+    def repaired(self, bounds: Boundaries) -> Boundaries | None:
+        """The nearest allowed boundaries, from left to right; None if none are found."""
+        at = np.clip(np.array(bounds), self.lower, self.upper)
+        for number in range(1, len(at)):
+            at[number] = max(at[number], at[number - 1] + self.least)
+        found = tuple(map(int, np.minimum(at, self.upper)))
+        return found if self.allows(found) else None
+
+    def counts(self, bounds: Boundaries) -> FloatArray:
+        """(S+1, R) the parts of every run before every boundary."""
+        found: FloatArray = np.clip(np.array(bounds)[:, None] - self.begin[:-1], 0.0, self.size)
+        return found
+
+    def costs(
+        self, counts: FloatArray, recompute: tuple[bool, ...] | FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Durations (4, S) and latencies (S-1,) of stages."""
+        inside = np.maximum(np.diff(counts, axis=0), 0.0)
+        again = inside * np.asarray(recompute, dtype=np.float64)[:, None]
+        duration = self.duration[0] @ (inside - again).T + self.duration[1] @ again.T
+        latency = self.remote * (self.first_transfer + counts[1:-1] @ self.transfer)
+        return duration, latency
+
+    def value(self, order: FixedOrder, choice: Choice) -> float:
+        """The objective of a cut."""
+        return order.value(*self.costs(self.counts(choice[0]), choice[1]))
+
+    def peaks(self, order: FixedOrder, choice: Choice) -> FloatArray:
+        """(p,) the largest memory of every rank."""
+        inside = np.diff(self.counts(choice[0]), axis=0)
+        variant = np.array(choice[1], dtype=np.int64)
+        amounts = np.einsum("skr,sr->ks", self.memory[variant], inside)
+        ranks, numbers = order.held
+        held = np.einsum("hkc,khc->h", numbers, amounts[:2][:, order.hosted[ranks]])
+        peaks = np.zeros(len(order.hosted))
+        np.maximum.at(peaks, ranks, held)
+        spaces = np.where(inside > 0, self.workspace[variant], 0.0).max(axis=1)
+        static = np.array(self.space.problem.static) + amounts[2][order.hosted].sum(axis=1)
+        needs: FloatArray = peaks + static + spaces[order.hosted].max(axis=1)
+        return needs
+
+    def row_of_terms(self, terms: Terms) -> Row:
+        """Terms of the order as a row."""
+        slope = np.zeros((len(self.lower), len(self.size)))
+        slope[1:-1] += (terms.transfers * self.remote)[:, None] * self.transfer
+        fixed = float(terms.transfers @ self.remote) * self.first_transfer
+        return self._row(fixed, slope, np.arange(len(self.lower) - 1), terms.count, self.duration)
+
+    def row_of_memory(self, stages: IntArray, numbers: FloatArray) -> Row:
+        """What a rank holds, without workspace, as a row; ``numbers`` (2, chunks) are microbatches."""
+        weight = np.concatenate([numbers, np.ones((1, len(stages)))])
+        slope = np.zeros((len(self.lower), len(self.size)))
+        return self._row(0.0, slope, stages, weight, self.memory)
+
+    def _row(
+        self, fixed: float, slope: FloatArray, stages: IntArray, weight: FloatArray, of: FloatArray
+    ) -> Row:
+        """Add to a row what the given stages, all different, weigh; ``weight`` has a column for each."""
+        again = np.zeros((len(self.lower) - 1, len(self.size)))
+        plain, recomputed = weight.T @ of[0], weight.T @ of[1]
+        slope[stages + 1] += plain
+        slope[stages] -= plain
+        again[stages] += recomputed - plain
+        return Row(fixed, slope, again)

@@ -1,0 +1,83 @@
+"""``zbv cut`` as users meet it: statuses, streams, messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zbv_solver.commands.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+def layer(name: str, time: int, **more: Any) -> dict[str, Any]:
+    memory = {"forward": 2, "backward_input": -2, "backward_weight": 0}
+    times = {"forward": time, "backward_input": time, "backward_weight": time}
+    return {"name": name, **times, "memory": memory, **more}
+
+
+MODEL = {
+    "pp_degree": 2,
+    "microbatches": 4,
+    "layers": [layer("embedding", 1), layer("block", 2, repeat=6), layer("head", 3)],
+}
+
+
+def written(path: Path, document: object) -> str:
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def test_the_best_cut_is_printed_and_is_a_plan(tmp_path: Path, capsys: Capture) -> None:
+    model, plan = written(tmp_path / "model.json", MODEL), str(tmp_path / "plan.json")
+    flags = ["--executor", "megatron", "--effort", "quick"]
+    assert main(["cut", model, *flags, "--json", "-o", plan]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["status"] == "optimal"
+    assert found["lower_bound"] == found["objective"] <= found["even_cut"]
+    assert "--pipeline-model-parallel-layout" in found["settings"]
+    assert found["free_order"]["lower_bound"] <= found["free_order"]["objective"] <= found["objective"]
+    written_plan = json.loads(Path(plan).read_text())
+    assert written_plan["metrics"]["span"] == found["objective"]
+    assert written_plan["partition"] == found["partition"]
+    problem = written(tmp_path / "problem.json", written_plan["problem"])
+    assert main(["check", problem, plan]) == 0
+    assert main(["export", plan, "--format", "torch-csv", "-o", str(tmp_path / "plan.csv")]) == 0
+
+
+def test_the_summary_has_the_settings(tmp_path: Path, capsys: Capture) -> None:
+    model = written(tmp_path / "model.json", MODEL)
+    flags = ["--executor", "torchtitan", "--effort", "quick", "--virtual-stages", "1", "--no-free-order"]
+    assert main(["cut", model, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "proved optimal for this schedule" in out
+    assert 'module_fqns_per_model_part = [\n    ["tok_embeddings", "layers.0"' in out
+    assert "any order" not in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "status", "message"),
+    [
+        ({}, ["--virtual-stages", "0"], 2, "found 0 virtual stages"),
+        ({}, ["--group-size", "9", "--virtual-stages", "2"], 2, "found group size 9"),
+        ({"memory": {"limit": 3}}, [], 3, "the closest cut would need"),
+        ({"layers": [layer("head", 1), layer("block", 1, repeat=4)]}, [], 2, "found layers with the letters"),
+        (
+            {"layers": None, "costs": {"forward": 1, "backward_input": 1, "backward_weight": 1}},
+            [],
+            2,
+            "/layers",
+        ),
+    ],
+)
+def test_mistakes_are_named(
+    changes: dict[str, Any], flags: list[str], status: int, message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    document = {key: value for key, value in (MODEL | changes).items() if value is not None}
+    model = written(tmp_path / "model.json", document)
+    assert main(["cut", model, "--executor", "megatron", "--effort", "quick", *flags]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err

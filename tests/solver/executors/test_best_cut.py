@@ -1,0 +1,243 @@
+"""The best cut for a fixed order: equal to enumeration on small models, and never worse than known cuts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, combinations_with_replacement, pairwise, product
+from math import inf, isclose
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zbv_solver.errors import InfeasibleMemory, InvalidInput
+from zbv_solver.executors.best_cut import Recompute, best_cut
+from zbv_solver.executors.executor_cut import cut_for_executor, executor_cut_json, split_flags
+from zbv_solver.executors.letters import Modules
+from zbv_solver.executors.megatron_layout import parse_layout
+from zbv_solver.executors.schedules import Schedule, megatron_schedule, torch_schedule
+from zbv_solver.executors.torchtitan_settings import parse_settings
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import objective_value
+from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.timing.start_times import evaluate
+
+
+def layered(document: dict[str, Any]) -> LayeredProblem:
+    problem = parse_any_problem({"placement": "single", **document})
+    assert isinstance(problem, LayeredProblem)
+    return problem
+
+
+def random_layers(random: Random, unit: float) -> LayeredProblem:
+    """Four to seven layers of three kinds; ``unit`` scales all numbers."""
+
+    def number(low: int, high: int) -> float:
+        return random.randint(low, high) * unit
+
+    def layer() -> dict[str, Any]:
+        held = number(1, 4)
+        kept = random.choice([-held, -held / 2, 0.0, held / 4])
+        memory = {"forward": held, "backward_input": kept, "backward_weight": -held - kept}
+        inputs = number(1, 4)
+        made: dict[str, Any] = {
+            "forward": number(0, 4),
+            "backward_input": inputs,
+            "backward_weight": number(0, 3),
+            "memory": {**memory, "static": number(0, 2), "workspace": number(0, 2)},
+            "output_bytes": number(0, 5),
+            "recompute": {
+                "backward_input": inputs + number(1, 2),
+                "memory": {"forward": held / 4, "backward_input": 0, "backward_weight": -held / 4},
+            },
+        }
+        return made | ({"backward": number(1, 6)} if random.random() < 0.5 else {})
+
+    kinds = [layer() for _ in range(3)]
+    count = random.randint(4, 7)
+    return layered(
+        {
+            "pp_degree": random.choice([1, 2, 3]),
+            "microbatches": random.choice([3, 4, 6]),
+            "objective": random.choice(["span", "makespan"]),
+            "layers": [{**random.choice(kinds), "name": f"l{at}"} for at in range(count)],
+            "costs": {"link": {"latency": number(0, 2), "bandwidth": 2}},
+            "memory": {"limit": random.choice([None, number(20, 70)])},
+        }
+    )
+
+
+def all_values(
+    problem: LayeredProblem, schedule: Schedule, recompute: Recompute, allow_empty: bool
+) -> Iterator[float]:
+    """The objectives of all cuts that fit."""
+    placement, n = schedule.placement, problem.model.n_layers
+    chunks = placement.chunks if placement.kind == "loop" else None
+    rules = replace(problem.rules, allow_empty=True)
+    placed = replace(problem, placement=placement.kind, chunks=chunks, rules=rules)
+    none, every = (False,) * placement.n_stages, (True,) * placement.n_stages
+    chosen = {
+        "none": [none],
+        "all": [every],
+        "uniform": [none, every],
+        "per-stage": list(product((False, True), repeat=placement.n_stages)),
+    }[recompute]
+    for inner in combinations_with_replacement(range(1, n), placement.n_stages - 1):
+        bounds = (0, *inner, n)
+        if not allow_empty and any(begin == end for begin, end in pairwise(bounds)):
+            continue
+        for stages in chosen:
+            cut = placed.cut_into(placement, Cut.at(bounds, stages))
+            limits = cut.memory.limit or (inf,) * placement.pp_degree
+            free = replace(cut, memory=replace(cut.memory, limit=None))
+            timing = evaluate(free, schedule.orders())
+            if all(need <= most * (1 + 1e-9) for need, most in zip(timing.peak_memory, limits, strict=True)):
+                yield objective_value(problem.objective, timing)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.randoms(use_true_random=True),
+    st.sampled_from(["none", "uniform", "per-stage"]),
+    st.booleans(),
+    st.sampled_from([1.0, 1 / 3, 123_456.7, 1e-6]),
+)
+def test_equal_to_enumeration(random: Random, recompute: Recompute, allow_empty: bool, unit: float) -> None:
+    problem = random_layers(random, unit)
+    p, m = problem.pp_degree, problem.microbatches
+    offered = [torch_schedule("GPipe", p, m), torch_schedule("1F1B", p, m)]
+    offered += [torch_schedule("ZBVZeroBubble", p, m)] if 2 * p <= 4 else []
+    offered += [megatron_schedule(p, m, 2)] if p == 2 and m % 2 == 0 else []
+    tried = random.sample(offered, 2)
+    best = {
+        schedule: min(all_values(problem, schedule, recompute, allow_empty), default=inf)
+        for schedule in tried
+    }
+    try:
+        found = best_cut(problem, tried, recompute=recompute, allow_empty=allow_empty, effort="quick")
+    except InfeasibleMemory:
+        assert min(best.values()) == inf
+        return
+    assert isclose(found.objective, min(best.values()), rel_tol=1e-9)
+    assert found.lower_bound <= best[found.schedule] * (1 + 1e-9)
+    assert found.bound_of_all <= min(best.values()) * (1 + 1e-9)
+    assert found.is_optimal
+    assert found.even >= found.objective * (1 - 1e-9) or problem.limit is not None
+
+
+PUBLISHED: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "published_layouts.json").read_text(encoding="utf-8")
+)
+
+
+def model_of(sizes: Sequence[int], has_mtp: bool, ranks: int) -> LayeredProblem:
+    """A mixture of experts: three dense layers, then equal blocks; the loss is about as long as a block."""
+
+    def layer(name: str, time: float, held: float, **more: Any) -> dict[str, Any]:
+        memory = {"forward": held, "backward_input": -held, "backward_weight": 0}
+        return {"name": name, "forward": time, "backward_input": 2 * time, "backward_weight": 0} | {
+            "memory": memory,
+            **more,
+        }
+
+    layers = [
+        layer("embedding", 0.1, 1),
+        layer("dense", 1.25, 3, repeat=3),
+        layer("block", 1, 4, repeat=sum(sizes) - 3),
+        *([layer("mtp", 1.3, 4)] if has_mtp else []),
+        layer("head", 0.8, 2),
+    ]
+    costs = {"p2p": 0.05}
+    return layered({"pp_degree": ranks, "microbatches": 2 * ranks, "layers": layers, "costs": costs})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dsv3-proxy-14L-pp4", "moe16L-pp2-selrecompute", "glm52-gb200-pp6-128k", "dsv3-map-pp8vp1", "zb-1.5B"],
+)
+def test_not_worse_than_published_layouts(name: str) -> None:
+    published = next(each for each in PUBLISHED if each["id"] == name)
+    sizes, ranks = published["decoder_layers_per_stage"], published["pp"]
+    has_mtp = published.get("mtp_stage") is not None
+    problem = model_of(sizes, has_mtp, ranks)
+    schedule = megatron_schedule(ranks, problem.microbatches, len(sizes) // ranks)
+    inner = list(accumulate(sizes))[:-1]
+    bounds = (0, *(1 + bound for bound in inner), problem.model.n_layers)
+    chunks = schedule.placement.chunks if schedule.placement.kind == "loop" else None
+    placed = replace(
+        problem,
+        placement=schedule.placement.kind,
+        chunks=chunks,
+        rules=replace(problem.rules, allow_empty=True),
+    )
+    theirs = evaluate(placed.cut_into(schedule.placement, Cut.at(bounds)), schedule.orders()).span
+    found = best_cut(problem, [schedule], allow_empty=True, effort="quick")
+    assert found.lower_bound <= found.objective <= min(theirs, found.even) * (1 + 1e-9)
+    # Given as a start, their cut is never lost, with any budget.
+    given = best_cut(problem, [schedule], allow_empty=True, also=[bounds], effort="quick")
+    assert given.objective <= theirs * (1 + 1e-9)
+
+
+def test_megatrons_flags_are_of_the_cut() -> None:
+    problem = model_of([3, 6], True, 2)
+    found = cut_for_executor(problem, "megatron", virtual_stages=[2], effort="quick")
+    assert found.settings is not None
+    words = split_flags(found.settings.replace("\\\n", " "))
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    stages = parse_layout(flags["--pipeline-model-parallel-layout"])
+    model = found.best.problem.model
+    assert model is not None
+    assert Modules.of(problem.model).bounds(stages) == model.cut.bounds
+    assert flags["--num-layers"] == "9"
+    assert int(flags["--microbatch-group-size-per-virtual-pipeline-stage"]) == found.best.schedule.group
+    # MTP layers must be on the last virtual stage of their rank.
+    assert "m" in "".join(stages[2:])
+    assert json.loads(json.dumps(executor_cut_json(found)))["layers_per_stage"] == [
+        len(stage) for stage in model.partition
+    ]
+
+
+def test_torchtitans_settings_are_of_the_cut() -> None:
+    problem = model_of([3, 6], False, 2)
+    found = cut_for_executor(problem, "torchtitan", effort="quick")
+    assert found.settings is not None
+    stages, schedule = parse_settings(found.settings)
+    assert stages == found.stages
+    assert schedule == found.best.schedule
+    assert found.best.orders == schedule.orders()
+
+
+def test_what_an_executor_cannot_express_has_no_settings() -> None:
+    problem = model_of([3, 3], True, 2)
+    found = cut_for_executor(problem, "torchtitan", virtual_stages=[1], effort="quick")
+    assert found.settings is None
+    assert "found module 'm'" in found.remark
+    assert cut_for_executor(problem, "torch", virtual_stages=[1], effort="quick").settings is None
+
+
+def test_impossible_requests_are_refused() -> None:
+    problem = model_of([3, 3], False, 2)
+    with pytest.raises(InvalidInput, match="must be one of megatron"):
+        cut_for_executor(problem, "deepspeed")
+    with pytest.raises(InvalidInput, match="last group has 1"):
+        cut_for_executor(problem, "megatron", virtual_stages=[2], group=3)
+    with pytest.raises(InvalidInput, match="none of the 1 schedules"):
+        cut_for_executor(problem, "torch", virtual_stages=[9])
+    with pytest.raises(InvalidInput, match="found schedule 'zbv'"):
+        cut_for_executor(problem, "torch", schedules=["zbv"])
+    with pytest.raises(InvalidInput, match="a schedule for 4 ranks"):
+        best_cut(problem, [megatron_schedule(4, 4, 1)])
+
+
+def test_the_error_of_too_little_memory_names_the_closest_cut() -> None:
+    problem = replace(model_of([3, 3], False, 2), limit=(9.0, 9.0))
+    with pytest.raises(InfeasibleMemory, match="closest cut") as raised:
+        best_cut(problem, [megatron_schedule(2, 4, 1)], effort="quick")
+    assert raised.value.is_proved
+    fits = replace(problem, limit=raised.value.smallest)
+    assert best_cut(fits, [megatron_schedule(2, 4, 1)], effort="quick").objective > 0

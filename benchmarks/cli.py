@@ -22,6 +22,7 @@ from benchmarks.planner.cli import (
     add_speed,
     add_unequal,
 )
+from benchmarks.published.cli import add_published
 from benchmarks.service.cli import add_service
 from benchmarks.soak.cli import add_soak
 from benchmarks.worker.cli import add_worker
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     for add in (
         *(add_planner, add_partitioning, add_jitter, add_packing, add_layouts),
         *(add_unequal, add_per_step, add_speed),
-        *(add_lengths, add_soak, add_service, add_worker),
+        *(add_lengths, add_published, add_soak, add_service, add_worker),
     ):
         add(commands)
     return parser

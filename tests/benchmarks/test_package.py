@@ -40,7 +40,17 @@ def test_the_help_lists_every_benchmark_and_loads_none() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    for name in ("planner", "partitioning", "packing", "speed", "lengths", "soak", "service", "worker"):
+    for name in (
+        "planner",
+        "partitioning",
+        "packing",
+        "speed",
+        "lengths",
+        "published",
+        "soak",
+        "service",
+        "worker",
+    ):
         assert f"\n    {name}" in ran.stdout
 
 

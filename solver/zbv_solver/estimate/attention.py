@@ -77,6 +77,7 @@ class Attention:
             ),
             core=self.scores.flops(shapes),
             is_flash=self.flash,
+            is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
             moved=moved,
             modules=(self.scores.module(shapes), norm_module(shapes)),

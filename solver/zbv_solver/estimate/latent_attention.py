@@ -101,6 +101,7 @@ class LatentAttention:
             products=tuple(projections),
             core=self.scores.flops(shapes),
             is_flash=self.flash,
+            is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
             moved=around(shapes) + norms + joined + self.scores.traffic(shapes),
             modules=(

@@ -166,6 +166,8 @@ class Part:
         What selective recomputation may repeat.
     is_flash
         Whether flash attention computes the core.
+    is_misaligned
+        Whether rows of the core's operands do not start at multiples of 16 bytes.
     workspace
         Most bytes that an action needs in addition to kept tensors.
     output_bytes
@@ -182,6 +184,7 @@ class Part:
     core: PerAction = NONE
     modules: tuple[Module, ...] = ()
     is_flash: bool = False
+    is_misaligned: bool = False
 
     @cached_property
     def after_forward(self) -> int:

@@ -11,6 +11,9 @@ from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.part import Exchange, Held, Module, dropout_traffic
 from zbv_solver.estimate.shapes import STATISTIC_BYTES, Shapes
 
+ALIGNED_BYTES = 16
+"""Tensor cores need this alignment for full speed (NVIDIA, Matrix Multiplication Background, §3)."""
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -64,6 +67,12 @@ class Scores:
         keys, values = once * self.key_dim, once * self.value_dim
         again = 3 * keys + 2 * values if self.flash else 2 * (keys + values)
         return PerAction(keys + values, again, 0.0)
+
+    def is_misaligned(self, shapes: Shapes) -> bool:
+        """Whether heads of plain attention are not aligned: their width in bytes is no multiple of 16."""
+        return not self.flash and any(
+            width * shapes.stream.dtype_bytes % ALIGNED_BYTES for width in (self.key_dim, self.value_dim)
+        )
 
     def bytes(self, shapes: Shapes) -> int:
         """Size of the scores of plain attention."""

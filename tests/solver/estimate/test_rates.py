@@ -108,3 +108,15 @@ def test_flash_attention_has_a_share_of_the_rate() -> None:
     slower, block = estimate_layers(half)[1].plain.times, estimate_layers(config)[1].plain.times
     core = parts(config.model)["attention"].core
     assert slower.forward - block.forward == pytest.approx(core.forward / 600e12 * 1e6)
+
+
+def test_misaligned_heads_are_slow_in_plain_attention_only() -> None:
+    config = preset_config("gpt-3-175b")
+
+    def times(head_dim: int, attention: str) -> float:
+        model = but(config.model, head_dim=head_dim, attention=attention)
+        return estimate_layers(but(config, model=model))[1].plain.times.forward
+
+    # 100 values of 2 bytes do not fill 16 bytes evenly; 104 do.
+    assert times(100, "plain") > 1.1 * times(104, "plain")
+    assert times(100, "flash") < times(104, "flash")

@@ -1,0 +1,65 @@
+"""``python -m benchmarks published``."""
+
+from __future__ import annotations
+
+import argparse
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.measuring import add_output, measure_all
+
+if TYPE_CHECKING:
+    from benchmarks.findings import Finding
+
+
+def add_published(commands: Any) -> None:
+    """Add the comparison of predictions with published runs, or with own ones."""
+    command = commands.add_parser(
+        "published",
+        help="compare predicted step times and memory with published runs, or with own ones",
+        description="Predict the step time and the memory of published training runs, and compare. "
+        "docs/formats.md documents the file, for own runs.",
+    )
+    command.add_argument("--only", metavar="GLOB", default="*", help="only runs with a matching id")
+    command.add_argument("--runs", type=Path, metavar="FILE", help="measured runs (default: published ones)")
+    command.add_argument("--each", action="store_true", help="also print a line per run")
+    add_output(command)
+    command.set_defaults(run=_published)
+
+
+def _published(parsed: argparse.Namespace) -> int:
+    from benchmarks.errors import WrongInput
+    from benchmarks.published.runs import RUNS, load_runs
+
+    runs = load_runs(parsed.runs or RUNS)
+    chosen = [run for run in runs if fnmatchcase(run.id, parsed.only)]
+    if not chosen:
+        raise WrongInput(
+            f"--only: found {parsed.only!r}, which matches none of the {len(runs)} runs ({runs[0].id}, …). "
+            "Give an id or a pattern with * and ?."
+        )
+
+    def measure() -> list[Finding]:
+        from rich.console import Console
+
+        from benchmarks.published.judge import findings, judge, models_table
+
+        judged, refused = judge(chosen)
+        console = Console(soft_wrap=True)
+        if parsed.each:
+            for each in judged:
+                console.print(_line(each.run.id, each.time_ratio, each.memory_ratio), highlight=False)
+        for each_refused in refused:
+            console.print(f"{each_refused.run.id}: {each_refused.reason}", highlight=False)
+        console.print(models_table(judged))
+        return findings(judged, refused)
+
+    return measure_all([("published", "predicted against measured", measure)], parsed.output)
+
+
+def _line(name: str, time: float | None, memory: float | None) -> str:
+    shown = [
+        f"{what} {ratio:.2f}" for what, ratio in (("time", time), ("memory", memory)) if ratio is not None
+    ]
+    return f"{name}: {', '.join(shown) or 'neither time nor memory measured'}"

@@ -1,0 +1,190 @@
+"""How far predictions are from measurements: ratios, rank correlations, and the targets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import StatisticsError, correlation, mean, median
+
+import numpy as np
+from rich.table import Table
+from zbv_solver.errors import InfeasibleMemory, InvalidInput
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.findings import Finding, at_least, at_most
+from benchmarks.published.predict import Prediction, predict, published_step
+from benchmarks.published.runs import MeasuredRun
+
+LEAST_RUNS = 3
+"""Runs of a model that a rank correlation needs."""
+LEAST_CORRELATION = 0.8
+MOST_TIME_ERROR = 15.0
+MOST_MEMORY_ERROR = 10.0
+NEAR, LEAST_NEAR = 0.25, 90.0
+LEAST_OUT_OF_MEMORY = 80.0
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run, its measured step in seconds (None if it has none), and its prediction."""
+
+    run: MeasuredRun
+    step_time: float | None
+    prediction: Prediction
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Predicted over measured step time."""
+        return None if self.step_time is None else self.prediction.step_time / self.step_time
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Predicted over measured memory."""
+        measured = self.run.memory_gb
+        return None if measured is None else self.prediction.memory / GIGA / measured
+
+    @property
+    def throughputs(self) -> tuple[float, float]:
+        """Predicted and measured tokens per second and device, of a run with a step time."""
+        tokens = self.run.global_batch * self.run.sequence / self.run.devices
+        return tokens / self.prediction.step_time, tokens / (self.step_time or 1.0)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A run without a prediction, and why."""
+
+    run: MeasuredRun
+    reason: str
+
+
+def judge(runs: Iterable[MeasuredRun]) -> tuple[list[Judged], list[Refused]]:
+    """Predict every run."""
+    judged, refused = [], []
+    for run in runs:
+        try:
+            judged.append(Judged(run, published_step(run), predict(run)))
+        except (InvalidInput, InfeasibleMemory) as error:
+            refused.append(Refused(run, str(error)))
+    if not judged:
+        raise BenchmarkError(f"no run can be predicted. The first: {refused[0].reason}")
+    return judged, refused
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Rank correlation, ties with their mean rank (Spearman 1904); None if all values are the same."""
+    try:
+        return correlation(_ranks(first), _ranks(second))
+    except StatisticsError:
+        return None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    ends = {value: place for place, value in enumerate(ordered)}
+    return [(ordered.index(value) + ends[value]) / 2 for value in values]
+
+
+def models_table(judged: Sequence[Judged]) -> Table:
+    """A row per system and model."""
+    table = Table(title="predicted / measured, by system and model", title_justify="left")
+    table.add_column("system")
+    table.add_column("model")
+    for column in ("runs", "step time", "least", "most", "rank correlation", "memory"):
+        table.add_column(column, justify="right")
+    for (system, name), group in _grouped(judged).items():
+        times, memory = _times(group), _memory(group)
+        rank = _correlation(group)
+        table.add_row(
+            system,
+            name,
+            str(len(group)),
+            *((f"{of(times):.2f}" if times else "") for of in (median, min, max)),
+            "" if rank is None else f"{rank:.2f}",
+            f"{median(memory):.2f}" if memory else "",
+        )
+    return table
+
+
+def findings(judged: Sequence[Judged], refused: Sequence[Refused]) -> list[Finding]:
+    """All numbers with targets, and the distribution by system."""
+    found = [*_time_findings(judged), *_memory_findings(judged), *_room_findings(judged)]
+    return [*found, Finding("runs without a prediction", len(refused))]
+
+
+def _time_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
+    times = _times(judged)
+    if not times:
+        return
+    ranks = [rank for group in _grouped(judged).values() if (rank := _correlation(group)) is not None]
+    if ranks:
+        what = f"rank correlation of throughput, mean of {len(ranks)} models"
+        yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))
+    yield Finding(
+        f"step time, median error of {len(times)} runs", _error(times), "%", at_most(MOST_TIME_ERROR)
+    )
+    yield Finding("  90 % of runs within", 100 * float(np.quantile(np.abs(np.array(times) - 1), 0.9)), "%")
+    by_system: dict[str, list[float]] = defaultdict(list)
+    for each in judged:
+        if each.time_ratio is not None:
+            by_system[each.run.system].append(each.time_ratio)
+    for system, own in by_system.items():
+        yield Finding(f"  {system}, {len(own)} runs", _error(own), "%")
+        low, high = np.quantile(own, (0.1, 0.9)).tolist()
+        yield Finding("    ratio, median and middle 80 %", median(own), interval=(low, high))
+
+
+def _memory_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
+    memory = _memory(judged)
+    if memory:
+        yield Finding(
+            f"memory, median error of {len(memory)} runs", _error(memory), "%", at_most(MOST_MEMORY_ERROR)
+        )
+        near = 100 * mean(abs(each - 1) <= NEAR for each in memory)
+        yield Finding("  within 25 %", near, "%", at_least(LEAST_NEAR))
+
+
+def _room_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
+    """Runs that ended for lack of memory, and, so that the first number means something, all the others."""
+    ended = [each.prediction.is_too_large for each in judged if each.run.out_of_memory]
+    if ended:
+        what = f"{len(ended)} runs out of memory: predicted"
+        yield Finding(what, 100 * mean(ended), "%", at_least(LEAST_OUT_OF_MEMORY))
+    for words, is_stated in (("stated", True), ("unknown", False)):
+        others = [
+            each.prediction.is_too_large
+            for each in judged
+            if not each.run.out_of_memory and (each.run.recompute is not None) is is_stated
+        ]
+        if others:
+            what = f"  {len(others)} others, recomputation {words}: wrongly predicted"
+            yield Finding(what, 100 * mean(others), "%")
+
+
+def _grouped(judged: Sequence[Judged]) -> dict[tuple[str, str], list[Judged]]:
+    found: dict[tuple[str, str], list[Judged]] = defaultdict(list)
+    for each in judged:
+        found[each.run.system, each.run.name].append(each)
+    return found
+
+
+def _correlation(group: Sequence[Judged]) -> float | None:
+    pairs = [each.throughputs for each in group if each.step_time is not None]
+    if len(pairs) < LEAST_RUNS:
+        return None
+    return spearman([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+
+def _times(group: Sequence[Judged]) -> list[float]:
+    return [each.time_ratio for each in group if each.time_ratio is not None]
+
+
+def _memory(group: Sequence[Judged]) -> list[float]:
+    return [each.memory_ratio for each in group if each.memory_ratio is not None]
+
+
+def _error(ratios: Sequence[float]) -> float:
+    """Median distance from 1, in percent."""
+    return 100 * median(abs(ratio - 1) for ratio in ratios)

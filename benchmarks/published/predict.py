@@ -1,0 +1,208 @@
+"""The step time and the memory that zbv predicts for a run.
+
+What a run does not say is the same for all sources:
+
+- ZeRO stage 1, and with tensor parallelism sequence parallelism.
+- Nothing is recomputed.
+- Cut: blocks are dealt evenly. If they do not divide, and with two more they would, embedding and head count
+  as a block each; otherwise the last stages have fewer.
+- Gradients: with fp16 in two bytes, otherwise in four (Megatron-LM, ``accumulate_allreduce_grads_in_fp32``,
+  which bf16 implies).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import add
+
+from zbv_solver.construct.baselines import baseline
+from zbv_solver.errors import InvalidInput
+from zbv_solver.estimate.build import transformer
+from zbv_solver.estimate.fit import fits
+from zbv_solver.estimate.layers import Training, estimate_model
+from zbv_solver.estimate.parameters import StateBytes
+from zbv_solver.estimate.transformer import Transformer
+from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
+from zbv_solver.layouts.layout import Layout
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.costs import Costs
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.problem import Problem
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.search import search
+from zbv_solver.timing.start_times import evaluate
+
+from benchmarks.published.runs import MeasuredRun, cluster_of, model_of
+
+ENDS = ("embedding", "patches", "projector", "prediction", "head")
+"""Layers that are on the first or the last stage, not dealt."""
+RESERVED_SHARE = 1.1
+"""Memory that PyTorch reserves over what tensors take: 1.01, 1.07 and 1.21 in three published runs (docs)."""
+TAKEN_BYTES = 4e9
+"""What a device needs in addition, for CUDA and NCCL: 1.7 and 10 GB in two published runs (docs)."""
+MEMORY_OF_1F1B = {"zb-1p": 1.0, "zb-2p": 2.0}
+"""Activations that zero-bubble schedules may hold, in those of 1F1B (Qi et al. 2023, §5)."""
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What zbv predicts for a run.
+
+    Attributes
+    ----------
+    step_time
+        Seconds.
+    memory
+        Bytes, of the kind and of the rank that the run states.
+    is_too_large
+        Whether the run needs more memory than its device has.
+    recompute
+        What is recomputed, in words.
+    """
+
+    step_time: float
+    memory: float
+    is_too_large: bool
+    recompute: str
+
+
+def predict(run: MeasuredRun) -> Prediction:
+    """Predict a run.
+
+    Raises :class:`InvalidInput` when the degrees do not divide what they share.
+    """
+    model, cluster = _padded(transformer(model_of(run)), run), cluster_of(run)
+    return _predicted(run, model, cluster, run.recompute or "none")
+
+
+def published_step(run: MeasuredRun) -> float | None:
+    """The measured step in seconds; None if the run has none."""
+    if run.step_time_s is not None or run.model_tflops is None:
+        return run.step_time_s
+    model = transformer(model_of(run))
+    return model.model_flops() * run.global_batch / (run.model_tflops * TERA * run.devices)
+
+
+def dealt(blocks: int, stages: int) -> list[int]:
+    """Blocks of every stage, if the run does not say them."""
+    if blocks % stages and not (blocks + 2) % stages:
+        each = (blocks + 2) // stages
+        return [each - 1, *(each,) * (stages - 2), each - 1]
+    each = -(-blocks // stages)
+    return [max(0, min(each, blocks - stage * each)) for stage in range(stages)]
+
+
+def _padded(model: Transformer, run: MeasuredRun) -> Transformer:
+    """Tensor parallelism divides the vocabulary, padded to a multiple of 128 t (Megatron-LM)."""
+    unit = 128 * run.tensor_parallel
+    return replace(model, vocabulary=-(-model.vocabulary // unit) * unit)
+
+
+def _predicted(
+    run: MeasuredRun, model: Transformer, cluster: Cluster, recompute: str | tuple[str, ...]
+) -> Prediction:
+    """Predict a run with a certain recomputation."""
+    estimated = _estimated(run, model, cluster, recompute)
+    layered = estimated.problem
+    problem, orders = _ordered(run, layered, _bounds(run, layered))
+    timing = evaluate(problem, orders)
+    names = [
+        tuple(name for stage in own for name in (problem.model.partition[stage] if problem.model else ()))
+        for own in problem.placement.stages_of
+    ]
+    peak = timing.peak_memory[-1] if run.memory_rank == -1 else max(timing.peak_memory)
+    return Prediction(
+        step_time=timing.makespan * SECONDS + estimated.once(names),
+        memory=_taken(peak) if run.memory_kind == "device" else peak,
+        is_too_large=_taken(max(timing.peak_memory)) > cluster.memory,
+        recompute=recompute if isinstance(recompute, str) else ", ".join(recompute),
+    )
+
+
+def _blocking(problem: Problem) -> Problem:
+    """The same, with transfers that keep both ranks waiting: those of 1F1B take place between actions.
+
+    One exchange sends an output and receives a gradient (Megatron-LM, ``p2p_communication.py``,
+    ``send_forward_recv_backward``), so F and I have a transfer each.
+    """
+    costs = problem.costs
+    after, before = (*costs.p2p, 0.0), (0.0, *costs.p2p)
+    forward = tuple(map(add, costs.forward, after))
+    backward_input = tuple(map(add, costs.backward_input, before))
+    waiting = Costs(forward, backward_input, costs.backward_weight, (0.0,) * len(costs.p2p))
+    return replace(problem, costs=waiting)
+
+
+def _taken(tensors: float) -> float:
+    """Memory that a device needs for tensors of this size."""
+    return RESERVED_SHARE * tensors + TAKEN_BYTES
+
+
+def _estimated(
+    run: MeasuredRun, model: Transformer, cluster: Cluster, recompute: str | tuple[str, ...]
+) -> EstimatedLayout:
+    """The layers of a run."""
+    modules = () if isinstance(recompute, str) else recompute
+    kind = "none" if recompute in ("none", ()) else "full" if recompute == "full" else "selective"
+    layout = Layout(
+        run.tensor_parallel,
+        run.context_parallel,
+        run.expert_parallel,
+        run.replicas,
+        run.pipeline_parallel,
+        run.microbatch_size,
+        run.microbatches,
+        1 if run.zero_stage is None else run.zero_stage,
+        "none" if kind == "none" else "full",
+        "tp-cp-dp-pp",
+    )
+    gradients = run.gradient_bytes or (2.0 if model_of(run).dtype == "float16" else 4.0)
+    training = Training(StateBytes(gradients=gradients), kind, frozenset(modules))
+    degrees = layout.degrees(cluster)
+    if run.sequence_parallel is not None:
+        degrees = replace(degrees, sequence_parallel=run.sequence_parallel)
+    if not fits(model, degrees):
+        raise InvalidInput.at("", f"run {run.id!r}: its degrees do not divide the model.")
+    estimate = estimate_model(
+        model, degrees, cluster.device, layout.links(cluster), training, run.microbatch_size
+    )
+    if not degrees.sequence_parallel:
+        # Each device of a group sends a part (Narayanan et al. 2021, §4.1).
+        parts = [replace(each, output_bytes=each.output_bytes // degrees.tensor) for each in estimate.layers]
+        estimate = replace(estimate, layers=tuple(parts))
+    return EstimatedLayout(layout, estimate, Setting(model, training, cluster))
+
+
+def _bounds(run: MeasuredRun, layered: LayeredProblem) -> tuple[int, ...]:
+    """The boundaries of the stages, as layer indices."""
+    is_block = [not name.startswith(ENDS) for name in layered.model.names]
+    blocks, first = sum(is_block), is_block.index(True)
+    stages = list(run.stages or dealt(blocks, run.n_stages))
+    if sum(stages) != blocks:
+        raise InvalidInput.at(
+            "", f"run {run.id!r}: its stages have {sum(stages)} blocks; the model has {blocks}."
+        )
+    ends = [first + done for done in accumulate(stages)][:-1]
+    return (0, *ends, layered.model.n_layers)
+
+
+def _ordered(run: MeasuredRun, layered: LayeredProblem, bounds: tuple[int, ...]) -> tuple[Problem, Orders]:
+    """The run's order: 1F1B, interleaved with several stages per rank, or one without bubbles."""
+    layered = replace(layered, limit=None, objective="makespan")
+    is_recomputed = run.n_stages * (layered.model.each[0].recompute is not None,)
+    p, chunks = run.pipeline_parallel, run.virtual_stages
+    placement = Placement.of("loop", p, chunks) if chunks > 1 else Placement.of("single", p)
+    problem = layered.cut_into(placement, Cut.at(bounds, is_recomputed))
+    own, orders = baseline("interleaved-1f1b" if chunks > 1 else "1f1b", problem)
+    if run.schedule == "1f1b":
+        return (own if "pipeline" in run.hides else _blocking(own)), orders
+    peaks, static = evaluate(own, orders).peak_memory, own.memory.static
+    share = MEMORY_OF_1F1B[run.schedule]
+    limit = tuple(rest + share * (peak - rest) for peak, rest in zip(peaks, static, strict=True))
+    limited = replace(own, memory=replace(own.memory, limit=limit))
+    return own, search(limited, SearchOptions(effort="quick")).orders

@@ -1,0 +1,168 @@
+"""Measured runs of training, published or own; docs/formats.md documents the file."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from zbv_solver.documents.files import load
+from zbv_solver.documents.validation import validated
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.estimate.config_fields import ConfigSection, Count, Flag, Rate, Size
+from zbv_solver.estimate.config_model import ModelConfig
+from zbv_solver.estimate.config_parallel import Recomputed
+from zbv_solver.estimate.presets import preset_names, with_presets
+from zbv_solver.layouts.cluster import Cluster, parse_cluster
+
+HERE = Path(__file__).parent
+RUNS, MODELS = HERE / "runs.json", HERE / "models.json"
+USEFUL_NETWORK = 0.75
+"""Share of a network that transfers reach, as in the presets of devices."""
+BITS = 8
+HIDDEN = 0.8
+"""Share of an exchange that compute hides where a program overlaps both; assumed."""
+Section = dict[str, Any]
+Precision = Literal["fp16", "bf16", "fp8", "fp4"]
+
+
+class MeasuredRun(ConfigSection):
+    """One run. What is absent is not known; :mod:`benchmarks.published.predict` has the rules for it."""
+
+    id: str = Field(description="unique name")
+    source: str = Field(description="who measured it: paper and table, or repository, commit and file")
+    system: str = Field(description="the program; the report has a row per system and model")
+    name: str = Field(description="the model's name in the report")
+    model: str = Field(description="a preset, or a model of benchmarks/published/models.json")
+    sizes: Section = Field({}, description="keys of the section model that differ")
+    device: str | Section = Field(description="a preset, or a section device, with its presets")
+    devices: Size = Field(description="number of devices")
+    devices_per_node: Size = Field(8, description="devices that the fast link connects")
+    network_gbit_s: Rate | None = Field(
+        None, description="Gb/s of a device's network; null: as the device says"
+    )
+    sequence: Size = Field(description="tokens per sequence")
+    microbatch_size: Size = Field(description="sequences per microbatch")
+    global_batch: Size = Field(description="sequences per step")
+    tensor_parallel: Size = 1
+    context_parallel: Size = 1
+    expert_parallel: Size = 1
+    pipeline_parallel: Size = 1
+    virtual_stages: Size = Field(1, description="stages per rank, with which 1F1B is interleaved")
+    schedule: Literal["1f1b", "zb-1p", "zb-2p"] = Field("1f1b", description="the order")
+    stages: tuple[Count, ...] | None = Field(None, description="blocks of every stage, in model order")
+    zero_stage: Annotated[int, Field(strict=True, ge=0, le=3)] | None = None
+    sequence_parallel: Flag | None = None
+    recompute: Literal["none", "full"] | tuple[Recomputed, ...] | None = None
+    precision: Precision | None = None
+    hides: tuple[Literal["tensor", "expert", "data", "pipeline"], ...] = Field(
+        (), description="groups whose exchanges the program overlaps with compute"
+    )
+    gradient_bytes: Rate | None = Field(None, description="bytes of a gradient; null: by precision")
+    step_time_s: Rate | None = None
+    step_time_from: str | None = Field(None, description="what the step time was computed from")
+    model_tflops: Rate | None = Field(
+        None, description="instead of a step time: TFLOP/s of a device, without recomputation"
+    )
+    memory_gb: Rate | None = Field(None, description="most memory of a device, 10⁹ bytes")
+    memory_kind: Literal["allocated", "device"] = Field(
+        "allocated", description="tensors only, or all memory that is taken on the device"
+    )
+    memory_rank: Literal[-1] | None = Field(None, description="-1: of the last rank; null: of the fullest")
+    out_of_memory: Flag = Field(False, description="whether the run ended for lack of memory")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        whole = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+        if self.devices % whole:
+            raise ValueError(
+                f"{self.devices} devices; must be a multiple of the parallel degrees' product, {whole}"
+            )
+        if self.global_batch % (self.replicas * self.microbatch_size):
+            raise ValueError(
+                f"a global batch of {self.global_batch}; must be a multiple of replicas times "
+                f"microbatch size, {self.replicas * self.microbatch_size}"
+            )
+        if self.stages is not None and len(self.stages) != self.n_stages:
+            raise ValueError(f"{len(self.stages)} stages; must be {self.n_stages}")
+        return self
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas."""
+        return self.devices // (self.tensor_parallel * self.context_parallel * self.pipeline_parallel)
+
+    @property
+    def microbatches(self) -> int:
+        """Per step and replica."""
+        return self.global_batch // (self.replicas * self.microbatch_size)
+
+    @property
+    def n_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline_parallel * self.virtual_stages
+
+
+class RunsFile(ConfigSection):
+    """The document of measured runs."""
+
+    runs: tuple[MeasuredRun, ...] = Field(min_length=1)
+
+
+def load_runs(path: Path = RUNS) -> tuple[MeasuredRun, ...]:
+    """The runs of a file.
+
+    Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document.
+    """
+    return load(path, parse_runs)
+
+
+def parse_runs(document: Any) -> tuple[MeasuredRun, ...]:
+    """The runs of a decoded JSON document; raises :class:`InvalidInput`."""
+    runs = validated(RunsFile, document).runs
+    seen: set[str] = set()
+    issues = []
+    for place, run in enumerate(runs):
+        if run.id in seen:
+            issues.append(Issue(f"/runs/{place}/id", f"found {run.id!r} again; names must be unique."))
+        seen.add(run.id)
+        if run.model not in known_models():
+            known = ", ".join(sorted(known_models()))
+            issues.append(Issue(f"/runs/{place}/model", f"found {run.model!r}; must be one of {known}."))
+    if issues:
+        raise InvalidInput(issues)
+    return runs
+
+
+@cache
+def known_models() -> dict[str, Section]:
+    """The section ``model`` of presets and of the models that only runs name."""
+    own = {name: each["model"] for name, each in json.loads(MODELS.read_text(encoding="utf-8")).items()}
+    presets = {name: with_presets({}, [name], {}).get("model", {}) for name in preset_names()}
+    return {name: model for name, model in presets.items() if model} | own
+
+
+def cluster_of(run: MeasuredRun) -> Cluster:
+    """The cluster of a run."""
+    given = {"presets": [run.device]} if isinstance(run.device, str) else run.device
+    section = {key: value for key, value in given.items() if key != "presets"}
+    device = with_presets({"presets": given.get("presets", []), "device": section}, [], {})["device"]
+    if run.network_gbit_s is not None:
+        device["link_bandwidth"] = run.network_gbit_s / BITS * USEFUL_NETWORK
+    for group in set(run.hides) - {"pipeline"}:
+        device[f"{group}_parallel_overlap"] = HIDDEN
+    nodes = max(1, run.devices // run.devices_per_node)
+    return parse_cluster({"nodes": nodes, "gpus_per_node": run.devices_per_node, "device": device})
+
+
+def model_of(run: MeasuredRun) -> ModelConfig:
+    """The model of a run."""
+    own = {"sequence": run.sequence, "microbatch_size": run.microbatch_size}
+    narrow = {"fp8": "fp8", "fp4": "fp4"}.get(run.precision or "")
+    dtype = {"fp16": "float16", None: None}.get(run.precision, "bfloat16")
+    section = {**known_models()[run.model], **run.sizes, **own, "product_dtype": narrow}
+    if dtype is not None:
+        section["dtype"] = dtype
+    return validated(ModelConfig, section)

@@ -1,0 +1,176 @@
+"""Predicted against measured runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zbv_solver.errors import InvalidInput
+
+from benchmarks.cli import main
+from benchmarks.published.judge import Judged, findings, spearman
+from benchmarks.published.predict import Prediction, dealt, predict, published_step
+from benchmarks.published.runs import MeasuredRun, load_runs, parse_runs
+
+PUBLISHED = {run.id: run for run in load_runs()}
+OWN: dict[str, Any] = {
+    "id": "own",
+    "source": "a test",
+    "system": "own",
+    "name": "small",
+    "model": "gpt-1.5b",
+    "device": "a100",
+    "devices": 4,
+    "sequence": 1024,
+    "microbatch_size": 1,
+    "global_batch": 8,
+    "pipeline_parallel": 4,
+}
+
+
+def own(**changes: Any) -> MeasuredRun:
+    (run,) = parse_runs({"runs": [{**OWN, **changes}]})
+    return run
+
+
+def test_every_published_run_has_a_source_and_a_result() -> None:
+    assert len(PUBLISHED) > 250
+    for run in PUBLISHED.values():
+        assert run.source
+        assert run.out_of_memory or run.memory_gb or published_step(run)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "expected"),
+    [
+        (32, 4, [8] * 4),
+        (126, 32, [3, *[4] * 30, 3]),  # Llama 3.1 405B: embedding and head count as blocks
+        (61, 16, [*[4] * 15, 1]),  # DeepSeek-V3 in Megatron-Bridge, whose last stage also predicts
+        (2, 4, [0, 1, 1, 0]),
+        (3, 4, [1, 1, 1, 0]),
+    ],
+)
+def test_blocks_are_dealt_as_programs_do(blocks: int, stages: int, expected: list[int]) -> None:
+    assert dealt(blocks, stages) == expected
+
+
+def test_ranks_correlate_with_ties() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    # Ranks 0, 1.5, 1.5, 3 and 0, 2, 1, 3: covariance 4.5, variances 4.5 and 5.
+    assert spearman([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_a_run_of_the_zero_bubble_paper_is_near() -> None:
+    run = PUBLISHED["zb-iclr-6.2B-1F1B-m64"]
+    found = predict(run)
+    assert found.step_time == pytest.approx(run.step_time_s, rel=0.1)
+    assert found.memory == pytest.approx(39e9, rel=0.05)
+    assert not found.is_too_large
+
+
+def test_what_a_run_says_changes_the_prediction_in_the_right_direction() -> None:
+    plain = predict(own())
+    assert predict(own(hides=["pipeline"])).step_time < plain.step_time
+    between_nodes = predict(own(devices_per_node=1))
+    assert between_nodes.step_time > plain.step_time
+    assert predict(own(devices_per_node=1, network_gbit_s=1.0)).step_time > between_nodes.step_time
+    recomputed = predict(own(recompute="full"))
+    assert recomputed.step_time > plain.step_time
+    assert recomputed.memory < plain.memory
+    assert predict(own(gradient_bytes=6.0)).memory > plain.memory
+    assert predict(own(memory_kind="device")).memory > plain.memory
+    assert predict(own(memory_rank=-1)).memory < plain.memory
+    assert predict(own(microbatch_size=32, global_batch=256)).is_too_large
+
+
+def test_zero_bubbles_take_less_time_than_1f1b() -> None:
+    assert predict(own(schedule="zb-2p")).step_time < predict(own(hides=["pipeline"])).step_time
+
+
+def test_flops_of_the_model_stand_for_a_step() -> None:
+    run = own(model_tflops=100.0)
+    step = published_step(run)
+    assert step is not None
+    assert published_step(own(model_tflops=50.0)) == pytest.approx(2 * step)
+    assert published_step(own()) is None
+
+
+def test_findings_count_runs_that_are_wrongly_called_too_large() -> None:
+    right = Judged(own(out_of_memory=True), None, Prediction(1.0, 1.0, True, "none"))
+    wrong = Judged(own(step_time_s=2.0), 2.0, Prediction(1.0, 1.0, True, "none"))
+    found = {each.what.strip(): each for each in findings([right, wrong, replace(wrong)], [])}
+    assert found["1 runs out of memory: predicted"].value == 100
+    assert found["2 others, recomputation unknown: wrongly predicted"].value == 100
+    assert found["step time, median error of 2 runs"].verdict == "missed by 35 %"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": 6}, "must be a multiple"),
+        ({"devices": 8, "global_batch": 7}, "must be a multiple"),
+        ({"stages": [22]}, "1 stages; must be 4"),
+        ({"model": "gpt-9"}, "must be one of"),
+        ({"schedule": "fastest"}, "1f1b"),
+        ({"colour": "red"}, "colour"),
+        ({"step_time_s": -1.0}, "-1.0"),
+    ],
+)
+def test_a_wrong_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        own(**changes)
+    assert message in str(caught.value)
+
+
+def test_two_runs_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="must be unique"):
+        parse_runs({"runs": [OWN, OWN]})
+
+
+def test_stages_that_do_not_fit_the_model_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="the model has 22"):
+        predict(own(stages=[1, 2, 3, 4]))
+
+
+def test_the_command_compares_own_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.json"
+    measured = predict(own())
+    runs = [
+        {**OWN, "step_time_s": measured.step_time, "memory_gb": measured.memory / 1e9},
+        {**OWN, "id": "refused", "stages": [1, 2, 3, 4]},
+    ]
+    path.write_text(json.dumps({"runs": runs}))
+    assert main(["published", "--runs", str(path), "--each", "-o", str(tmp_path / "found.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "own: time 1.00, memory 1.00" in printed
+    assert "refused: " in printed
+    found = json.loads((tmp_path / "found.json").read_text())["published"]["findings"]
+    assert {each["what"]: each["value"] for each in found}["runs without a prediction"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ('{"runs": []}', [], "/runs"),
+        ("[", [], "JSON"),
+        (None, ["--only", "nothing*"], "matches none of"),
+    ],
+)
+def test_wrong_input_has_status_2(
+    text: str | None,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if text is not None:
+        path = tmp_path / "runs.json"
+        path.write_text(text)
+        arguments = ["--runs", str(path)]
+    assert main(["published", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -88,7 +88,7 @@ def _named(issue: Issue, path: str | None) -> Issue:
     """An issue that names the file, or the flag if there is none."""
     if issue.source or path is not None:
         return issue if issue.source or path is None else replace(issue, source=file_label(path))
-    flags = {"/global_batch": "--global-batch", "/model/sequence": "--sequence-length"}
+    flags = {"/model": "--preset", "/global_batch": "--global-batch", "/model/sequence": "--sequence-length"}
     return Issue("", issue.detail, flags[issue.pointer]) if issue.pointer in flags else issue
 
 

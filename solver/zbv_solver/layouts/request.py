@@ -114,6 +114,9 @@ def _sections(merged: Document, sequence_length: int | None) -> Document:
     if not isinstance(model, dict) or not isinstance(parallel, dict):
         wrong = "/model" if not isinstance(model, dict) else "/parallel"
         raise InvalidInput.at(wrong, f"found {quoted(merged[wrong[1:]])}; must be a JSON object.")
+    if not model:
+        detail = "this section is absent. Give the sizes of a model, or name the preset of a model."
+        raise InvalidInput.at("/model", detail)
     if sequence_length is not None:
         model = {**model, "sequence": sequence_length}
     unknown = [key for key in merged if key not in ("model", "parallel", "device")]

@@ -69,6 +69,8 @@ def test_mistakes_are_named(files: list[str], tmp_path: Path, capsys: Capture) -
     assert "--zero-stage: found 4; must be at most 3" in says([*files, "--zero-stage", "4"])
     assert "model, --preset: found neither" in says(files[1:])
     assert "--preset: found 'gpt-5'; not a preset" in says([*files[1:], "--preset", "gpt-5"])
+    device = says([*files[1:], "--preset", "h100", "--global-batch", "8"])
+    assert "--preset: this section is absent" in device
     assert "--global-batch: this key is required" in says([*files[1:], "--preset", "llama-3.1-8b"])
     assert "no layout divides 2 devices" in says([*files, "--tensor-parallel", "3"])
     (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "memory": 1e6}))

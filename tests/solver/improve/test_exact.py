@@ -19,6 +19,7 @@ from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform, with_sizes
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
+from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve import exact
 from zbv_solver.improve.exact import Listener, make_solver, refine
 from zbv_solver.improve.exact_grid import make_grid
@@ -116,7 +117,9 @@ def test_proves_the_optimum_over_all_orders_of_microbatches_that_differ(number: 
     document = differing_stages(chance, number_source(chance, NUMBERS[number % len(NUMBERS)]))
     pipeline = read(document)
     if not pipeline.is_feasible():
-        pytest.skip("one microbatch does not fit")
+        with pytest.raises(InfeasibleMemory):
+            parse_problem(document).require_feasible()
+        return
     best, (problem, unit) = soaked(pipeline, effort=0.05), in_search_unit(parse_problem(document))
     start = serial(problem).orders
     result = refine(problem, start, lower_bound=0.0, effort=0.1)

@@ -74,6 +74,20 @@ def test_a_rank_with_a_lost_peer_fails_at_once() -> None:
         executor.step(0)
 
 
+def test_a_failed_send_is_not_blamed_on_the_rank_that_sends_the_next_input() -> None:
+    def fail_at_3f0() -> None:
+        if progress.read().action == "3F0":
+            raise ConnectionError("sending 0F1 to rank 5: connection reset")
+
+    progress = CurrentProgress()
+    executor = executor_of(0, ThreadHub(2).transport(0), timeout=30, progress=progress)
+    executor._check = fail_at_3f0
+    with pytest.raises(PeerLost, match="an earlier send failed") as found:
+        executor.step(7)
+    assert progress.read().peer == 1
+    assert progress_of_error(found.value) == Progress(step=7, action="3F0", peer=None)
+
+
 class Mute(ThreadTransport):
     """A rank that sends no gradients."""
 

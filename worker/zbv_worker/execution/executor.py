@@ -349,7 +349,7 @@ class Executor:
         except Overdue as late:
             raise self._overdue(late) from late
         except Exception as error:
-            self._mark(error, step, instruction)
+            self._mark(error, step, instruction, progress.waiting_for)
             raise
         waits = None
         if queued is not None:
@@ -368,9 +368,9 @@ class Executor:
 
     def _overdue(self, late: Overdue) -> Exception:
         error = overdue(late, self._rank, self._siblings)
-        self._mark(
-            error, late.work.step, late.work.instruction, waits_for_peer=not (late.started and self._siblings)
-        )
+        instruction = late.work.instruction
+        peer = None if instruction is None or (late.started and self._siblings) else instruction.peer
+        self._mark(error, late.work.step, instruction, peer)
         return error
 
     def _check_queued(self) -> None:
@@ -385,11 +385,15 @@ class Executor:
         except (TimeoutError, ConnectionError) as error:
             raise send_failed(error, self._rank, instruction) from error
 
-    def _mark(
-        self, error: Exception, step: int, instruction: Instruction | None, *, waits_for_peer: bool = True
-    ) -> None:
-        """Record where an error happened: as a note for people, and for :func:`progress_of_error`."""
+    def _mark(self, error: Exception, step: int, instruction: Instruction | None, peer: int | None) -> None:
+        """Record where an error happened: as a note for people, and for :func:`progress_of_error`.
+
+        Parameters
+        ----------
+        peer
+            The rank that this rank waited for. An earlier send may fail at any action, and the rank that
+            sends that action's input is not to blame for it.
+        """
         action = None if instruction is None else str(instruction.action)
-        peer = instruction.peer if instruction is not None and waits_for_peer else None
         attach_progress(error, Progress(step, action, peer))
         error.add_note(f"rank {self._rank}, step {step}, action {action}")

@@ -23,7 +23,7 @@ class Progress:
     Attributes
     ----------
     peer
-        The global rank that sends the action's input.
+        The global rank that sends the action's input; for an error, the rank that this rank waited for.
     """
 
     step: int | None = None

@@ -20,6 +20,7 @@ from zbv_solver.layouts.answer import ranking_json, recomputation, utilisation
 from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.enumeration import ZERO_STAGES
 from zbv_solver.layouts.layout import Fixed
+from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import Ranking, best_layouts
 from zbv_solver.search.options import SearchOptions
@@ -38,9 +39,9 @@ def layout(arguments: argparse.Namespace) -> None:
     options = None if arguments.effort is None else SearchOptions(arguments.effort, workers=arguments.workers)
 
     def search(stop: Callable[[], bool]) -> Ranking:
-        return best_layouts(layouts, setting, arguments.top, options, stop)
+        return best_layouts(layouts, setting, arguments.top, options, stop, lambda found: say(_news(found)))
 
-    with terminated_like_interrupted(), spinner("searching layouts"):
+    with terminated_like_interrupted(), spinner("searching layouts") as say:
         if arguments.output is None:
             ranking = interruptible(search)
         else:
@@ -50,6 +51,14 @@ def layout(arguments: argparse.Namespace) -> None:
     console = Console(stderr=arguments.output == "-")
     console.print(_table(ranking, request))
     console.print(_verdict(ranking), highlight=False)
+
+
+def _news(found: LayoutProgress) -> str:
+    best = "" if found.step_time is None else f", best step {found.step_time:.4g} s"
+    return (
+        f"{found.considered:,} layouts, {found.ruled_out:,} ruled out, {found.planned:,} planned{best}, "
+        f"none below {found.no_layout_below:.4g} s"
+    )
 
 
 def _request(arguments: argparse.Namespace) -> Request:

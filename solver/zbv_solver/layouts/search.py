@@ -9,13 +9,16 @@ least bound is a planned one, no other can be better (branch and bound with best
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable
+import math
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.plans.plan import Plan
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
@@ -24,6 +27,8 @@ from zbv_solver.search.search_state import Cancelled
 PROMISING = 0.05
 """Layouts whose first plan is longer than the best by at most this share get a full search."""
 MOST_PROMISING = 4
+REPORT_SECONDS = 0.2
+"""Least time between two reports, except those of a better layout: a report counts the layouts that wait."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +96,7 @@ def best_layouts(
     top: int = 1,
     options: SearchOptions | None = None,
     cancelled: Cancelled | None = None,
+    report: Callable[[LayoutProgress], None] | None = None,
 ) -> Ranking:
     """The ``top`` layouts with the shortest steps, proved.
 
@@ -99,8 +105,10 @@ def best_layouts(
     options
         With them, the most promising layouts get a full search in the end.
     cancelled
-        Asked between layouts. After a cancellation, the ranking has the planned layouts, best first, and
-        ``no_layout_below`` is that of all layouts.
+        Asked between layouts. After a cancellation, the ranking has the planned layouts, best first, perhaps
+        none, and ``no_layout_below`` is that of all layouts.
+    report
+        Called for every better layout, and otherwise from time to time.
 
     Raises
     ------
@@ -112,14 +120,17 @@ def best_layouts(
         _Waiting(setting.least_work(layout), number, layout, False) for number, layout in enumerate(layouts)
     ]
     heapq.heapify(queue)
-    considered, ended = len(queue), 0
-    while queue and ended < top and not (cancelled is not None and cancelled()):
+    considered, ended, is_cancelled = len(queue), 0, False
+    while queue and ended < top and not is_cancelled:
         bound, number, of, is_tight = heapq.heappop(queue)
         if isinstance(of, PlannedLayout):
             ended += 1
         elif (tighter := search.tighter(bound, number, of, is_tight)) is not None:
             heapq.heappush(queue, tighter)
-    if not search.planned:
+        if report is not None and queue and search.has_news():
+            report(search.progress(considered, queue, top))
+        is_cancelled = cancelled is not None and cancelled()
+    if not search.planned and not (is_cancelled and queue):
         raise NoLayoutFits(considered, setting.cluster.memory)
     below = [each.lower_bound for each in search.planned]
     below += [waiting.bound for waiting in queue if not isinstance(waiting.of, PlannedLayout)]
@@ -134,6 +145,23 @@ class _LayoutSearch:
     setting: Setting
     planned: list[PlannedLayout] = field(default_factory=list)
     known: dict[Hashable, PlannedLayout] = field(default_factory=dict)
+    best: float | None = None
+    reported: tuple[float, float | None] = (-math.inf, None)
+
+    def has_news(self) -> bool:
+        """Whether it is time for a report: there is a better layout, or the last report is old."""
+        at, best = self.reported
+        return best != self.best or time.monotonic() - at >= REPORT_SECONDS
+
+    def progress(self, considered: int, queue: Collection[_Waiting], top: int) -> LayoutProgress:
+        """What is known now."""
+        self.reported = (time.monotonic(), self.best)
+        steps = sorted(each.step_time for each in self.planned)
+        longest = steps[top - 1] if len(steps) >= top else math.inf
+        waiting = [each.bound for each in queue if not isinstance(each.of, PlannedLayout)]
+        left = sum(1 for bound in waiting if bound < longest)
+        below = min([*waiting, *(each.lower_bound for each in self.planned)])
+        return LayoutProgress(considered, considered - len(steps) - left, len(steps), self.best, float(below))
 
     def tighter(
         self, bound: float, number: int, of: Layout | EstimatedLayout, is_tight: bool
@@ -151,7 +179,9 @@ class _LayoutSearch:
             found = self._planned(of)
         except InfeasibleMemory:
             return None
+        found = replace(found, lower_bound=max(bound, found.lower_bound))
         self.planned.append(found)
+        self.best = found.step_time if self.best is None else min(self.best, found.step_time)
         return _Waiting(found.step_time, number, found, True)
 
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
@@ -163,7 +193,7 @@ class _LayoutSearch:
     def ranked(self, options: SearchOptions | None, cancelled: Cancelled | None) -> list[PlannedLayout]:
         """The planned layouts, best first; with options, the most promising ones are planned again."""
         ranked = sorted(self.planned, key=lambda each: each.step_time)
-        if options is None:
+        if options is None or not ranked:
             return ranked
         longest = ranked[0].step_time * (1 + PROMISING)
         again: dict[int, PlannedLayout] = {}  # by the plan, which layouts share
@@ -171,7 +201,7 @@ class _LayoutSearch:
             if each.step_time > longest or len(again) == MOST_PROMISING or (cancelled and cancelled()):
                 break
             if id(each.plan) not in again:
-                again[id(each.plan)] = plan_layout(each.estimated, options)
+                again[id(each.plan)] = plan_layout(each.estimated, options, cancelled)
         found = [
             replace(again[id(each.plan)], estimated=each.estimated) if id(each.plan) in again else each
             for each in ranked
@@ -179,13 +209,15 @@ class _LayoutSearch:
         return sorted(found, key=lambda each: each.step_time)
 
 
-def plan_layout(estimated: EstimatedLayout, options: SearchOptions | None = None) -> PlannedLayout:
+def plan_layout(
+    estimated: EstimatedLayout, options: SearchOptions | None = None, cancelled: Cancelled | None = None
+) -> PlannedLayout:
     """Plan the pipeline of a layout, without options by constructing orders alone.
 
     Raises :class:`InfeasibleMemory` when no cut fits.
     """
     problem = estimated.problem
-    plan = first_plan(problem) if options is None else plan_layers(problem, options)
+    plan = first_plan(problem) if options is None else plan_layers(problem, options, None, cancelled)
     model, placement = plan.problem.model, plan.problem.placement
     if model is None or plan.cut is None:  # for type checkers: layers have both
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")

@@ -16,7 +16,16 @@ from zbv_service.api.error_handlers import install as install_error_handlers
 from zbv_service.api.error_handlers import on_crash
 from zbv_service.api.limits import Limited
 from zbv_service.api.rank_fetches import RankFetches
-from zbv_service.api.routers import agents, health, plans, problem_checks, runs, search_events, searches
+from zbv_service.api.routers import (
+    agents,
+    health,
+    layouts,
+    plans,
+    problem_checks,
+    runs,
+    search_events,
+    searches,
+)
 from zbv_service.api.state import ApplicationState
 from zbv_service.compute.processes import preload
 from zbv_service.database import Database, TokenTable
@@ -36,6 +45,7 @@ from zbv_service.settings import Settings
 _ROUTERS = (
     searches.router,
     search_events.router,
+    layouts.router,
     problem_checks.router,
     problem_checks.former_router,
     plans.router,

@@ -88,6 +88,25 @@ class SearchListQuery(ListQuery):
         return SearchFilter(**self._filters(), states=frozenset(self.state))
 
 
+class LayoutListQuery(PageQuery):
+    """The filters of a list of searches for layouts."""
+
+    q: Text | None = Field(None, description="Prefix of the id, or of the id of the best layout's plan.")
+    state: list[SearchState] = Field([], description=_ANY_STATE)
+    created_after: Moment = None
+    created_before: Moment = None
+
+    @property
+    def filter(self) -> SearchFilter:
+        """The filter for the database."""
+        return SearchFilter(
+            states=frozenset(self.state),
+            text=self.q,
+            created_after=self.created_after,
+            created_before=self.created_before,
+        )
+
+
 class PlanListQuery(ListQuery):
     """The filters of a list of plans."""
 

@@ -13,6 +13,7 @@ from zbv_solver.measure.rank_trace import RankTraceDocument
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.idempotency import HEADER
 from zbv_service.api.openapi_extras import enrich
+from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
@@ -42,6 +43,7 @@ from zbv_service.security.scopes import SCOPES
 _REF = "#/components/schemas/{model}"
 _BODIES = (
     SearchRequest,
+    LayoutRequest,
     CompareRequest,
     CheckRequest,
     EstimateRequest,

@@ -9,6 +9,7 @@ from typing import Any
 
 TAGS = {
     "searches": "Searches for plans: durable, resumable, followed by events or by polling.",
+    "layouts": "Searches for the best parallel layouts of a model on a cluster, like those for plans.",
     "plans": "Plans, identified by the hash of problem and orders: whole, by rank, or in other formats.",
     "problems": "Checks, estimates, comparisons and packings of problems; nothing is stored.",
     "runs": "Training runs: scheduled on agents, restarted after failures, replanned from measured costs.",
@@ -30,6 +31,13 @@ _AGENT = "5f0c4a1e9d2b4c7a8e3f6b1d0c9a8e7f"
 _RUN = "0d6f2b8a4c1e4f7b9a3d5e8c7f1b2a6d"
 _PLAN = "3b9ac9ff" * 8
 EXAMPLES: dict[str, Any] = {
+    "submit_layouts": {
+        "model": {"presets": ["llama-3.1-8b"]},
+        "cluster": {"nodes": 2, "gpus_per_node": 8, "device": "h100"},
+        "global_batch": 64,
+        "fixed": {"context_parallel": 1},
+        "top": 3,
+    },
     "submit_search": {"problem": PROBLEM, "options": {"effort": "quick", "time_limit": 10, "seed": 0}},
     "compare_problem": {"problem": PROBLEM},
     "compare": {"problem": PROBLEM},

@@ -5,6 +5,7 @@ It takes seconds to import the planner and the drawing code and to load their ma
 
 from __future__ import annotations
 
+from zbv_solver.layouts import search as layout_search
 from zbv_solver.packing import pack
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
@@ -13,9 +14,13 @@ from zbv_service.frontier import frontier
 from zbv_service.plans import renderings
 from zbv_service.problems import check, compare, estimate, packing
 from zbv_service.runs import measurements
+from zbv_service.searches import layouts
 from zbv_service.searches.executors import connection
 
-PRELOADED = (check, compare, connection, estimate, frontier, measurements, pack, packing, renderings)
+PRELOADED = (
+    *(check, compare, connection, estimate, frontier, layout_search, layouts, measurements),
+    *(pack, packing, renderings),
+)
 
 _COSTS = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 search(parse_problem({"pp_degree": 2, "microbatches": 2, "costs": _COSTS}), SearchOptions("quick"))

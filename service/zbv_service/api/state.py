@@ -42,6 +42,7 @@ from zbv_service.runs.steps import RunSteps
 from zbv_service.runs.watch import AgentWatch
 from zbv_service.searches.events import SearchEvents
 from zbv_service.searches.executors.task import SearchFunction
+from zbv_service.searches.layouts import LayoutSearches
 from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
@@ -79,6 +80,7 @@ class ApplicationState:
         plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)
         self.runner = Runner(search_table, settings, search, metrics)
         self.searches = Searches(search_table, self.runner, settings, computations)
+        self.layouts = LayoutSearches(search_table, self.runner, settings, computations)
 
         self.plans = Plans(plan_table, settings, computations)
         self.schedules = Schedules(computations)

@@ -89,19 +89,21 @@ class SearchRow(Base):
     ``is_wanted_by_client`` is false while only runs have asked for the search; it is cancelled when the last
     of them no longer needs it. ``turn`` orders the queue: the searches of one caller have increasing turns,
     and the first search of a caller without queued searches gets the turn that is being served. This serves
-    callers round-robin.
+    callers round-robin. A search of layouts has its request as ``problem``, no shape, and the ranking as
+    ``answer``.
     """
 
     __tablename__ = "searches"
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16))
     request_key: Mapped[str | None] = mapped_column(String(64), unique=True)
     state: Mapped[str] = mapped_column(String(16))
     summary: Mapped[dict[str, Any]]
-    pp_degree: Mapped[int]
-    microbatches: Mapped[int]
-    placement: Mapped[str] = mapped_column(String(16))
-    problem_objective: Mapped[str] = mapped_column(String(16))
+    pp_degree: Mapped[int | None]
+    microbatches: Mapped[int | None]
+    placement: Mapped[str | None] = mapped_column(String(16))
+    problem_objective: Mapped[str | None] = mapped_column(String(16))
     options: Mapped[dict[str, Any]]
     problem: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
     incumbent: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
@@ -109,6 +111,8 @@ class SearchRow(Base):
     lower_bound: Mapped[float | None]
     gap: Mapped[float | None]
     method: Mapped[str | None] = mapped_column(String(200))
+    progress: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    answer: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
     plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     cancel_requested: Mapped[bool]
@@ -128,6 +132,7 @@ class SearchRow(Base):
 
     __table_args__ = (
         Index("ix_searches_created_at", "created_at", "id"),
+        Index("ix_searches_kind", "kind", "created_at", "id"),
         Index("ix_searches_state", "state", "created_at"),
         Index("ix_searches_queue", "state", "cancel_requested", "created_at"),
         Index("ix_searches_turn", "state", "turn", "created_at", "id", "created_by"),
@@ -135,6 +140,17 @@ class SearchRow(Base):
         Index("ix_searches_shape", "pp_degree", "microbatches", "created_at"),
         Index("ix_searches_created_by", "created_by", "state", "turn"),
     )
+
+
+class SearchPlanRow(Base):
+    """A plan that the answer of a search of layouts names; it stays as long as the search."""
+
+    __tablename__ = "search_plans"
+
+    search_id: Mapped[str] = mapped_column(String(32), ForeignKey("searches.id"), primary_key=True)
+    plan_id: Mapped[str] = mapped_column(String(64), ForeignKey("plans.plan_id"), primary_key=True)
+
+    __table_args__ = (Index("ix_search_plans_plan_id", "plan_id"),)
 
 
 class SearchEventRow(Base):

@@ -73,7 +73,7 @@ def created_between(
 
 
 def of_shape(
-    wanted: Shape, row: type[PlanRow] | type[SearchRow], objective: InstrumentedAttribute[str]
+    wanted: Shape, row: type[PlanRow] | type[SearchRow], objective: InstrumentedAttribute[Any]
 ) -> list[ColumnElement[bool]]:
     """The conditions of a filter on the problem of a plan or search, and on the time of its creation."""
     equal: tuple[tuple[InstrumentedAttribute[Any], Any], ...] = (

@@ -17,7 +17,15 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import Base, IdempotencyRow, PlanRow, SearchEventRow, SearchRow, TokenRow
+from zbv_service.database.models import (
+    Base,
+    IdempotencyRow,
+    PlanRow,
+    SearchEventRow,
+    SearchPlanRow,
+    SearchRow,
+    TokenRow,
+)
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.records.runs import AGENT_ENDED, RUN_ENDED
 from zbv_service.records.searches import FINISHED
@@ -135,6 +143,7 @@ async def remove_searches(session: AsyncSession, search_ids: Sequence[str]) -> N
     """Remove searches with their events; runs that got their plan from one keep the plan."""
     await session.execute(update(RunRow).where(RunRow.search_id.in_(search_ids)).values(search_id=None))
     await session.execute(delete(SearchEventRow).where(SearchEventRow.search_id.in_(search_ids)))
+    await session.execute(delete(SearchPlanRow).where(SearchPlanRow.search_id.in_(search_ids)))
     await session.execute(delete(SearchRow).where(SearchRow.id.in_(search_ids)))
 
 
@@ -171,6 +180,7 @@ def _old_plan(before: datetime) -> tuple[ColumnElement[bool], ...]:
         PlanRow.created_at < before,
         _last_use() < before,
         ~select(SearchRow.id).where(SearchRow.plan_id == this).exists(),
+        ~select(SearchPlanRow.search_id).where(SearchPlanRow.plan_id == this).exists(),
         ~select(RunRow.id).where(RunRow.plan_id == this).exists(),
         ~select(RunRow.id).where(RunRow.target_plan_id == this).exists(),
         ~select(PartRow.run_id).where(PartRow.plan_id == this).exists(),

@@ -61,7 +61,7 @@ async def add_event(
             delete(SearchEventRow).where(
                 SearchEventRow.search_id == row.id,
                 SearchEventRow.number <= row.last_event - KEPT_EVENTS,
-                SearchEventRow.kind.in_(["improvement", "bound"]),
+                SearchEventRow.kind.in_(["improvement", "bound", "progress"]),
             )
         )
 
@@ -78,7 +78,7 @@ async def tell_state(session: AsyncSession, row: SearchRow, at: datetime, reason
 
 
 async def tell_found(session: AsyncSession, row: SearchRow, at: datetime, kind: EventKind) -> None:
-    """Tell of a better plan, or of a better bound."""
+    """Tell of a better plan, of a better bound, or of the number of layouts."""
     await add_event(session, row, at, kind, {**_found(row), "seconds": _seconds(row, at)})
 
 
@@ -107,7 +107,8 @@ def _state(row: SearchRow, reason: str) -> dict[str, Any]:
 
 
 def _found(row: SearchRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in ("objective", "lower_bound", "gap", "method")}
+    found = {name: getattr(row, name) for name in ("objective", "lower_bound", "gap", "method")}
+    return {**found, **(row.progress or {})}
 
 
 def _seconds(row: SearchRow, at: datetime) -> float | None:

@@ -20,11 +20,11 @@ from sqlalchemy.orm import undefer
 from zbv_solver.plans.certificate import gap_of
 
 from zbv_service.database.engine import BaseTable, Database
-from zbv_service.database.models import SearchRow, record_of
+from zbv_service.database.models import SearchPlanRow, SearchRow, record_of
 from zbv_service.database.plans import insert_plan
 from zbv_service.database.search_events import tell_end, tell_found, tell_state, times_since_found
 from zbv_service.documents.packing import contradicts, finite_or_none, supported_bound, unpack
-from zbv_service.records.searches import Claim, NewPlan, Refusal, SearchState, Update
+from zbv_service.records.searches import Claim, NewPlan, NewRanking, Refusal, SearchState, Update
 
 
 class SearchLeases(BaseTable):
@@ -207,6 +207,35 @@ class SearchLeases(BaseTable):
 
         return await self._change(search_id, fence, change)
 
+    async def ranked(self, search_id: str, fence: int, found: NewRanking) -> bool:
+        """Store the answer of a search of layouts with its plans, and end the search.
+
+        It is done, or cancelled if that was requested or no layout was planned.
+
+        Raises
+        ------
+        ContradictedBound
+            As in :meth:`progressed`.
+        """
+
+        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            before = row.objective
+            await _absorb_counts(session, row, found.step_time, found.lower_bound, found.progress)
+            plans = {plan.summary.plan_id: plan for plan in found.plans}
+            for plan_id in sorted(plans):  # in this order everywhere, so that no two wait for each other
+                await insert_plan(session, plans[plan_id], now)
+                session.add(SearchPlanRow(search_id=row.id, plan_id=plan_id))
+            row.answer = found.document
+            if found.plans:
+                best = found.plans[0].summary
+                row.plan_id, row.method = best.plan_id, best.method
+            if row.objective != before:
+                await tell_found(session, row, now, "improvement")
+            is_done = bool(found.plans) and not row.cancel_requested
+            await _end(session, row, now, "done" if is_done else "cancelled")
+
+        return await self._change(search_id, fence, change)
+
     async def ended(self, search_id: str, fence: int, state: SearchState, error: Mapping[str, Any]) -> bool:
         """End a search without a plan. A failed one gives up its request key, an infeasible one keeps it."""
 
@@ -266,6 +295,10 @@ async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: U
     """Store the parts of an update that are better than the stored ones."""
     await _forget_refused(session, row, found.refusal)
     before, known = row.objective, row.lower_bound
+    if found.objective is None or found.progress is not None:
+        await _absorb_counts(session, row, found.objective, found.lower_bound, found.progress)
+        await tell_found(session, row, now, "progress" if row.objective == before else "improvement")
+        return
     if before is None or found.objective < before:
         row.objective, row.method, row.incumbent = found.objective, found.method, found.incumbent
     objective = found.objective if row.objective is None else row.objective
@@ -275,6 +308,20 @@ async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: U
         await tell_found(session, row, now, "improvement")
     elif row.lower_bound != known:
         await tell_found(session, row, now, "bound")
+
+
+async def _absorb_counts(
+    session: AsyncSession, row: SearchRow, step: float | None, bound: float, counts: dict[str, int] | None
+) -> None:
+    """Store what a search of layouts has found."""
+    if step is not None and (row.objective is None or step < row.objective):
+        row.objective = step
+    if row.objective is None:
+        row.lower_bound = bound
+    else:
+        row.lower_bound = await _best_bound(session, row, row.objective, bound)
+        row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
+    row.progress = counts
 
 
 async def _best_bound(session: AsyncSession, row: SearchRow, objective: float, bound: float) -> float:
@@ -298,7 +345,7 @@ async def _forget_refused(session: AsyncSession, row: SearchRow, refusal: Refusa
 
 
 def _forget_found(row: SearchRow) -> None:
-    row.objective = row.lower_bound = row.gap = row.method = row.incumbent = None
+    row.objective = row.lower_bound = row.gap = row.method = row.incumbent = row.progress = None
 
 
 async def _callers_running(session: AsyncSession, least: int) -> list[str | None]:
@@ -309,6 +356,8 @@ async def _callers_running(session: AsyncSession, least: int) -> list[str | None
 
 async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: str) -> None:
     row.state, row.lease_owner, row.leased_until = "queued", None, None
+    if row.kind == "layouts":
+        _forget_found(row)  # it starts again, perhaps with another version's estimates
     await tell_state(session, row, now, reason)
 
 

@@ -122,6 +122,11 @@ class SearchTable(SearchLeases):
         found = await self._database.rows(select(SearchRow.problem).where(SearchRow.id == search_id))
         return found[0].problem if found else None
 
+    async def answer(self, search_id: str) -> bytes | None:
+        """The packed answer of a search of layouts; None before its end."""
+        found = await self._database.rows(select(SearchRow.answer).where(SearchRow.id == search_id))
+        return found[0].answer if found else None
+
     async def _known(self, request_key: str, named: NamedRequest | None) -> tuple[SearchRecord | None, bool]:
         """The search that answers a request, or None; and whether nothing remains to be stored."""
         if named is not None:
@@ -135,7 +140,8 @@ class SearchTable(SearchLeases):
         self, wanted: SearchFilter, limit: int, after: Position | None = None
     ) -> Page[SearchRecord]:
         """One page of searches, newest first, starting at a position."""
-        conditions = of_shape(wanted, SearchRow, SearchRow.problem_objective)
+        conditions = [SearchRow.kind == wanted.kind]
+        conditions += of_shape(wanted, SearchRow, SearchRow.problem_objective)
         if wanted.states:
             conditions.append(SearchRow.state.in_(sorted(wanted.states)))
         conditions += begins(wanted.text, SearchRow.id, SearchRow.plan_id)
@@ -279,10 +285,10 @@ def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
         **asdict(new),
         created_at=now,
         turn=turn,
-        pp_degree=summary["pp_degree"],
-        microbatches=summary["microbatches"],
-        placement=summary["placement"],
-        problem_objective=summary["objective"],
+        pp_degree=summary.get("pp_degree"),
+        microbatches=summary.get("microbatches"),
+        placement=summary.get("placement"),
+        problem_objective=summary.get("objective"),
         state="queued",
         cancel_requested=False,
         attempts=0,

@@ -7,7 +7,9 @@ from datetime import datetime
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 SearchState = Literal["queued", "running", "done", "cancelled", "failed", "infeasible"]
-EventKind = Literal["state", "improvement", "bound", "end"]
+SearchKind = Literal["plan", "layouts"]
+"""What is searched: a plan for a problem, or the layouts of a model on a cluster."""
+EventKind = Literal["state", "improvement", "bound", "progress", "end"]
 SEARCH_STATES: tuple[str, ...] = get_args(SearchState)
 
 FINISHED: frozenset[str] = frozenset({"done", "cancelled", "failed", "infeasible"})
@@ -23,7 +25,7 @@ class NewSearch:
     request_key
         Hash of problem, options and version; requests with equal keys share one search.
     problem
-        The normalised problem document, packed.
+        The normalised problem document, packed; of a search of layouts, the request.
     summary
         The few numbers of the problem that lists show.
     created_by
@@ -36,22 +38,26 @@ class NewSearch:
     summary: dict[str, Any]
     options: dict[str, Any]
     created_by: str | None = None
+    kind: SearchKind = "plan"
 
 
 @dataclass(frozen=True)
 class SearchRecord:
-    """A search without its bulky parts (problem, incumbent).
+    """A search without its bulky parts (problem, incumbent, answer).
 
     Attributes
     ----------
     objective, lower_bound, gap
-        Of the best plan known so far; None without a plan.
+        Of the best plan known so far; None without a plan. Of a search of layouts, the step of the best
+        layout and the bound for all layouts, in seconds.
     attempts
         How often the search was started.
     crashes
         How often its process died.
     is_wanted_by_client
         Whether a client has submitted it. Otherwise only runs that wait for its plan have.
+    progress
+        How many layouts were considered, ruled out and planned; None for a plan.
     """
 
     id: str
@@ -73,6 +79,8 @@ class SearchRecord:
     finished_at: datetime | None
     created_by: str | None = None
     is_wanted_by_client: bool = True
+    kind: SearchKind = "plan"
+    progress: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Claim:
     fence
         The runner's writes must carry it, so that they fail after the lease was lost.
     problem, incumbent
-        Packed documents: the problem, and the ranks of the best plan known
+        Packed documents: the problem or the request for layouts, and the ranks of the best plan known
         (:func:`zbv_service.documents.packing.pack_incumbent`).
     options
         Those of the request; the runner adds ``workers``, the number of threads.
@@ -97,6 +105,7 @@ class Claim:
     incumbent: bytes | None
     attempts: int
     cancel_requested: bool
+    kind: SearchKind = "plan"
 
 
 @dataclass(frozen=True)
@@ -121,18 +130,22 @@ class Update:
 
     Attributes
     ----------
+    objective
+        None as long as no layout was planned.
     incumbent
-        The plan's packed ranks; for a problem given by layers, an object of problem and ranks.
+        The plan's packed ranks; for a problem given by layers, an object of problem and ranks; None for
+        layouts.
     refusal
         Set if the search could not use its stored incumbent; the results stored with that one are void.
     """
 
-    objective: float
+    objective: float | None
     lower_bound: float
     gap: float | None
     method: str
-    incumbent: bytes
+    incumbent: bytes | None
     refusal: Refusal | None = None
+    progress: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +159,7 @@ class SearchEvent:
     data: dict[str, Any]
 
 
-RequestKind = Literal["search", "run"]
+RequestKind = Literal["search", "layouts", "run"]
 """The resource that a request with an Idempotency-Key creates."""
 
 
@@ -218,6 +231,34 @@ class NewPlan:
         return self.summary.lower_bound if self.cut_bound is None else self.cut_bound
 
 
+@dataclass(frozen=True)
+class NewRanking:
+    """The outcome of a search of layouts.
+
+    Attributes
+    ----------
+    plans
+        Of the pipelines of the listed layouts, the best layout first; empty if the search was stopped before
+        the first.
+    document
+        The answer, packed; its layouts name their plans.
+    step_time
+        Seconds, of the best layout; None without a layout.
+    lower_bound
+        Seconds, of all layouts.
+    """
+
+    plans: tuple[NewPlan, ...]
+    document: bytes
+    step_time: float | None
+    lower_bound: float
+    progress: dict[str, int]
+
+
+Outcome = NewPlan | NewRanking
+"""The result of a search."""
+
+
 T = TypeVar("T")
 
 
@@ -272,6 +313,7 @@ class SearchFilter(Shape):
     """Which searches a list shows: those in one of these states, or in any state if ``states`` is empty."""
 
     states: frozenset[str] = frozenset()
+    kind: SearchKind = "plan"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from zbv_solver.errors import ContradictedBound, InfeasibleMemory, ZbvError
+from zbv_solver.errors import ContradictedBound, InfeasibleMemory, NoLayoutFits, ZbvError
 
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.documents.packing import incumbent_of
-from zbv_service.errors import INTERNAL, SEARCH_CRASHED, contradicted, infeasible, problem_document
+from zbv_service.errors import (
+    INFEASIBLE_MEMORY,
+    INTERNAL,
+    SEARCH_CRASHED,
+    contradicted,
+    infeasible,
+    problem_document,
+)
 from zbv_service.observability.metrics import Metrics
-from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
+from zbv_service.records.searches import Claim, NewRanking, Outcome, Refusal, Update
 from zbv_service.searches.executors.executor import Computation, SearchCrashed, SearchEvicted, SearchLost
 
 RETRY_SECONDS = 1.0
@@ -139,11 +146,14 @@ class Endings:
         """Wait for a computation to end; returns the function that stores its outcome."""
         claim, table = attempt.claim, self._table
         try:
-            plan = await attempt.computation.plan()
+            found = await attempt.computation.plan()
         except ContradictedBound as error:
             return partial(self._fail_contradicted, attempt, error)
         except InfeasibleMemory as error:
             return partial(table.ended, claim.id, claim.fence, "infeasible", infeasible(error))
+        except NoLayoutFits as error:
+            document = problem_document(INFEASIBLE_MEMORY, str(error))
+            return partial(table.ended, claim.id, claim.fence, "infeasible", document)
         except (SearchCrashed, SearchLost) as error:
             logger.warning("search %s lost its process: %s", claim.id, error)
             return partial(self._requeue, attempt, error)
@@ -153,8 +163,9 @@ class Endings:
             detail = str(error) if isinstance(error, ZbvError) else "The search failed; see the log."
             document = problem_document(INTERNAL, detail)
             return partial(table.ended, claim.id, claim.fence, "failed", document)
-        self.note_refusal(attempt, plan.refusal)
-        return partial(self._keep, attempt, plan)
+        if not isinstance(found, NewRanking):
+            self.note_refusal(attempt, found.refusal)
+        return partial(self._keep, attempt, found)
 
     def note_refusal(self, attempt: Attempt, refusal: Refusal | None) -> None:
         """Log and count once that an attempt could not use its stored incumbent."""
@@ -171,22 +182,27 @@ class Endings:
     async def _fail_contradicted(self, attempt: Attempt, error: ContradictedBound) -> bool:
         """Fail a search with a plan that undercuts a bound. Another attempt would hide the bug."""
         claim = attempt.claim
-        document = contradicted(error, f"/v1/searches/{claim.id}/problem")
+        where = "layouts/{}/request" if claim.kind == "layouts" else "searches/{}/problem"
+        document = contradicted(error, f"/v1/{where.format(claim.id)}")
         is_ours = await self._table.contradicted(claim.id, claim.fence, document)
         if is_ours:
             logger.error("search %s failed: %s", claim.id, error)
             self._metrics.bound_contradicted()
         return is_ours
 
-    async def _keep(self, attempt: Attempt, plan: NewPlan) -> bool:
-        """Store a plan. If only the service's stop ended the search, the plan becomes its incumbent."""
+    async def _keep(self, attempt: Attempt, found: Outcome) -> bool:
+        """Store a result. If only the service's stop ended the search, a plan becomes its incumbent."""
         claim = attempt.claim
+        is_ranking = isinstance(found, NewRanking)
         if self._stopping.is_set() and not await self._is_cancelled(claim.id):
-            found = await asyncio.to_thread(incumbent_of, plan)
-            is_ours, end = await self._table.release(claim.id, claim.fence, found), "was queued again"
+            known = None if is_ranking else await asyncio.to_thread(incumbent_of, found)
+            is_ours, end = await self._table.release(claim.id, claim.fence, known), "was queued again"
+        elif is_ranking:
+            is_ours = await self._table.ranked(claim.id, claim.fence, found)
+            end = f"found {len(found.plans)} layouts"
         else:
-            is_ours = await self._table.finished(claim.id, claim.fence, plan)
-            end = f"found plan {plan.summary.plan_id}"
+            is_ours = await self._table.finished(claim.id, claim.fence, found)
+            end = f"found plan {found.summary.plan_id}"
         logger.info("search %s %s", claim.id, end if is_ours else "now belongs to another service")
         return is_ours
 

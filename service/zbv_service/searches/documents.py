@@ -27,18 +27,13 @@ class SearchRequest(RequestDocument):
     options: OptionsDocument = OptionsDocument()
 
 
-class SearchDocument(BaseModel):
-    """A search, running or ended.
-
-    ``objective``, ``lower_bound`` and ``gap`` are those of the best plan known so far.
-    """
+class StoredSearch(BaseModel):
+    """What the documents of all searches have in common."""
 
     model_config = ConfigDict(from_attributes=True)
 
     id: str
     state: SearchState
-    problem_summary: ProblemSummary = Field(validation_alias="summary")
-    options: OptionsDocument
     objective: float | None = None
     lower_bound: float | None = None
     gap: float | None = None
@@ -55,21 +50,32 @@ class SearchDocument(BaseModel):
     updated_at: datetime
     finished_at: datetime | None = None
 
+    def json_bytes(self) -> bytes:
+        """The document as UTF-8 JSON."""
+        return json_bytes(self.as_json())
+
+    def as_json(self) -> dict[str, Any]:
+        """The document before it is written as text."""
+        document: dict[str, Any] = self.model_dump(mode="json")
+        if self.error is not None:
+            document["error"] = self.error.model_dump(mode="json", exclude_none=True)
+        return document
+
+
+class SearchDocument(StoredSearch):
+    """A search, running or ended.
+
+    ``objective``, ``lower_bound`` and ``gap`` are those of the best plan known so far.
+    """
+
+    problem_summary: ProblemSummary = Field(validation_alias="summary")
+    options: OptionsDocument
+
     @classmethod
     def of(cls, record: SearchRecord, queued_before: int | None = None) -> SearchDocument:
         """The document of a stored search."""
         document = cls.model_validate(record)
         document.queued_before = queued_before
-        return document
-
-    def json_bytes(self) -> bytes:
-        """The document as UTF-8 JSON."""
-        return json_bytes(self._json())
-
-    def _json(self) -> dict[str, Any]:
-        document: dict[str, Any] = self.model_dump(mode="json")
-        if self.error is not None:
-            document["error"] = self.error.model_dump(mode="json", exclude_none=True)
         return document
 
 
@@ -82,5 +88,5 @@ class SearchList(BaseModel):
 
     def json_bytes(self) -> bytes:
         """The document as UTF-8 JSON."""
-        searches = [search._json() for search in self.searches]
+        searches = [search.as_json() for search in self.searches]
         return json_bytes({"searches": searches, "next": self.next, "previous": self.previous})

@@ -43,6 +43,9 @@ class _Found(_Event):
     gap: float | None
     method: str | None
     seconds: float | None = Field(description="Seconds since the first start of the search.")
+    considered: int | None = Field(None, description="Of a search for layouts, as in `progress`.")
+    ruled_out: int | None = None
+    planned: int | None = None
 
 
 class ImprovementEvent(_Found):
@@ -55,6 +58,20 @@ class BoundEvent(_Found):
     """A better bound was proven for the same plan."""
 
     event: Literal["bound"]
+
+
+class ProgressEvent(_Event):
+    """A search for layouts has a better bound, or has ruled out or planned more of them."""
+
+    event: Literal["progress"]
+    objective: float | None
+    lower_bound: float
+    gap: float | None
+    method: str | None
+    seconds: float | None
+    considered: int
+    ruled_out: int
+    planned: int
 
 
 class EndEvent(_Event):
@@ -73,7 +90,9 @@ class EndEvent(_Event):
     error: ProblemDetails | None
 
 
-SearchEventDocument = Annotated[StateEvent | ImprovementEvent | BoundEvent | EndEvent, Discriminator("event")]
+SearchEventDocument = Annotated[
+    StateEvent | ImprovementEvent | BoundEvent | ProgressEvent | EndEvent, Discriminator("event")
+]
 
 
 class SearchEventList(BaseModel):

@@ -9,14 +9,14 @@ import re
 import uuid
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from zbv_solver import __version__
 from zbv_solver.documents.text import canonical_json
 from zbv_solver.errors import InvalidInput
 from zbv_solver.jitter.reading import parse_jitter
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.options import EFFORTS, SearchOptions
+from zbv_solver.search.options import EFFORTS, Effort, SearchOptions
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
@@ -31,7 +31,16 @@ from zbv_service.errors import (
     TOO_MANY_SEARCHES,
     ProblemError,
 )
-from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position, SearchFilter, SearchRecord
+from zbv_service.records.searches import (
+    NamedRequest,
+    NewSearch,
+    Page,
+    Position,
+    RequestKind,
+    SearchFilter,
+    SearchKind,
+    SearchRecord,
+)
 from zbv_service.searches.documents import SearchRequest
 from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
 from zbv_service.searches.runner import Runner
@@ -45,14 +54,24 @@ logger = logging.getLogger(__name__)
 
 
 class Searches:
-    """The searches of a service."""
+    """The searches of a service for plans; :class:`zbv_service.searches.layouts.LayoutSearches` are others.
+
+    Attributes
+    ----------
+    kind, address
+        Of the searches that are found and listed.
+    """
+
+    kind: ClassVar[SearchKind] = "plan"
+    named: ClassVar[RequestKind] = "search"
+    address: ClassVar[str] = "/v1/searches"
 
     def __init__(self, table: SearchTable, runner: Runner, settings: Settings, computations: Computations):
         self._table = table
         self._computations = computations
         self._runner = runner
         self._settings = settings
-        self._names = NamedRequests("search", settings.idempotency_seconds)
+        self._names = NamedRequests(self.named, settings.idempotency_seconds)
 
     async def submit(
         self,
@@ -85,11 +104,15 @@ class Searches:
             search of this key was discarded. 429: the caller has too many searches. 503: too many bodies wait
             to be read.
         """
+        async with self._names.answering(key) as named:
+            new, fingerprint = await self._read(body)
+            return await self._submit(replace(new, created_by=caller), named(fingerprint), most)
+
+    async def _read(self, body: Any) -> tuple[NewSearch, str]:
+        """The search of a body, and the body's fingerprint."""
         is_text = isinstance(body, bytes | bytearray)
         compute = self._computations.of_body if is_text else self._computations.of_document
-        async with self._names.answering(key) as named:
-            new, fingerprint = await compute(partial(read_search, self._settings), body)
-            return await self._submit(replace(new, created_by=caller), named(fingerprint), most)
+        return await compute(partial(read_search, self._settings), body)
 
     async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
         """Queue the search that a run waits for, or return the search that already answers it.
@@ -125,7 +148,7 @@ class Searches:
 
     async def get(self, search_id: str) -> SearchRecord:
         """A search; raises :class:`ProblemError` 404."""
-        return _found(await self._table.get(_known(search_id)), search_id)
+        return self._found(await self._table.get(self._known(search_id)), search_id)
 
     async def find(self, search_id: str) -> SearchRecord | None:
         """A search, None if it was removed."""
@@ -139,7 +162,7 @@ class Searches:
         """A search and its packed problem, see :func:`parse_packed`; raises :class:`ProblemError` 404."""
         record, packed = await self.get(search_id), await self._table.problem(search_id)
         if packed is None:
-            raise _not_found(search_id)
+            raise self._not_found(search_id)
         return record, packed
 
     async def problem(self, search_id: str) -> bytes | None:
@@ -153,11 +176,12 @@ class Searches:
 
     async def page(self, wanted: SearchFilter, limit: int, after: Position | None) -> Page[SearchRecord]:
         """One page of searches, newest first, starting at a position."""
-        return await self._table.page(wanted, limit, after)
+        return await self._table.page(replace(wanted, kind=self.kind), limit, after)
 
     async def cancel(self, search_id: str) -> SearchRecord:
         """Ask a search to stop and keep its best plan; an ended search does not change."""
-        record = _found(await self._table.request_cancel(_known(search_id)), search_id)
+        await self.get(search_id)
+        record = self._found(await self._table.request_cancel(search_id), search_id)
         self._runner.cancel(search_id)
         self._runner.wake()
         return record
@@ -176,14 +200,32 @@ class Searches:
         ProblemError
             404: there is no such search. 409: a run waits for it.
         """
+        await self.get(search_id)
         try:
-            if not await self._table.discard(_known(search_id)):
-                raise _not_found(search_id)
+            if not await self._table.discard(search_id):
+                raise self._not_found(search_id)
         except SearchInUse as error:
             raise ProblemError(
                 SEARCH_IN_USE, f"run {error.run_id} waits for search {search_id}; cancel the run first."
             ) from None
         self._runner.cancel(search_id)
+
+    def _known(self, search_id: str) -> str:
+        """The id, if it has the form of one; databases reject some texts.
+
+        Raises :class:`ProblemError` 404.
+        """
+        if not _ID.fullmatch(search_id):
+            raise self._not_found(search_id)
+        return search_id
+
+    def _found(self, record: SearchRecord | None, search_id: str) -> SearchRecord:
+        if record is None or record.kind != self.kind:
+            raise self._not_found(search_id)
+        return record
+
+    def _not_found(self, search_id: str) -> ProblemError:
+        return ProblemError(NOT_FOUND, f"found no search {search_id[:64]!r}; GET {self.address} lists them.")
 
 
 def parse_packed(packed: bytes) -> Question:
@@ -213,23 +255,24 @@ def parse_request(body: Any, settings: Settings) -> tuple[Question, OptionsDocum
     """The problem and options of a request body; raises :class:`InvalidInput`."""
     request = parse_body(SearchRequest, body)
     question = read_question(request.problem, settings.max_cells)
-    limit = request.options.time_limit
-    if limit is not None and limit > settings.max_time_limit:
-        raise InvalidInput.at(
-            "/options/time_limit",
-            f"found {limit:.15g}; this service takes at most {settings.max_time_limit:.15g} seconds.",
-        )
-    highest = settings.max_effort
-    if EFFORTS.index(request.options.effort) > EFFORTS.index(highest):
-        raise InvalidInput.at(
-            "/options/effort",
-            f"found {request.options.effort}; this service takes at most {highest}.",
-        )
+    require_allowed(request.options.effort, request.options.time_limit, settings)
     try:
         _require_jitter(request.options, question.pp_degree)
     except InvalidInput as error:
         raise error.below("/options") from None
     return question, request.options
+
+
+def require_allowed(effort: Effort | None, time_limit: float | None, settings: Settings) -> None:
+    """Raise :class:`InvalidInput` for options beyond the limits of the service."""
+    if time_limit is not None and time_limit > settings.max_time_limit:
+        raise InvalidInput.at(
+            "/options/time_limit",
+            f"found {time_limit:.15g}; this service takes at most {settings.max_time_limit:.15g} seconds.",
+        )
+    highest = settings.max_effort
+    if effort is not None and EFFORTS.index(effort) > EFFORTS.index(highest):
+        raise InvalidInput.at("/options/effort", f"found {effort}; this service takes at most {highest}.")
 
 
 def _require_jitter(options: OptionsDocument, pp_degree: int) -> None:
@@ -247,20 +290,3 @@ def request_key(problem: dict[str, Any], options: dict[str, Any]) -> str:
     """Hash of the normalised problem, the options and the planner's version, which determine the result."""
     asked = {"problem": problem, "options": options, "version": __version__}
     return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
-
-
-def _known(search_id: str) -> str:
-    """The id, if it has the form of one; databases reject some texts. Raises :class:`ProblemError` 404."""
-    if not _ID.fullmatch(search_id):
-        raise _not_found(search_id)
-    return search_id
-
-
-def _found(record: SearchRecord | None, search_id: str) -> SearchRecord:
-    if record is None:
-        raise _not_found(search_id)
-    return record
-
-
-def _not_found(search_id: str) -> ProblemError:
-    return ProblemError(NOT_FOUND, f"found no search {search_id[:64]!r}; GET /v1/searches lists them.")

@@ -24,11 +24,26 @@ _MAX_NUMBER = 2**31 - 1
 
 router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_function=operation_id)
 
-_Number = Annotated[int | None, Query(ge=0, le=_MAX_NUMBER, description="Return only events after this one.")]
-_LastEventId = Annotated[
+EventNumber = Annotated[
+    int | None, Query(ge=0, le=_MAX_NUMBER, description="Return only events after this one.")
+]
+LastEventId = Annotated[
     int | None,
     Header(alias="Last-Event-ID", ge=0, le=_MAX_NUMBER, description="As `after`; browsers send it."),
 ]
+
+EVENTS_DESCRIPTION = "The events so far, or a stream of them that ends after the event `end`."
+EVENTS_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {
+            EVENT_STREAM: {
+                "schema": {"type": "string"},
+                "example": 'event: end\ndata: {"id":9,"event":"end","state":"done"}\nid: 9\n\n',
+            }
+        }
+    },
+    204: {"description": "No event follows, because the search has ended. Do not reconnect."},
+}
 
 
 @router.get(
@@ -36,29 +51,26 @@ _LastEventId = Annotated[
     dependencies=[READ],
     summary="Follow the events of a search",
     response_model=SearchEventList,
-    response_description="The events so far, or a stream of them that ends after the event `end`.",
-    responses={
-        200: {
-            "content": {
-                EVENT_STREAM: {
-                    "schema": {"type": "string"},
-                    "example": 'event: end\ndata: {"id":9,"event":"end","state":"done"}\nid: 9\n\n',
-                }
-            }
-        },
-        204: {"description": "No event follows, because the search has ended. Do not reconnect."},
-    },
+    response_description=EVENTS_DESCRIPTION,
+    responses=EVENTS_RESPONSES,
 )
 async def follow_search(
-    request: Request, search_id: str, after: _Number = None, last_event_id: _LastEventId = None
+    request: Request, search_id: str, after: EventNumber = None, last_event_id: LastEventId = None
 ) -> Response:
     """Typed events, numbered within the search: `state`, `improvement`, `bound`, `end`.
 
     A broken stream resumes after `Last-Event-ID`, at any service on the same database. With
     `Accept: application/json`, or `after`, the same events are a list.
     """
-    found = state_of(request)
-    record = await found.searches.get(search_id)
+    record = await state_of(request).searches.get(search_id)
+    return await events_response(request, record, after, last_event_id)
+
+
+async def events_response(
+    request: Request, record: SearchRecord, after: int | None, last_event_id: int | None
+) -> Response:
+    """The events of a search, as a stream or as a list."""
+    found, search_id = state_of(request), record.id
     number = max(after or 0, last_event_id or 0)
     forms = (EVENT_STREAM, JSON) if after is None else (JSON, EVENT_STREAM)
     if preferred(request, forms) == JSON:

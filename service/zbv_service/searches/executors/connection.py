@@ -4,7 +4,7 @@ The search sends better plans and receives a request to stop; a closed connectio
 gone. A separate thread sends only the newest report, so that the search never waits for the network.
 
 Wire format: the task sends its token and a newline; then for each report a line of JSON and the packed ranks,
-``size`` bytes of them by that JSON. The service sends ``stop`` and a newline.
+``size`` bytes of them by that JSON, null for none. The service sends ``stop`` and a newline.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from zbv_service.records.searches import Claim, NewPlan, Refusal
+from zbv_service.records.searches import Claim, Outcome, Refusal
 from zbv_service.searches.executors.task import SearchFunction, compute, update_of
 
 if TYPE_CHECKING:
+    from zbv_solver.layouts.progress import LayoutProgress
     from zbv_solver.search.search import Progress
 
 CONNECT_SECONDS = 10.0
@@ -28,7 +29,7 @@ REPORT_SECONDS = 0.25
 """Minimal time between two reports of one search."""
 
 
-def run_connected(claim: Claim, search: SearchFunction, address: tuple[str, int], token: str) -> NewPlan:
+def run_connected(claim: Claim, search: SearchFunction, address: tuple[str, int], token: str) -> Outcome:
     """Run a search that reports to an address; the token identifies the search.
 
     Raises
@@ -53,7 +54,7 @@ class ServiceConnection:
         self._closed = threading.Event()
         self._fresh = threading.Event()
         self.refusal: Refusal | None = None
-        self._latest: Progress | None = None
+        self._latest: Progress | LayoutProgress | None = None
         self._threads = [
             threading.Thread(target=target, name=f"zbv-{target.__name__}", daemon=True)
             for target in (self._listen, self._send_reports)
@@ -61,7 +62,7 @@ class ServiceConnection:
         for thread in self._threads:
             thread.start()
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: Progress | LayoutProgress) -> None:
         """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""
         self._latest = progress
         self._fresh.set()
@@ -107,8 +108,8 @@ class ServiceConnection:
             self._closed.wait(REPORT_SECONDS)
 
 
-def _report(progress: Progress, refusal: Refusal | None) -> bytes:
+def _report(progress: Progress | LayoutProgress, refusal: Refusal | None) -> bytes:
     fields = asdict(update_of(progress, refusal))
     ranks = fields.pop("incumbent")
-    header = json.dumps(fields | {"size": len(ranks)}, allow_nan=False)
-    return header.encode() + b"\n" + bytes(ranks)
+    header = json.dumps(fields | {"size": None if ranks is None else len(ranks)}, allow_nan=False)
+    return header.encode() + b"\n" + bytes(ranks or b"")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from zbv_service.records.searches import Claim, NewPlan, Update
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.task import SearchFunction
 
 
@@ -38,7 +38,7 @@ class Computation(Protocol):
     def is_under_way(self) -> bool:
         """Whether its process has begun to compute."""
 
-    async def plan(self) -> NewPlan:
+    async def plan(self) -> Outcome:
         """Compute the plan; called once.
 
         Raises

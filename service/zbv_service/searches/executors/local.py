@@ -8,7 +8,7 @@ from concurrent.futures import BrokenExecutor, Future
 from functools import partial
 
 from zbv_service.compute.processes import IsolatedProcesses, ShutDown
-from zbv_service.records.searches import Claim, NewPlan, Update
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.connection import run_connected
 from zbv_service.searches.executors.executor import SearchCrashed, SearchLost
 from zbv_service.searches.executors.progress import ProgressServer, TaskConnection
@@ -72,14 +72,14 @@ class LocalComputation(TaskConnection):
         self,
         processes: IsolatedProcesses,
         progress: ProgressServer,
-        run: Callable[[tuple[str, int], str], NewPlan],
+        run: Callable[[tuple[str, int], str], Outcome],
         on_update: Callable[[Update], None],
     ):
         super().__init__(on_update)
         self._processes = processes
         self._progress = progress
         self._run = run
-        self._future: Future[NewPlan] | None = None
+        self._future: Future[Outcome] | None = None
         self._was_killed = False
         progress.expect(self)
 
@@ -94,7 +94,7 @@ class LocalComputation(TaskConnection):
         """Whether its process has connected."""
         return self.writer is not None
 
-    async def plan(self) -> NewPlan:
+    async def plan(self) -> Outcome:
         """Compute the plan; raises :class:`SearchCrashed`, :class:`SearchLost`, or the search's own error."""
         try:
             # Starting a process takes some milliseconds, so another thread does it.

@@ -116,9 +116,9 @@ async def _read_update(reader: asyncio.StreamReader) -> Update | None:
         return None
     fields = json.loads(header)
     size = fields.pop("size")
-    if not 0 <= size <= MAX_RANKS_BYTES:
+    if size is not None and not 0 <= size <= MAX_RANKS_BYTES:
         raise ValueError(f"a report announces {size} bytes; at most {MAX_RANKS_BYTES} are taken.")
     refusal = fields.pop("refusal")
     if refusal is not None:
         fields["refusal"] = Refusal(**refusal)
-    return Update(**fields, incumbent=await reader.readexactly(size))
+    return Update(**fields, incumbent=None if size is None else await reader.readexactly(size))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zbv_solver.errors import ContradictedBound, InvalidPlan
+from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
@@ -20,7 +21,8 @@ from zbv_solver.problem.writing import problem_json
 
 from zbv_service.documents.packing import finite_or_none, pack_incumbent, pack_plan, unpack
 from zbv_service.documents.problems import Question, answers
-from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
+from zbv_service.records.searches import Claim, Outcome, Refusal, Update
+from zbv_service.searches.executors.layouts import rank_layouts, update_of_layouts
 
 if TYPE_CHECKING:  # loading the solver's kernels takes a second, which only search processes need
     from zbv_solver.search.search import Progress
@@ -50,7 +52,7 @@ class Reporter(Protocol):
 
     refusal: Refusal | None
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: Progress | LayoutProgress) -> None:
         """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""
 
     def is_stopped(self) -> bool:
@@ -73,20 +75,23 @@ def solver_search(
     return search(problem, SearchOptions(**known), on_progress, cancelled, incumbent)
 
 
-def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan:
+def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> Outcome:
     """Run a claimed search to its end; its options also have ``workers``, the number of threads.
 
-    If the stored incumbent does not fit the problem, it is refused and the search starts without it.
+    ``search`` is for plans. If the stored incumbent does not fit the problem, it is refused and the search
+    starts without it.
 
     Raises
     ------
-    InfeasibleMemory
-        No plan fits the memory limit.
+    InfeasibleMemory, NoLayoutFits
+        No plan or layout fits the memory limit.
     InvalidPlan
         The search returned a plan of another problem.
     ContradictedBound
         A verified plan undercuts a lower bound.
     """
+    if claim.kind == "layouts":
+        return rank_layouts(claim, reporter.report, reporter.is_stopped)
     question = parse_any_problem(unpack(claim.problem))
     if isinstance(question, Problem):  # for layers, only the search can tell
         question.require_feasible()
@@ -129,8 +134,10 @@ def _incumbent(question: Question, found: Any) -> Orders | Plan:
     return make_plan(problem, orders, method="resumed")
 
 
-def update_of(progress: Progress, refusal: Refusal | None = None) -> Update:
+def update_of(progress: Progress | LayoutProgress, refusal: Refusal | None = None) -> Update:
     """A report in the form that is stored; packing the ranks of a large problem takes time."""
+    if isinstance(progress, LayoutProgress):
+        return update_of_layouts(progress)
     problem = progress.problem
     return Update(
         objective=progress.objective,

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from distributed.scheduler import KilledWorker
 
-from zbv_service.records.searches import Claim, NewPlan, Update
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
 from zbv_service.searches.executors.task import SearchFunction
@@ -38,7 +38,7 @@ class DaskComputation:
         search: SearchFunction,
         on_update: Callable[[Update], None],
         look_now: Callable[[], None],
-        compute: Callable[[DaskComputation], Awaitable[NewPlan]],
+        compute: Callable[[DaskComputation], Awaitable[Outcome]],
     ):
         self._look_now = look_now
         self._compute = compute
@@ -50,7 +50,7 @@ class DaskComputation:
         self.token = secrets.token_hex(16)
         self.place: str | None = None
         self.allowed: frozenset[str] = frozenset()
-        self.outcome: asyncio.Future[NewPlan] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
         """Ask the search to return its best plan, now or as soon as it begins."""
@@ -66,7 +66,7 @@ class DaskComputation:
         """Whether a worker has said that it computes the search."""
         return self.place is not None
 
-    async def plan(self) -> NewPlan:
+    async def plan(self) -> Outcome:
         """Compute the plan; raises :class:`SearchCrashed`, :class:`SearchLost`, or the search's own error."""
         return await self._compute(self)
 
@@ -88,7 +88,7 @@ class DaskComputation:
         if not self.outcome.done():
             self.outcome.set_exception(error)
 
-    def take_outcome(self, submitted: asyncio.Future[NewPlan]) -> None:
+    def take_outcome(self, submitted: asyncio.Future[Outcome]) -> None:
         """Take the outcome that Dask reports."""
         if submitted.cancelled():
             self.fail(SearchLost("the Dask scheduler lost it."))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from distributed import Client
 
-from zbv_service.records.searches import NewPlan
+from zbv_service.records.searches import Outcome
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.worker import Evicted, describe, exchange, run_on_worker, welcome
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
@@ -112,7 +112,7 @@ class Cluster:
     def _exchanges(self) -> list[asyncio.Task[None]]:
         return [worker.asking for worker in self._workers.values() if worker.asking is not None]
 
-    async def submit(self, computation: DaskComputation, patience: float) -> NewPlan:
+    async def submit(self, computation: DaskComputation, patience: float) -> Outcome:
         """Submit a search to the usable workers, and return its plan."""
         usable = self._usable
         computation.allowed = frozenset(usable)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from zbv_service.records.searches import Claim, NewPlan, Update
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.connection import Cluster
 from zbv_service.searches.executors.executor import SearchLost
@@ -91,7 +91,7 @@ class DaskExecutor:
         """Prepare a search for computation by some worker."""
         return DaskComputation(claim, search, on_update, self._due.set, self._compute)
 
-    async def _compute(self, computation: DaskComputation) -> NewPlan:
+    async def _compute(self, computation: DaskComputation) -> Outcome:
         """Submit a computation and wait for its outcome."""
         cluster = self._cluster
         if cluster is None:

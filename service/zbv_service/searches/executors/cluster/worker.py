@@ -28,10 +28,11 @@ import zbv_solver
 from distributed import Worker, get_worker
 from distributed.core import Status
 
-from zbv_service.records.searches import Claim, NewPlan, Refusal, Update
+from zbv_service.records.searches import Claim, Outcome, Refusal, Update
 from zbv_service.searches.executors.task import SearchFunction, compute, update_of
 
 if TYPE_CHECKING:
+    from zbv_solver.layouts.progress import LayoutProgress
     from zbv_solver.search.search import Progress
 
 _PACKAGES = ("numpy", "numba", "ortools", "distributed")
@@ -125,13 +126,13 @@ class Mailbox:
         self._worker = get_worker()
         self._lock = threading.Lock()
         self.refusal: Refusal | None = None
-        self._latest: Progress | None = None
+        self._latest: Progress | LayoutProgress | None = None
         self._number = 0
         self._stopped = threading.Event()
         self._has_given_up = threading.Event()
         self._heard = time.monotonic()
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: Progress | LayoutProgress) -> None:
         """Leave a report, replacing the previous one."""
         with self._lock:
             self._latest, self._number = progress, self._number + 1
@@ -175,7 +176,7 @@ class Mailbox:
 _mailboxes: dict[str, Mailbox] = {}
 
 
-def run_on_worker(claim: Claim, search: SearchFunction, token: str, service: str, patience: float) -> NewPlan:
+def run_on_worker(claim: Claim, search: SearchFunction, token: str, service: str, patience: float) -> Outcome:
     """Run a search in this worker's thread.
 
     Raises

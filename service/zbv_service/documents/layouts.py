@@ -1,0 +1,120 @@
+"""Requests for layouts: what ``zbv layout`` reads from its files and flags, as one document."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from zbv_solver.documents.fields import Number
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.layouts.cluster import parse_cluster
+from zbv_solver.layouts.layout import Fixed, Order, Recompute
+from zbv_solver.layouts.request import Request, parse_request
+
+from zbv_service.documents.shared import RequestDocument
+
+MAX_DEVICES = 65_536
+MAX_BATCH = 65_536
+"""Largest cluster and global batch: the number of layouts grows with their divisors."""
+MAX_TOP = 20
+Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] | None
+
+
+class FixedParts(RequestDocument):
+    """The parts of a layout that are given. The search chooses the others."""
+
+    tensor_parallel: Degree = None
+    context_parallel: Degree = None
+    expert_parallel: Degree = None
+    data_parallel: Degree = None
+    pipeline_parallel: Degree = None
+    microbatch_size: Annotated[int, Field(strict=True, ge=1, le=MAX_BATCH)] | None = None
+    zero_stage: Annotated[int, Field(strict=True, ge=0, le=3)] | None = None
+    recompute: Recompute | None = None
+    placement: Order | None = None
+
+
+class LayoutOptions(RequestDocument):
+    """How hard to search."""
+
+    effort: Literal["quick", "standard", "thorough"] | None = Field(
+        None,
+        description="Searches better plans for the most promising layouts; null constructs orders alone.",
+    )
+    time_limit: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Seconds; null means to search until the best layouts are proved."
+    )
+
+
+class LayoutRequest(RequestDocument):
+    """A model and a cluster to search the best layouts for; see `zbv layout`."""
+
+    model: dict[str, Any] = Field(
+        description="As `model.json` of `zbv layout`: sections `model` and `parallel`, names of `presets`, "
+        "`global_batch` and `sequence_length`; or a `config.json` of transformers."
+    )
+    cluster: dict[str, Any] = Field(description="As `cluster.json` of `zbv layout`.")
+    global_batch: Annotated[int, Field(strict=True, ge=1, le=MAX_BATCH)] | None = Field(
+        None, description="Sequences per step; null: as the model says."
+    )
+    sequence_length: Annotated[int, Field(strict=True, ge=1)] | None = Field(
+        None, description="Tokens per sequence; null: as the model says."
+    )
+    fixed: FixedParts = FixedParts()
+    executor: Literal["zbv"] = "zbv"
+    top: Annotated[int, Field(strict=True, ge=1, le=MAX_TOP)] = Field(1, description="Layouts to list.")
+    options: LayoutOptions = LayoutOptions()
+
+
+def read_layouts(asked: LayoutRequest) -> Request:
+    """The solver's question; raises :class:`InvalidInput`, with pointers into the request."""
+    try:
+        cluster = parse_cluster(asked.cluster)
+    except InvalidInput as error:
+        raise error.below("/cluster") from None
+    if cluster.devices > MAX_DEVICES:
+        raise InvalidInput.at(
+            "/cluster", f"found {cluster.devices} devices; this service takes at most {MAX_DEVICES}."
+        )
+    try:
+        found = parse_request(
+            asked.model,
+            cluster,
+            Fixed(**asked.fixed.model_dump()),
+            global_batch=asked.global_batch,
+            sequence_length=asked.sequence_length,
+        )
+    except InvalidInput as error:
+        issues = [_placed(issue, asked) for issue in error.issues]
+        raise InvalidInput(issues, error.more, error.is_partial) from None
+    if found.global_batch > MAX_BATCH:
+        raise InvalidInput.at(
+            "/model/global_batch",
+            f"found {found.global_batch}; this service takes at most {MAX_BATCH} sequences per step.",
+        )
+    return found
+
+
+def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
+    """An issue of ``model.json`` and its flags at its place in the request."""
+    if issue.pointer == "/global_batch" and issue.pointer[1:] not in asked.model:
+        return issue
+    if issue.pointer == "/model/sequence" and asked.sequence_length is not None:
+        return replace(issue, pointer="/sequence_length")
+    return replace(issue, pointer=f"/model{issue.pointer}")
+
+
+def layouts_summary(asked: LayoutRequest, found: Request) -> dict[str, Any]:
+    """The few values of a request that lists show."""
+    presets, device = asked.model.get("presets"), asked.cluster.get("device")
+    kind = asked.model.get("model_type")
+    name = ", ".join(map(str, presets)) if isinstance(presets, list) and presets else kind
+    return {
+        "model": name if isinstance(name, str) else None,
+        "device": device if isinstance(device, str) else None,
+        "devices": found.cluster.devices,
+        "global_batch": found.global_batch,
+        "sequence_length": found.config.model.sequence,
+        "layouts": len(found.layouts),
+    }

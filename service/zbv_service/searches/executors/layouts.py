@@ -1,0 +1,84 @@
+"""One search of layouts as a function of plain data; :mod:`zbv_service.searches.executors.task` calls it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from zbv_solver.layouts.answer import ranking_json
+from zbv_solver.layouts.progress import LayoutProgress
+from zbv_solver.plans.certificate import gap_of
+from zbv_solver.search.options import SearchOptions
+
+from zbv_service.documents.layouts import LayoutRequest, read_layouts
+from zbv_service.documents.packing import finite_or_none, pack, pack_plan, unpack
+from zbv_service.records.searches import Claim, NewRanking, Update
+
+
+def rank_layouts(
+    claim: Claim, report: Callable[[LayoutProgress], None], is_stopped: Callable[[], bool]
+) -> NewRanking:
+    """Search the layouts of a claim to the end.
+
+    A time limit counts once a layout was planned. After a stop, the ranking has the layouts planned so far.
+
+    Raises
+    ------
+    NoLayoutFits
+        No layout fits in memory.
+    ContradictedBound
+        A plan undercuts a lower bound.
+    """
+    from zbv_solver.layouts.search import best_layouts  # loads the kernels, which only searches need
+
+    asked = LayoutRequest.model_validate(unpack(claim.problem))
+    limit, ends = claim.options["time_limit"], _Ends(is_stopped)
+
+    def tell(progress: LayoutProgress) -> None:
+        if progress.step_time is not None and limit is not None:
+            ends.at = ends.began + limit
+        report(progress)
+
+    request, effort = read_layouts(asked), claim.options["effort"]
+    options = None if effort is None else SearchOptions(effort, workers=claim.options["workers"])
+    ranking = best_layouts(request.layouts, request.setting, asked.top, options, ends, tell)
+    document, plans = ranking_json(ranking, request, with_plans=False), []
+    for layout, planned in zip(document["layouts"], ranking.best, strict=True):
+        plans.append(pack_plan(planned.plan))
+        layout["plan_id"] = plans[-1].summary.plan_id
+    return NewRanking(
+        plans=tuple(plans),
+        document=pack(document),
+        step_time=ranking.best[0].step_time if ranking.best else None,
+        lower_bound=ranking.no_layout_below,
+        progress=_counts(ranking.considered, ranking.pruned, ranking.planned),
+    )
+
+
+def update_of_layouts(progress: LayoutProgress) -> Update:
+    """A report in the form that is stored."""
+    step, bound = progress.step_time, progress.no_layout_below
+    return Update(
+        objective=step,
+        lower_bound=bound,
+        gap=None if step is None else finite_or_none(gap_of(step, bound)),
+        method="layouts",
+        incumbent=None,
+        progress=_counts(progress.considered, progress.ruled_out, progress.planned),
+    )
+
+
+def _counts(considered: int, ruled_out: int, planned: int) -> dict[str, int]:
+    return {"considered": considered, "ruled_out": ruled_out, "planned": planned}
+
+
+class _Ends:
+    """Whether a search must end: on request, or after its time limit."""
+
+    def __init__(self, is_stopped: Callable[[], bool]):
+        self._is_stopped = is_stopped
+        self.began = time.monotonic()
+        self.at: float | None = None
+
+    def __call__(self) -> bool:
+        return self._is_stopped() or (self.at is not None and time.monotonic() >= self.at)

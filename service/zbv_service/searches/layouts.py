@@ -1,0 +1,71 @@
+"""Accepts and reads searches of layouts, which are searches of another kind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from functools import partial
+from typing import Any, ClassVar
+
+from zbv_solver import __version__
+from zbv_solver.documents.text import canonical_json
+
+from zbv_service.documents.layouts import LayoutRequest, layouts_summary, read_layouts
+from zbv_service.documents.packing import pack, unpack
+from zbv_service.documents.parsing import parse_body, parse_json
+from zbv_service.records.searches import NewSearch, RequestKind, SearchKind, SearchRecord
+from zbv_service.searches.idempotency import fingerprint_of
+from zbv_service.searches.layout_documents import LayoutSearchDocument
+from zbv_service.searches.searches import Searches, require_allowed
+from zbv_service.settings import Settings
+
+
+class LayoutSearches(Searches):
+    """The searches of a service for layouts."""
+
+    kind: ClassVar[SearchKind] = "layouts"
+    named: ClassVar[RequestKind] = "layouts"
+    address: ClassVar[str] = "/v1/layouts"
+
+    async def _read(self, body: Any) -> tuple[NewSearch, str]:
+        # Enumerating the layouts of a large cluster takes seconds.
+        return await self._computations.for_client(partial(read_layout_search, self._settings), body)
+
+    async def document(self, record: SearchRecord) -> LayoutSearchDocument:
+        """A search with its answer."""
+        packed = await self._table.answer(record.id)
+        answer = None if packed is None else await asyncio.to_thread(unpack, packed)
+        return LayoutSearchDocument.of(record, await self.queued_before(record), answer)
+
+
+def read_layout_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
+    """The search of a body, and the body's fingerprint; runs in another process.
+
+    Parameters
+    ----------
+    body
+        JSON text, or the decoded document.
+
+    Raises
+    ------
+    InvalidInput
+        The body breaks a rule, or no layout divides the cluster.
+    ProblemError
+        400: the body is not JSON.
+    """
+    document = parse_json(body) if isinstance(body, bytes | bytearray) else body
+    asked = parse_body(LayoutRequest, document)
+    require_allowed(asked.options.effort, asked.options.time_limit, settings)
+    summary = layouts_summary(asked, read_layouts(asked))
+    normal, options = asked.model_dump(mode="json"), asked.options.model_dump()
+    key = canonical_json({"layouts": normal, "version": __version__})
+    new = NewSearch(
+        id=uuid.uuid4().hex,
+        request_key=hashlib.sha256(key.encode()).hexdigest(),
+        problem=pack(normal),
+        summary=summary,
+        options=options,
+        kind="layouts",
+    )
+    return new, fingerprint_of(document)

@@ -193,11 +193,12 @@ class Endings:
     async def _keep(self, attempt: Attempt, found: Outcome) -> bool:
         """Store a result. If only the service's stop ended the search, a plan becomes its incumbent."""
         claim = attempt.claim
-        is_ranking = isinstance(found, NewRanking)
         if self._stopping.is_set() and not await self._is_cancelled(claim.id):
-            known = None if is_ranking else await asyncio.to_thread(incumbent_of, found)
+            known = None
+            if not isinstance(found, NewRanking):
+                known = await asyncio.to_thread(incumbent_of, found)
             is_ours, end = await self._table.release(claim.id, claim.fence, known), "was queued again"
-        elif is_ranking:
+        elif isinstance(found, NewRanking):
             is_ours = await self._table.ranked(claim.id, claim.fence, found)
             end = f"found {len(found.plans)} layouts"
         else:

@@ -37,13 +37,16 @@ class StateEvent(_Event):
     cancel_requested: bool
 
 
+_CONSIDERED = Field(None, description="Of a search for layouts, as `ruled_out` and `planned`.")
+
+
 class _Found(_Event):
     objective: float
     lower_bound: float
     gap: float | None
     method: str | None
     seconds: float | None = Field(description="Seconds since the first start of the search.")
-    considered: int | None = Field(None, description="Of a search for layouts, as in `progress`.")
+    considered: int | None = _CONSIDERED
     ruled_out: int | None = None
     planned: int | None = None
 
@@ -86,6 +89,9 @@ class EndEvent(_Event):
     seconds: float | None = Field(
         description="Seconds since the first start of the search; null if it never started."
     )
+    considered: int | None = _CONSIDERED
+    ruled_out: int | None = None
+    planned: int | None = None
     plan_id: str | None
     error: ProblemDetails | None
 

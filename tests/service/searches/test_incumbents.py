@@ -32,7 +32,9 @@ OTHER_LAYERS = {
 
 
 def incumbent_for(problem: Any) -> bytes:
-    return incumbent_of(pack_plan(plan_of(stages_of(parse_any_problem(problem))))).incumbent
+    packed = incumbent_of(pack_plan(plan_of(stages_of(parse_any_problem(problem))))).incumbent
+    assert packed is not None
+    return packed
 
 
 UNFIT = [

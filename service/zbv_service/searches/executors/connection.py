@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from zbv_service.records.searches import Claim, Outcome, Refusal
-from zbv_service.searches.executors.task import SearchFunction, compute, update_of
+from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
 
 if TYPE_CHECKING:
     from zbv_solver.layouts.progress import LayoutProgress
@@ -34,13 +34,13 @@ def run_connected(claim: Claim, search: SearchFunction, address: tuple[str, int]
 
     Raises
     ------
-    InfeasibleMemory
-        No plan fits the memory limit.
+    InfeasibleMemory, NoLayoutFits
+        No plan or layout fits the memory limit.
     OSError
         The service cannot be reached.
     """
     with closing(ServiceConnection(address, token)) as connection:
-        return compute(claim, search, connection)
+        return outcome_of(claim, search, connection)
 
 
 class ServiceConnection:

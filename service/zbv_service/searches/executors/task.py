@@ -21,7 +21,7 @@ from zbv_solver.problem.writing import problem_json
 
 from zbv_service.documents.packing import finite_or_none, pack_incumbent, pack_plan, unpack
 from zbv_service.documents.problems import Question, answers
-from zbv_service.records.searches import Claim, Outcome, Refusal, Update
+from zbv_service.records.searches import Claim, NewPlan, Outcome, Refusal, Update
 from zbv_service.searches.executors.layouts import rank_layouts, update_of_layouts
 
 if TYPE_CHECKING:  # loading the solver's kernels takes a second, which only search processes need
@@ -75,23 +75,35 @@ def solver_search(
     return search(problem, SearchOptions(**known), on_progress, cancelled, incumbent)
 
 
-def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> Outcome:
-    """Run a claimed search to its end; its options also have ``workers``, the number of threads.
-
-    ``search`` is for plans. If the stored incumbent does not fit the problem, it is refused and the search
-    starts without it.
+def outcome_of(claim: Claim, search: SearchFunction, reporter: Reporter) -> Outcome:
+    """Run a claimed search of any kind; ``search`` is for plans.
 
     Raises
     ------
-    InfeasibleMemory, NoLayoutFits
-        No plan or layout fits the memory limit.
+    NoLayoutFits
+        No layout fits in memory.
+    Exception
+        As :func:`compute`.
+    """
+    if claim.kind == "layouts":
+        return rank_layouts(claim, reporter.report, reporter.is_stopped)
+    return compute(claim, search, reporter)
+
+
+def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan:
+    """Run a claimed search to its end; its options also have ``workers``, the number of threads.
+
+    If the stored incumbent does not fit the problem, it is refused and the search starts without it.
+
+    Raises
+    ------
+    InfeasibleMemory
+        No plan fits the memory limit.
     InvalidPlan
         The search returned a plan of another problem.
     ContradictedBound
         A verified plan undercuts a lower bound.
     """
-    if claim.kind == "layouts":
-        return rank_layouts(claim, reporter.report, reporter.is_stopped)
     question = parse_any_problem(unpack(claim.problem))
     if isinstance(question, Problem):  # for layers, only the search can tell
         question.require_feasible()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -10,7 +12,7 @@ down_revision = "0009"
 branch_labels = None
 depends_on = None
 
-_SHAPE: dict[str, sa.types.TypeEngine[object]] = {
+_SHAPE: dict[str, sa.types.TypeEngine[Any]] = {
     "pp_degree": sa.Integer(),
     "microbatches": sa.Integer(),
     "placement": sa.String(16),

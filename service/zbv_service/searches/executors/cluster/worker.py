@@ -29,7 +29,7 @@ from distributed import Worker, get_worker
 from distributed.core import Status
 
 from zbv_service.records.searches import Claim, Outcome, Refusal, Update
-from zbv_service.searches.executors.task import SearchFunction, compute, update_of
+from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
 
 if TYPE_CHECKING:
     from zbv_solver.layouts.progress import LayoutProgress
@@ -181,8 +181,8 @@ def run_on_worker(claim: Claim, search: SearchFunction, token: str, service: str
 
     Raises
     ------
-    InfeasibleMemory
-        No plan fits the memory limit.
+    InfeasibleMemory, NoLayoutFits
+        No plan or layout fits the memory limit.
     Abandoned
         Nobody would receive the result; the subclasses say why.
     """
@@ -191,14 +191,14 @@ def run_on_worker(claim: Claim, search: SearchFunction, token: str, service: str
         raise Abandoned("its worker was about to end.")
     mailbox = _mailboxes[token] = Mailbox(service, patience)
     try:
-        plan = compute(claim, search, mailbox)
+        found = outcome_of(claim, search, mailbox)
         if _is_full.is_set():
             raise OutOfMemory
         if mailbox.is_worker_ending:
             raise Evicted("its worker was stopped.")
         if mailbox.is_abandoned:
             raise Abandoned("its service was silent for too long.")
-        return plan
+        return found
     finally:
         del _mailboxes[token]
 

@@ -22,6 +22,7 @@ RULES = [
     (r"\basyncio\b", "time"),
     (r"\b(async|await) ", ""),
     (r"\basynchronous\b", "synchronous"),
+    (r"\bAwaitable\[(\w+)\]", r"\1"),
     (r"\bAsyncByteStream\b", "SyncByteStream"),
     (r"\bAsync(?=[A-Z])", ""),
     (r"\b__a(enter|exit|iter)__", r"__\1__"),
@@ -36,7 +37,7 @@ def synchronous(source: Path) -> str:
     for pattern, replacement in RULES:
         text = re.sub(pattern, replacement, text)
     text = NOTICE.format(source.name) + text
-    for step in (["check", "--select", "I,UP028", "--fix", "--unsafe-fixes", "--quiet"], ["format"]):
+    for step in (["check", "--select", "F401,I,UP028", "--fix", "--unsafe-fixes", "--quiet"], ["format"]):
         named = [*RUFF, *step, "--stdin-filename", str(TARGET / source.name), "-"]
         text = subprocess.run(named, input=text, capture_output=True, text=True, check=True).stdout
     return text

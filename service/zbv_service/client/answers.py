@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import httpx
 from pydantic import Field, StrictBool, TypeAdapter, ValidationError
@@ -43,10 +43,35 @@ class Search:
         """Whether the state is final."""
         return self.state not in ("queued", "running")
 
-    def after(self, event: Event) -> Search:
+    def after(self, event: Event) -> Self:
         """The search with the changes of an event."""
         known = ("state", "objective", "lower_bound", "gap", "plan_id", "error", "method", "attempts")
         return replace(self, **{name: event.data[name] for name in known if name in event.data})
+
+
+@dataclass(frozen=True)
+class LayoutSearch(Search):
+    """A search for layouts.
+
+    Attributes
+    ----------
+    objective, lower_bound
+        Seconds: the step of the best layout so far, and a time that no layout undercuts.
+    plan_id
+        The plan of the best layout's pipeline.
+    progress
+        How many layouts were ``considered``, ``ruled_out`` and ``planned``.
+    answer
+        The ranking, once the search has ended.
+    """
+
+    summary: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, int] | None = None
+    answer: dict[str, Any] | None = None
+
+    def after(self, event: Event) -> Self:
+        """The search with the changes of an event."""
+        return replace(super().after(event), progress=event.data.get("progress", self.progress))
 
 
 @dataclass(frozen=True)
@@ -58,7 +83,7 @@ class Event:
     id
         The position in the stream; give it as ``last_event_id`` to continue after this event.
     kind
-        ``state``, ``improvement``, ``bound`` or ``end``.
+        ``state``, ``improvement``, ``bound``, ``progress`` (of layouts) or ``end``.
     data
         The changed members of the search, with the names of :class:`Search`.
     """

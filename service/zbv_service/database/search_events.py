@@ -108,7 +108,7 @@ def _state(row: SearchRow, reason: str) -> dict[str, Any]:
 
 def _found(row: SearchRow) -> dict[str, Any]:
     found = {name: getattr(row, name) for name in ("objective", "lower_bound", "gap", "method")}
-    return {**found, **(row.progress or {})}
+    return found if row.progress is None else {**found, "progress": row.progress}
 
 
 def _seconds(row: SearchRow, at: datetime) -> float | None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Discriminator, Field
 
 from zbv_service.errors import ProblemDetails
+from zbv_service.searches.layout_documents import LayoutCounts
 
 
 class _Event(BaseModel):
@@ -37,7 +38,7 @@ class StateEvent(_Event):
     cancel_requested: bool
 
 
-_CONSIDERED = Field(None, description="Of a search for layouts, as `ruled_out` and `planned`.")
+OF_LAYOUTS = Field(None, description="Of a search for layouts.")
 
 
 class _Found(_Event):
@@ -46,9 +47,7 @@ class _Found(_Event):
     gap: float | None
     method: str | None
     seconds: float | None = Field(description="Seconds since the first start of the search.")
-    considered: int | None = _CONSIDERED
-    ruled_out: int | None = None
-    planned: int | None = None
+    progress: LayoutCounts | None = OF_LAYOUTS
 
 
 class ImprovementEvent(_Found):
@@ -72,9 +71,7 @@ class ProgressEvent(_Event):
     gap: float | None
     method: str | None
     seconds: float | None
-    considered: int
-    ruled_out: int
-    planned: int
+    progress: LayoutCounts
 
 
 class EndEvent(_Event):
@@ -89,9 +86,7 @@ class EndEvent(_Event):
     seconds: float | None = Field(
         description="Seconds since the first start of the search; null if it never started."
     )
-    considered: int | None = _CONSIDERED
-    ruled_out: int | None = None
-    planned: int | None = None
+    progress: LayoutCounts | None = OF_LAYOUTS
     plan_id: str | None
     error: ProblemDetails | None
 

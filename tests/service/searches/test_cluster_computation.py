@@ -13,7 +13,7 @@ from support.fake_searches import immediate, orders_of, plan_of, stages_of
 from support.serving import PROBLEM
 from zbv_service.documents.packing import pack
 from zbv_service.documents.problems import question_json
-from zbv_service.records.searches import Claim, Update
+from zbv_service.records.searches import Claim, NewPlan, Update
 from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
@@ -96,6 +96,7 @@ async def test_a_worker_says_that_it_refused_an_incumbent(monkeypatch: pytest.Mo
     plan = await asyncio.to_thread(worker.run_on_worker, task, search, "token", "service", 60.0)
     (update,) = seen
     assert update is not None
+    assert isinstance(plan, NewPlan)
     assert plan.refusal is not None
     assert plan.refusal == update.refusal
     assert "InvalidPlan" in plan.refusal.reason

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from zbv_solver.plans.plan import Plan
 
@@ -14,6 +14,7 @@ from zbv_service.client.answers import (
     Check,
     Estimate,
     Event,
+    LayoutSearch,
     RankPlan,
     Run,
     Search,
@@ -27,6 +28,8 @@ from zbv_service.client.asynchronous.connection import AsyncConnection
 from zbv_service.client.calls import Call, as_json, as_nothing, as_text, below
 from zbv_service.client.errors import ClientError, RunTimeout, SearchTimeout
 from zbv_service.client.watch import SILENCE_SECONDS, Watch
+
+S = TypeVar("S", bound=Search)
 
 _RUN_POLL_SECONDS = 0.2
 
@@ -112,8 +115,18 @@ class AsyncClient(AsyncConnection):
         SearchTimeout
             When it has not ended after ``timeout`` seconds.
         """
-        watch = Watch(await self.search(search_id), on_progress, timeout)
-        stream, has_events = self._stream(below("searches", search_id, "events")), True
+        return await self._wait("searches", search_id, self.search, on_progress, timeout)
+
+    async def _wait(
+        self,
+        folder: str,
+        search_id: str,
+        read: Callable[[str], Awaitable[S]],
+        on_progress: Callable[[S], None] | None,
+        timeout: float | None,  # noqa: ASYNC109 - as in wait
+    ) -> S:
+        watch = Watch(await read(search_id), on_progress, timeout)
+        stream, has_events = self._stream(below(folder, search_id, "events")), True
         while not watch.search.is_finished:
             if has_events:
                 try:
@@ -126,8 +139,59 @@ class AsyncClient(AsyncConnection):
             else:
                 await asyncio.sleep(watch.pause())
             # Events carry only what changed; the search itself has every field.
-            watch.update(await self.search(search_id))
+            watch.update(await read(search_id))
         return watch.result()
+
+    async def submit_layouts(self, request: Mapping[str, Any], *, key: str | None = None) -> LayoutSearch:
+        """Start a search for the best layouts of a model on a cluster; equal requests return the same search.
+
+        Parameters
+        ----------
+        request
+            ``model``, ``cluster``, and optionally ``global_batch``, ``sequence_length``, ``fixed``, ``top``
+            and ``options``.
+        key
+            As in :meth:`submit`.
+
+        Raises
+        ------
+        InvalidRequest
+            When the request breaks a rule.
+        """
+        body = dict(request)
+        return await self._post(as_type(LayoutSearch), "layouts", json=body, key=key or uuid.uuid4().hex)
+
+    async def layouts(self, search_id: str) -> LayoutSearch:
+        """The state of a search for layouts."""
+        return await self._get(as_type(LayoutSearch), "layouts", search_id)
+
+    async def layout_searches(self, limit: int = 100, **filters: Any) -> list[LayoutSearch]:
+        """Searches for layouts, newest first, without their answers."""
+        read = as_type(list[LayoutSearch], "searches")
+        return await self._get(read, "layouts", limit=limit, **filters)
+
+    async def cancel_layouts(self, search_id: str) -> LayoutSearch:
+        """Stop a search for layouts; it keeps those planned so far."""
+        return await self._post(as_type(LayoutSearch), "layouts", search_id, "cancel")
+
+    async def delete_layouts(self, search_id: str) -> None:
+        """Delete a search for layouts."""
+        await self._call(Call("DELETE", below("layouts", search_id), as_nothing))
+
+    async def layout_events(self, search_id: str, last_event_id: str | None = None) -> AsyncIterator[Event]:
+        """The events of a search for layouts, as :meth:`events`."""
+        stream = self._stream(below("layouts", search_id, "events"), last_event_id)
+        async for event in self._events(stream, lambda: SILENCE_SECONDS):
+            yield event
+
+    async def wait_layouts(
+        self,
+        search_id: str,
+        on_progress: Callable[[LayoutSearch], None] | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - as in wait
+    ) -> LayoutSearch:
+        """Wait until a search ends with layouts, as :meth:`wait` does."""
+        return await self._wait("layouts", search_id, self.layouts, on_progress, timeout)
 
     async def check(
         self,

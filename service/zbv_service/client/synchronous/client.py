@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from zbv_solver.plans.plan import Plan
 
@@ -14,6 +14,7 @@ from zbv_service.client.answers import (
     Check,
     Estimate,
     Event,
+    LayoutSearch,
     RankPlan,
     Run,
     Search,
@@ -27,6 +28,8 @@ from zbv_service.client.calls import Call, as_json, as_nothing, as_text, below
 from zbv_service.client.errors import ClientError, RunTimeout, SearchTimeout
 from zbv_service.client.synchronous.connection import Connection
 from zbv_service.client.watch import SILENCE_SECONDS, Watch
+
+S = TypeVar("S", bound=Search)
 
 _RUN_POLL_SECONDS = 0.2
 
@@ -110,8 +113,18 @@ class Client(Connection):
         SearchTimeout
             When it has not ended after ``timeout`` seconds.
         """
-        watch = Watch(self.search(search_id), on_progress, timeout)
-        stream, has_events = self._stream(below("searches", search_id, "events")), True
+        return self._wait("searches", search_id, self.search, on_progress, timeout)
+
+    def _wait(
+        self,
+        folder: str,
+        search_id: str,
+        read: Callable[[str], S],
+        on_progress: Callable[[S], None] | None,
+        timeout: float | None,
+    ) -> S:
+        watch = Watch(read(search_id), on_progress, timeout)
+        stream, has_events = self._stream(below(folder, search_id, "events")), True
         while not watch.search.is_finished:
             if has_events:
                 try:
@@ -124,8 +137,58 @@ class Client(Connection):
             else:
                 time.sleep(watch.pause())
             # Events carry only what changed; the search itself has every field.
-            watch.update(self.search(search_id))
+            watch.update(read(search_id))
         return watch.result()
+
+    def submit_layouts(self, request: Mapping[str, Any], *, key: str | None = None) -> LayoutSearch:
+        """Start a search for the best layouts of a model on a cluster; equal requests return the same search.
+
+        Parameters
+        ----------
+        request
+            ``model``, ``cluster``, and optionally ``global_batch``, ``sequence_length``, ``fixed``, ``top``
+            and ``options``.
+        key
+            As in :meth:`submit`.
+
+        Raises
+        ------
+        InvalidRequest
+            When the request breaks a rule.
+        """
+        body = dict(request)
+        return self._post(as_type(LayoutSearch), "layouts", json=body, key=key or uuid.uuid4().hex)
+
+    def layouts(self, search_id: str) -> LayoutSearch:
+        """The state of a search for layouts."""
+        return self._get(as_type(LayoutSearch), "layouts", search_id)
+
+    def layout_searches(self, limit: int = 100, **filters: Any) -> list[LayoutSearch]:
+        """Searches for layouts, newest first, without their answers."""
+        read = as_type(list[LayoutSearch], "searches")
+        return self._get(read, "layouts", limit=limit, **filters)
+
+    def cancel_layouts(self, search_id: str) -> LayoutSearch:
+        """Stop a search for layouts; it keeps those planned so far."""
+        return self._post(as_type(LayoutSearch), "layouts", search_id, "cancel")
+
+    def delete_layouts(self, search_id: str) -> None:
+        """Delete a search for layouts."""
+        self._call(Call("DELETE", below("layouts", search_id), as_nothing))
+
+    def layout_events(self, search_id: str, last_event_id: str | None = None) -> Iterator[Event]:
+        """The events of a search for layouts, as :meth:`events`."""
+        stream = self._stream(below("layouts", search_id, "events"), last_event_id)
+        yield from self._events(stream, lambda: SILENCE_SECONDS)
+
+    def wait_layouts(
+        self,
+        search_id: str,
+        on_progress: Callable[[LayoutSearch], None] | None = None,
+        timeout: float | None = None,
+    ) -> LayoutSearch:
+        """Wait until a search ends with layouts, as :meth:`wait` does."""
+        return self._wait("layouts", search_id, self.layouts, on_progress, timeout)
 
     def check(
         self,

@@ -64,6 +64,10 @@ class LayoutRequest(RequestDocument):
     fixed: FixedParts = FixedParts()
     executor: Literal["zbv"] = "zbv"
     top: Annotated[int, Field(strict=True, ge=1, le=MAX_TOP)] = Field(1, description="Layouts to list.")
+    points: bool = Field(False, description="Adds step and memory of all layouts to the answer.")
+    sensitivity: bool = Field(
+        False, description="Adds what other devices, links, memory and batches change; takes longer."
+    )
     options: LayoutOptions = LayoutOptions()
 
 

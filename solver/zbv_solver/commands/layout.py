@@ -11,6 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
+from zbv_solver.commands.layout_details import (
+    change_text,
+    composition_table,
+    sensitivity_note,
+    sensitivity_table,
+)
 from zbv_solver.commands.layout_flags import FLAGS
 from zbv_solver.commands.messages import flag_of
 from zbv_solver.commands.searching import spinner
@@ -23,6 +29,7 @@ from zbv_solver.layouts.layout import Fixed
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import Ranking, best_layouts
+from zbv_solver.layouts.sensitivity import Outcome, outcomes
 from zbv_solver.search.options import SearchOptions
 
 ROWS = (
@@ -41,16 +48,31 @@ def layout(arguments: argparse.Namespace) -> None:
     def search(stop: Callable[[], bool]) -> Ranking:
         return best_layouts(layouts, setting, arguments.top, options, stop, lambda found: say(_news(found)))
 
+    def answer(stop: Callable[[], bool]) -> tuple[Ranking, list[Outcome] | None]:
+        ranking = search(stop)
+        if not arguments.sensitivity:
+            return ranking, None
+        found = []
+        for each in outcomes(ranking, request, stop):
+            found.append(each)
+            say(f"sensitivity: {change_text(each.change)}")
+        return ranking, found
+
     with terminated_like_interrupted(), spinner("searching layouts") as say:
         if arguments.output is None:
-            ranking = interruptible(search)
+            ranking, found = interruptible(answer)
         else:
             with output(arguments.output) as write_text:
-                ranking = interruptible(search)
-                write_text(json.dumps(ranking_json(ranking, request)) + "\n")
+                ranking, found = interruptible(answer)
+                document = ranking_json(ranking, request, with_points=arguments.points, sensitivity=found)
+                write_text(json.dumps(document) + "\n")
     console = Console(stderr=arguments.output == "-")
     console.print(_table(ranking, request))
     console.print(_verdict(ranking), highlight=False)
+    console.print(composition_table(ranking.best[0]))
+    if found is not None:
+        console.print(sensitivity_table(ranking, found))
+        console.print(sensitivity_note(ranking), highlight=False)
 
 
 def _news(found: LayoutProgress) -> str:

@@ -36,6 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("quick", "standard", "thorough"),
         help="search better plans for the most promising layouts (default: constructed orders)",
     )
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="also say what other devices, links, memory and batches change",
+    )
+    parser.add_argument(
+        "--points", action="store_true", help="write step and memory of all layouts, too (with -o)"
+    )
     fixed = parser.add_argument_group("parts of the layout", "the search chooses those that are not given")
     for name in FLAGS:
         if name in CHOICES:

@@ -32,6 +32,7 @@ from zbv_solver.estimate.transformer import Kind, LayerKind, Transformer
 CORE = frozenset(("core_attn",))
 NO_STEP = StepTimes()
 NO_TIME = TimeShares()
+NOTHING = PerAction()
 MIXED = StateBytes()
 """Adam in mixed precision."""
 
@@ -78,6 +79,8 @@ class LayerEstimate:
         What one copy costs per step.
     shares
         What its times consist of, without recomputation.
+    exchanged
+        Microseconds of F, I and W in which compute waits for exchanges, without recomputation.
     """
 
     name: str
@@ -90,6 +93,7 @@ class LayerEstimate:
     repeat: int | None = None
     step: StepTimes = NO_STEP
     shares: TimeShares = NO_TIME
+    exchanged: PerAction = NOTHING
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,7 @@ def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> L
         output_bytes=part.output_bytes,
         step=step_times(groups, state, degrees.zero_stage, device),
         shares=computed.shares + of_exchanges + TimeShares(data_parallel=replicas.total),
+        exchanged=exchanged + replicas,
     )
 
 
@@ -260,6 +265,7 @@ def _whole(kind: LayerKind, halves: list[LayerEstimate], kept: int | None) -> La
             static=whole.static + half.static,
             step=whole.step + half.step,
             shares=whole.shares + half.shares,
+            exchanged=whole.exchanged + half.exchanged,
         )
     if whole.recomputed is not None and kept is not None:
         # The inputs of the later halves are computed again with the rest.

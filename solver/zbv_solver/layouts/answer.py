@@ -4,21 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
+from zbv_solver.layouts.composition import composition
+from zbv_solver.layouts.points import points_json
 from zbv_solver.layouts.request import Request
 from zbv_solver.layouts.search import PlannedLayout, Ranking
+from zbv_solver.layouts.sensitivity import Outcome, sensitivity_json
 from zbv_solver.plans.plan import plan_json
 
 FLOPS_PER_TFLOP = 1e12
 
 
-def ranking_json(ranking: Ranking, request: Request, *, with_plans: bool = True) -> dict[str, Any]:
-    """The answer; ``with_plans`` adds the plan of every listed layout's pipeline."""
-    return {
+def ranking_json(
+    ranking: Ranking,
+    request: Request,
+    *,
+    with_plans: bool = True,
+    with_points: bool = False,
+    sensitivity: list[Outcome] | None = None,
+) -> dict[str, Any]:
+    """The answer.
+
+    Parameters
+    ----------
+    with_plans
+        Adds the plan of every listed layout's pipeline.
+    with_points
+        Adds step and memory of all layouts, as far as they are known.
+    sensitivity
+        Outcomes of changes, which are added.
+    """
+    document: dict[str, Any] = {
         "layouts": [_layout(each, request, with_plans) for each in ranking.best],
         "considered": ranking.considered,
         "pruned": ranking.pruned,
         "proof": {"no_layout_below": ranking.no_layout_below},
     }
+    if with_points:
+        document["points"] = points_json(ranking, request.setting)
+    if sensitivity is not None:
+        document["sensitivity"] = sensitivity_json(ranking, sensitivity)
+    return document
 
 
 def utilisation(planned: PlannedLayout, request: Request) -> float:
@@ -56,6 +81,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "lower_bound": planned.lower_bound,
         "model_flops_utilisation": utilisation(planned, request),
         "peak_memory": max(plan.metrics.peak_memory),
+        "composition": composition(planned).parts(),
         "partition": [] if model is None else [list(stage) for stage in model.partition],
     }
     if with_plan:

@@ -54,6 +54,15 @@ class PlannedLayout:
         return self.estimated.layout
 
 
+class Waiting(NamedTuple):
+    """A layout in the queue; ``number`` makes the order of equal bounds that of the enumeration."""
+
+    bound: float
+    number: int
+    of: Layout | EstimatedLayout | PlannedLayout
+    is_tight: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Ranking:
     """The best layouts, and what is known about the others.
@@ -61,33 +70,29 @@ class Ranking:
     Attributes
     ----------
     best
-        Best first.
+        Best first; the first ones of ``every``, which are all planned layouts.
     considered
         Number of layouts that were enumerated.
     planned
         Of these, layouts whose pipeline was planned.
     no_layout_below
         Seconds; no layout has a shorter step under the model of costs.
+    waiting, too_large
+        The other layouts: with a bound of the step, and those that do not fit.
     """
 
     best: tuple[PlannedLayout, ...]
     considered: int
     planned: int
     no_layout_below: float
+    every: tuple[PlannedLayout, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    too_large: tuple[Waiting, ...] = ()
 
     @property
     def pruned(self) -> int:
         """Layouts that were ruled out without a plan: too slow, or too large for the memory."""
         return self.considered - self.planned
-
-
-class _Waiting(NamedTuple):
-    """A layout in the queue; ``number`` makes the order of equal bounds that of the enumeration."""
-
-    bound: float
-    number: int
-    of: Layout | EstimatedLayout | PlannedLayout
-    is_tight: bool
 
 
 def best_layouts(
@@ -97,6 +102,7 @@ def best_layouts(
     options: SearchOptions | None = None,
     cancelled: Cancelled | None = None,
     report: Callable[[LayoutProgress], None] | None = None,
+    most_plans: int | None = None,
 ) -> Ranking:
     """The ``top`` layouts with the shortest steps, proved.
 
@@ -109,6 +115,8 @@ def best_layouts(
         none, and ``no_layout_below`` is that of all layouts.
     report
         Called for every better layout, and otherwise from time to time.
+    most_plans
+        Different pipelines to plan; the search then ends like a cancelled one.
 
     Raises
     ------
@@ -117,25 +125,29 @@ def best_layouts(
     """
     search = _LayoutSearch(setting)
     queue = [
-        _Waiting(setting.least_work(layout), number, layout, False) for number, layout in enumerate(layouts)
+        Waiting(setting.least_work(layout), number, layout, False) for number, layout in enumerate(layouts)
     ]
     heapq.heapify(queue)
     considered, ended, is_cancelled = len(queue), 0, False
+    too_large: list[Waiting] = []
     while queue and ended < top and not is_cancelled:
         bound, number, of, is_tight = heapq.heappop(queue)
         if isinstance(of, PlannedLayout):
             ended += 1
         elif (tighter := search.tighter(bound, number, of, is_tight)) is not None:
             heapq.heappush(queue, tighter)
+        else:
+            too_large.append(Waiting(bound, number, of, is_tight))
         if report is not None and queue and search.has_news():
             report(search.progress(considered, queue, top))
-        is_cancelled = cancelled is not None and cancelled()
+        is_cancelled = (cancelled is not None and cancelled()) or len(search.known) == most_plans
     if not search.planned and not (is_cancelled and queue):
         raise NoLayoutFits(considered, setting.cluster.memory)
     below = [each.lower_bound for each in search.planned]
-    below += [waiting.bound for waiting in queue if not isinstance(waiting.of, PlannedLayout)]
-    best = search.ranked(options, cancelled)[:top]
-    return Ranking(tuple(best), considered, len(search.planned), min(below))
+    waiting = tuple(each for each in queue if not isinstance(each.of, PlannedLayout))
+    below += [each.bound for each in waiting]
+    every = tuple(search.ranked(options, cancelled))
+    return Ranking(every[:top], considered, len(every), min(below), every, waiting, tuple(too_large))
 
 
 @dataclass
@@ -153,7 +165,7 @@ class _LayoutSearch:
         at, best = self.reported
         return best != self.best or time.monotonic() - at >= REPORT_SECONDS
 
-    def progress(self, considered: int, queue: Collection[_Waiting], top: int) -> LayoutProgress:
+    def progress(self, considered: int, queue: Collection[Waiting], top: int) -> LayoutProgress:
         """What is known now."""
         self.reported = (time.monotonic(), self.best)
         steps = sorted(each.step_time for each in self.planned)
@@ -165,7 +177,7 @@ class _LayoutSearch:
 
     def tighter(
         self, bound: float, number: int, of: Layout | EstimatedLayout, is_tight: bool
-    ) -> _Waiting | None:
+    ) -> Waiting | None:
         """The layout with a better bound or planned; None if it does not fit."""
         try:
             if isinstance(of, Layout):
@@ -173,16 +185,16 @@ class _LayoutSearch:
                 if not estimated.has_room_for_states:
                     return None
                 bound = max(bound, estimated.mean_bound, estimated.memory_bound)
-                return _Waiting(bound, number, estimated, False)
+                return Waiting(bound, number, estimated, False)
             if not is_tight:
-                return _Waiting(max(bound, of.load_bound), number, of, True)
+                return Waiting(max(bound, of.load_bound), number, of, True)
             found = self._planned(of)
         except InfeasibleMemory:
             return None
         found = replace(found, lower_bound=max(bound, found.lower_bound))
         self.planned.append(found)
         self.best = found.step_time if self.best is None else min(self.best, found.step_time)
-        return _Waiting(found.step_time, number, found, True)
+        return Waiting(found.step_time, number, found, True)
 
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
         key = (estimated.problem, estimated.estimate)

@@ -30,6 +30,7 @@ def rank_layouts(
         A plan undercuts a lower bound.
     """
     from zbv_solver.layouts.search import best_layouts  # loads the kernels, which only searches need
+    from zbv_solver.layouts.sensitivity import outcomes
 
     asked = LayoutRequest.model_validate(unpack(claim.problem))
     limit, ends = claim.options["time_limit"], _Ends(is_stopped)
@@ -42,7 +43,9 @@ def rank_layouts(
     request, effort = read_layouts(asked), claim.options["effort"]
     options = None if effort is None else SearchOptions(effort, workers=claim.options["workers"])
     ranking = best_layouts(request.layouts, request.setting, asked.top, options, ends, tell)
-    document, plans = ranking_json(ranking, request, with_plans=False), []
+    found = list(outcomes(ranking, request, ends)) if asked.sensitivity and ranking.best else None
+    document = ranking_json(ranking, request, with_plans=False, with_points=asked.points, sensitivity=found)
+    plans = []
     for layout, planned in zip(document["layouts"], ranking.best, strict=True):
         plans.append(pack_plan(planned.plan))
         layout["plan_id"] = plans[-1].summary.plan_id

@@ -1,0 +1,129 @@
+"""What the step of a planned layout consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from zbv_solver.estimate.layers import LayerEstimate
+from zbv_solver.estimate.times import TimeShares
+from zbv_solver.layouts.search import PlannedLayout
+from zbv_solver.plans.plan import Plan
+from zbv_solver.timing.start_times import execution_graph, span_start_times
+
+SECONDS = 1e-6
+"""In a microsecond."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Seconds that add up to the step.
+
+    The parts up to ``idle`` are those of the rank that computes longest in the pipeline. The last four are
+    those of the rank that needs longest for them.
+
+    Attributes
+    ----------
+    forward, backward_input, backward_weight
+        Compute, without exchanges.
+    recomputation
+        All that recomputed stages add, with their exchanges.
+    tensor_parallel, context_parallel, expert_parallel, data_parallel
+        Exchanges in every microbatch that compute does not hide.
+    transfers
+        The rank waits for data that another rank has sent.
+    idle
+        The rank waits for another rank to compute: the bubble.
+    gradient_reduction, parameter_gathering, optimizer, table_reduction
+        Work once per step; ``table_reduction`` sums the gradients of a shared embedding.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    recomputation: float
+    tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+    data_parallel: float
+    transfers: float
+    idle: float
+    gradient_reduction: float
+    parameter_gathering: float
+    optimizer: float
+    table_reduction: float
+
+    @property
+    def total(self) -> float:
+        """The step in seconds."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def composition(planned: PlannedLayout) -> Composition:
+    """Attribute the step of a layout to its parts."""
+    plan, estimate = planned.plan, planned.estimated.estimate
+    problem, model = plan.problem, plan.problem.model
+    if model is None:  # for type checkers: the plan of a layout has layers
+        raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
+    of: dict[str, LayerEstimate] = {}
+    for layer in estimate.layers:
+        copies = [layer.name] if layer.repeat is None else [f"{layer.name}.{k}" for k in range(layer.repeat)]
+        of.update(dict.fromkeys(copies, layer))
+    hosted = problem.placement.stages_of
+    rank = max(range(problem.pp_degree), key=problem.busy_time)
+    compute, again, exchanges = np.zeros(3), 0.0, TimeShares()
+    for stage in hosted[rank]:
+        for name in model.partition[stage]:
+            layer = of[name]
+            plain, waits = layer.plain.times, layer.exchanged
+            compute += _row(plain.forward, plain.backward_input, plain.backward_weight)
+            compute -= _row(waits.forward, waits.backward_input, waits.backward_weight)
+            exchanges += layer.shares
+            if model.cut.recompute[stage] or planned.layout.recompute == "full":
+                again += (layer.recomputed or layer.plain).times.total - plain.total
+    scale = problem.microbatches * SECONDS
+    forward, backward_input, backward_weight = (compute * scale).tolist()
+    of_microbatches = {
+        "forward": forward,
+        "backward_input": backward_input,
+        "backward_weight": backward_weight,
+        "recomputation": again * scale,
+        "tensor_parallel": exchanges.tensor_parallel * scale,
+        "context_parallel": exchanges.context_parallel * scale,
+        "expert_parallel": exchanges.expert_parallel * scale,
+        "data_parallel": exchanges.data_parallel * scale,
+    }
+    waiting = plan.metrics.span * SECONDS - sum(of_microbatches.values())
+    transfers = min(_transfers(plan, rank) * SECONDS, max(waiting, 0.0))
+    steps = [[of[name].step for s in stages for name in model.partition[s]] for stages in hosted]
+    busiest = max(steps, key=lambda own: sum(each.total for each in own))
+    return Composition(
+        **of_microbatches,
+        transfers=transfers,
+        idle=waiting - transfers,
+        gradient_reduction=sum(each.gradient_reduction for each in busiest) * SECONDS,
+        parameter_gathering=sum(each.parameter_gathering for each in busiest) * SECONDS,
+        optimizer=sum(each.optimizer for each in busiest) * SECONDS,
+        table_reduction=estimate.table_reduction * SECONDS,
+    )
+
+
+def _row(*values: float) -> np.ndarray:
+    return np.array(values)
+
+
+def _transfers(plan: Plan, rank: int) -> float:
+    """How long a rank waits for data that has been sent but has not arrived."""
+    graph = execution_graph(plan.problem, plan.orders)
+    start = span_start_times(plan.problem, plan.orders)
+    end = start + graph.duration
+    part = plan.orders.slice_of(rank)
+    source, began = graph.source[part], start[part]
+    free = np.concatenate((began[:1], end[part][:-1]))
+    sent = np.where(source >= 0, end[source], began)
+    return float(np.maximum(began - np.maximum(free, sent), 0.0).sum())

@@ -1,0 +1,69 @@
+"""All layouts of a ranking as points: step time over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
+from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.search import PlannedLayout, Ranking
+
+PARTS = (
+    *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
+    *("microbatch_size", "zero_stage", "placement"),
+)
+"""What tells layouts apart."""
+
+
+class LayoutPoint(NamedTuple):
+    """A layout: seconds of its step, or a lower bound, and bytes of its fullest rank, or a lower bound."""
+
+    layout: Layout
+    step_time: float
+    peak_memory: float
+
+
+def points_json(ranking: Ranking, setting: Setting) -> dict[str, Any]:
+    """All layouts in columns: those planned, those with bounds, and those that do not fit in memory.
+
+    Numbers have four digits, so that some thousand layouts stay a small document.
+    """
+    planned = [
+        LayoutPoint(each.layout, each.step_time, max(each.plan.metrics.peak_memory)) for each in ranking.every
+    ]
+    bounded: list[LayoutPoint] = []
+    too_large: list[LayoutPoint] = []
+    proved = {each.number for each in ranking.too_large}
+    for each in (*ranking.waiting, *ranking.too_large):
+        if isinstance(each.of, PlannedLayout):
+            continue
+        estimated = EstimatedLayout.of(each.of, setting) if isinstance(each.of, Layout) else each.of
+        point = LayoutPoint(estimated.layout, max(each.bound, estimated.mean_bound), least_memory(estimated))
+        is_too_large = each.number in proved or point.peak_memory > setting.cluster.memory
+        (too_large if is_too_large else bounded).append(point)
+    return {"planned": _columns(planned), "bounded": _columns(bounded), "too_large": _columns(too_large)}
+
+
+def least_memory(estimated: EstimatedLayout) -> float:
+    """Lower bound of the fullest rank's memory in bytes: the mean of all ranks.
+
+    When the last stage has computed F of a microbatch, all stages hold what this F keeps.
+    """
+    held = 0.0
+    for layer in estimated.estimate.layers:
+        kept = layer.plain.after_forward
+        if layer.recomputed is not None and estimated.layout.recompute != "none":
+            kept = min(kept, layer.recomputed.after_forward)
+        held += (layer.static.total + kept) * (layer.repeat or 1)
+    return held / estimated.layout.pipeline_parallel + estimated.setting.cluster.reserve
+
+
+def _columns(points: Iterable[LayoutPoint]) -> dict[str, list[Any]]:
+    rows = list(points)
+    parts = [asdict(each.layout) for each in rows]
+    columns: dict[str, list[Any]] = {name: [part[name] for part in parts] for name in PARTS}
+    columns["step_time"] = [float(f"{each.step_time:.4g}") for each in rows]
+    columns["peak_memory"] = [int(float(f"{each.peak_memory:.4g}")) for each in rows]
+    return columns

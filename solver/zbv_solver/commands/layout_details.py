@@ -56,8 +56,8 @@ def sensitivity_table(ranking: Ranking, found: list[Outcome]) -> Table:
 def sensitivity_note(ranking: Ranking) -> str:
     """What the table compares."""
     return (
-        f"Among the {len(nearest(ranking))} layouts with the shortest steps or least bounds; for each change, "
-        f"at most {MOST_PLANS} pipelines are planned (* a layout that was not planned may be better)."
+        f"Among the {len(nearest(ranking))} layouts with the shortest steps or least bounds. For each "
+        f"change, at most {MOST_PLANS} pipelines are planned (* a layout that was not planned may be better)."
     )
 
 

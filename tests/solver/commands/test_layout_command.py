@@ -50,6 +50,21 @@ def test_layouts_are_listed_and_written(files: list[str], tmp_path: Path, capsys
     assert main(["check", str(tmp_path / "problem.json"), str(tmp_path / "plan.json")]) == 0
 
 
+def test_parts_of_the_step_and_changes_are_printed(files: list[str], tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "layouts.json"
+    asked = ["layout", *files, "--microbatch-size", "1", "--sensitivity", "--points", "-o", str(path)]
+    assert main(asked) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the best step consists of" in out
+    assert "backward weight" in out
+    assert "memory x 0.9" in out
+    assert "at most 4 pipelines are planned" in out
+    found = json.loads(path.read_text())
+    counts = [len(each["step_time"]) for each in found["points"].values()]
+    assert sum(counts) == found["considered"]
+    assert found["sensitivity"]["step_time"] == found["layouts"][0]["step_time"]
+
+
 def test_a_full_search_of_the_best_is_not_worse(files: list[str], capsys: Capture) -> None:
     steps = []
     for effort in ([], ["--effort", "quick"]):

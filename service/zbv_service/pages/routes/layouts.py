@@ -1,0 +1,91 @@
+"""``/layouts``: the form and the list of searches for layouts, and the page of one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs, quote
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from zbv_solver.errors import InvalidInput
+
+from zbv_service.api.bodies import read_form
+from zbv_service.api.negotiation import root_of
+from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.documents.packing import unpack
+from zbv_service.pages.answers import html, page, shell_of
+from zbv_service.pages.shell import render
+from zbv_service.pages.views.layout_form import LayoutForm, form_of
+from zbv_service.pages.views.layout_search import LayoutSearchView, layout_view
+from zbv_service.records.searches import FINISHED, SearchFilter
+from zbv_service.searches.layout_documents import LayoutSearchDocument
+from zbv_service.security.scheme import READ, needs
+
+MAX_FORM_BYTES = 256 * 1024
+"""Most bytes of a form, which may have a model and a cluster as JSON."""
+LISTED = 20
+"""Searches below the form."""
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/layouts", dependencies=[READ])
+async def get_layouts_page(request: Request) -> HTMLResponse:
+    """The form, empty or with the request of an earlier search (``from``), and the newest searches."""
+    source = request.query_params.get("from", "")
+    form = LayoutForm()
+    if source:
+        _, packed = await state_of(request).layouts.asked(source)
+        form = form_of(unpack(packed))
+    return await _form_page(request, form)
+
+
+@router.post("/layouts", dependencies=[needs("search")])
+async def post_layouts(request: Request) -> Response:
+    """Start a search, and show its page; a form with mistakes comes back with what is wrong."""
+    form = LayoutForm.parse(parse_qs(await read_form(request, MAX_FORM_BYTES)))
+    found = state_of(request)
+    try:
+        record = await found.layouts.submit(
+            form.document(), caller=caller_of(request), most=most_searches(request)
+        )
+    except InvalidInput as error:
+        return await _form_page(request, form.with_issues(error), 422)
+    return RedirectResponse(f"{root_of(request)}/layouts/{quote(record.id)}", 303)
+
+
+@router.get("/layouts/{search_id}", dependencies=[READ])
+async def get_layout_search(request: Request, search_id: str) -> HTMLResponse:
+    """The page of a search for layouts."""
+    found = state_of(request).layouts
+    record, packed = await found.asked(search_id)
+    document = await found.document(record)
+    view = await state_of(request).computations.run(partial(_view, document, root_of(request)), packed)
+    is_open = record.state not in FINISHED
+    return page(request, "layout_search.html.j2", view=view, row=record, is_open=is_open)
+
+
+@router.get("/layouts/{search_id}/layouts.json", dependencies=[READ])
+async def get_layouts_json(request: Request, search_id: str) -> Response:
+    """The search as JSON, with its answer."""
+    found = state_of(request).layouts
+    document = await found.document(await found.get(search_id))
+    return JSONResponse(document.as_json(), headers={"Cache-Control": "no-store"})
+
+
+@router.post("/layouts/{search_id}/cancel", dependencies=[needs("search")])
+async def post_cancel(request: Request, search_id: str) -> Response:
+    """Stop a search; the layouts planned so far are kept."""
+    await state_of(request).layouts.cancel(search_id)
+    return RedirectResponse(f"{root_of(request)}/layouts/{quote(search_id)}", 303)
+
+
+async def _form_page(request: Request, form: LayoutForm, status: int = 200) -> HTMLResponse:
+    listed = await state_of(request).layouts.page(SearchFilter(), LISTED, None)
+    values: dict[str, Any] = {"form": form, "rows": listed.items}
+    return html(render("layouts.html.j2", shell_of(request), **values), status)
+
+
+def _view(document: LayoutSearchDocument, root: str, packed: bytes) -> LayoutSearchView:
+    return layout_view(document, unpack(packed), root)

@@ -1,0 +1,179 @@
+"""The form of a search for layouts: its values, and the request that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.estimate.presets import preset, preset_names
+
+NUMBERS = ("global_batch", "sequence_length", "top")
+FIXED_NUMBERS = (
+    *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
+    *("microbatch_size", "zero_stage"),
+)
+FIXED_CHOICES = {
+    "recompute": ("none", "full", "per-stage"),
+    "placement": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
+}
+EFFORTS = (
+    ("", "constructed orders: seconds"),
+    ("quick", "quick: a second more per promising layout"),
+    ("standard", "standard: up to minutes"),
+)
+DEFAULTS: Mapping[str, str] = {
+    "model": "llama-3.1-8b",
+    "device": "h100",
+    "nodes": "2",
+    "gpus_per_node": "8",
+    "global_batch": "128",
+    "top": "5",
+    "sensitivity": "on",
+}
+
+
+@dataclass(frozen=True)
+class LayoutForm:
+    """The form as text.
+
+    Attributes
+    ----------
+    values
+        By the name of the field; absent fields are empty.
+    issues
+        What is wrong: the place, and a sentence.
+    """
+
+    values: Mapping[str, str] = field(default_factory=lambda: DEFAULTS)
+    issues: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Sequence[str]]) -> LayoutForm:
+        """The form that a browser sent."""
+        return cls({name: given[-1].strip() for name, given in fields.items()})
+
+    def value(self, name: str) -> str:
+        """The value of a field."""
+        return self.values.get(name, "")
+
+    @property
+    def has_fixed(self) -> bool:
+        """Whether a part of the layout is given."""
+        return any(self.value(name) for name in (*FIXED_NUMBERS, *FIXED_CHOICES))
+
+    @property
+    def models(self) -> tuple[tuple[str, str], ...]:
+        """Names of models, with a few words."""
+        return _presets()[0]
+
+    @property
+    def devices(self) -> tuple[tuple[str, str], ...]:
+        """Names of devices, with a few words."""
+        return _presets()[1]
+
+    @property
+    def fixed_numbers(self) -> tuple[str, ...]:
+        """Parts of a layout that are numbers."""
+        return FIXED_NUMBERS
+
+    @property
+    def fixed_choices(self) -> Mapping[str, tuple[str, ...]]:
+        """Parts of a layout that are chosen from a list."""
+        return FIXED_CHOICES
+
+    @property
+    def efforts(self) -> tuple[tuple[str, str], ...]:
+        """Efforts with their meaning."""
+        return EFFORTS
+
+    def document(self) -> dict[str, Any]:
+        """The request; raises :class:`InvalidInput` when a field has no number or no JSON."""
+        issues: list[Issue] = []
+        found: dict[str, Any] = {
+            "model": self._model(issues),
+            "cluster": self._cluster(issues),
+            "fixed": self._numbers(FIXED_NUMBERS, issues, "/fixed")
+            | {name: self.value(name) for name in FIXED_CHOICES if self.value(name)},
+            "points": True,
+            "sensitivity": bool(self.value("sensitivity")),
+            "options": {"effort": self.value("effort") or None},
+            **self._numbers(NUMBERS, issues, ""),
+        }
+        if issues:
+            raise InvalidInput(issues)
+        return found
+
+    def with_issues(self, error: InvalidInput) -> LayoutForm:
+        """The form with what is wrong."""
+        issues = tuple((place_of(each.pointer), each.detail) for each in error.issues)
+        return replace(self, issues=issues)
+
+    def _model(self, issues: list[Issue]) -> dict[str, Any]:
+        if self.value("model_json"):
+            return self._json("model_json", "/model", issues)
+        return {"presets": [self.value("model")]}
+
+    def _cluster(self, issues: list[Issue]) -> dict[str, Any]:
+        if self.value("cluster_json"):
+            return self._json("cluster_json", "/cluster", issues)
+        sizes = self._numbers(("nodes", "gpus_per_node"), issues, "/cluster")
+        return {"device": self.value("device"), **sizes}
+
+    def _json(self, name: str, pointer: str, issues: list[Issue]) -> dict[str, Any]:
+        try:
+            found = json.loads(self.value(name))
+        except (ValueError, RecursionError) as error:
+            issues.append(Issue(pointer, f"not JSON: {error}. Paste a whole document."))
+            return {}
+        if not isinstance(found, dict):
+            issues.append(Issue(pointer, "must be a JSON object."))
+            return {}
+        return found
+
+    def _numbers(self, names: Sequence[str], issues: list[Issue], pointer: str) -> dict[str, int]:
+        found = {}
+        for name in names:
+            text = self.value(name)
+            if text.isascii() and text.isdecimal() and len(text) < 10:
+                found[name] = int(text)
+            elif text:
+                issues.append(Issue(f"{pointer}/{name}", f"found {text[:40]!r}; must be a whole number."))
+        return found
+
+
+def form_of(request: Mapping[str, Any]) -> LayoutForm:
+    """The form of a normalised request."""
+    model, cluster = dict(request["model"]), dict(request["cluster"])
+    values: dict[str, Any] = {name: request.get(name) for name in NUMBERS}
+    values |= request["fixed"]
+    names = model.get("presets")
+    if isinstance(names, list) and len(names) == 1 and names[0] in dict(_presets()[0]) and len(model) == 1:
+        values["model"] = names[0]
+    else:
+        values["model_json"] = json.dumps(model, indent=2)
+    if set(cluster) <= {"device", "nodes", "gpus_per_node"} and cluster.get("device") in dict(_presets()[1]):
+        values |= cluster
+    else:
+        values["cluster_json"] = json.dumps(cluster, indent=2)
+    values["effort"] = request["options"].get("effort")
+    values["sensitivity"] = "on" if request.get("sensitivity") else None
+    return LayoutForm({name: str(value) for name, value in values.items() if value is not None})
+
+
+def place_of(pointer: str) -> str:
+    """A pointer into the request in words."""
+    parts = [part.replace("_", " ") for part in pointer.split("/") if part]
+    return ", ".join(parts).capitalize() or "Request"
+
+
+@cache
+def _presets() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    """Models and devices."""
+    found = [(name, preset(name)) for name in preset_names()]
+    models = tuple((name, each.about) for name, each in found if each.model)
+    devices = tuple((name, each.about) for name, each in found if each.device and not each.model)
+    return models, devices

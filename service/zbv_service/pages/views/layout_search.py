@@ -152,16 +152,6 @@ def layout_view(search: LayoutSearchDocument, request: Mapping[str, Any], root: 
     )
 
 
-def name_of(layout: Mapping[str, Any]) -> str:
-    """A layout in a few words: the parts that share anything."""
-    degrees = [
-        f"{short} {layout[name]}"
-        for name, short in SHORT.items()
-        if name.endswith("_parallel") and layout[name] > 1
-    ]
-    return ", ".join([*degrees, f"microbatch {layout['microbatch_size']}", f"ZeRO {layout['zero_stage']}"])
-
-
 def _row(layout: Mapping[str, Any]) -> LayoutRow:
     return LayoutRow(
         degrees=tuple(str(layout[name]) for name in SHORT if name.endswith("_parallel")),
@@ -179,11 +169,12 @@ def _row(layout: Mapping[str, Any]) -> LayoutRow:
 
 def _parts(layout: Mapping[str, Any]) -> tuple[Part, ...]:
     found, at, step = [], 0.0, layout["step_time"]
-    for name, seconds in layout["composition"].items():
+    for name, text in TEXTS.items():
+        seconds = layout["composition"].get(name, 0.0)
         share = seconds / step
         if share >= LEAST_SHARE:
             box = Box(percent(at), 0.0, percent(share), 100.0)
-            text, style = TEXTS.get(name, name), GROUPS.get(name, "once")
+            style = GROUPS.get(name, "once")
             found.append(Part(text, style, _seconds(seconds), f"{share:.1%}", box))
             at += share
     return tuple(found)

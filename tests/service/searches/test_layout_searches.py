@@ -1,4 +1,4 @@
-"""Searches for layouts on both kinds of databases: they end as the solver says, and survive what others do."""
+"""Searches for layouts on both databases: they end as the solver says, and survive what other searches do."""
 
 from __future__ import annotations
 

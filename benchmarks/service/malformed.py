@@ -108,6 +108,14 @@ AGENT: dict[str, Any] = {
     "versions": {"torch": "2"},
     "allowed_models": ["*"],
 }
+_LAYOUTS = {
+    "model": {"presets": ["llama-3.1-8b"], "model": {"hidden": 1024}},
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h100", "memory": 8e10, "reserve": 1e9},
+    "global_batch": 2,
+    "fixed": {"tensor_parallel": 2},
+    "top": 1,
+    "options": {"effort": None, "time_limit": 0.01},
+}
 _HEARTBEAT = {"port": 1, "run_id": RUN_ID, "ranks": [{"rank": 0, "step": 1, "action": "0F0"}]}
 _END = {
     "run_id": RUN_ID,
@@ -130,6 +138,7 @@ _PART = f"/v1/agents/{ID}/runs/{RUN_ID}/generations/0/ranks/0"
 ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/searches", {"problem": _PROBLEM, "options": _OPTIONS}),
     Route("POST", "/v1/searches", {"problem": _LAYERS, "options": _OPTIONS}),
+    Route("POST", "/v1/layouts", _LAYOUTS),
     Route("POST", "/v1/problems/compare", {"problem": _PROBLEM}),
     Route("POST", "/v1/compare", {"problem": _PROBLEM}),
     Route("POST", "/v1/problems/check", {"problem": _PROBLEM}),

@@ -110,6 +110,15 @@ def _batches(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
     yield "packing for 65,536 stages", partial(_json, {"batch": wide})
 
 
+def _layouts(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The largest cluster and batch, without a layout that divides them, and wrong sections."""
+    cluster = {"nodes": 8192, "gpus_per_node": 8, "device": "h100"}
+    body = {"model": {"presets": ["deepseek-v3"]}, "cluster": cluster, "global_batch": 65_536}
+    yield "a large cluster", partial(_json, {**body, "fixed": {"microbatch_size": 65_535}})
+    yield "many unknown parts", partial(filled, '{"cluster":{},"model":{"x":[', "{},", "]}}", size)
+    yield "many presets", partial(filled, '{"cluster":{},"model":{"presets":[', '"h100",', "]}}", size)
+
+
 def worst(plan_id: str, trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Worst]:
     """Yield all requests. ``plan_id`` is a large stored plan, ``trace_path`` the address of a trace."""
     for path in ("/v1/searches", "/v1/problems/check", "/v1/problems/estimate", "/v1/problems/compare"):
@@ -117,6 +126,8 @@ def worst(plan_id: str, trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Wor
             yield Worst(name, "POST", path, make)
     for name, make in _batches(sizes.body):
         yield Worst(name, "POST", "/v1/problems/pack", make)
+    for name, make in _layouts(min(MIB, sizes.body)):
+        yield Worst(name, "POST", "/v1/layouts", make)
     for name, make in _problem_bodies(min(MIB, sizes.body)):
         yield Worst(f"run of {name}", "POST", "/v1/runs", partial(_run_of, make, sizes.body))
     arguments = {**RUN, "model": {**RUN["model"], "arguments": {"a": [[]] * 200_000}}}

@@ -12,6 +12,7 @@ from zbv_solver import __version__
 from zbv_service.client.flags import apply_credentials
 from zbv_service.client.tokens import CredentialsUnusable
 from zbv_service.commands.ending import EPILOG, FAILED, INTERRUPTED, WRONG_INPUT, Stop
+from zbv_service.commands.layout import add_layout
 from zbv_service.commands.openapi import add_openapi
 from zbv_service.commands.run import add_run
 from zbv_service.commands.serve import add_serve
@@ -59,6 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zbv-service {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Command)
-    for add in (add_serve, add_submit, add_run, add_token, add_settings, add_openapi):
+    for add in (add_serve, add_submit, add_layout, add_run, add_token, add_settings, add_openapi):
         add(commands)
     return parser

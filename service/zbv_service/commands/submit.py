@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zbv_service.client.flags import add_server
 from zbv_service.commands.arguments import finite, flag_of
@@ -15,7 +16,9 @@ from zbv_service.commands.files import output, read_problem
 from zbv_service.commands.search_progress import SearchProgress, summary
 
 if TYPE_CHECKING:
-    from zbv_service.client import Client, Search
+    from zbv_service.client import Search, SearchEnded
+
+S = TypeVar("S", bound="Search")
 
 _EXAMPLES = """\
 examples:
@@ -82,36 +85,50 @@ def _submit(parsed: argparse.Namespace) -> int:
             print(search.id)
             return DONE
         try:
-            found = _follow(client, search, is_quiet=parsed.quiet)
+            found = follow(search, client.wait, client.cancel, "plan", is_quiet=parsed.quiet)
         except SearchEnded as ended:
-            status = INFEASIBLE if ended.search.state == "infeasible" else FAILED
-            raise Stop(status, str(ended)) from None
+            raise no_result(ended) from None
+        if not parsed.quiet:
+            address = f"{client.base_url}/plans/{found.plan_id}"
+            print(f"plan {found.plan_id}: {summary(found)}; {address}", file=sys.stderr)
         document = client.plan_document(str(found.plan_id))
         write(json.dumps(document, ensure_ascii=False) + "\n")
     return DONE
 
 
-def _follow(client: Client, search: Search, *, is_quiet: bool) -> Search:
-    """Show a search until it ends, and cancel it on Ctrl-C; raises as :meth:`Client.wait` does."""
+def no_result(ended: SearchEnded) -> Stop:
+    """How a command ends whose search ended without a result."""
+    return Stop(INFEASIBLE if ended.search.state == "infeasible" else FAILED, str(ended))
+
+
+def follow(
+    search: S,
+    wait: Callable[[str, Callable[[Search], None]], S],
+    cancel: Callable[[str], object],
+    what: str,
+    *,
+    is_quiet: bool,
+) -> S:
+    """Show a search until it ends, and cancel it on Ctrl-C; raises as :meth:`Client.wait` does.
+
+    Parameters
+    ----------
+    wait, cancel
+        The client's methods for searches of this kind.
+    what
+        Is kept after Ctrl-C.
+    """
     with SearchProgress(search, is_quiet=is_quiet) as progress:
         try:
-            found = client.wait(search.id, progress.show)
+            return wait(search.id, progress.show)
         except KeyboardInterrupt:
-            found = _cancel(client, search.id, progress)
-    if not is_quiet:
-        address = f"{client.base_url}/plans/{found.plan_id}"
-        print(f"plan {found.plan_id}: {summary(found)}; {address}", file=sys.stderr)
-    return found
-
-
-def _cancel(client: Client, search_id: str, progress: SearchProgress) -> Search:
-    progress.say("ending the search and keeping the best plan found; press Ctrl-C again to leave at once.")
-    try:
-        client.cancel(search_id)
-        return client.wait(search_id, progress.show)
-    except KeyboardInterrupt:
-        raise Stop(
-            INTERRUPTED,
-            f"left search {search_id}, which ends on its own. For its plan: GET "
-            f"{client.base_url}/v1/searches/{search_id}",
-        ) from None
+            progress.say(
+                f"ending the search and keeping the best {what} found; press Ctrl-C again to leave at once."
+            )
+        try:
+            cancel(search.id)
+            return wait(search.id, progress.show)
+        except KeyboardInterrupt:
+            raise Stop(
+                INTERRUPTED, f"left search {search.id}, which ends on its own and keeps its best {what}."
+            ) from None

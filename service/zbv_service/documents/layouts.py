@@ -102,7 +102,8 @@ def read_layouts(asked: LayoutRequest) -> Request:
 
 def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
     """An issue of ``model.json`` and its flags at its place in the request."""
-    if issue.pointer == "/global_batch" and issue.pointer[1:] not in asked.model:
+    name = issue.pointer[1:]
+    if name in ("global_batch", "sequence_length") and (getattr(asked, name) or name not in asked.model):
         return issue
     if issue.pointer == "/model/sequence" and asked.sequence_length is not None:
         return replace(issue, pointer="/sequence_length")

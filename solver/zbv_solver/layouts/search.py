@@ -214,11 +214,14 @@ class _LayoutSearch:
                 break
             if id(each.plan) not in again:
                 again[id(each.plan)] = plan_layout(each.estimated, options, cancelled)
-        found = [
-            replace(again[id(each.plan)], estimated=each.estimated) if id(each.plan) in again else each
-            for each in ranked
-        ]
+        found = [_better(each, again[id(each.plan)]) if id(each.plan) in again else each for each in ranked]
         return sorted(found, key=lambda each: each.step_time)
+
+
+def _better(planned: PlannedLayout, again: PlannedLayout) -> PlannedLayout:
+    """A layout with the plan of a fuller search; every bound that was proved holds."""
+    bound = max(planned.lower_bound, again.lower_bound)
+    return replace(again, estimated=planned.estimated, lower_bound=bound)
 
 
 def plan_layout(

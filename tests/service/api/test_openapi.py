@@ -23,6 +23,13 @@ OPERATIONS = {
     "cancel_search": ("post", "/v1/searches/{search_id}/cancel"),
     "discard_search": ("delete", "/v1/searches/{search_id}"),
     "follow_search": ("get", "/v1/searches/{search_id}/events"),
+    "submit_layouts": ("post", "/v1/layouts"),
+    "list_layouts": ("get", "/v1/layouts"),
+    "get_layouts": ("get", "/v1/layouts/{search_id}"),
+    "get_layouts_request": ("get", "/v1/layouts/{search_id}/request"),
+    "cancel_layouts": ("post", "/v1/layouts/{search_id}/cancel"),
+    "discard_layouts": ("delete", "/v1/layouts/{search_id}"),
+    "follow_layouts": ("get", "/v1/layouts/{search_id}/events"),
     "compare_problem": ("post", "/v1/problems/compare"),
     "compare": ("post", "/v1/compare"),
     "check_problem": ("post", "/v1/problems/check"),
@@ -128,7 +135,7 @@ async def test_the_examples_are_accepted(serving: Serving) -> None:
     paths = {name: path for name, (_, path) in OPERATIONS.items()}
     async with serving("immediate") as service:
         assert EXAMPLES["compare_problem"]["problem"] == EXAMPLES["submit_search"]["problem"]
-        for name in ("submit_search", "import_plan", "submit_run", "register_agent"):
+        for name in ("submit_search", "submit_layouts", "import_plan", "submit_run", "register_agent"):
             answer = await service.http.post(paths[name], json=EXAMPLES[name])
             assert answer.is_success, (name, answer.text)
         beat = paths["beat"].replace("{agent_id}", EXAMPLES["register_agent"]["id"])
@@ -177,6 +184,7 @@ def test_every_body_is_documented(document: dict[str, Any]) -> None:
             bodies[operation["operationId"]] = content["schema"].get("$ref", media_type)
     assert bodies == {
         "submit_search": "#/components/schemas/SearchRequest",
+        "submit_layouts": "#/components/schemas/LayoutRequest",
         "compare_problem": "#/components/schemas/CompareRequest",
         "compare": "#/components/schemas/CompareRequest",
         "check_problem": "#/components/schemas/CheckRequest",

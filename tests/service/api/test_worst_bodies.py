@@ -55,6 +55,7 @@ def test_every_route_with_a_body_has_a_worst_body() -> None:
         ("POST", "/v1/problems/estimate"),
         ("POST", "/v1/problems/compare"),
         ("POST", "/v1/problems/pack"),
+        ("POST", "/v1/layouts"),
         ("POST", "/v1/plans"),
         ("POST", "/v1/runs"),
         ("POST", "/v1/agents"),

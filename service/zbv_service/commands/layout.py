@@ -1,0 +1,112 @@
+"""``zbv-service layout``: let a service search layouts, follow the search, and write the answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from zbv_solver.commands.layout_flags import CHOICES, FLAGS, HELP
+
+from zbv_service.client.flags import add_server
+from zbv_service.commands.arguments import finite, flag_of
+from zbv_service.commands.connection import connected, refused
+from zbv_service.commands.ending import DONE, EPILOG, WrongInput
+from zbv_service.commands.files import output, read_json
+from zbv_service.commands.search_progress import summary
+from zbv_service.commands.submit import follow, no_result
+
+_EXAMPLES = """\
+examples:
+  zbv-service layout --preset llama-3.1-8b --cluster cluster.json --global-batch 64 -o layouts.json
+  zbv-service layout model.json --cluster cluster.json --tensor-parallel 8 --top 5 -o layouts.json
+
+"""
+_REQUEST = ("global_batch", "sequence_length", "top")
+
+
+def add_layout(commands: Any) -> None:
+    """Add the command."""
+    layout = commands.add_parser(
+        "layout",
+        help="let a service search the best layouts of a model on a cluster",
+        description="Submit a model and a cluster to a running service, follow the search, and write the\n"
+        "layouts; each names the plan of its pipeline, which the service stores.\n"
+        "Ctrl-C ends the search and writes the layouts planned so far.",
+        epilog=_EXAMPLES + EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    layout.add_argument("model", nargs="?", help="model (JSON) with global_batch, or a config.json, or -")
+    layout.add_argument("--preset", action="append", default=[], metavar="NAME", help="model that zbv knows")
+    layout.add_argument("--cluster", required=True, metavar="FILE", help="cluster (JSON), or -")
+    add_server(layout)
+    layout.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
+    layout.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
+    layout.add_argument("--top", type=int, default=1, metavar="N", help="layouts to list (default: 1)")
+    layout.add_argument(
+        "--effort",
+        choices=("quick", "standard", "thorough"),
+        help="search better plans for the most promising layouts (default: constructed orders)",
+    )
+    layout.add_argument("--time-limit", type=finite, metavar="SECONDS", help="end the search after this time")
+    fixed = layout.add_argument_group("parts of the layout", "the search chooses those that are not given")
+    for name in FLAGS:
+        if name in CHOICES:
+            fixed.add_argument(flag_of(name), choices=CHOICES[name], help=HELP.get(name))
+        else:
+            fixed.add_argument(flag_of(name), type=int, metavar="INT", help=HELP.get(name))
+    layout.add_argument(
+        "-o", "--output", default="-", metavar="FILE", help="where to write (default: standard output)"
+    )
+    layout.add_argument("--detach", action="store_true", help="print the search's id and exit")
+    layout.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    layout.set_defaults(run=_layout)
+
+
+def _layout(parsed: argparse.Namespace) -> int:
+    from zbv_service.client import InvalidRequest, SearchEnded
+
+    body, sources = _body(parsed)
+    with output(parsed.output) as write, connected(parsed.server) as client:
+        try:
+            search = client.submit_layouts(body)
+        except InvalidRequest as error:
+            raise refused(error, sources) from None
+        if parsed.detach:
+            print(search.id)
+            return DONE
+        try:
+            found = follow(
+                search, client.wait_layouts, client.cancel_layouts, "layouts", is_quiet=parsed.quiet
+            )
+        except SearchEnded as ended:
+            raise no_result(ended) from None
+        if not parsed.quiet:
+            address = f"{client.base_url}/plans/{found.plan_id}"
+            print(f"step and bound in seconds: {summary(found)}; {address}", file=sys.stderr)
+        write(json.dumps(found.answer, ensure_ascii=False) + "\n")
+    return DONE
+
+
+def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """The request, and where its parts come from."""
+    if parsed.model is None and not parsed.preset:
+        raise WrongInput("model, --preset: found neither; give one of them.")
+    if parsed.model is not None and parsed.preset:
+        raise WrongInput(
+            "model, --preset: found both; name the presets in the model, under the key `presets`."
+        )
+    model = {"presets": parsed.preset} if parsed.model is None else read_json(parsed.model)
+    fixed = {name: getattr(parsed, name) for name in FLAGS if getattr(parsed, name) is not None}
+    options = {"effort": parsed.effort, "time_limit": parsed.time_limit}
+    body = {"model": model, "cluster": read_json(parsed.cluster), "fixed": fixed, "options": options}
+    body |= {name: getattr(parsed, name) for name in _REQUEST if getattr(parsed, name) is not None}
+    sources = {
+        "/model": parsed.model or "--preset",
+        "/cluster": parsed.cluster,
+        **{f"/{name}": flag_of(name) for name in _REQUEST},
+        **{f"/fixed/{name}": flag_of(name) for name in FLAGS},
+        **{f"/options/{name}": flag_of(name) for name in options},
+    }
+    return body, sources

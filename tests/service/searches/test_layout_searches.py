@@ -1,0 +1,231 @@
+"""Searches for layouts on both databases: they end as the solver says, and survive what other searches do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from support.serving import DEADLINE, Service, Serving
+from zbv_service.documents.layouts import LayoutRequest, read_layouts
+from zbv_solver.layouts.answer import ranking_json
+from zbv_solver.layouts.search import best_layouts
+
+pytestmark = pytest.mark.anyio
+
+SMALL: dict[str, Any] = {
+    "model": {"presets": ["llama-3.1-8b"]},
+    "cluster": {"nodes": 1, "gpus_per_node": 8, "device": "h100"},
+    "global_batch": 16,
+    "fixed": {"zero_stage": 1},
+    "top": 2,
+}
+LONG = {**SMALL, "fixed": {}, "top": 20}
+"""Takes 18 s; the first layout is planned at once."""
+
+
+async def submitted(service: Service, body: dict[str, Any] = SMALL) -> str:
+    answer = await service.http.post("/v1/layouts", json=body)
+    assert answer.status_code == 202, answer.text
+    search_id: str = answer.json()["id"]
+    assert answer.headers["Location"] == f"/v1/layouts/{search_id}"
+    return search_id
+
+
+async def get(service: Service, address: str) -> dict[str, Any]:
+    answer = await service.http.get(f"/v1/{address}")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def once(service: Service, search_id: str, *states: str, has_layout: bool = False) -> dict[str, Any]:
+    """The search once it is in one of these states, and has a layout if that is asked."""
+    until = time.monotonic() + DEADLINE
+    while True:
+        found = await get(service, f"layouts/{search_id}")
+        if found["state"] in states and (found["objective"] is not None or not has_layout):
+            return found
+        assert found["state"] in ("queued", "running"), found
+        assert time.monotonic() < until
+        await asyncio.sleep(0.02)
+
+
+def names_of(plan: dict[str, Any]) -> list[str]:
+    return [baseline["name"] for baseline in plan["baselines"]]
+
+
+async def test_a_search_has_the_answer_of_the_solver_and_its_plans(
+    serving: Serving, any_database_url: str
+) -> None:
+    async with serving("honest", database=any_database_url) as service:
+        search_id = await submitted(service)
+        found = await once(service, search_id, "done")
+        events = (await get(service, f"layouts/{search_id}/events?after=0"))["events"]
+        plans = [await get(service, f"plans/{each['plan_id']}") for each in found["answer"]["layouts"]]
+        again = await service.http.post("/v1/layouts", json=SMALL)
+        assert (again.status_code, again.json()["id"]) == (200, search_id)
+        other = await service.http.post("/v1/layouts", json={**SMALL, "top": 1})
+        assert other.json()["id"] != search_id
+        asked = LayoutRequest.model_validate(await get(service, f"layouts/{search_id}/request"))
+    assert asked == LayoutRequest.model_validate(SMALL)
+    request = read_layouts(asked)
+    ranking = best_layouts(request.layouts, request.setting, 2)
+    ids = [planned.plan.plan_id for planned in ranking.best]
+    expected = ranking_json(ranking, request, with_plans=False)
+    for layout, plan_id in zip(expected["layouts"], ids, strict=True):
+        layout["plan_id"] = plan_id
+    assert found["answer"] == expected
+    assert [plan["plan_id"] for plan in plans] == ids
+    assert "even-cut" not in names_of(plans[0]), "without an effort, orders are constructed alone"
+    best = ranking.best[0]
+    assert (found["plan_id"], found["objective"]) == (ids[0], best.step_time)
+    assert found["lower_bound"] == ranking.no_layout_below
+    counts = {"considered": len(request.layouts), "ruled_out": ranking.pruned, "planned": ranking.planned}
+    assert found["progress"] == counts
+    assert found["summary"] == {
+        **{"model": "llama-3.1-8b", "device": "h100", "devices": 8, "global_batch": 16},
+        **{"sequence_length": 8192, "layouts": len(request.layouts)},
+    }
+    assert [event["event"] for event in events[:2]] == ["state", "state"]
+    assert {event["event"] for event in events[2:-1]} <= {"improvement", "progress"}
+    assert "improvement" in {event["event"] for event in events}
+    assert {key: events[-1][key] for key in ("event", "state", "plan_id", "progress")} == {
+        **{"event": "end", "state": "done", "plan_id": ids[0]},
+        "progress": counts,
+    }
+
+
+async def test_a_cancelled_search_keeps_what_it_planned(serving: Serving, any_database_url: str) -> None:
+    async with serving("honest", database=any_database_url, searches=1) as service:
+        search_id, behind = await submitted(service, LONG), await submitted(service)
+        before = await once(service, search_id, "running", has_layout=True)
+        for each, status in ((behind, 200), (search_id, 202)):
+            assert (await service.http.post(f"/v1/layouts/{each}/cancel")).status_code == status
+        found = await once(service, search_id, "cancelled")
+        assert (await once(service, behind, "cancelled"))["answer"] is None
+        listed = (await get(service, "layouts?state=cancelled"))["searches"]
+        assert [each["id"] for each in listed] == [behind, search_id]
+        assert await submitted(service) != behind
+    answer = found["answer"]
+    assert 1 <= len(answer["layouts"]) < 20
+    assert found["lower_bound"] == answer["proof"]["no_layout_below"] >= before["lower_bound"]
+    assert found["objective"] == answer["layouts"][0]["step_time"] <= before["objective"]
+
+
+async def test_a_killed_process_and_a_restart_begin_the_search_again(
+    serving: Serving, any_database_url: str
+) -> None:
+    async with serving("honest", database=any_database_url) as service:
+        search_id = await submitted(service, LONG)
+        await once(service, search_id, "running", has_layout=True)
+        (attempt,) = service.app.state.application.runner._attempts
+        attempt.computation.kill()
+        events = f"layouts/{search_id}/events?after=0"
+        until = time.monotonic() + DEADLINE
+        while "process-died" not in [e.get("reason") for e in (await get(service, events))["events"]]:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.02)
+        await once(service, search_id, "running", has_layout=True)
+    async with serving("honest", database=any_database_url) as service:
+        await once(service, search_id, "running", has_layout=True)
+        assert (await service.http.post(f"/v1/layouts/{search_id}/cancel")).status_code == 202
+        found = await once(service, search_id, "cancelled")
+    assert found["attempts"] == 3
+    assert found["answer"]["layouts"]
+
+
+async def test_a_time_limit_counts_from_the_first_layout_on(serving: Serving) -> None:
+    async with serving("honest") as service:
+        search_id = await submitted(service, {**LONG, "options": {"time_limit": 0.001}})
+        found = await once(service, search_id, "done")
+    assert len(found["answer"]["layouts"]) == 1
+    assert found["progress"]["planned"] == 1
+
+
+async def test_an_effort_is_that_of_the_plans_of_the_best_layouts(serving: Serving) -> None:
+    async with serving("honest", max_effort="quick") as service:
+        refused = await service.http.post("/v1/layouts", json={**SMALL, "options": {"effort": "standard"}})
+        body = {**SMALL, "top": 1, "options": {"effort": "quick"}}
+        found = await once(service, await submitted(service, body), "done")
+        plan = await get(service, f"plans/{found['plan_id']}")
+    assert refused.json()["errors"][0]["pointer"] == "/options/effort"
+    assert "even-cut" in names_of(plan), "a full search compares with it"
+
+
+async def test_a_model_that_fits_nowhere_is_infeasible(serving: Serving) -> None:
+    async with serving("honest") as service:
+        body = {**SMALL, "cluster": {**SMALL["cluster"], "memory": 2e9}}
+        found = await once(service, await submitted(service, body), "infeasible")
+    assert "no layout fits" in found["error"]["detail"]
+    assert found["answer"] is None
+
+
+async def test_the_two_kinds_of_searches_have_addresses_and_keys_of_their_own(serving: Serving) -> None:
+    async with serving("honest", searches=1) as service:
+        header = {"Idempotency-Key": '"one"'}
+        first = await service.http.post("/v1/layouts", json=SMALL, headers=header)
+        layouts, plan = first.json()["id"], (await service.submit()).json()["id"]
+        again = await service.http.post("/v1/layouts", json=SMALL, headers=header)
+        assert again.json()["id"] == layouts
+        for address, body in (("searches", SMALL), ("layouts", {**SMALL, "top": 1})):
+            reused = await service.http.post(f"/v1/{address}", json=body, headers=header)
+            assert reused.status_code == 422, reused.text
+        assert [each["id"] for each in (await get(service, "layouts"))["searches"]] == [layouts]
+        assert [each["id"] for each in (await get(service, "searches"))["searches"]] == [plan]
+        for wrong in (f"searches/{layouts}", f"layouts/{plan}", f"layouts/{plan}/events", "layouts/x"):
+            assert (await service.http.get(f"/v1/{wrong}")).status_code == 404
+        for method, wrong in (("POST", f"searches/{layouts}/cancel"), ("DELETE", f"layouts/{plan}")):
+            assert (await service.http.request(method, f"/v1/{wrong}")).status_code == 404
+        assert (await service.http.delete(f"/v1/layouts/{layouts}")).status_code == 204
+        assert (await service.http.get(f"/v1/layouts/{layouts}")).status_code == 404
+        gone = await service.http.post("/v1/layouts", json=SMALL, headers=header)
+        assert gone.status_code == 410
+
+
+CLUSTER, MODEL = SMALL["cluster"], SMALL["model"]
+WRONG: list[tuple[Any, str]] = [
+    ([], ""),
+    ({}, "/model"),
+    ({"model": MODEL}, "/cluster"),
+    ({**SMALL, "model": []}, "/model"),
+    ({**SMALL, "model": {}}, "/model/model"),
+    ({**SMALL, "model": {"presets": ["gpt-9"]}}, "/model/presets/0"),
+    ({**SMALL, "model": {**MODEL, "model": {"hidden": -1}}}, "/model/model/hidden"),
+    ({**SMALL, "model": {**MODEL, "surprise": 1}}, "/model/surprise"),
+    ({**SMALL, "model": {**MODEL, "global_batch": 0}, "global_batch": None}, "/model/global_batch"),
+    ({**SMALL, "model": {**MODEL, "global_batch": 10**9}, "global_batch": None}, "/model/global_batch"),
+    ({**SMALL, "global_batch": None}, "/global_batch"),
+    ({**SMALL, "global_batch": "16"}, "/global_batch"),
+    ({**SMALL, "sequence_length": 10**12}, "/sequence_length"),
+    ({**SMALL, "cluster": {**CLUSTER, "device": "abacus"}}, "/cluster/device"),
+    ({**SMALL, "cluster": {**CLUSTER, "nodes": 0}}, "/cluster/nodes"),
+    ({**SMALL, "cluster": {**CLUSTER, "nodes": 10**6}}, "/cluster"),
+    ({**SMALL, "fixed": {"tensor_parallel": 0}}, "/fixed/tensor_parallel"),
+    ({**SMALL, "fixed": {"tensor_parallel": 3}}, ""),
+    ({**SMALL, "fixed": {"zero_stage": 4}}, "/fixed/zero_stage"),
+    ({**SMALL, "fixed": {"recompute": "some"}}, "/fixed/recompute"),
+    ({**SMALL, "fixed": {"pipelines": 2}}, "/fixed/pipelines"),
+    ({**SMALL, "executor": "abacus"}, "/executor"),
+    ({**SMALL, "top": 21}, "/top"),
+    ({**SMALL, "top": True}, "/top"),
+    ({**SMALL, "options": {"seed": 1}}, "/options/seed"),
+    ({**SMALL, "options": {"time_limit": 0}}, "/options/time_limit"),
+    ({**SMALL, "options": {"time_limit": 1e9}}, "/options/time_limit"),
+    ({**SMALL, "problem": {}}, "/problem"),
+]
+
+
+async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(serving: Serving) -> None:
+    async with serving("honest") as service:
+        for body, pointer in WRONG:
+            answer = await service.http.post("/v1/layouts", json=body)
+            assert answer.status_code == 422, (body, answer.text)
+            pointers = [each["pointer"] for each in answer.json()["errors"]]
+            assert pointer in pointers, (body, answer.text)
+        malformed = await service.http.post(
+            "/v1/layouts", content=b"{", headers={"Content-Type": "application/json"}
+        )
+        assert malformed.status_code == 400
+        assert (await get(service, "layouts"))["searches"] == []

@@ -17,7 +17,7 @@ def fill(found: Look, url: str, batch: str) -> None:
     """The form for a small model on one node of two devices."""
     page = found.page
     found.open(f"{url}/layouts")
-    page.get_by_text("Own model").click()
+    page.get_by_text("Own model", exact=True).click()
     page.locator("#model_json").fill(json.dumps(MODEL))
     page.get_by_label("Nodes", exact=True).fill("1")
     page.get_by_label("Devices per node").fill("2")

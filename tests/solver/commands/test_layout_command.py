@@ -52,7 +52,7 @@ def test_layouts_are_listed_and_written(files: list[str], tmp_path: Path, capsys
 
 def test_parts_of_the_step_and_changes_are_printed(files: list[str], tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "layouts.json"
-    asked = ["layout", *files, "--microbatch-size", "1", "--sensitivity", "--points", "-o", str(path)]
+    asked = ["layout", *files, "--tensor-parallel", "1", "--sensitivity", "--points", "-o", str(path)]
     assert main(asked) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "the best step consists of" in out

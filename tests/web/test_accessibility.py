@@ -23,12 +23,16 @@ KINDS = (
     "plan",
     "compare",
     "frontier",
+    "layouts",
+    "layout search",
     "run",
     "measured",
     "missing",
     "problem type",
     "sign-in",
 )
+LAYERS = {"model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512}}
+CLUSTER = {"nodes": 1, "gpus_per_node": 2, "device": "h100"}
 CHARTS = {"plan", "compare", "measured"}
 SERIOUS = {"serious", "critical"}
 WIDE: ViewportSize = {"width": 1280, "height": 900}
@@ -39,6 +43,9 @@ PHONE: ViewportSize = {"width": 390, "height": 844}
 def addresses(service: Service, plan: Plan) -> dict[str, str]:
     """The address of each kind of page, in a service with a plan and a run."""
     search = service.call(f"/v1/searches?q={plan.plan_id}&limit=1")["searches"][0]["id"]
+    asked = {"model": LAYERS, "cluster": CLUSTER, "global_batch": 4, "points": True, "sensitivity": True}
+    layouts = service.call("/v1/layouts", {**asked, "fixed": {"microbatch_size": 1}})["id"]
+    assert service.ended(layouts, "layouts")["state"] == "done"
     run = play(service, plan, steps=4)
     run.beat(1)
     run.measured(traces(plan, slower(plan.problem, 2, 2.0)))
@@ -49,6 +56,7 @@ def addresses(service: Service, plan: Plan) -> dict[str, str]:
         "plan": f"/plans/{plan.plan_id}",
         "compare": f"/plans/{plan.plan_id}/compare",
         "frontier": f"/plans/{plan.plan_id}/frontier",
+        "layout search": f"/layouts/{layouts}",
         "run": f"/runs/{run.id}",
         "measured": f"/runs/{run.id}/measured",
         "missing": "/nothing",

@@ -69,7 +69,7 @@ def test_the_parts_of_a_step_add_up_to_it(
     assert least_memory(estimated) <= max(planned.plan.metrics.peak_memory) * (1 + 1e-9)
 
 
-def test_exchanges_and_idle_time_are_told_apart() -> None:
+def test_exchanges_are_not_idle_time() -> None:
     one = request_of(MODEL, cluster_of(1, 1))
     alone = composition(best_layouts(one.layouts, one.setting).best[0])
     assert alone.idle == pytest.approx(0, abs=1e-12)

@@ -113,7 +113,10 @@ def test_changes_move_the_step_in_the_right_direction() -> None:
             assert (step > base) == (factor > 1)
         else:
             assert step >= base * (1 - 1e-9) if factor < 1 else step <= base * (1 + 1e-9)
-    assert steps["device_flops", 0.8] > base > steps["device_flops", 1.2]
+    slower, faster = steps["device_flops", 0.8], steps["device_flops", 1.2]
+    assert slower is not None
+    assert faster is not None
+    assert slower > base > faster
     for each in found:
         assert each.best is not None
         assert each.best_step_time is not None

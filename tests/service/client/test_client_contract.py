@@ -15,7 +15,7 @@ from support.layered import LAYERED, NAMES
 from support.live import Live, listening
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.app import create_app
-from zbv_service.client import InvalidRequest, NotFound, Search
+from zbv_service.client import Client, InvalidRequest, LayoutSearch, NotFound, Search
 from zbv_service.settings import Settings
 from zbv_solver.verify.verifier import verify
 
@@ -166,3 +166,31 @@ def test_a_wrong_problem_raises_its_issues(driver: Driver) -> None:
         driver.do(lambda made: made.submit(wrong))
     assert [issue.pointer for issue in caught.value.issues] == ["/problem/costs/forward"]
     assert caught.value.request_id
+
+
+def test_layouts_are_searched_followed_listed_and_deleted(driver: Driver) -> None:
+    cluster = {"nodes": 1, "gpus_per_node": 2, "device": "h200"}
+    body = {
+        "model": {"presets": ["llama-3.1-8b"]},
+        "cluster": cluster,
+        "global_batch": 4 if isinstance(driver.client, Client) else 8,
+    }
+    seen: list[LayoutSearch] = []
+    search = driver.do(lambda made: made.submit_layouts(body))
+    ended = driver.do(lambda made: made.wait_layouts(search.id, seen.append, timeout=DEADLINE))
+    assert (ended.state, ended.error) == ("done", None)
+    assert seen[-1] == ended
+    assert ended.answer["layouts"][0]["plan_id"] == ended.plan_id
+    assert ended.answer["considered"] == ended.progress["considered"] == ended.summary["layouts"]
+    assert driver.do(lambda made: made.plan(ended.plan_id)).plan_id == ended.plan_id
+    events = driver.do(lambda made: made.layout_events(search.id))
+    assert [event.kind for event in events if event.kind != "progress"][-2:] == ["improvement", "end"]
+    assert driver.do(lambda made: made.cancel_layouts(search.id)) == ended, "it has ended"
+    (listed,) = driver.do(lambda made: made.layout_searches(limit=1, state="done"))
+    assert (listed.id, listed.answer) == (search.id, None)
+    driver.do(lambda made: made.delete_layouts(search.id))
+    with pytest.raises(NotFound):
+        driver.do(lambda made: made.layouts(search.id))
+    with pytest.raises(InvalidRequest) as refused:
+        driver.do(lambda made: made.submit_layouts({**body, "top": 0}))
+    assert [issue.pointer for issue in refused.value.issues] == ["/top"]

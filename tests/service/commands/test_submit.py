@@ -181,3 +181,38 @@ def test_a_second_ctrl_c_leaves_at_once(folder: Path, problem: Path) -> None:
         with Client(live.address) as client:
             client.wait(left.id, timeout=DEADLINE)
     (folder / "release").unlink()
+
+
+CLUSTER = {"nodes": 1, "gpus_per_node": 2, "device": "h200"}
+
+
+def test_layout_writes_the_answer_and_names_what_is_wrong(
+    live: Live, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, cluster, answer = (tmp_path / f"{name}.json" for name in ("model", "cluster", "answer"))
+    cluster.write_text(json.dumps(CLUSTER))
+    flags = ["--cluster", str(cluster), "--server", live.address]
+    known = ["layout", "--preset", "llama-3.1-8b", *flags]
+    assert main([*known, "--global-batch", "2", "--data-parallel", "1", "-o", str(answer)]) == 0
+    (best,) = json.loads(answer.read_text())["layouts"]
+    assert best["data_parallel"] == 1
+    assert best["plan_id"] in capfd.readouterr().err
+    assert main([*known, "--global-batch", "2", "--detach"]) == 0
+    with Client(live.address) as client:
+        assert client.wait_layouts(capfd.readouterr().out.strip(), timeout=DEADLINE).state == "done"
+
+    model.write_text(json.dumps({"presets": ["llama-3.1-8b"], "global_batch": 2, "model": {"layers": 0}}))
+    for arguments, status, message in (
+        (["layout", *flags], 2, "model, --preset: found neither"),
+        ([*known, str(model)], 2, "model, --preset: found both"),
+        (known, 2, "--global-batch: this key is"),
+        ([*known, "--global-batch", "0"], 2, "--global-batch: found 0"),
+        ([*known, "--global-batch", "2", "--zero-stage", "7"], 2, "--zero-stage: found 7"),
+        (["layout", str(model), *flags], 2, f"{model}: /model/layers: found 0"),
+        (["layout", str(tmp_path / "none.json"), *flags], 2, "cannot read"),
+    ):
+        assert main(arguments) == status, arguments
+        assert message in capfd.readouterr().err, arguments
+    cluster.write_text(json.dumps({**CLUSTER, "memory": 1e9}))
+    assert main([*known, "--global-batch", "2"]) == 3
+    assert "no layout fits" in capfd.readouterr().err

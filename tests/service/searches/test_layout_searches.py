@@ -162,7 +162,7 @@ async def test_a_model_that_fits_nowhere_is_infeasible(serving: Serving) -> None
     assert found["answer"] is None
 
 
-async def test_the_two_kinds_of_searches_have_addresses_and_keys_of_their_own(serving: Serving) -> None:
+async def test_the_two_kinds_of_searches_have_separate_addresses_and_keys(serving: Serving) -> None:
     async with serving("honest", searches=1) as service:
         header = {"Idempotency-Key": '"one"'}
         first = await service.http.post("/v1/layouts", json=SMALL, headers=header)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow,
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.sweeper import Sweeper
 from zbv_service.records.runs import NewRun
-from zbv_service.records.searches import NamedRequest, SearchFilter, SearchState
+from zbv_service.records.searches import NamedRequest, NewRanking, SearchFilter, SearchState
 
 pytestmark = pytest.mark.anyio
 
@@ -254,6 +255,27 @@ async def test_a_sweep_removes_old_rows_of_every_kind_and_no_others(database: Da
             *("found", "earlier", "live", "target", "offered", "replanned"),
             *("held", "clings", "live", "had", "of-open", "ever", "later", "s2"),
         }
+
+
+async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(replace(a_search("s"), kind="layouts"))
+    claim = await table.claim("me", 60)
+    assert claim is not None
+    plans = (a_plan("best"), a_plan("second"), a_plan("best"))  # two layouts may share a plan
+    counts = {"considered": 3, "ruled_out": 0, "planned": 3}
+    ranking = NewRanking(plans, b"answer", step_time=2.5, lower_bound=2.0, progress=counts)
+    assert not await table.ranked("s", claim.fence + 1, ranking), "another service holds it"
+    assert await table.ranked("s", claim.fence, ranking)
+    assert await table.answer("s") == b"answer"
+    record = await table.get("s")
+    assert record is not None
+    assert (record.state, record.plan_id, record.gap, record.progress) == ("done", "best", 0.25, counts)
+    with days_later(30):
+        await Retention(database).sweep(replace(KEEP, ended=40))
+        assert (await stored(database))["plans"] == {"best", "second"}
+        gone = await Retention(database).sweep(KEEP)
+    assert gone == {"searches": 1, "plans": 2}
 
 
 async def test_with_infinite_retention_only_expired_keys_are_removed(database: Database) -> None:

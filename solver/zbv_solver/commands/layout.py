@@ -70,9 +70,9 @@ def layout(arguments: argparse.Namespace) -> None:
     console.print(_table(ranking, request))
     console.print(_verdict(ranking), highlight=False)
     console.print(composition_table(ranking.best[0]))
-    if found is not None:
+    if found:
         console.print(sensitivity_table(ranking, found))
-        console.print(sensitivity_note(ranking), highlight=False)
+        console.print(sensitivity_note(found), highlight=False)
 
 
 def _news(found: LayoutProgress) -> str:

@@ -7,7 +7,7 @@ from rich.table import Table
 from zbv_solver.layouts.composition import composition
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.search import PlannedLayout, Ranking
-from zbv_solver.layouts.sensitivity import MOST_PLANS, Change, Outcome, nearest
+from zbv_solver.layouts.sensitivity import MOST_PLANS, Change, Outcome
 
 LEAST_SHARE = 5e-5
 """Parts below this share of the step are not shown."""
@@ -53,11 +53,12 @@ def sensitivity_table(ranking: Ranking, found: list[Outcome]) -> Table:
     return table
 
 
-def sensitivity_note(ranking: Ranking) -> str:
+def sensitivity_note(found: list[Outcome]) -> str:
     """What the table compares."""
     return (
-        f"Among the {len(nearest(ranking))} layouts with the shortest steps or least bounds. For each "
-        f"change, at most {MOST_PLANS} pipelines are planned (* a layout that was not planned may be better)."
+        f"Among {max(each.among for each in found)} layouts: those with the shortest steps or least bounds, "
+        f"and some that lack little memory. For each change, at most {MOST_PLANS} pipelines are planned (* a "
+        "layout that was not planned may be better)."
     )
 
 

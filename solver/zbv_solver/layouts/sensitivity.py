@@ -1,8 +1,8 @@
 """How the best layout and its step change with the cluster and the batch.
 
 Planning every layout again would take as long as the first search for each change. So only the layouts that
-were best before are compared: those with the shortest steps or the least bounds. They are estimated and
-bounded again, and few of them are planned, least bound first.
+were best before are compared: those with the shortest steps or the least bounds, and the first of those that
+lack little memory. They are estimated and bounded again, and few of them are planned, least bound first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from typing import Any
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.estimate.device import Device, GroupLink
 from zbv_solver.layouts.cluster import Cluster
-from zbv_solver.layouts.estimated_layout import EstimatedLayout
+from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_solver.layouts.layout import Layout
-from zbv_solver.layouts.points import PARTS
+from zbv_solver.layouts.points import PARTS, least_memory
 from zbv_solver.layouts.request import Request
 from zbv_solver.layouts.search import PlannedLayout, Ranking, best_layouts, plan_layout
 from zbv_solver.search.search_state import Cancelled
 
 AMONG = 64
-"""Layouts that are compared."""
+"""Layouts that are compared, of those that may fit."""
+TOO_LARGE = 32
+"""Layouts that are compared, of those that may fit if there is a little more memory."""
+MORE_MEMORY = 1.1
 MOST_PLANS = 4
 """Pipelines of these that are planned for each change, in addition to that of the best layout."""
 
@@ -48,6 +51,8 @@ class Outcome:
         The best layout now, among those compared; None if none of them fits.
     is_proved
         Whether no other layout among those compared can be better.
+    among
+        Number of layouts that were compared.
     """
 
     change: Change
@@ -55,6 +60,7 @@ class Outcome:
     best: Layout | None
     best_step_time: float | None
     is_proved: bool
+    among: int
 
 
 def changes(request: Request) -> Iterator[Change]:
@@ -64,7 +70,7 @@ def changes(request: Request) -> Iterator[Change]:
     yield from (Change("in_node_bandwidth", f, _on_cluster(f, _in_node)) for f in (0.5, 2.0))
     if request.cluster.nodes > 1:
         yield from (Change("between_nodes_bandwidth", f, _on_cluster(f, _between)) for f in (0.5, 2.0))
-    yield from (Change("memory", f, _on_cluster(f, _memory)) for f in (0.9, 1.1))
+    yield from (Change("memory", f, _on_cluster(f, _memory)) for f in (0.9, MORE_MEMORY))
     if request.global_batch % 2 == 0:
         yield Change("global_batch", 0.5, lambda given: replace(given, global_batch=given.global_batch // 2))
     yield Change("global_batch", 2.0, lambda given: replace(given, global_batch=given.global_batch * 2))
@@ -72,35 +78,47 @@ def changes(request: Request) -> Iterator[Change]:
 
 def outcomes(ranking: Ranking, request: Request, cancelled: Cancelled | None = None) -> Iterator[Outcome]:
     """The outcome of every change, one by one."""
-    candidates = nearest(ranking)
+    candidates = nearest(ranking, request.setting)
     for change in changes(request):
         if cancelled is not None and cancelled():
             return
         yield _outcome(change, ranking.best[0].layout, candidates, change.apply(request))
 
 
-def nearest(ranking: Ranking) -> list[Layout]:
-    """The layouts with the shortest steps or least bounds, also those that do not fit."""
-    known = [(each.step_time, k, each.layout) for k, each in enumerate(ranking.every)]
-    for each in (*ranking.waiting, *ranking.too_large):
+def nearest(ranking: Ranking, setting: Setting) -> list[Layout]:
+    """The layouts with the shortest steps or least bounds, and some that need a little more memory."""
+    fitting = [(each.step_time, each.layout) for each in ranking.every]
+    for each in ranking.waiting:
         if not isinstance(each.of, PlannedLayout):
             layout = each.of if isinstance(each.of, Layout) else each.of.layout
-            known.append((each.bound, len(known), layout))
-    return [layout for _, _, layout in sorted(known, key=lambda each: each[:2])[:AMONG]]
+            fitting.append((each.bound, layout))
+    found = [layout for _, layout in sorted(fitting, key=lambda each: each[0])[:AMONG]]
+    large = 0
+    for each in sorted(ranking.too_large, key=lambda each: each[:2]):
+        if large == TOO_LARGE:
+            break
+        if not isinstance(each.of, PlannedLayout):
+            estimated = EstimatedLayout.of(each.of, setting) if isinstance(each.of, Layout) else each.of
+            if least_memory(estimated) <= setting.cluster.memory * MORE_MEMORY:
+                found.append(estimated.layout)
+                large += 1
+    return found
 
 
 def _outcome(change: Change, before: Layout, candidates: list[Layout], request: Request) -> Outcome:
     same = _planned(_with_batch(before, request.global_batch), request)
+    step = None if same is None else same.step_time
     fitting = [_with_batch(each, request.global_batch) for each in candidates]
     try:
         now = best_layouts(
             [each for each in fitting if each is not None], request.setting, most_plans=MOST_PLANS
         )
     except NoLayoutFits:
-        return Outcome(change, None if same is None else same.step_time, None, None, True)
+        layout = None if same is None else same.layout
+        return Outcome(change, step, layout, step, True, len(candidates))
     best = min([each for each in (same, now.best[0]) if each is not None], key=lambda each: each.step_time)
     is_proved = all(each.bound >= best.step_time for each in now.waiting)
-    return Outcome(change, None if same is None else same.step_time, best.layout, best.step_time, is_proved)
+    return Outcome(change, step, best.layout, best.step_time, is_proved, len(candidates))
 
 
 def _planned(layout: Layout | None, request: Request) -> PlannedLayout | None:
@@ -159,7 +177,7 @@ def sensitivity_json(ranking: Ranking, found: list[Outcome]) -> dict[str, Any]:
     base = ranking.best[0]
     return {
         "step_time": base.step_time,
-        "among": len(nearest(ranking)),
+        "among": max((each.among for each in found), default=0),
         "most_plans": MOST_PLANS,
         "changes": [_outcome_json(each, base.layout) for each in found],
     }

@@ -18,7 +18,7 @@ from zbv_solver.layouts.layout import Fixed
 from zbv_solver.layouts.points import least_memory, points_json
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import best_layouts, plan_layout
-from zbv_solver.layouts.sensitivity import changes, nearest, outcomes, sensitivity_json
+from zbv_solver.layouts.sensitivity import AMONG, TOO_LARGE, changes, nearest, outcomes, sensitivity_json
 
 MODEL = {
     **{"hidden": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocabulary": 8_000, "sequence": 1024},
@@ -126,9 +126,23 @@ def test_changes_move_the_step_in_the_right_direction() -> None:
             each.change.factor > 1 :
         ][:1]
         again = changed.apply(request)
-        if each.is_proved and len(request.layouts) == len(nearest(ranking)):
+        if each.is_proved and len(request.layouts) == each.among:
             whole = best_layouts(again.layouts, again.setting)
             assert each.best_step_time == pytest.approx(whole.best[0].step_time)
+
+
+def test_layouts_that_are_compared_include_those_that_fit() -> None:
+    request = request_of(MODEL, cluster_of(1, 4, 0.2))
+    ranking = best_layouts(request.layouts, request.setting)
+    found = nearest(ranking, request.setting)
+    large = {
+        (each.of if not isinstance(each.of, EstimatedLayout) else each.of.layout)
+        for each in ranking.too_large
+    }
+    assert found[0] == ranking.best[0].layout
+    assert len(set(found)) == len(found) <= AMONG + TOO_LARGE
+    assert large
+    assert sum(each not in large for each in found) == min(AMONG, ranking.considered - len(large))
 
 
 def test_a_layout_that_no_longer_fits_has_no_step() -> None:

@@ -107,7 +107,7 @@ class CutTables:
         # The minimum is taken per layer. A sum of minima is at most the minimum of sums, so differences of
         # `cheapest` are lower bounds on the cost of any stage.
         each = (per_layer[:, :, 0] + backward).min(axis=1)
-        speeds = _speeds(each.sum(axis=1))
+        speeds = speeds_of(each.sum(axis=1))
         cheapest = np.concatenate(([0.0], np.cumsum((each * speeds[:, None]).min(axis=0))))[places]
         kind_of = np.array(problem.kind_of)
         return cls(
@@ -142,6 +142,6 @@ def _per_layer(problem: LayeredProblem) -> FloatArray:
     return found
 
 
-def _speeds(totals: FloatArray) -> FloatArray:
+def speeds_of(totals: FloatArray) -> FloatArray:
     """(K,) speeds of the kinds by the cost of the whole model. Any others would give valid bounds, too."""
     return totals.min() / totals if totals.min() > 0 else np.ones(len(totals))

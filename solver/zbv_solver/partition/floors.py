@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import product
+
 import numpy as np
 
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import ROUNDING
 
+MOST_OTHERS = 4
+"""Most parts besides those of the most frequent kind that are packed."""
 MOST_SUMS = 200_000
 """Most distinct loads that are listed; with more kinds of layers, the mean load is the bound."""
 
@@ -17,9 +23,11 @@ def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
 
     The load is at least the mean, with as much recomputed as the total memory demands. It is at least the
     load of the rank with the most parts. And it is a sum of whole layers. Ranks of several devices count by
-    their speeds. Lemmas 31, 32, 33, 37 and 60 of bounds/PROOFS.md.
+    their speeds, and parts are packed into them. Lemmas 31, 32, 33, 37, 60 and 61 of bounds/PROOFS.md.
     """
     mean = max(_least_total(tables) / float(tables.speeds.sum()), _most_parts(problem.pp_degree, tables))
+    if len(problem.kinds) > 1:
+        mean = max(mean, _packed_load(problem, mean))
     above = []
     for device in problem.kinds:
         sums = _possible_loads(problem, device)
@@ -43,6 +51,63 @@ def _most_parts(p: int, tables: CutTables) -> float:
     up_to = np.concatenate(([0.0], np.cumsum(parts)))
     crowded = up_to[more * p + 1] - up_to[more * p - more]
     return float(max(parts[0], crowded.max(initial=0.0))) * (1 - ROUNDING)
+
+
+def _packed_load(problem: LayeredProblem, least: float) -> float:
+    """The largest load of a rank if parts were packed into ranks of several devices, in any order.
+
+    Of the parts, only the kind with the most copies and the largest `MOST_OTHERS` others count.
+    """
+    costs = _part_costs(problem)  # (K, n)
+    kinds, copies = np.unique(costs, axis=1, return_counts=True)
+    often = int(copies.argmax())
+    block, count = kinds[:, often], int(copies[often])
+    others = np.repeat(np.delete(kinds, often, axis=1), np.delete(copies, often), axis=1)
+    others = others[:, np.argsort(-others.min(axis=0))[:MOST_OTHERS]]
+    if not block.min() > 0:
+        return 0.0
+    # (2^others, others): which of the others a set has; (K, 2^others): what the set costs.
+    sets = np.array(list(product((0, 1), repeat=others.shape[1])))
+    of_set = others @ sets.T
+    apart = [
+        (one, two)
+        for one in range(len(sets))
+        for two in range(len(sets))
+        if not (sets[one] & sets[two]).any()
+    ]
+    before, added = np.array(apart).T
+    both = before + added  # sets are numbered in binary
+
+    def fits(load: float) -> bool:
+        """Whether all parts fit into ranks with at most this load."""
+        room = load * (1 + ROUNDING) - of_set
+        blocks = np.where(room >= 0, np.floor(room / block[:, None]), -np.inf)
+        most = np.where(np.arange(len(sets)) == 0, 0.0, -np.inf)  # blocks, by the set that is in ranks so far
+        for kind in problem.kind_of:
+            grown = np.full(len(sets), -np.inf)
+            np.maximum.at(grown, both, most[before] + blocks[kind, added])
+            most = grown
+        return bool(most[-1] >= count)
+
+    loads = (block[:, None, None] * np.arange(count + 1) + of_set[:, :, None]).ravel()
+    loads = np.unique(loads[loads >= least * (1 - ROUNDING)])
+    at = bisect_left(loads, x=True, key=fits)
+    return float(loads[at]) * (1 - ROUNDING) if at < len(loads) else 0.0
+
+
+def _part_costs(problem: LayeredProblem) -> FloatArray:
+    """(K, n): the least cost of every part by itself, by device."""
+    least = [
+        [
+            min(
+                costs.forward + min(costs.split, costs.fused)
+                for costs in (layer.costs_when(False, device), layer.costs_when(True, device))
+            )
+            for layer in problem.model.each
+        ]
+        for device in problem.kinds
+    ]
+    return np.add.reduceat(np.array(least), problem.places[:-1], axis=1)
 
 
 def _least_total(tables: CutTables) -> float:

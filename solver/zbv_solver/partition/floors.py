@@ -67,7 +67,7 @@ def _packed_load(problem: LayeredProblem, least: float) -> float:
     if not block.min() > 0:
         return 0.0
     # (2^others, others): which of the others a set has; (K, 2^others): what the set costs.
-    sets = np.array(list(product((0, 1), repeat=others.shape[1])))
+    sets = np.array(list(product((0, 1), repeat=others.shape[1])), np.int64)
     of_set = others @ sets.T
     apart = [
         (one, two)

@@ -39,7 +39,10 @@ class Setting:
         return self.model.tied and 2 * ranks <= self.model.n_layers
 
     def least_work(self, layout: Layout) -> float:
-        """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas."""
+        """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas.
+
+        Lemma 60 of bounds/PROOFS.md.
+        """
         sizes = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
         work, speeds = _least_work_of_all(self, layout.used_groups, *sizes, layout.microbatch_size)
         speed = sum(map(speeds.__getitem__, layout.group_of)) if layout.groups else layout.pipeline_parallel
@@ -114,7 +117,7 @@ class EstimatedLayout:
 
     @cached_property
     def mean_bound(self) -> float:
-        """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work."""
+        """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work. Lemma 60."""
         m = self.layout.microbatches
         work, speed = self._shared(self._table(lambda layer: m * _least_work(layer) + layer.step.total))
         return float(work.sum()) / speed * SECONDS
@@ -127,14 +130,14 @@ class EstimatedLayout:
 
     @cached_property
     def load_bound(self) -> float:
-        """Lower bound of the step in seconds over all cuts: Lemmas 31, 32, 33 and 37 of bounds/PROOFS.md."""
+        """Lower bound of the step in seconds over all cuts: Lemmas 31-33, 37, 60 and 61."""
         problem = self.problem
         least = least_worst_load(problem, CutTables.of(problem)) * problem.microbatches
         return least * SECONDS + self.least_once
 
     @cached_property
     def memory_bound(self) -> float:
-        """Lower bound of the step in seconds from memory times time: Lemma 54 of bounds/PROOFS.md.
+        """Lower bound of the step in seconds from memory times time: Lemmas 54 and 60 of bounds/PROOFS.md.
 
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.

@@ -55,7 +55,8 @@ def balanced_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
 
     The load of a rank is the sum of its forwards and its cheaper backwards for one microbatch, as in
     :meth:`zbv_solver.problem.problem.Problem.busy_time`. Stages are recomputed if their rank would not fit
-    otherwise. Only for placements V and single. Lemma 34.
+    otherwise. Only for placements V and single. Lemma 34, with
+    Lemma 60 for ranks of several devices.
 
     Parameters
     ----------

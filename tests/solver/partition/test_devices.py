@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from support.cuts import BLOCK, EMBEDDING, HEAD, every_cut, layered, layered_problems, worst_load
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.best_cut import best_cut
+from zbv_solver.measure.stage_costs import with_stage_costs
 from zbv_solver.partition.balance import balanced_cut, smallest_cut
 from zbv_solver.partition.cut_space import CutSpace
 from zbv_solver.partition.cut_tables import CutTables
@@ -175,3 +176,15 @@ def test_wrong_devices_and_links_are_refused(change: dict[str, Any], pointer: st
 def test_cuts_for_the_order_of_an_executor_need_equal_ranks() -> None:
     with pytest.raises(InvalidInput, match="/devices"):
         best_cut(mixed(), [])
+
+
+def test_measured_costs_of_stages_scale_layers_on_every_device() -> None:
+    problem = mixed()
+    made = problem.cut_into(problem.placements[0], Cut.at((0, 2, 3, 5, 6, 8, 10)))
+    double = made.costs.mapped(lambda values: tuple(2 * value for value in values), made.costs.p2p)
+    found = with_stage_costs(made, double)
+    assert found.costs == double
+    assert found.model is not None
+    assert found.model.devices == problem.devices
+    assert found.model.model.each[3].on[0].costs.forward == 12  # block.2, which is on the slow rank
+    assert found.model.model.each[3].costs.forward == 4

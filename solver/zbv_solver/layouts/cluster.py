@@ -200,7 +200,8 @@ def equal_cluster(document: Any) -> Cluster:
 
 
 def _mixed(config: GroupsConfig) -> MixedCluster:
-    common, groups, issues = config.links, [], []
+    common, groups = config.links, []
+    issues: list[Issue] = []
     for number, each in enumerate(config.groups):
         try:
             groups.append(_nodes(each, f"/groups/{number}", each.links.in_node, common.between_nodes))

@@ -103,6 +103,12 @@ class Layer:
         own = next((each for each in self.on if each.device == device), self)
         return own.recompute if recomputed and own.recompute is not None else own.costs
 
+    @property
+    def every_costs(self) -> tuple[LayerCosts, ...]:
+        """All of its costs: plain and recomputed, everywhere and on every device."""
+        of_devices = [costs for each in self.on for costs in (each.costs, each.recompute)]
+        return tuple(costs for costs in (self.costs, self.recompute, *of_devices) if costs is not None)
+
     def with_costs(self, change: Callable[[LayerCosts], LayerCosts]) -> Layer:
         """The layer with all of its costs changed: plain, recomputed, and on every device."""
 

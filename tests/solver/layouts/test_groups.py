@@ -112,7 +112,7 @@ CASES = st.tuples(
 )
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(CASES)
 def test_the_best_layout_is_that_of_planning_every_one_in_every_order(
     case: tuple[tuple[tuple[int, int], ...], float, float, int, bool],

@@ -24,6 +24,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import layered_json, problem_json
 from zbv_solver.search.claims import check_plan
+from zbv_solver.search.layered import bound_over_all_cuts
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
@@ -49,16 +50,16 @@ def space_of(problem: LayeredProblem) -> CutSpace:
 def test_a_stage_costs_what_its_layers_cost_on_the_device_of_its_rank() -> None:
     problem = mixed()
     made = problem.cut_into(problem.placements[0], Cut.at((0, 2, 3, 5, 6, 8, 10)))
-    assert made.costs.forward == (3, 2, 12, 6, 4, 7)  # stages 2 and 3 are on rank 2
-    assert made.costs.backward_input == (2, 2, 10, 5, 4, 7)
-    assert made.costs.backward_weight == (2, 1, 2, 1, 2, 6)
-    assert made.memory.forward == (4, 4, 6, 3, 8, 4)
+    assert list(made.costs.forward) == [3, 2, 12, 6, 4, 7]  # stages 2 and 3 are on rank 2
+    assert list(made.costs.backward_input) == [2, 2, 10, 5, 4, 7]
+    assert list(made.costs.backward_weight) == [2, 1, 2, 1, 2, 6]
+    assert list(made.memory.forward) == [4, 4, 6, 3, 8, 4]
     assert made.arrays.latency[:, 0].tolist() == [2, 4, 0, 4, 2]  # rank 2 hosts stages 2 and 3
-    assert made.memory.static == (2, 3, 3)
+    assert list(made.memory.static) == [2, 3, 3]
     loop = mixed(placement="loop")
     around = loop.cut_into(loop.placements[0], Cut.at((0, 2, 3, 5, 6, 8, 10)))
-    assert around.costs.p2p == (2, 4, 9, 2, 4)
-    assert around.costs.forward == (3, 2, 12, 2, 4, 11)
+    assert list(around.costs.p2p) == [2, 4, 9, 2, 4]
+    assert list(around.costs.forward) == [3, 2, 12, 2, 4, 11]
 
 
 def test_documents_keep_devices_and_links() -> None:
@@ -72,9 +73,11 @@ def test_documents_keep_devices_and_links() -> None:
 
 
 def test_a_plan_for_several_devices_passes_its_check() -> None:
-    problem = mixed(placement="auto", memory={"limit": [60, 60, 30]})
+    problem = mixed(placement="single", memory={"limit": [60, 60, 30]})
     plan = search(problem, SearchOptions(effort="quick"))
-    checked = check_plan(plan_json(plan), problem, prove=True)
+    assert plan.cut is not None
+    assert plan.cut.lower_bound <= bound_over_all_cuts(problem) * (1 + 1e-9)
+    checked = check_plan(plan_json(plan), problem)
     assert checked.problem == plan.problem
     model = checked.problem.model
     assert model is not None
@@ -120,8 +123,8 @@ def test_no_cut_is_below_the_floor(problem: LayeredProblem) -> None:
         assert space.worst_load(settled, recompute) == pytest.approx(worst_load(made))
 
 
-@settings(max_examples=10)
-@given(layered_problems(most_layers=5, placements=("loop",), mixed=True, memory={"limit": 6}))
+@settings(max_examples=6)
+@given(layered_problems(most_layers=4, placements=("loop",), mixed=True, memory={"limit": 6}))
 def test_the_least_memory_is_that_of_all_cuts(problem: LayeredProblem) -> None:
     space, limit = space_of(problem), problem.limit or ()
     unlimited = replace(problem, limit=None)
@@ -135,8 +138,8 @@ def test_the_least_memory_is_that_of_all_cuts(problem: LayeredProblem) -> None:
 
 
 def test_the_floor_packs_whole_layers_into_ranks() -> None:
-    # The mean is 55 / (2 + 55 / 154) = 23.3. A slow rank has one block of 14, and the fast ones have blocks of
-    # 5 and the head of 15: with the other 7 blocks, one of them has 25.
+    # The mean is 55 / (2 + 55 / 154) = 23.3. A slow rank has one block of 14, and the fast ones have blocks
+    # of 5 and the head of 15: with the other 7 blocks, one of them has 25.
     block = {**BLOCK, "on": {"slow": {"forward": 6, "backward_input": 6, "backward_weight": 2}}}
     head = {**HEAD, "on": {"slow": {"forward": 14, "backward_input": 14, "backward_weight": 14}}}
     problem = mixed(layers=[block, head], devices=["slow", "fast", "fast"], placement="single")

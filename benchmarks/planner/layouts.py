@@ -22,6 +22,8 @@ LARGE = ("llama-3.1-70b", 16, 1024)
 """A model, the nodes of 8 H100 that train it, and sequences per step."""
 MOST_LAYOUTS = 400
 """Of a random case, because all of them are planned."""
+MIXED_SHARE = 0.4
+"""Of random cases: those with a second group of nodes."""
 
 
 def layouts_table(cases: int, seed: int, write: Callable[[str], object]) -> list[Finding]:
@@ -73,19 +75,24 @@ def _least_of_all(request: Request) -> tuple[float, int]:
 
 
 def _random_request(random: Random) -> Request:
-    """A small model on a small cluster, with few enough layouts to plan all of them."""
+    """A small model on a small cluster, perhaps of two groups, with few enough layouts to plan all."""
     while True:
         nodes, gpus = random.choice([(1, 2), (1, 4), (2, 2), (2, 4), (3, 2), (6, 1)])
         devices = nodes * gpus
-        cluster = parse_cluster(
-            {
-                **{"nodes": nodes, "gpus_per_node": gpus, "device": random.choice(["h100", "a100"])},
-                "memory": random.choice([2e9, 4e9, 8e9, 16e9, 80e9]),
-            }
-        )
+        groups = [_random_nodes(random, nodes, gpus)]
+        if random.random() < MIXED_SHARE:
+            nodes, gpus = random.choice([(1, 1), (1, 2), (2, 1)])
+            groups.append(_random_nodes(random, nodes, gpus))
+            devices += nodes * gpus
+        cluster = parse_cluster({"groups": groups} if len(groups) > 1 else groups[0])
         request = parse_request({"model": _random_model(random), "global_batch": 2 * devices}, cluster)
         if len(request.layouts) <= MOST_LAYOUTS:
             return request
+
+
+def _random_nodes(random: Random, nodes: int, gpus: int) -> dict[str, Any]:
+    device, memory = random.choice(["h100", "a100"]), random.choice([2e9, 4e9, 8e9, 16e9, 80e9])
+    return {"nodes": nodes, "gpus_per_node": gpus, "device": device, "memory": memory}
 
 
 def _random_model(random: Random) -> dict[str, Any]:

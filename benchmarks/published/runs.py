@@ -15,7 +15,7 @@ from zbv_solver.estimate.config_fields import ConfigSection, Count, Flag, Rate, 
 from zbv_solver.estimate.config_model import ModelConfig
 from zbv_solver.estimate.config_parallel import Recomputed
 from zbv_solver.estimate.presets import preset_names, with_presets
-from zbv_solver.layouts.cluster import Cluster, parse_cluster
+from zbv_solver.layouts.cluster import Cluster, equal_cluster
 
 HERE = Path(__file__).parent
 RUNS, MODELS = HERE / "runs.json", HERE / "models.json"
@@ -154,7 +154,7 @@ def cluster_of(run: MeasuredRun) -> Cluster:
     for group in set(run.hides) - {"pipeline"}:
         device[f"{group}_parallel_overlap"] = HIDDEN
     nodes = max(1, run.devices // run.devices_per_node)
-    return parse_cluster({"nodes": nodes, "gpus_per_node": run.devices_per_node, "device": device})
+    return equal_cluster({"nodes": nodes, "gpus_per_node": run.devices_per_node, "device": device})
 
 
 def model_of(run: MeasuredRun) -> ModelConfig:

@@ -59,10 +59,18 @@ def layered(**changes: Any) -> LayeredProblem:
 
 @st.composite
 def layered_problems(
-    draw: st.DrawFn, /, most_layers: int = 7, placements: tuple[str, ...] = ("v", "single"), **changes: Any
+    draw: st.DrawFn,
+    /,
+    most_layers: int = 7,
+    placements: tuple[str, ...] = ("v", "single"),
+    mixed: bool = False,
+    **changes: Any,
 ) -> LayeredProblem:
-    """Small layered problems of every kind; memory is tight often, and sometimes too tight."""
-    p = draw(st.integers(1, 3))
+    """Small layered problems of every kind; memory is tight often, and sometimes too tight.
+
+    With ``mixed``, ranks have different devices and links.
+    """
+    p = draw(st.integers(2 if mixed else 1, 3))
     layers = []
     for number in range(draw(st.integers(1, most_layers))):
         held = draw(st.sampled_from((0, 1, 2, 4)))
@@ -107,13 +115,40 @@ def layered_problems(
         "memory": {"limit": draw(st.sampled_from((None, 5, 8, 12, 30)))},
         **changes,
     }
+    if mixed:
+        body["devices"] = ["fast", "slow", draw(st.sampled_from(("fast", "slow")))][:p]
+        body["costs"] = {"link": [{"latency": draw(st.integers(0, 2)), "bandwidth": 50} for _ in range(p)]}
+        for each in layers:
+            each["output_bytes"] = draw(st.sampled_from((0, 100)))
+            if draw(st.integers(0, 3)):
+                each["on"] = {"slow": _slower(draw, each)}
     try:
         problem = parse_any_problem(body)
     except InvalidInput:
         # Too few layers for the stages, or rules that contradict each other.
+        alike = [{key: value for key, value in each.items() if key != "on"} for each in layers]
+        body = {**body, "layers": alike, "devices": None, "costs": None}
         problem = parse_any_problem({**body, "pp_degree": 1, "placement": "single", "cut": {}})
     assert isinstance(problem, LayeredProblem)
     return problem
+
+
+def _slower(draw: st.DrawFn, layer: dict[str, Any]) -> dict[str, Any]:
+    """Costs of a layer on another device, which takes two or three times as long, or less for a backward."""
+    factor = draw(st.sampled_from((2, 3)))
+    found: dict[str, Any] = {
+        "forward": factor * layer["forward"],
+        "backward_input": draw(st.sampled_from((0, 2, 5))),
+    }
+    if draw(st.booleans()):
+        held = draw(st.sampled_from((0, 3)))
+        found["memory"] = {"forward": held, "backward_weight": -held, "static": 1, "workspace": 1}
+    if "recompute" in layer:
+        found["recompute"] = {
+            "backward_input": draw(st.sampled_from((4, 8))),
+            "memory": {"forward": 0.5, "backward_weight": -0.5},
+        }
+    return found
 
 
 def every_cut(problem: LayeredProblem, placement: Placement) -> Iterator[Problem]:
@@ -160,14 +195,7 @@ def layered_in_other_units(problem: LayeredProblem, time: float, memory: float) 
             LayerMemory(**{name: value * memory for name, value in vars(costs.memory).items()}),
         )
 
-    layers = [
-        replace(
-            layer,
-            costs=scaled(layer.costs),
-            recompute=None if layer.recompute is None else scaled(layer.recompute),
-        )
-        for layer in problem.model.layers
-    ]
+    layers = [layer.with_costs(scaled) for layer in problem.model.layers]
     link = problem.link
     return replace(
         problem,

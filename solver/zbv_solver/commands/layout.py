@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
@@ -23,9 +24,9 @@ from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layouts.answer import ranking_json, recomputation, utilisation
-from zbv_solver.layouts.cluster import parse_cluster
+from zbv_solver.layouts.cluster import AnyCluster, parse_cluster
 from zbv_solver.layouts.enumeration import ZERO_STAGES
-from zbv_solver.layouts.layout import Fixed
+from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import Ranking, best_layouts
@@ -125,9 +126,7 @@ def _named(issue: Issue, path: str | None) -> Issue:
 
 def _table(ranking: Ranking, request: Request) -> Table:
     """A column per layout, best first."""
-    cluster = request.cluster
-    title = f"layouts on {cluster.nodes} nodes of {cluster.gpus_per_node} devices"
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=_title(request.cluster), title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     columns = []
     for each in ranking.best:
@@ -145,11 +144,28 @@ def _table(ranking: Ranking, request: Request) -> Table:
                 f"{each.lower_bound:.4g} s",
                 f"{utilisation(each, request):.1%}",
                 f"{max(each.plan.metrics.peak_memory) / 1e9:.3g} GB",
+                *([_ranks_of_groups(layout)] if layout.groups else []),
             ]
         )
-    for name, values in zip(ROWS, zip(*columns, strict=True), strict=True):
+    rows = (*ROWS, "groups of ranks") if len(request.cluster.groups) > 1 else ROWS
+    for name, values in zip(rows, zip(*columns, strict=True), strict=True):
         table.add_row(name, *values)
     return table
+
+
+def _title(cluster: AnyCluster) -> str:
+    nodes = [
+        f"{number}: {each.nodes} nodes of {each.gpus_per_node} {each.preset or 'devices'}"
+        for number, each in enumerate(cluster.groups)
+    ]
+    if len(nodes) == 1:
+        return f"layouts on {cluster.groups[0].nodes} nodes of {cluster.groups[0].gpus_per_node} devices"
+    return f"layouts on groups {', '.join(nodes)}"
+
+
+def _ranks_of_groups(layout: Layout) -> str:
+    """The group of every pipeline rank, runs of equal ones together."""
+    return ", ".join(f"{len([*same])} in {group}" for group, same in groupby(layout.groups))
 
 
 def _verdict(ranking: Ranking) -> str:

@@ -126,10 +126,14 @@ def best_cut(
     Raises
     ------
     InvalidInput
-        When no schedule is given, or the model has too few layers for all of them.
+        When no schedule is given, the model has too few layers for all of them, or ranks differ.
     InfeasibleMemory
         When no cut fits the memory limit under any of the schedules.
     """
+    if not problem.has_equal_ranks:
+        at = "/devices" if problem.devices else "/costs/link"
+        detail = "cuts for the order of an executor are searched for equal ranks and links. Remove this key."
+        raise InvalidInput.at(at, f"found one value per rank; {detail}")
     own = OwnUnit.of(problem)
     searches = []
     for schedule in schedules:

@@ -94,7 +94,7 @@ def _level(problem: LayeredProblem) -> Problem:
 def _smallest(problem: LayeredProblem, placement: Placement) -> float:
     """The least memory that the fullest rank needs in any cut on a placement."""
     # With the mean need as the limit no cut fits, so the excess over it is minimised.
-    mean = float(CutTables.of(problem).sums[:, 3, -1].min()) / problem.pp_degree
+    mean = float(CutTables.of(problem).sums[..., 3, -1].min()) / problem.pp_degree
     tight = at_limit(problem, max(problem.static) + mean)
     space = CutSpace(tight, placement, CutTables.of(tight))
     # Under loop, proving that the heuristic's cut is the smallest would take CP-SAT seconds.

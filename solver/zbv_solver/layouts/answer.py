@@ -47,10 +47,12 @@ def ranking_json(
 
 
 def utilisation(planned: PlannedLayout, request: Request) -> float:
-    """Share of the devices' peak that the model's operations use, without recomputation."""
+    """Share of the used devices' peak that the model's operations use, without recomputation."""
     cluster = request.cluster
     flops = planned.estimated.setting.model.model_flops() * request.global_batch
-    return flops / (planned.step_time * cluster.devices * cluster.peak_tflops * FLOPS_PER_TFLOP)
+    of_rank = planned.layout.devices // planned.layout.pipeline_parallel
+    peak = of_rank * sum(cluster.groups[group].peak_tflops for group in planned.layout.group_of)
+    return flops / (planned.step_time * peak * FLOPS_PER_TFLOP)
 
 
 def recomputation(planned: PlannedLayout) -> str:
@@ -84,6 +86,8 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "composition": composition(planned).parts(),
         "partition": [] if model is None else [list(stage) for stage in model.partition],
     }
+    if layout.groups:
+        document |= {"groups": list(layout.groups), "devices": layout.devices}
     if with_plan:
         document["plan"] = plan_json(plan)
     return document

@@ -1,4 +1,4 @@
-"""A cluster of equal nodes: its devices, their memory, and the links between them."""
+"""A cluster: its devices, their memory, and the links between them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from zbv_solver.estimate.config_fields import Amount, ConfigSection, Rate, Size
 from zbv_solver.estimate.device import Device, GroupLink
 from zbv_solver.estimate.presets import preset
 from zbv_solver.problem.cut import Link
+
+MAX_GROUPS = 4
 
 
 class LinkConfig(ConfigSection):
@@ -34,8 +36,8 @@ def _name_or_section(value: Any) -> str:
     return "name" if isinstance(value, str) else "section"
 
 
-class ClusterConfig(ConfigSection):
-    """The document ``cluster.json``."""
+class NodesConfig(ConfigSection):
+    """Equal nodes."""
 
     nodes: Size = Field(description="number of nodes")
     gpus_per_node: Size = Field(description="devices of a node")
@@ -44,10 +46,43 @@ class ClusterConfig(ConfigSection):
         Discriminator(_name_or_section),
     ] = Field(description="a preset, or the section device of an estimate's configuration")
     memory: Amount | None = Field(None, description="bytes of a device; null: as the device says")
-    links: LinksConfig | None = Field(None, description="null: as the device says")
     reserve: Amount | None = Field(
         None, description="bytes of a device that training does not use; null: as the device says"
     )
+
+
+class ClusterConfig(NodesConfig):
+    """The document ``cluster.json`` of equal nodes."""
+
+    links: LinksConfig | None = Field(None, description="null: as the device says")
+
+
+class GroupLinksConfig(ConfigSection):
+    """The links of a group of nodes."""
+
+    in_node: LinkConfig | None = Field(None, description="null: as the device says")
+
+
+class GroupConfig(NodesConfig):
+    """A group of equal nodes in a cluster of several."""
+
+    links: GroupLinksConfig = GroupLinksConfig()
+
+
+class CommonLinksConfig(ConfigSection):
+    """The links between the nodes of several groups."""
+
+    between_nodes: LinkConfig | None = Field(None, description="of one group; null: as its device says")
+    between_groups: LinkConfig | None = Field(
+        None, description="of different groups; null: between_nodes, or the slowest of the devices' links"
+    )
+
+
+class GroupsConfig(ConfigSection):
+    """The document ``cluster.json`` of several groups of nodes."""
+
+    groups: Annotated[list[GroupConfig], Field(min_length=1, max_length=MAX_GROUPS)]
+    links: CommonLinksConfig = CommonLinksConfig()
 
 
 @dataclass(frozen=True)
@@ -64,6 +99,8 @@ class Cluster:
         Links between two devices of a node and of different nodes; their ``overlap`` is 0.
     tensor_overlap, context_overlap, expert_overlap, data_overlap
         Share of each kind of exchange that compute hides.
+    preset
+        Name of the device; None if its rates were given.
     """
 
     nodes: int
@@ -78,6 +115,17 @@ class Cluster:
     context_overlap: float = 0.0
     expert_overlap: float = 0.0
     data_overlap: float = 0.0
+    preset: str | None = None
+
+    @property
+    def groups(self) -> tuple[Cluster]:
+        """The cluster as the only group of nodes."""
+        return (self,)
+
+    @property
+    def between_groups(self) -> GroupLink:
+        """That between nodes."""
+        return self.between_nodes
 
     @property
     def devices(self) -> int:
@@ -96,36 +144,95 @@ class Cluster:
         """Whether every group of ``size`` devices that are ``stride`` apart is on one node."""
         return size == 1 or self.gpus_per_node % (stride * size) == 0
 
-    def transfer(self, stride: int, ranks: int) -> Link:
-        """The slowest link between neighbouring pipeline ranks, in microseconds and bytes."""
-        found = self.link(stride, ranks)
-        return Link(found.latency, (found.bandwidth or 0.0) * BYTES_PER_MICROSECOND)
-
 
 BYTES_PER_MICROSECOND = 1e3
 """In a GB/s."""
 
 
-def parse_cluster(document: Any) -> Cluster:
-    """Parse a decoded JSON document.
+def transfer(link: GroupLink) -> Link:
+    """A link between pipeline ranks, in microseconds and bytes."""
+    return Link(link.latency, (link.bandwidth or 0.0) * BYTES_PER_MICROSECOND)
+
+
+@dataclass(frozen=True)
+class MixedCluster:
+    """Several groups of equal nodes.
+
+    Attributes
+    ----------
+    between_groups
+        The link between two devices of different groups; its ``overlap`` is 0.
+    """
+
+    groups: tuple[Cluster, ...]
+    between_groups: GroupLink
+
+    @property
+    def devices(self) -> int:
+        """Devices of all groups."""
+        return sum(group.devices for group in self.groups)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the largest device."""
+        return max(group.memory for group in self.groups)
+
+
+AnyCluster = Cluster | MixedCluster
+
+
+def parse_cluster(document: Any) -> AnyCluster:
+    """Parse a decoded JSON document; several groups become a :class:`MixedCluster`.
 
     Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document.
     """
+    if isinstance(document, dict) and "groups" in document:
+        return _mixed(validated(GroupsConfig, document))
+    return equal_cluster(document)
+
+
+def equal_cluster(document: Any) -> Cluster:
+    """Parse a decoded JSON document of equal nodes; raises :class:`InvalidInput`."""
     config = validated(ClusterConfig, document)
-    device = _device(config)
+    links = config.links
+    inside, between = (None, None) if links is None else (links.in_node, links.between_nodes)
+    return _nodes(config, "", inside, between)
+
+
+def _mixed(config: GroupsConfig) -> MixedCluster:
+    common, groups = config.links, []
+    issues: list[Issue] = []
+    for number, each in enumerate(config.groups):
+        try:
+            groups.append(_nodes(each, f"/groups/{number}", each.links.in_node, common.between_nodes))
+        except InvalidInput as error:
+            issues += error.issues
+    if issues:
+        raise InvalidInput(issues)
+    if (given := common.between_groups) is not None:
+        return MixedCluster(tuple(groups), GroupLink(given.bandwidth, given.latency))
+    links = [group.between_nodes for group in groups]
+    slowest = GroupLink(min(link.bandwidth or 0.0 for link in links), max(link.latency for link in links))
+    return MixedCluster(tuple(groups), slowest)
+
+
+def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: LinkConfig | None) -> Cluster:
+    """Equal nodes; links that are None are those of the device."""
+    device = _device(config, f"{at}/device")
     memory = device.memory_limit if config.memory is None else config.memory
+    inside, between = inside or _in_node(device), between or _between_nodes(device)
     issues = []
     if memory is None:
         detail = "this key is absent, and the device says nothing about it. Give the bytes of a device."
-        issues.append(Issue("/memory", detail))
-    links = config.links or _links(device)
-    if links is None:
+        issues.append(Issue(f"{at}/memory", detail))
+    if inside is None or between is None:
         detail = (
             "this key is absent, and the device does not state tensor_parallel_bandwidth and link_bandwidth. "
             "Give latency and bandwidth of in_node and between_nodes."
         )
-        issues.append(Issue("/links", detail))
-    if links is None or memory is None:
+        # In a cluster of groups, the link between nodes is not a key of the group.
+        issues.append(Issue("/links" if at and between is None else f"{at}/links", detail))
+    if inside is None or between is None or memory is None:
         raise InvalidInput(issues)
     return Cluster(
         nodes=config.nodes,
@@ -134,35 +241,38 @@ def parse_cluster(document: Any) -> Cluster:
         peak_tflops=device.peak_tflops or device.achieved_tflops,
         memory=memory,
         reserve=device.reserved if config.reserve is None else config.reserve,
-        in_node=GroupLink(links.in_node.bandwidth, links.in_node.latency),
-        between_nodes=GroupLink(links.between_nodes.bandwidth, links.between_nodes.latency),
+        in_node=GroupLink(inside.bandwidth, inside.latency),
+        between_nodes=GroupLink(between.bandwidth, between.latency),
         tensor_overlap=device.tensor_parallel_overlap,
         context_overlap=device.context_parallel_overlap,
         expert_overlap=device.expert_parallel_overlap,
         data_overlap=device.data_parallel_overlap,
+        preset=config.device if isinstance(config.device, str) else None,
     )
 
 
-def _device(config: ClusterConfig) -> DeviceConfig:
+def _device(config: NodesConfig, at: str) -> DeviceConfig:
     if isinstance(config.device, str):
-        section = preset(config.device, "/device").device
+        section = preset(config.device, at).device
         if not section:
             detail = f"found {config.device!r}, a preset of a model. Name a preset of a device."
-            raise InvalidInput.at("/device", detail)
+            raise InvalidInput.at(at, detail)
     else:
         section = config.device
     try:
         return validated(DeviceConfig, section)
     except InvalidInput as error:
-        issues = [Issue(f"/device{issue.pointer}", issue.detail) for issue in error.issues]
+        issues = [Issue(f"{at}{issue.pointer}", issue.detail) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
 
 
-def _links(device: DeviceConfig) -> LinksConfig | None:
-    inside, between = device.tensor_parallel_bandwidth, device.link_bandwidth
-    if inside is None or between is None:
+def _in_node(device: DeviceConfig) -> LinkConfig | None:
+    bandwidth = device.tensor_parallel_bandwidth
+    if bandwidth is None:
         return None
-    return LinksConfig(
-        in_node=LinkConfig(latency=device.tensor_parallel_latency, bandwidth=inside),
-        between_nodes=LinkConfig(latency=device.link_latency, bandwidth=between),
-    )
+    return LinkConfig(latency=device.tensor_parallel_latency, bandwidth=bandwidth)
+
+
+def _between_nodes(device: DeviceConfig) -> LinkConfig | None:
+    bandwidth = device.link_bandwidth
+    return None if bandwidth is None else LinkConfig(latency=device.link_latency, bandwidth=bandwidth)

@@ -3,41 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from itertools import chain, combinations, permutations
+from math import factorial, prod
 
 from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
-from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.cluster import AnyCluster
 from zbv_solver.layouts.layout import ORDERS, Fixed, Layout, Order
 from zbv_solver.problem.limits import MAX_PP_DEGREE
 
 ZERO_STAGES = (0, 1, 2, 3)
+MOST_ARRANGEMENTS = 24
+"""Most orders of the groups along the pipeline for which all orders are enumerated."""
 
 
 def enumerate_layouts(
-    model: Transformer, cluster: Cluster, global_batch: int, fixed: Fixed
+    model: Transformer, cluster: AnyCluster, global_batch: int, fixed: Fixed
 ) -> Iterator[Layout]:
     """Every layout whose degrees divide the cluster, the model and the global batch.
 
     Two layouts that cost the same are one: without replicas there is nothing for ZeRO to share, and the
-    order of groups matters only with several replicas and several pipeline ranks.
+    order of groups matters only with several replicas and several pipeline ranks in a group of nodes.
+
+    A cluster of several groups of nodes has the layouts of every set of its groups that use all of their
+    devices. A pipeline rank has the same number of devices everywhere, and all of them are in one group.
     """
-    for degrees, pipeline in _degrees(model, cluster.devices, global_batch, fixed):
-        for size in _divisors(global_batch // degrees.data, fixed.microbatch_size):
-            for stage in _zero_stages(degrees.replicas, fixed):
-                for order in _orders(degrees.data, pipeline, fixed):
-                    yield Layout(
-                        degrees.tensor,
-                        degrees.context,
-                        degrees.expert,
-                        degrees.data,
-                        pipeline,
-                        size,
-                        global_batch // degrees.data // size,
-                        stage,
-                        fixed.recompute or "per-stage",
-                        order,
-                    )
+    for used in _sets(len(cluster.groups)):
+        sizes = [cluster.groups[group].devices for group in used]
+        for degrees, pipeline in _degrees(model, sum(sizes), global_batch, fixed):
+            if any(size * pipeline % sum(sizes) for size in sizes):
+                continue
+            ranks = [size * pipeline // sum(sizes) for size in sizes]
+            arranged = arrangements(used, tuple(ranks)) if len(cluster.groups) > 1 else ((),)
+            for size in _divisors(global_batch // degrees.data, fixed.microbatch_size):
+                for stage in _zero_stages(degrees.replicas, fixed):
+                    for order in _orders(degrees.data, max(ranks), fixed):
+                        for groups in arranged:
+                            yield Layout(
+                                degrees.tensor,
+                                degrees.context,
+                                degrees.expert,
+                                degrees.data,
+                                pipeline,
+                                size,
+                                global_batch // degrees.data // size,
+                                stage,
+                                fixed.recompute or "per-stage",
+                                order,
+                                groups,
+                            )
+
+
+def _sets(groups: int) -> Iterator[tuple[int, ...]]:
+    """All sets of groups, the largest first."""
+    for size in range(groups, 0, -1):
+        yield from combinations(range(groups), size)
+
+
+@cache
+def arrangements(groups: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The group of every pipeline rank, in every order, for the number of ranks of each group.
+
+    If there are more than `MOST_ARRANGEMENTS`, the ranks of a group are neighbours, and the groups have every
+    order.
+    """
+    each = [factorial(count) for count in ranks]
+    if factorial(sum(ranks)) // prod(each) <= MOST_ARRANGEMENTS:
+        return tuple(_orders_of(dict(zip(groups, ranks, strict=True))))
+    blocks = [(group,) * count for group, count in zip(groups, ranks, strict=True)]
+    return tuple(tuple(chain(*order)) for order in permutations(blocks))
+
+
+def _orders_of(left: dict[int, int]) -> Iterator[tuple[int, ...]]:
+    """The different orders of items, given by the number of each kind."""
+    if not any(left.values()):
+        yield ()
+    for kind, count in left.items():
+        if count:
+            for rest in _orders_of({**left, kind: count - 1}):
+                yield (kind, *rest)
 
 
 def _degrees(

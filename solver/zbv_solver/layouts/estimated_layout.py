@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -12,11 +13,11 @@ from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Running, Tr
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.kernels.arrays import FloatArray
-from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.cluster import AnyCluster, Cluster, transfer
 from zbv_solver.layouts.layout import Layout
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_tables import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
+from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Units
 
@@ -31,17 +32,21 @@ class Setting:
 
     model: Transformer
     training: Training
-    cluster: Cluster
+    cluster: AnyCluster
 
     def is_v(self, ranks: int) -> bool:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
         return self.model.tied and 2 * ranks <= self.model.n_layers
 
     def least_work(self, layout: Layout) -> float:
-        """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas."""
+        """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas.
+
+        Lemma 60 of bounds/PROOFS.md.
+        """
         sizes = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
-        work = _least_work_of_all(self, *sizes, layout.microbatch_size)
-        return work * layout.microbatches / layout.pipeline_parallel * SECONDS
+        work, speeds = _least_work_of_all(self, layout.used_groups, *sizes, layout.microbatch_size)
+        speed = sum(map(speeds.__getitem__, layout.group_of)) if layout.groups else layout.pipeline_parallel
+        return work * layout.microbatches / speed * SECONDS
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,81 +55,115 @@ class EstimatedLayout:
 
     A step takes the span of the pipeline and what the busiest rank does once per step: reduce gradients,
     update parameters and gather them.
+
+    Bounds with ranks of several groups of nodes count every rank by the speed of its group: Lemma 60 of
+    bounds/PROOFS.md.
+
+    Attributes
+    ----------
+    estimate, others
+        The layers on the first of the groups that the layout uses, and on its other groups.
     """
 
     layout: Layout
     estimate: ModelEstimate
     setting: Setting
+    others: tuple[ModelEstimate, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
-        cluster = setting.cluster
-        estimate = estimate_model(
-            setting.model,
-            layout.degrees(cluster),
-            cluster.device,
-            layout.links(cluster),
-            replace(setting.training, ends_share_rank=setting.is_v(layout.pipeline_parallel)),
-            layout.microbatch_size,
+        training = replace(setting.training, ends_share_rank=setting.is_v(layout.pipeline_parallel))
+        of_setting = replace(setting, training=training)
+        if not layout.groups:
+            return cls(layout, _estimated(of_setting, layout, 0, None), setting)
+        # The ranks of a group cost the same wherever they are in the pipeline, except for what both ends sum.
+        ends = _link_between(layout, setting.cluster, 0, layout.pipeline_parallel - 1)
+        estimate, *others = (
+            _known_estimate(of_setting, layout.in_group(group), group, ends) for group in layout.used_groups
         )
-        return cls(layout, estimate, setting)
+        return cls(layout, estimate, setting, tuple(others))
 
-    @property
+    @cached_property
     def room(self) -> float:
-        """Bytes of a device for layers."""
-        return self.setting.cluster.memory - self.setting.cluster.reserve
+        """Bytes of a device of every rank together for layers."""
+        groups = self.setting.cluster.groups
+        counts = {group: self.layout.group_of.count(group) for group in self.layout.used_groups}
+        return sum((groups[each].memory - groups[each].reserve) * count for each, count in counts.items())
+
+    @cached_property
+    def layers(self) -> tuple[tuple[LayerEstimate, ...], ...]:
+        """Every layer on each of the groups in use."""
+        return tuple(zip(*(each.layers for each in (self.estimate, *self.others)), strict=True))
+
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """Index of every rank's group in those in use."""
+        return tuple(map(self.layout.used_groups.index, self.layout.group_of))
+
+    def _shared(self, works: FloatArray) -> tuple[FloatArray, float]:
+        """Work of the layers (K, n) by group in use: the least of work times speed, and the ranks' speeds."""
+        speeds = speeds_of(works.sum(axis=1))
+        return (works * speeds[:, None]).min(axis=0), float(speeds[list(self.kind_of)].sum())
 
     @cached_property
     def has_room_for_states(self) -> bool:
         """Whether the devices of all ranks can hold parameters, gradients and optimizer."""
-        states = sum(layer.static.total * _copies(layer) for layer in self.estimate.layers)
-        return states <= self.room * self.layout.pipeline_parallel
+        return bool(self._table(lambda layer: layer.static.total).min(axis=0).sum() <= self.room)
+
+    def _table(self, of: Callable[[LayerEstimate], float]) -> FloatArray:
+        """(K, n): a number of every layer with all of its copies, by group in use."""
+        return np.array([[of(layer) * _copies(layer) for layer in each] for each in self.layers]).T
 
     @cached_property
     def mean_bound(self) -> float:
-        """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work."""
-        work = sum(_least_work(layer) * _copies(layer) for layer in self.estimate.layers)
-        once = sum(layer.step.total * _copies(layer) for layer in self.estimate.layers)
-        return (work * self.layout.microbatches + once) / self.layout.pipeline_parallel * SECONDS
+        """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work. Lemma 60."""
+        m = self.layout.microbatches
+        work, speed = self._shared(self._table(lambda layer: m * _least_work(layer) + layer.step.total))
+        return float(work.sum()) / speed * SECONDS
 
     @cached_property
     def least_once(self) -> float:
         """Lower bound in seconds of what the busiest rank does once per step: the mean."""
-        once = sum(layer.step.total * _copies(layer) for layer in self.estimate.layers)
-        return once / self.layout.pipeline_parallel * SECONDS
+        once, speed = self._shared(self._table(lambda layer: layer.step.total))
+        return float(once.sum()) / speed * SECONDS
 
     @cached_property
     def load_bound(self) -> float:
-        """Lower bound of the step in seconds over all cuts: Lemmas 31, 32, 33 and 37 of bounds/PROOFS.md."""
+        """Lower bound of the step in seconds over all cuts: Lemmas 31-33, 37, 60 and 61."""
         problem = self.problem
         least = least_worst_load(problem, CutTables.of(problem)) * problem.microbatches
         return least * SECONDS + self.least_once
 
     @cached_property
     def memory_bound(self) -> float:
-        """Lower bound of the step in seconds from memory times time: Lemma 54 of bounds/PROOFS.md.
+        """Lower bound of the step in seconds from memory times time: Lemmas 54 and 60 of bounds/PROOFS.md.
 
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.
         """
-        layers = [layer for layer in self.estimate.layers for _ in range(_copies(layer))]
-        plain = np.array([_row(layer.plain) for layer in layers])
-        again = np.array([_row(layer.recomputed or layer.plain) for layer in layers])
+        layers = [each for each in self.layers for _ in range(_copies(each[0]))]
+        # (K, n, 4): F, I, W and memory.
+        plain = np.array([[_row(layer.plain) for layer in each] for each in layers]).swapaxes(0, 1)
+        again = np.array(
+            [[_row(layer.recomputed or layer.plain) for layer in each] for each in layers]
+        ).swapaxes(0, 1)
         if self.layout.recompute == "none":
             again = plain
         if self.layout.recompute == "full":
             plain = again
-        work = np.minimum(plain[:, :3].sum(axis=1), again[:, :3].sum(axis=1))
-        chain = np.minimum(plain[:, :2].sum(axis=1), again[:, :2].sum(axis=1))
+        works = plain[..., :3].sum(axis=2), again[..., :3].sum(axis=2)
+        speeds = speeds_of(np.minimum(*works).sum(axis=1))
+        of_plain, of_again = ((each * speeds[:, None]).min(axis=0) for each in works)
+        work, speed = np.minimum(of_plain, of_again), float(speeds[list(self.kind_of)].sum())
+        chain = np.minimum(plain[..., :2].sum(axis=2), again[..., :2].sum(axis=2)).min(axis=0)
         # From the start of a layer's F to the end of its I, all later layers run both.
         lasts = np.cumsum(chain[::-1])[::-1]
-        room = self.layout.pipeline_parallel * self.room - sum(layer.static.total for layer in layers)
-        held = plain[:, 3] * lasts
-        saved = np.maximum(held - again[:, 3] * lasts, 0.0)
-        extra = np.maximum(again[:, :3].sum(axis=1) - work, 0.0)
-        ranks = self.layout.pipeline_parallel
-        least = _balanced(work.sum() / ranks, held.sum() / room, extra / ranks, saved / room)
+        room = self.room - sum(min(layer.static.total for layer in each) for each in layers)
+        held = plain[..., 3].min(axis=0) * lasts
+        saved = np.maximum(held - again[..., 3].min(axis=0) * lasts, 0.0)
+        extra = np.maximum(of_again - work, 0.0)
+        least = _balanced(work.sum() / speed, held.sum() / room, extra / speed, saved / room)
         return least * self.layout.microbatches * SECONDS + self.least_once
 
     @cached_property
@@ -132,28 +171,81 @@ class EstimatedLayout:
         """The layers of one device of each rank, in microseconds and bytes."""
         layout, cluster = self.layout, self.setting.cluster
         ranks = layout.pipeline_parallel
+        groups = [cluster.groups[group] for group in layout.group_of]
+        links = [transfer(_link_between(layout, cluster, rank, (rank + 1) % ranks)) for rank in range(ranks)]
+        is_mixed = bool(self.others)
+        names = [f"{cluster.groups[each].preset or 'group'}-{each}" for each in layout.used_groups]
         return LayeredProblem(
-            model=Model(tuple(_layer(each, layout.recompute) for each in self.estimate.layers)),
+            model=Model(tuple(_layer(each, names, layout.recompute) for each in self.layers)),
             pp_degree=ranks,
             microbatches=layout.microbatches,
-            static=(cluster.reserve,) * ranks,
-            limit=(cluster.memory,) * ranks,
+            static=tuple(group.reserve for group in groups),
+            limit=tuple(group.memory for group in groups),
             placement="v" if self.setting.is_v(ranks) else "auto",
-            link=cluster.transfer(layout.stride("pp"), ranks),
+            link=None if is_mixed else links[0],
+            links=tuple(links) if is_mixed else (),
             units=UNITS,
+            devices=tuple(names[kind] for kind in self.kind_of) if is_mixed else (),
         )
 
     def once(self, layers: list[tuple[str, ...]]) -> float:
         """Seconds that the busiest rank needs once per step, for the names of every rank's layers."""
-        of = {name: layer.step.total for layer in self.estimate.layers for name in _names(layer)}
-        busiest = max(sum(of[name] for name in own) for own in layers)
+        of = {name: [each.step.total for each in layer] for layer in self.layers for name in _names(layer[0])}
+        busiest = max(
+            sum(of[name][kind] for name in own) for own, kind in zip(layers, self.kind_of, strict=True)
+        )
         return (busiest + self.estimate.table_reduction) * SECONDS
 
 
+def _estimated(setting: Setting, layout: Layout, group: int, ends: GroupLink | None) -> ModelEstimate:
+    """The layers on a group of nodes; ``ends`` is the link between both ends of a pipeline over groups."""
+    nodes = setting.cluster.groups[group]
+    links = layout.links(nodes)
+    return estimate_model(
+        setting.model,
+        layout.degrees(nodes),
+        nodes.device,
+        links if ends is None else replace(links, pipeline=ends),
+        setting.training,
+        layout.microbatch_size,
+    )
+
+
+_known_estimate = lru_cache(maxsize=4096)(_estimated)
+
+
+def _link_between(layout: Layout, cluster: AnyCluster, rank: int, other: int) -> GroupLink:
+    """The link between two pipeline ranks: in a group of nodes, the slowest between its pipeline ranks."""
+    group = layout.group_of[rank]
+    if group != layout.group_of[other]:
+        return cluster.between_groups
+    own = layout.in_group(group)
+    return cluster.groups[group].link(own.stride("pp"), own.pipeline_parallel)
+
+
 @lru_cache(maxsize=4096)
-def _least_work_of_all(setting: Setting, tensor: int, context: int, expert: int, size: int) -> float:
-    """Microseconds of a microbatch of ``size`` sequences on all layers."""
-    cluster = setting.cluster
+def _least_work_of_all(
+    setting: Setting, groups: tuple[int, ...], tensor: int, context: int, expert: int, size: int
+) -> tuple[float, dict[int, float]]:
+    """Microseconds of a microbatch of ``size`` sequences on all layers, and speeds of the groups.
+
+    Of every layer, the least of its time multiplied by speed counts.
+    """
+    works = [
+        _least_works(setting, setting.cluster.groups[each], tensor, context, expert, size) for each in groups
+    ]
+    speeds = speeds_of(np.array([sum(each) for each in works]))
+    shared = (
+        min(each * speed for each, speed in zip(layer, speeds, strict=True))
+        for layer in zip(*works, strict=True)
+    )
+    return float(sum(shared)), dict(zip(groups, speeds.tolist(), strict=True))
+
+
+def _least_works(
+    setting: Setting, cluster: Cluster, tensor: int, context: int, expert: int, size: int
+) -> list[float]:
+    """Microseconds of a microbatch on every layer with its copies, on equal nodes."""
     links = cluster.in_node, cluster.between_nodes
     fastest = GroupLink(max(link.bandwidth or 0.0 for link in links), min(link.latency for link in links))
 
@@ -169,7 +261,7 @@ def _least_work_of_all(setting: Setting, tensor: int, context: int, expert: int,
         setting.training,
         size,
     )
-    return sum(_least_work(layer) * _copies(layer) for layer in estimated.layers)
+    return [_least_work(layer) * _copies(layer) for layer in estimated.layers]
 
 
 def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) -> float:
@@ -204,18 +296,25 @@ def _least_work(layer: LayerEstimate) -> float:
     return min(running.times.total for running in variants)
 
 
-def _layer(layer: LayerEstimate, recompute: str) -> Layer:
-    plain, recomputed = layer.plain, layer.recomputed
-    if recompute == "full" and recomputed is not None:
-        plain, recomputed = recomputed, None
+def _layer(layers: tuple[LayerEstimate, ...], devices: list[str], recompute: str) -> Layer:
+    """A layer, from its estimates on several devices."""
+    layer, costs = layers[0], [_both_costs(each, recompute) for each in layers]
     return Layer(
         layer.name,
-        _costs(plain, layer),
-        None if recomputed is None or recompute == "none" else _costs(recomputed, layer),
+        *costs[0],
         layer.static.parameters,
         layer.output_bytes,
         layer.repeat,
+        tuple(OnDevice(device, *each) for device, each in zip(devices[1:], costs[1:], strict=True)),
     )
+
+
+def _both_costs(layer: LayerEstimate, recompute: str) -> tuple[LayerCosts, LayerCosts | None]:
+    plain, recomputed = layer.plain, layer.recomputed
+    if recompute == "full" and recomputed is not None:
+        plain, recomputed = recomputed, None
+    again = None if recomputed is None or recompute == "none" else _costs(recomputed, layer)
+    return _costs(plain, layer), again
 
 
 def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import gcd, prod
 from typing import Literal, get_args
 
@@ -40,6 +40,8 @@ class Layout:
         Which stages may be recomputed; with ``per-stage`` the plan chooses.
     placement
         How devices are numbered.
+    groups
+        (pipeline_parallel,) group of nodes of every pipeline rank; empty in a cluster of equal nodes.
     """
 
     tensor_parallel: int
@@ -52,6 +54,28 @@ class Layout:
     zero_stage: int
     recompute: Recompute
     placement: Order
+    groups: tuple[int, ...] = ()
+
+    @property
+    def group_of(self) -> tuple[int, ...]:
+        """(pipeline_parallel,) group of every pipeline rank."""
+        return self.groups or (0,) * self.pipeline_parallel
+
+    @property
+    def used_groups(self) -> tuple[int, ...]:
+        """The groups with pipeline ranks, ascending."""
+        return tuple(sorted(set(self.group_of)))
+
+    def in_group(self, group: int) -> Layout:
+        """The pipeline ranks of a group by themselves: devices are numbered in every group from 0."""
+        if not self.groups:
+            return self
+        return replace(self, pipeline_parallel=self.groups.count(group), groups=())
+
+    @property
+    def devices(self) -> int:
+        """Devices of all ranks."""
+        return self._of_rank * self.pipeline_parallel
 
     @property
     def _sizes(self) -> dict[str, int]:

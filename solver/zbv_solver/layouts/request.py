@@ -14,7 +14,7 @@ from zbv_solver.estimate.config import EstimateConfig, parse_config
 from zbv_solver.estimate.config_fields import ConfigSection, Size
 from zbv_solver.estimate.presets import with_presets
 from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
-from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.cluster import AnyCluster
 from zbv_solver.layouts.enumeration import enumerate_layouts
 from zbv_solver.layouts.estimated_layout import Setting
 from zbv_solver.layouts.layout import Fixed, Layout
@@ -42,7 +42,7 @@ class Request:
     """
 
     config: EstimateConfig
-    cluster: Cluster
+    cluster: AnyCluster
     global_batch: int
     fixed: Fixed
 
@@ -72,7 +72,7 @@ class Request:
 
 def parse_request(
     model: Any,
-    cluster: Cluster,
+    cluster: AnyCluster,
     fixed: Fixed | None = None,
     presets: tuple[str, ...] = (),
     **batch: int | None,

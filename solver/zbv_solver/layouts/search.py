@@ -197,7 +197,7 @@ class _LayoutSearch:
         return Waiting(found.step_time, number, found, True)
 
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
-        key = (estimated.problem, estimated.estimate)
+        key = (estimated.problem, estimated.estimate, estimated.others)
         if key not in self.known:
             self.known[key] = plan_layout(estimated)
         return replace(self.known[key], estimated=estimated)

@@ -14,6 +14,7 @@ from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.layer import Layer, LayerCosts, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
 
 _Scale = Callable[[float], float]
@@ -24,7 +25,8 @@ def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
 
     ``measured`` is dropped, because it described the program with the former costs.
 
-    Every layer keeps its share of the cost of its stage, and its recomputed costs are scaled alike. If all
+    Every layer keeps its share of the cost of its stage, and its costs when recomputed or on other devices
+    are scaled alike. If all
     planned costs of a stage are 0, its layers share the cost evenly. A stage without layers costs nothing,
     even if a cost was measured. Transfers get the given latencies instead of a link.
     """
@@ -32,7 +34,7 @@ def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
         return replace(problem, costs=costs, measured=())
     cut, placement = problem.model, problem.placement
     layered = LayeredProblem(
-        model=Model(tuple(_scaled_layers(cut, costs))),
+        model=Model(tuple(_scaled_layers(cut, placement, costs))),
         pp_degree=problem.pp_degree,
         microbatches=problem.microbatches,
         static=cut.static,
@@ -42,17 +44,19 @@ def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
         objective=problem.objective,
         rules=cut.rules,
         units=problem.units,
+        devices=cut.devices,
     )
     scaled = layered.cut_into(placement, cut.cut)
     return replace(scaled, costs=replace(scaled.costs, p2p=costs.p2p))
 
 
-def _scaled_layers(cut: CutModel, costs: Costs) -> list[Layer]:
+def _scaled_layers(cut: CutModel, placement: Placement, costs: Costs) -> list[Layer]:
     """The scaled layers; every copy becomes a separate layer, because stages scale differently."""
     names, each, found = cut.model.names, cut.model.each, []
     for stage, (begin, end) in enumerate(pairwise(cut.cut.bounds)):
         recomputed = cut.cut.recompute[stage]
-        known = [layer.costs_when(recomputed) for layer in each[begin:end]]
+        device = cut.devices[placement.rank_of[stage]] if cut.devices else None
+        known = [layer.costs_when(recomputed, device) for layer in each[begin:end]]
         scales = (
             _scale([layer.forward for layer in known], costs.forward[stage]),
             _scale([layer.backward_input for layer in known], costs.backward_input[stage]),
@@ -82,5 +86,4 @@ def _scaled(
             costs.memory,
         )
 
-    alternative = None if layer.recompute is None else of(layer.recompute)
-    return replace(layer, name=name, costs=of(layer.costs), recompute=alternative, repeat=None)
+    return replace(layer.with_costs(of), name=name, repeat=None)

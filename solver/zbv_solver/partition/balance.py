@@ -55,7 +55,8 @@ def balanced_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
 
     The load of a rank is the sum of its forwards and its cheaper backwards for one microbatch, as in
     :meth:`zbv_solver.problem.problem.Problem.busy_time`. Stages are recomputed if their rank would not fit
-    otherwise. Only for placements V and single. Lemma 34.
+    otherwise. Only for placements V and single. Lemma 34, with
+    Lemma 60 for ranks of several devices.
 
     Parameters
     ----------
@@ -80,14 +81,14 @@ def _least_worst(space: CutSpace, reference: Boundaries, mode: int) -> Balanced 
     reached = np.zeros((p, tables.n + 1, tables.n + 1), np.uint8)
     best = None
     if mode == LOAD:
-        scale = low = float(tables.cheapest[-1]) / p
+        scale = low = float(tables.cheapest[-1]) / float(tables.speeds.sum())
         # The reference is often near the best cut, so it saves sweeps as a first one.
         recompute = space.fitting(reference)
         if recompute is not None:
             best = Balanced(space.cut(reference, recompute), space.worst_load(reference, recompute))
     else:
         # A need is at least 0, so no excess is below -room.
-        scale, low = float(tables.sums[:, 3, -1].max()), -float(tables.room.max())
+        scale, low = float(tables.sums[..., 3, -1].max()), -float(tables.room.max())
     most, step = low, FIRST_STEP
     while best is None or best.worst - low > ROUNDING * abs(best.worst):
         found, beyond = _try(space, question._replace(most=most), reached)
@@ -140,7 +141,9 @@ def _measure(
     The rank's stages are [a, b) and [c, d). Bit 0 of the second value stands for the first one, bit 1 for the
     other.
     """
-    sums, workspace, _, room, variants = tables
+    kind = tables.kind_of[rank]
+    sums, workspace = tables.sums[kind], tables.workspace[kind]
+    room, variants = tables.room, tables.variants
     best, choice = np.inf, 0
     for upper in range(variants):
         # Recomputing an empty piece changes nothing.
@@ -171,14 +174,15 @@ def _sweep(
     tables: KernelTables, question: _Question, reached: IntArray
 ) -> tuple[tuple[int, int, int], float]:  # pragma: no cover - compiled
     """Mark the reachable states; return where the last rank can end (i, k, j), or a lower bound."""
-    sums, _, cheapest, room, _ = tables
+    cheapest, speeds = tables.cheapest, tables.speeds
     mode, most, two_sided, least, fixed, reference = question
-    p, n = len(room), sums.shape[2] - 1
+    p, n = len(speeds), len(cheapest) - 1
     beyond = np.inf
     reached[0, 0, n] = 1
     for rank in range(p - 1):
-        # The fewest parts that the later ranks need.
+        # The fewest parts that the later ranks need, and their speed together.
         reserve = (p - 1 - rank) * least * (2 if two_sided else 1)
+        speed = speeds[rank + 1 :].sum()
         for i in range(n + 1):
             lowest, highest = n + 1, -1
             for j in range(i, n + 1):
@@ -201,7 +205,7 @@ def _sweep(
                 # If this piece began beyond here, more would be left than the later ranks can take.
                 farthest = n
                 if mode == LOAD:
-                    enough = cheapest[after] + (p - 1 - rank) * most * (1 + ROUNDING)
+                    enough = cheapest[after] + speed * most * (1 + ROUNDING)
                     farthest = np.searchsorted(cheapest, enough, side="right") - 1
                 # c is the smallest k of measure at most `most`. It does not fall as j grows, so all j of one
                 # (i, after) take O(n) measures. The k from c to `painted` are marked already.
@@ -233,7 +237,7 @@ def _sweep(
                     if last > farthest:
                         # Case (3): the later ranks cannot take what would be left.
                         left = cheapest[max(c, farthest + 1)] - cheapest[after]
-                        beyond = min(beyond, left / (p - 1 - rank))
+                        beyond = min(beyond, left / speed)
                         last = farthest
                     if fixed[1, rank] >= 0:
                         if c <= fixed[1, rank] <= last:
@@ -247,7 +251,7 @@ def _sweep(
                         # Case (4) of Lemma 34.
                         if farthest < n:
                             left = cheapest[farthest + 1] - cheapest[after]
-                            beyond = min(beyond, left / (p - 1 - rank))
+                            beyond = min(beyond, left / speed)
                         break
     rank = p - 1
     found, nearest = (-1, -1, -1), 4 * n
@@ -256,8 +260,9 @@ def _sweep(
             if not reached[rank, i, j]:
                 continue
             # Case (5): the last rank must take all parts that are left.
-            if mode == LOAD and cheapest[j] - cheapest[i] > most * (1 + ROUNDING):
-                beyond = min(beyond, cheapest[j] - cheapest[i])
+            left = (cheapest[j] - cheapest[i]) / speeds[rank]
+            if mode == LOAD and left > most * (1 + ROUNDING):
+                beyond = min(beyond, left)
                 continue
             begin, end = i + least, j - least
             if not two_sided:

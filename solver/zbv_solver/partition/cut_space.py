@@ -79,7 +79,7 @@ class CutSpace:
 
     def load(self, bounds: Boundaries, rank: int, recompute: tuple[bool, ...]) -> float:
         """Work of a rank for one microbatch; ``recompute`` is one value per stage of the rank."""
-        sums, total = self.tables.sums, 0.0
+        sums, total = self.tables.sums[self.tables.kind_of[rank]], 0.0
         for stage, variant in zip(self.placement.stages_of[rank], recompute, strict=True):
             forward, split, fused = (
                 sums[int(variant), :3, bounds[stage + 1]] - sums[int(variant), :3, bounds[stage]]
@@ -89,11 +89,12 @@ class CutSpace:
 
     def needs(self, bounds: Boundaries, rank: int, recompute: tuple[bool, ...]) -> float:
         """Least memory that a rank's layers need: that of one microbatch, static memory and workspace."""
-        held, workspace = 0.0, 0.0
+        held, workspace, kind = 0.0, 0.0, self.tables.kind_of[rank]
+        sums, largest = self.tables.sums[kind], self.tables.workspace[kind]
         for stage, variant in zip(self.placement.stages_of[rank], recompute, strict=True):
             begin, end, at = bounds[stage], bounds[stage + 1], int(variant)
-            held += float(self.tables.sums[at, 3, end] - self.tables.sums[at, 3, begin])
-            workspace = max(workspace, float(self.tables.workspace[at, begin, end]))
+            held += float(sums[at, 3, end] - sums[at, 3, begin])
+            workspace = max(workspace, float(largest[at, begin, end]))
         return held + workspace
 
     def fitting(self, bounds: Boundaries, with_these: tuple[bool, ...] = ()) -> tuple[bool, ...] | None:

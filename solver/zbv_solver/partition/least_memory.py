@@ -83,10 +83,10 @@ def least_memory_cut(
 def surely_lacking(space: CutSpace) -> float:
     """A lower bound on the excess of every cut, from single parts and from the total. Lemma 35."""
     tables = space.tables
-    held = np.diff(tables.sums[:, 3], axis=1)
-    workspace = np.array([np.diagonal(each, offset=1) for each in tables.workspace])
-    alone = float((held + workspace).min(axis=0).max() - tables.room.max())
-    together = float(held.min(axis=0).sum() - tables.room.sum()) / len(tables.room)
+    held = np.diff(tables.sums[:, :, 3])
+    workspace = np.diagonal(tables.workspace, offset=1, axis1=2, axis2=3)
+    alone = float((held + workspace).min(axis=(0, 1)).max() - tables.room.max())
+    together = float(held.min(axis=(0, 1)).sum() - tables.room.sum()) / len(tables.room)
     return max(alone, together)
 
 
@@ -99,10 +99,10 @@ class _Model:
         self.space, self.tables = space, space.tables
         self.model = cp_model.CpModel()
         tables = self.tables
-        held, workspace = np.diff(tables.sums[:, 3], axis=1), tables.workspace
+        held, workspace = np.diff(tables.sums[:, :, 3]), tables.workspace
         self.held = held
-        self.workspace = np.array([np.diagonal(each, offset=1) for each in workspace])
-        self.largest = float(held.max(axis=0).sum() + workspace.max() + np.abs(tables.room).max())
+        self.workspace = np.diagonal(workspace, offset=1, axis1=2, axis2=3)
+        self.largest = float(held.max(axis=(0, 1)).sum() + workspace.max() + np.abs(tables.room).max())
         self.step = self.largest / GRID if self.largest > 0 else 1.0
         self.before = [[self.model.new_bool_var("") for _ in range(tables.n)] for _ in range(self.stages + 1)]
         self._keep_the_rules()
@@ -142,14 +142,15 @@ class _Model:
 
     def _need(self, rank: int) -> None:
         """What the rank holds plus its largest workspace is at most its room plus the excess."""
-        model, needs = self.model, []
+        model, needs, kind = self.model, [], self.tables.kind_of[rank]
+        held, workspace = self.held[kind], self.workspace[kind]
         largest = model.new_int_var(0, GRID, "workspace")
         for stage in self.space.placement.stages_of[rank]:
             for part in range(self.tables.n):
                 inside = self.before[stage + 1][part] - self.before[stage][part]
-                needs.append(self._steps(self.held[0, part]) * inside)
+                needs.append(self._steps(held[0, part]) * inside)
                 # The difference is 1 only if the part is inside and the stage is plain.
-                model.add(largest >= self._steps(self.workspace[0, part]) * (inside - self.again[stage]))
+                model.add(largest >= self._steps(workspace[0, part]) * (inside - self.again[stage]))
                 if self.tables.variants == 1:
                     continue
                 recomputed = model.new_bool_var("")
@@ -157,8 +158,8 @@ class _Model:
                 model.add(recomputed <= inside)
                 model.add(recomputed <= self.again[stage])
                 model.add(recomputed >= inside + self.again[stage] - 1)
-                needs.append((self._steps(self.held[1, part]) - self._steps(self.held[0, part])) * recomputed)
-                model.add(largest >= self._steps(self.workspace[1, part]) * recomputed)
+                needs.append((self._steps(held[1, part]) - self._steps(held[0, part])) * recomputed)
+                model.add(largest >= self._steps(workspace[1, part]) * recomputed)
         model.add(sum(needs) + largest - self._steps(self.tables.room[rank], up=True) <= self.excess)
 
     def solve(

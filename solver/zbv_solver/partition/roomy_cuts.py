@@ -59,7 +59,7 @@ def with_room(space: CutSpace, times: FloatArray) -> CutSpace:
     tables = space.tables
     sums = tables.sums.copy()
     # Row 3 holds activations and static memory. Only activations are multiplied.
-    sums[:, 3, 1:] += np.cumsum(np.diff(tables.held, axis=1) * (times - 1), axis=1)
+    sums[:, :, 3, 1:] += np.cumsum(np.diff(tables.held) * (times - 1), axis=2)
     return replace(space, tables=replace(tables, sums=sums))
 
 

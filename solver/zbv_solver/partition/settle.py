@@ -54,9 +54,9 @@ def _annealed(space: CutSpace, start: Boundaries, mode: int, seed: int) -> Bound
     """Anneal from a start. In mode LOAD the start must fit, and no cut that does not fit is accepted."""
     tables = space.tables
     lower, upper = space.ranges
-    mean = float(tables.cheapest[-1]) / space.placement.pp_degree or 1.0
+    mean = float(tables.cheapest[-1]) / float(tables.speeds.sum()) or 1.0
     # The excess of a rank with almost no room is measured against the memory of all layers.
-    whole = float(tables.sums[0, 3, -1])
+    whole = float(tables.sums[0, 0, 3, -1])
     unit = np.maximum(np.abs(tables.room), whole * ROUNDING if whole > 0 else 1.0)
     settling = _Settling(
         mode,
@@ -83,7 +83,9 @@ def _energy(
     In mode LOAD it is a high power of the load, so that the most loaded ranks govern the sum. In mode EXCESS
     it is the memory beyond the rank's room, so that the sum is 0 when all ranks fit.
     """
-    sums, workspace, _, room, variants = tables
+    kind = tables.kind_of[rank]
+    sums, workspace = tables.sums[kind], tables.workspace[kind]
+    room, variants = tables.room, tables.variants
     stages, unit = settling.stages, settling.unit
     chunks = stages.shape[1]
     best, excess = np.inf, np.inf

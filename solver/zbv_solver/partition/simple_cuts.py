@@ -23,7 +23,7 @@ def even_cut(space: CutSpace) -> Boundaries:
     problem, stages = space.problem, space.n_stages
     each = problem.model.each
     parts = [
-        tuple((layer.costs, layer.recompute) for layer in each[begin:end])
+        tuple((layer.costs, layer.recompute, layer.on) for layer in each[begin:end])
         for begin, end in pairwise(problem.places)
     ]
     begin, end = max(
@@ -55,7 +55,7 @@ def histogram_cut(space: CutSpace) -> Boundaries:
     This is Lingvo's ``PartitionSequentialLayers``: of K partitions, the layer with the cumulative cost share
     c goes to partition int(c K). Empty partitions take a layer from their neighbour.
     """
-    sums, stages = space.tables.sums[0], space.n_stages
+    sums, stages = space.tables.sums[0, 0], space.n_stages
     done = sums[0] + np.minimum(sums[1], sums[2])
     total = done[-1] if done[-1] > 0 else 1.0
     stage_of = np.minimum((done[1:] / total * stages).astype(np.int64), stages - 1)
@@ -65,9 +65,13 @@ def histogram_cut(space: CutSpace) -> Boundaries:
 
 
 def level_cut(space: CutSpace) -> Boundaries:
-    """Place every boundary where the cumulative work is nearest to an even share: the start of searches."""
-    done, stages = space.tables.cheapest, space.n_stages
-    shares = done[-1] * np.arange(stages + 1) / stages
+    """Place every boundary where the cumulative work is nearest to an even share: the start of searches.
+
+    A stage's share is in proportion to the speed of its rank.
+    """
+    done = space.tables.cheapest
+    speeds = np.concatenate(([0.0], np.cumsum(space.tables.speeds[list(space.placement.rank_of)])))
+    shares = done[-1] * speeds / speeds[-1]
     after = np.clip(np.searchsorted(done, shares), 1, space.tables.n)
     nearest = np.where(shares - done[after - 1] <= done[after] - shares, after - 1, after)
     return space.repaired(nearest)

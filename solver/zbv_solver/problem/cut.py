@@ -85,6 +85,8 @@ class CutModel:
         The link that p2p costs were computed from; None if p2p was given.
     static
         (p,) static memory of every rank in addition to that of its layers.
+    devices, links
+        As in :class:`~zbv_solver.problem.layered_problem.LayeredProblem`.
     """
 
     model: Model
@@ -92,6 +94,8 @@ class CutModel:
     rules: CutRules
     link: Link | None
     static: tuple[float, ...]
+    devices: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
 
     @cached_property
     def partition(self) -> tuple[tuple[str, ...], ...]:
@@ -101,9 +105,10 @@ class CutModel:
     def static_of(self, hosted: Sequence[Sequence[int]]) -> tuple[float, ...]:
         """(p,) static memory of ranks with these stages, including layers and the largest workspace."""
         totals = []
-        for own, stages in zip(self.static, hosted, strict=True):
+        devices = self.devices or (None,) * len(self.static)
+        for own, device, stages in zip(self.static, devices, hosted, strict=True):
             of_layers = [
-                layer.costs_when(self.cut.recompute[stage]).memory
+                layer.costs_when(self.cut.recompute[stage], device).memory
                 for stage in stages
                 for layer in self.model.each[self.cut.bounds[stage] : self.cut.bounds[stage + 1]]
             ]

@@ -15,9 +15,20 @@ from pydantic_core import PydanticCustomError
 
 from zbv_solver.documents.fields import MAX_NAME, TOO_MANY, AtMost, Count, Document, Number
 from zbv_solver.problem.features import MAX_FEATURE_NAME, MAX_FEATURES
-from zbv_solver.problem.limits import MAX_CELLS, MAX_CHUNKS, MAX_LAYERS, MAX_PP_DEGREE, MAX_STAGES
+from zbv_solver.problem.limits import (
+    MAX_CELLS,
+    MAX_CHUNKS,
+    MAX_DEVICES,
+    MAX_LAYERS,
+    MAX_PP_DEGREE,
+    MAX_STAGES,
+)
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Objective
+
+
+def _list_or_one(value: Any) -> str:
+    return "list" if isinstance(value, list | tuple) else "one"
 
 
 def _shape_of_number(value: Any) -> str:
@@ -148,6 +159,14 @@ class RecomputeDocument(Document):
     memory: LayerMemoryDocument | None = None
 
 
+class OnDeviceDocument(RecomputeDocument):
+    """Costs of a layer on another device; absent keys keep the layer's values."""
+
+    recompute: RecomputeDocument | None = Field(
+        None, description="Costs when the stage is recomputed; absent keys keep the values on this device."
+    )
+
+
 class LayerDocument(Document):
     """A layer, or `repeat` equal copies."""
 
@@ -161,6 +180,9 @@ class LayerDocument(Document):
     output_bytes: Number = 0.0
     repeat: Count | None = None
     recompute: RecomputeDocument | None = None
+    on: Annotated[dict[Name, OnDeviceDocument], Field(max_length=MAX_DEVICES)] | None = Field(
+        None, description="Costs on devices where they differ, by the names in `devices`."
+    )
 
 
 class LinkDocument(Document):
@@ -174,7 +196,14 @@ class LayeredCostsDocument(Document):
     """Costs of transfers; with a partition, also the costs of its stages."""
 
     p2p: NumberOrList | None = None
-    link: LinkDocument | None = None
+    link: (
+        Annotated[
+            Annotated[LinkDocument, Tag("one")]
+            | Annotated[list[LinkDocument], AtMost(MAX_PP_DEGREE), Tag("list")],
+            Discriminator(_list_or_one),
+        ]
+        | None
+    ) = Field(None, description="One link, or one per rank: to the next rank, from the last to the first.")
     forward: NumberOrList | None = None
     backward_input: NumberOrList | None = None
     backward_weight: NumberOrList | None = None
@@ -228,6 +257,9 @@ class LayeredProblemDocument(Document):
     chunks: Count | None = Field(None, le=MAX_CHUNKS, description="Stages per rank; only for placement loop.")
     objective: Objective = "span"
     layers: Annotated[list[LayerDocument], AtMost(MAX_LAYERS)]
+    devices: Annotated[list[Name], AtMost(MAX_PP_DEGREE)] | None = Field(
+        None, description="Kind of device of every rank; absent: all ranks are alike."
+    )
     costs: LayeredCostsDocument | None = None
     memory: LayeredMemoryDocument | None = None
     cut: CutRulesDocument | None = None

@@ -6,7 +6,7 @@ copies, named ``block.0``, ``block.1``, ….
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -59,6 +59,15 @@ class LayerCosts:
 
 
 @dataclass(frozen=True)
+class OnDevice:
+    """Costs of a layer on the ranks that have another device; ``recompute`` as in :class:`Layer`."""
+
+    device: str
+    costs: LayerCosts
+    recompute: LayerCosts | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """A layer, or ``repeat`` equal copies of it.
 
@@ -72,6 +81,8 @@ class Layer:
         Size of the transfer when the model is cut after this layer.
     repeat
         Number of copies; None for a single layer, which keeps its name.
+    on
+        Its costs on devices where they differ.
     """
 
     name: str
@@ -80,15 +91,36 @@ class Layer:
     parameters_bytes: float = 0.0
     output_bytes: float = 0.0
     repeat: int | None = None
+    on: tuple[OnDevice, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the copies."""
         return (self.name,) if self.repeat is None else tuple(f"{self.name}.{k}" for k in range(self.repeat))
 
-    def costs_when(self, recomputed: bool) -> LayerCosts:
-        """Its costs in a stage that is recomputed, or in one that is not."""
-        return self.recompute if recomputed and self.recompute is not None else self.costs
+    def costs_when(self, recomputed: bool, device: str | None = None) -> LayerCosts:
+        """Its costs in a stage that is recomputed, or in one that is not, on a device."""
+        own = next((each for each in self.on if each.device == device), self)
+        return own.recompute if recomputed and own.recompute is not None else own.costs
+
+    @property
+    def every_costs(self) -> tuple[LayerCosts, ...]:
+        """All of its costs: plain and recomputed, everywhere and on every device."""
+        of_devices = [costs for each in self.on for costs in (each.costs, each.recompute)]
+        return tuple(costs for costs in (self.costs, self.recompute, *of_devices) if costs is not None)
+
+    def with_costs(self, change: Callable[[LayerCosts], LayerCosts]) -> Layer:
+        """The layer with all of its costs changed: plain, recomputed, and on every device."""
+
+        def changed(costs: LayerCosts | None) -> LayerCosts | None:
+            return None if costs is None else change(costs)
+
+        return replace(
+            self,
+            costs=change(self.costs),
+            recompute=changed(self.recompute),
+            on=tuple(OnDevice(each.device, change(each.costs), changed(each.recompute)) for each in self.on),
+        )
 
 
 @dataclass(frozen=True)
@@ -162,6 +194,15 @@ def _layer_issues(layer: Layer) -> Iterator[Issue]:
     yield from _cost_issues("", layer.costs)
     if layer.recompute is not None:
         yield from _cost_issues("/recompute", layer.recompute)
+    for each in layer.on:
+        at = f"/on/{each.device.replace('~', '~0').replace('/', '~1')}"
+        yield from _cost_issues(at, each.costs)
+        if each.recompute is not None:
+            yield from _cost_issues(f"{at}/recompute", each.recompute)
+        if (each.recompute is None) != (layer.recompute is None):
+            lacking, other = (at, "the layer") if each.recompute is None else ("", "the layer on a device")
+            detail = f"this key is absent, and {other} has it. Give recompute on every device, or on none."
+            yield Issue(f"{lacking}/recompute", detail)
 
 
 def _cost_issues(at: str, costs: LayerCosts) -> Iterator[Issue]:

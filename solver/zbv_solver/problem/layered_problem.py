@@ -16,6 +16,7 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.cut import Cut, CutModel, CutRules, Link
 from zbv_solver.problem.layer import Model
+from zbv_solver.problem.limits import MAX_DEVICES
 from zbv_solver.problem.numeric import MAX_NUMBER, broken_rule
 from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
 from zbv_solver.problem.problem import Objective, Problem, Units, basic_rules
@@ -46,6 +47,11 @@ class LayeredProblem:
         (p,) or None.
     measured
         As in :class:`Problem`.
+    devices
+        (p,) kind of device of every rank, whose costs layers may state; empty if all ranks are alike.
+    links
+        (p,) or empty: in place of ``link``, the link from every rank to the next one, and from the last rank
+        to the first.
 
     Raises
     ------
@@ -66,10 +72,14 @@ class LayeredProblem:
     rules: CutRules = field(default_factory=CutRules)
     units: Units = field(default_factory=Units)
     measured: tuple[tuple[str, str], ...] = ()
+    devices: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
         issues = (
-            [*_shape_issues(self)] or [*_number_issues(self), *_rule_issues(self)] or [*_sum_issues(self)]
+            [*_shape_issues(self), *_device_issues(self)]
+            or [*_number_issues(self), *_rule_issues(self)]
+            or [*_sum_issues(self)]
         )
         if issues:
             raise InvalidInput(issues)
@@ -88,6 +98,21 @@ class LayeredProblem:
         if p == 1:  # then all placements are the same
             candidates = (candidates[-1],)
         return tuple(placement for placement in candidates if self.has_room(placement.n_stages))
+
+    @cached_property
+    def kinds(self) -> tuple[str | None, ...]:
+        """The different devices of the ranks; a single None if all ranks are alike."""
+        return tuple(dict.fromkeys(self.devices)) or (None,)
+
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """(p,) index of every rank's device in ``kinds``."""
+        return tuple(map(self.kinds.index, self.devices)) or (0,) * self.pp_degree
+
+    @property
+    def has_equal_ranks(self) -> bool:
+        """Whether layers and transfers cost the same on all ranks."""
+        return not self.devices and not self.links
 
     @cached_property
     def places(self) -> NDArray[np.int64]:
@@ -129,10 +154,13 @@ class LayeredProblem:
 
     def cut_into(self, placement: Placement, cut: Cut) -> Problem:
         """The problem by stages that a cut results in."""
-        model = CutModel(self.model, cut, self.rules, self.link, self.static)
+        model = CutModel(self.model, cut, self.rules, self.link, self.static, self.devices, self.links)
+        rank_of, kinds = placement.rank_of, self.kinds
         stages = [
-            [layer.costs_when(recomputed) for layer in self.model.each[begin:end]]
-            for (begin, end), recomputed in zip(pairwise(cut.bounds), cut.recompute, strict=True)
+            [layer.costs_when(recomputed, kinds[self.kind_of[rank]]) for layer in self.model.each[begin:end]]
+            for (begin, end), recomputed, rank in zip(
+                pairwise(cut.bounds), cut.recompute, rank_of, strict=True
+            )
         ]
 
         def total(of: str) -> tuple[float, ...]:
@@ -149,7 +177,7 @@ class LayeredProblem:
                 total("forward"),
                 total("backward_input"),
                 total("backward_weight"),
-                tuple(self.transfer(bound) for bound in cut.bounds[1:-1]),
+                tuple(map(self.transfer, cut.bounds[1:-1], rank_of, rank_of[1:])),
                 total("fused") if has_fused else None,
             ),
             memory=Memory(
@@ -174,6 +202,8 @@ class LayeredProblem:
         model = other.model
         if model is None or model.model != self.model:
             raise InvalidInput.at("/problem/layers", "differ from the layers of the problem.")
+        if model.devices != self.devices:
+            raise InvalidInput.at("/problem/devices", "differ from the devices of the problem.")
         if other.placement not in self.placements:
             raise InvalidInput.at(
                 "/problem/placement",
@@ -187,11 +217,15 @@ class LayeredProblem:
             raise InvalidInput.at("/problem/partition", "breaks a rule of the problem's cut.")
         return self.cut_into(other.placement, model.cut)
 
-    def transfer(self, place: int) -> float:
-        """Latency of the boundary at a layer index."""
-        if self.link is None:
+    def transfer(self, place: int, near: int = 0, far: int = 0) -> float:
+        """Latency of the boundary at a layer index, between two ranks that are neighbours."""
+        link = self.link
+        if self.links:
+            # Ranks that are not next to each other are the last and the first one.
+            link = self.links[min(near, far) if abs(near - far) <= 1 else -1]
+        if link is None:
             return self.p2p
-        return self.link.transfer(self.model.each[place - 1].output_bytes if place else 0.0)
+        return link.transfer(self.model.each[place - 1].output_bytes if place else 0.0)
 
 
 AnyProblem = Problem | LayeredProblem
@@ -218,16 +252,39 @@ def _number_issues(problem: LayeredProblem) -> Iterator[Issue]:
         if values is not None and len(values) != p:
             rule = f"found {len(values)} values; must be a number or {p} values (one per rank)."
             yield Issue(pointer, rule)
-    if link is not None and not 0 < link.bandwidth < math.inf:
-        yield Issue("/costs/link/bandwidth", f"found {link.bandwidth:.15g}; must be positive and finite.")
+    if problem.links and (len(problem.links) != p or link is not None):
+        rule = f"found {len(problem.links)} links; must be one for all, or {p}: from every rank to the next."
+        yield Issue("/costs/link", rule)
+    for at, each in _links(problem):
+        if not 0 < each.bandwidth < math.inf:
+            yield Issue(f"{at}/bandwidth", f"found {each.bandwidth:.15g}; must be positive and finite.")
     for pointer, values in (
         ("/costs/p2p", (problem.p2p,)),
         ("/memory/static", problem.static),
         ("/memory/limit", problem.limit or ()),
-        ("/costs/link/latency", () if link is None else (link.latency,)),
+        *((f"{at}/latency", (each.latency,)) for at, each in _links(problem)),
     ):
         rules = filter(None, map(broken_rule, values))
         yield from (Issue(pointer, rule) for rule in islice(rules, 1))
+
+
+def _links(problem: LayeredProblem) -> list[tuple[str, Link]]:
+    """The links with their pointers."""
+    own = [] if problem.link is None else [("/costs/link", problem.link)]
+    return own + [(f"/costs/link/{rank}", each) for rank, each in enumerate(problem.links)]
+
+
+def _device_issues(problem: LayeredProblem) -> Iterator[Issue]:
+    p, devices = problem.pp_degree, problem.devices
+    if devices and len(devices) != p:
+        yield Issue("/devices", f"found {len(devices)} names; must be {p}, one per rank.")
+    if len(problem.kinds) > MAX_DEVICES:
+        yield Issue("/devices", f"found {len(problem.kinds)} different names; must be at most {MAX_DEVICES}.")
+    for index, layer in enumerate(problem.model.layers):
+        unknown = {each.device for each in layer.on} - set(devices)
+        if unknown:
+            detail = f"found {min(unknown)!r}, which no rank has. Name a device of /devices."
+            yield Issue(f"/layers/{index}/on", detail)
 
 
 def _rule_issues(problem: LayeredProblem) -> list[Issue]:
@@ -260,8 +317,12 @@ def _room_issues(problem: LayeredProblem) -> Iterator[Issue]:
 
 def _sum_issues(problem: LayeredProblem) -> Iterator[Issue]:
     """A stage may get any of the layers, so the sums over all of them must be valid costs of a stage."""
-    each, link = problem.model.each, problem.link
-    kinds = [[layer.costs_when(recomputed) for layer in each] for recomputed in (False, True)]
+    each = problem.model.each
+    kinds = [
+        [layer.costs_when(recomputed, device) for layer in each]
+        for device in problem.kinds
+        for recomputed in (False, True)
+    ]
     longest = max(sum(getattr(costs, name) for costs in kind) for kind in kinds for name in _COSTS)
     largest = max(
         *(sum(abs(getattr(costs.memory, name)) for costs in kind) for kind in kinds for name in _MEMORY),
@@ -273,9 +334,11 @@ def _sum_issues(problem: LayeredProblem) -> Iterator[Issue]:
             f"found {max(longest, largest):.6g} as the sum over all layers; must be at most "
             f"{MAX_NUMBER / 3:.6g}, for memory less memory.static. Use a larger unit.",
         )
-    if link is not None and broken_rule(link.transfer(max(layer.output_bytes for layer in each))):
-        yield Issue(
-            "/costs/link",
-            f"found a bandwidth of {link.bandwidth:.6g}: the longest transfer takes longer than "
-            f"{MAX_NUMBER:g}. Use a larger unit of time.",
-        )
+    most = max(layer.output_bytes for layer in each)
+    for at, link in _links(problem):
+        if broken_rule(link.transfer(most)):
+            yield Issue(
+                at,
+                f"found a bandwidth of {link.bandwidth:.6g}: the longest transfer takes longer than "
+                f"{MAX_NUMBER:g}. Use a larger unit of time.",
+            )

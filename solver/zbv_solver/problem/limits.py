@@ -11,5 +11,7 @@ MAX_CELLS = 1 << 21
 this is 12.6 million actions: the command plans them in 2 GB of memory, and reads the plan in 2.5 GB."""
 MAX_ACTIONS = 6 * MAX_CELLS
 """Most actions of a plan: F, I and W of at most ``2 * MAX_CELLS`` pairs of stage and microbatch."""
+MAX_DEVICES = 8
+"""Most kinds of devices of a problem by layers."""
 MAX_LAYERS = 512
 """Most layers of a model, counting copies."""

@@ -11,22 +11,21 @@ from zbv_solver.documents.files import load
 from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
-from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
+from zbv_solver.problem.cut import Cut, CutRules, cut_of_partition
 from zbv_solver.problem.documents import (
     CostsDocument,
     CutRulesDocument,
-    LayerDocument,
     LayeredCostsDocument,
     LayeredMemoryDocument,
     LayeredProblemDocument,
-    LayerMemoryDocument,
+    LinkDocument,
     MemoryDocument,
     ProblemDocument,
-    RecomputeDocument,
     UnitsDocument,
 )
 from zbv_solver.problem.features import FIXED
-from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
+from zbv_solver.problem.layer import Model
+from zbv_solver.problem.layer_reading import layer_of, link_of
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import broken_rule, exceeds
 from zbv_solver.problem.placement import Placement
@@ -236,7 +235,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
     if document.partition is None and (issues := [*_stage_issues(document)]):
         raise InvalidInput(issues)
     return LayeredProblem(
-        model=Model(tuple(map(_layer, document.layers))),
+        model=Model(tuple(map(layer_of, document.layers))),
         pp_degree=p,
         microbatches=document.microbatches,
         static=_per_rank(static, p),
@@ -245,7 +244,9 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         chunks=document.chunks,
         objective=document.objective,
         p2p=0.0 if costs.p2p is None or isinstance(costs.p2p, list) else costs.p2p,
-        link=None if costs.link is None else Link(costs.link.latency, costs.link.bandwidth),
+        link=link_of(costs.link) if isinstance(costs.link, LinkDocument) else None,
+        links=tuple(map(link_of, costs.link)) if isinstance(costs.link, list) else (),
+        devices=tuple(document.devices or ()),
         rules=CutRules(
             tuple(map(tuple, rules.together)),
             rules.first,
@@ -360,36 +361,3 @@ def _brief(values: Sequence[float]) -> str:
 
 def _per_rank(values: float | list[float], p: int) -> tuple[float, ...]:
     return tuple(map(float, values)) if isinstance(values, list) else (float(values),) * p
-
-
-def _layer(document: LayerDocument) -> Layer:
-    costs = LayerCosts(
-        document.forward,
-        document.backward_input,
-        document.backward_weight,
-        document.backward,
-        _memory(document.memory, document.parameters_bytes),
-    )
-    return Layer(
-        document.name,
-        costs,
-        None if document.recompute is None else _recomputed(document.recompute, costs),
-        document.parameters_bytes,
-        document.output_bytes,
-        document.repeat,
-    )
-
-
-def _memory(document: LayerMemoryDocument | None, parameters_bytes: float) -> LayerMemory:
-    given = {} if document is None else document.model_dump(exclude_none=True)
-    return LayerMemory(**{"static": parameters_bytes, **given})
-
-
-def _recomputed(document: RecomputeDocument, plain: LayerCosts) -> LayerCosts:
-    """Costs of a recomputed layer; absent keys have the values of the layer without recomputation."""
-    costs = replace(plain, **document.model_dump(exclude_none=True, exclude={"memory"}))
-    if document.backward is None and plain.backward is not None:
-        costs = replace(costs, backward=max(0.0, plain.backward + (costs.split - plain.split)))
-    if document.memory is not None:
-        costs = replace(costs, memory=_memory(document.memory, plain.memory.static))
-    return costs

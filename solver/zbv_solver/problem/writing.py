@@ -6,7 +6,7 @@ from typing import Any
 
 from zbv_solver.documents.text import number, plain
 from zbv_solver.problem.features import FIXED
-from zbv_solver.problem.layer import Layer
+from zbv_solver.problem.layer import Layer, OnDevice
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem
 
@@ -40,8 +40,10 @@ def problem_json(problem: Problem) -> dict[str, Any]:
         if cut_model.model.can_recompute:
             document["recompute"] = plain(cut_model.cut.recompute)
         document["memory"]["static_beside_layers"] = plain(cut_model.static)
-        if cut_model.link is not None:
-            document["costs"]["link"] = plain(cut_model.link)
+        if (link := cut_model.links or cut_model.link) is not None:
+            document["costs"]["link"] = plain(link)
+        if cut_model.devices:
+            document["devices"] = plain(cut_model.devices)
     return document | _descriptions(problem)
 
 
@@ -57,16 +59,19 @@ def _add_coefficients(document: dict[str, Any], problem: Problem) -> None:
 
 def layered_json(problem: LayeredProblem) -> dict[str, Any]:
     """A layered problem, normalised: every key present, layers as given."""
+    link = problem.links or problem.link
     document: dict[str, Any] = {
         "pp_degree": problem.pp_degree,
         "microbatches": problem.microbatches,
         "placement": problem.placement,
         "objective": problem.objective,
         "layers": [_layer_json(layer) for layer in problem.model.layers],
-        "costs": {"p2p": number(problem.p2p)} if problem.link is None else {"link": plain(problem.link)},
+        "costs": {"p2p": number(problem.p2p)} if link is None else {"link": plain(link)},
         "memory": {"static": plain(problem.static), "limit": plain(problem.limit)},
         "cut": plain(problem.rules),
     }
+    if problem.devices:
+        document["devices"] = plain(problem.devices)
     if problem.placement == "loop":
         document["chunks"] = problem.chunks or 2
     return document | _descriptions(problem)
@@ -90,4 +95,11 @@ def _layer_json(layer: Layer) -> dict[str, Any]:
         document["repeat"] = layer.repeat
     if layer.recompute is not None:
         document["recompute"] = plain(layer.recompute)
+    if layer.on:
+        document["on"] = {each.device: _on_device_json(each) for each in layer.on}
     return document
+
+
+def _on_device_json(costs: OnDevice) -> dict[str, Any]:
+    again = {} if costs.recompute is None else {"recompute": plain(costs.recompute)}
+    return {**plain(costs.costs), **again}

@@ -36,30 +36,28 @@ class OwnUnit:
         """Convert all costs; memory is unchanged."""
         link, layers = given.link, given.model.layers
         transfers = [given.p2p]
-        if link is not None:
-            transfers = [link.latency, *(link.transfer(layer.output_bytes) for layer in layers)]
-        variants = (costs for layer in layers for costs in (layer.costs, layer.recompute))
-        times = [time for costs in variants if costs is not None for time in _times(costs)]
+        for each in given.links or (() if link is None else (link,)):
+            transfers += [each.latency, *(each.transfer(layer.output_bytes) for layer in layers)]
+        times = [time for layer in layers for costs in layer.every_costs for time in _times(costs)]
         unit = SearchUnit.of([*times, *transfers])
         latency = 0.0 if link is None else unit.converted([link.latency])[0]
 
         def converted(layer: Layer) -> Layer:
+            found = layer.with_costs(lambda costs: _converted(costs, unit))
+            if link is None:
+                return found
             # Transfers take latency + bytes / bandwidth: with bandwidth 1, bytes are a time.
-            transfer = latency
-            if link is not None:
-                transfer = unit.converted([link.transfer(layer.output_bytes)])[0]
-            return replace(
-                layer,
-                costs=_converted(layer.costs, unit),
-                recompute=None if layer.recompute is None else _converted(layer.recompute, unit),
-                output_bytes=max(0.0, transfer - latency),
-            )
+            transfer = unit.converted([link.transfer(layer.output_bytes)])[0]
+            return replace(found, output_bytes=max(0.0, transfer - latency))
 
         problem = replace(
             given,
             model=Model(tuple(map(converted, layers))),
             p2p=unit.converted([given.p2p])[0] if link is None else 0.0,
             link=None if link is None else Link(latency, 1.0),
+            links=tuple(
+                Link(unit.converted([each.latency])[0], each.bandwidth * unit.length) for each in given.links
+            ),
         )
         return cls(given, problem, unit.length)
 

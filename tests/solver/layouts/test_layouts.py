@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.layouts.answer import ranking_json
-from zbv_solver.layouts.cluster import Cluster, parse_cluster
+from zbv_solver.layouts.cluster import Cluster, equal_cluster, parse_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, _balanced
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.request import Request, parse_request
@@ -34,7 +34,7 @@ LINKS = {
 def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, **more: Any) -> Cluster:
     device = {"achieved_tflops": 300, "memory_bandwidth": 1500}
     document = {"nodes": nodes, "gpus_per_node": gpus, "device": device, "links": LINKS}
-    return parse_cluster({**document, "memory": gigabytes * 1e9, **more})
+    return equal_cluster({**document, "memory": gigabytes * 1e9, **more})
 
 
 def request_of(model: dict[str, Any], cluster: Cluster, batch: int, fixed: Fixed | None = None) -> Request:

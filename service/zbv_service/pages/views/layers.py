@@ -18,6 +18,7 @@ def facts_of_layers(problem: LayeredProblem) -> list[tuple[str, str]]:
     return [
         ("Layers", str(problem.model.n_layers)),
         ("Placement", _placement(problem)),
+        *([("Devices", ", ".join(problem.devices))] if problem.devices else []),
         ("Transfer", transfer_text(problem)),
         ("Memory limit", quantities.memories(problem.limit, problem.units)),
         *rules_of(problem.rules),
@@ -27,6 +28,8 @@ def facts_of_layers(problem: LayeredProblem) -> list[tuple[str, str]]:
 def transfer_text(problem: LayeredProblem) -> str:
     """The cost of a transfer: a time, or a latency and a bandwidth."""
     link, units = problem.link, problem.units
+    if problem.links:
+        return "one link per rank"
     if link is None:
         return quantities.time(problem.p2p, units) if problem.p2p else "none"
     per = f" per {quantities.time_unit(units)}" if units.time else " per unit of time"

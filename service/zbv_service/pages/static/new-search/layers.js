@@ -12,6 +12,7 @@ export class Layers {
     this.layers = problem.layers;
     this.costs = problem.costs;
     this.rules = problem.cut;
+    this.devices = problem.devices;
     this.partition = problem.partition ?? undefined;
     this.recompute = problem.recompute;
     this.keepsCut = this.hasCut;
@@ -28,7 +29,7 @@ export class Layers {
 
   // The layers' part of a problem document.
   document() {
-    const found = { layers: this.layers, costs: this.#costs(), cut: this.rules };
+    const found = { layers: this.layers, devices: this.devices, costs: this.#costs(), cut: this.rules };
     if (this.keepsCut) {
       Object.assign(found, { partition: this.partition, recompute: this.recompute });
     } else if (!this.hasCut) {
@@ -102,7 +103,9 @@ export class Layers {
     const time = units.time || "unit of time";
     const { link, p2p } = isObject(this.costs) ? this.costs : {};
     const found = [];
-    if (isObject(link)) {
+    if (Array.isArray(link)) {
+      found.push("Every rank has its own link to the next one.");
+    } else if (isObject(link)) {
       found.push(`Transfers have a latency of ${told(link.latency ?? 0)} ${units.time} and a bandwidth of ${amountOf(link.bandwidth)} per ${time}.`.replace("  ", " "));
     } else if (typeof p2p === "number") {
       found.push(`Transfers take ${told(p2p)} ${units.time}`.trim() + ".");

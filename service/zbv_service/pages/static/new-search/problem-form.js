@@ -19,7 +19,7 @@ export const STATIC = { key: "memory.static", label: "Static", letter: "", per: 
 export const LIMIT = { key: "memory.limit", label: "Limit", letter: "", per: "rank", start: "16" };
 export const QUANTITIES = [...COSTS, ...DELTAS, STATIC, LIMIT];
 
-const LAYERED = ["layers", "cut", "partition", "recompute"];
+const LAYERED = ["layers", "devices", "cut", "partition", "recompute"];
 const LARGEST_TABLE = 1024;
 const SIMPLE = ["pp_degree", "microbatches", "chunks"];
 const CHOICES = { placement: ["v", "loop", "single"], objective: ["span", "makespan"] };

@@ -112,12 +112,12 @@ def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
 
 def layouts_summary(asked: LayoutRequest, found: Request) -> dict[str, Any]:
     """The few values of a request that lists show."""
-    presets, device = asked.model.get("presets"), asked.cluster.get("device")
+    presets, devices = asked.model.get("presets"), [group.preset for group in found.cluster.groups]
     kind = asked.model.get("model_type")
     name = ", ".join(map(str, presets)) if isinstance(presets, list) and presets else kind
     return {
         "model": name if isinstance(name, str) else None,
-        "device": device if isinstance(device, str) else None,
+        "device": None if None in devices else ", ".join(dict.fromkeys(filter(None, devices))),
         "devices": found.cluster.devices,
         "global_batch": found.global_batch,
         "sequence_length": found.config.model.sequence,

@@ -95,6 +95,18 @@ class LayerEstimate:
     shares: TimeShares = NO_TIME
     exchanged: PerAction = NOTHING
 
+    @property
+    def copies(self) -> int:
+        """Number of layers that it stands for."""
+        return self.repeat or 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its copies in a model."""
+        if self.repeat is None:
+            return (self.name,)
+        return tuple(f"{self.name}.{copy}" for copy in range(self.repeat))
+
 
 @dataclass(frozen=True)
 class Training:

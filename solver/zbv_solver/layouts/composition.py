@@ -70,12 +70,9 @@ def composition(planned: PlannedLayout) -> Composition:
     problem, model = plan.problem, plan.problem.model
     if model is None:  # for type checkers: the plan of a layout has layers
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
-    of: dict[str, LayerEstimate] = {}
-    for layer in estimate.layers:
-        copies = [layer.name] if layer.repeat is None else [f"{layer.name}.{k}" for k in range(layer.repeat)]
-        of.update(dict.fromkeys(copies, layer))
     hosted = problem.placement.stages_of
     rank = max(range(problem.pp_degree), key=problem.busy_time)
+    of = _layers_on(planned, rank)
     compute, again, exchanges = np.zeros(3), 0.0, TimeShares()
     for stage in hosted[rank]:
         for name in model.partition[stage]:
@@ -100,7 +97,10 @@ def composition(planned: PlannedLayout) -> Composition:
     }
     waiting = plan.metrics.span * SECONDS - sum(of_microbatches.values())
     transfers = min(_transfers(plan, rank) * SECONDS, max(waiting, 0.0))
-    steps = [[of[name].step for s in stages for name in model.partition[s]] for stages in hosted]
+    steps = [
+        [own[name].step for s in stages for name in model.partition[s]]
+        for stages, own in ((stages, _layers_on(planned, rank)) for rank, stages in enumerate(hosted))
+    ]
     busiest = max(steps, key=lambda own: sum(each.total for each in own))
     return Composition(
         **of_microbatches,
@@ -111,6 +111,13 @@ def composition(planned: PlannedLayout) -> Composition:
         optimizer=sum(each.optimizer for each in busiest) * SECONDS,
         table_reduction=estimate.table_reduction * SECONDS,
     )
+
+
+def _layers_on(planned: PlannedLayout, rank: int) -> dict[str, LayerEstimate]:
+    """The estimate of every layer on a rank's devices, by name."""
+    estimated = planned.estimated
+    kind = estimated.kind_of[rank]
+    return {name: layers[kind] for layers in estimated.layers for name in layers[kind].names}
 
 
 def _row(*values: float) -> np.ndarray:

@@ -113,7 +113,7 @@ class EstimatedLayout:
 
     def _table(self, of: Callable[[LayerEstimate], float]) -> FloatArray:
         """(K, n): a number of every layer with all of its copies, by group in use."""
-        return np.array([[of(layer) * _copies(layer) for layer in each] for each in self.layers]).T
+        return np.array([[of(layer) * layer.copies for layer in each] for each in self.layers]).T
 
     @cached_property
     def mean_bound(self) -> float:
@@ -142,7 +142,7 @@ class EstimatedLayout:
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.
         """
-        layers = [each for each in self.layers for _ in range(_copies(each[0]))]
+        layers = [each for each in self.layers for _ in range(each[0].copies)]
         # (K, n, 4): F, I, W and memory.
         plain = np.array([[_row(layer.plain) for layer in each] for each in layers]).swapaxes(0, 1)
         again = np.array(
@@ -190,7 +190,7 @@ class EstimatedLayout:
 
     def once(self, layers: list[tuple[str, ...]]) -> float:
         """Seconds that the busiest rank needs once per step, for the names of every rank's layers."""
-        of = {name: [each.step.total for each in layer] for layer in self.layers for name in _names(layer[0])}
+        of = {name: [each.step.total for each in layer] for layer in self.layers for name in layer[0].names}
         busiest = max(
             sum(of[name][kind] for name in own) for own, kind in zip(layers, self.kind_of, strict=True)
         )
@@ -261,7 +261,7 @@ def _least_works(
         setting.training,
         size,
     )
-    return [_least_work(layer) * _copies(layer) for layer in estimated.layers]
+    return [_least_work(layer) * layer.copies for layer in estimated.layers]
 
 
 def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) -> float:
@@ -281,14 +281,6 @@ def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) 
 def _row(running: Running) -> tuple[float, float, float, float]:
     times = running.times
     return times.forward, times.backward_input, times.backward_weight, running.after_forward
-
-
-def _copies(layer: LayerEstimate) -> int:
-    return layer.repeat or 1
-
-
-def _names(layer: LayerEstimate) -> tuple[str, ...]:
-    return (layer.name,) if layer.repeat is None else tuple(f"{layer.name}.{k}" for k in range(layer.repeat))
 
 
 def _least_work(layer: LayerEstimate) -> float:

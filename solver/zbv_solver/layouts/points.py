@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from zbv_solver.estimate.layers import LayerEstimate
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.search import PlannedLayout, Ranking
@@ -51,13 +52,20 @@ def least_memory(estimated: EstimatedLayout) -> float:
 
     When the last stage has computed F of a microbatch, all stages hold what this F keeps.
     """
-    held = 0.0
-    for layer in estimated.estimate.layers:
-        kept = layer.plain.after_forward
-        if layer.recomputed is not None and estimated.layout.recompute != "none":
-            kept = min(kept, layer.recomputed.after_forward)
-        held += (layer.static.total + kept) * (layer.repeat or 1)
-    return held / estimated.layout.pipeline_parallel + estimated.setting.cluster.reserve
+    layout, groups = estimated.layout, estimated.setting.cluster.groups
+    held = sum(
+        min(_held(layer, layout.recompute) for layer in layers) * layers[0].copies
+        for layers in estimated.layers
+    )
+    return held / layout.pipeline_parallel + min(groups[each].reserve for each in layout.used_groups)
+
+
+def _held(layer: LayerEstimate, recompute: str) -> float:
+    """Bytes of a layer's states, and what F of a microbatch keeps at least."""
+    kept = layer.plain.after_forward
+    if layer.recomputed is not None and recompute != "none":
+        kept = min(kept, layer.recomputed.after_forward)
+    return layer.static.total + kept
 
 
 def _columns(points: Iterable[LayoutPoint]) -> dict[str, list[Any]]:

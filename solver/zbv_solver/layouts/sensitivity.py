@@ -68,8 +68,11 @@ def changes(request: Request) -> Iterator[Change]:
     for factor in (0.8, 1.2):
         yield Change("device_flops", factor, _on_cluster(factor, _device))
     yield from (Change("in_node_bandwidth", f, _on_cluster(f, _in_node)) for f in (0.5, 2.0))
-    if request.cluster.nodes > 1:
-        yield from (Change("between_nodes_bandwidth", f, _on_cluster(f, _between)) for f in (0.5, 2.0))
+    groups = request.cluster.groups
+    if len(groups) > 1 or groups[0].nodes > 1:
+        yield from (
+            Change("between_nodes_bandwidth", f, _on_cluster(f, _between, between=f)) for f in (0.5, 2.0)
+        )
     yield from (Change("memory", f, _on_cluster(f, _memory)) for f in (0.9, MORE_MEMORY))
     if request.global_batch % 2 == 0:
         yield Change("global_batch", 0.5, lambda given: replace(given, global_batch=given.global_batch // 2))
@@ -141,8 +144,20 @@ def _with_batch(layout: Layout, global_batch: int) -> Layout | None:
     return replace(layout, microbatches=global_batch // of_microbatch)
 
 
-def _on_cluster(factor: float, change: Callable[[Cluster, float], Cluster]) -> Callable[[Request], Request]:
-    return lambda request: replace(request, cluster=change(request.cluster, factor))
+def _on_cluster(
+    factor: float, change: Callable[[Cluster, float], Cluster], *, between: float = 1.0
+) -> Callable[[Request], Request]:
+    """Change all nodes, and the bandwidth between groups of nodes."""
+
+    def apply(request: Request) -> Request:
+        cluster = request.cluster
+        if isinstance(cluster, Cluster):
+            return replace(request, cluster=change(cluster, factor))
+        groups = tuple(change(group, factor) for group in cluster.groups)
+        link = _faster(cluster.between_groups, between)
+        return replace(request, cluster=replace(cluster, groups=groups, between_groups=link))
+
+    return apply
 
 
 def _device(cluster: Cluster, factor: float) -> Cluster:

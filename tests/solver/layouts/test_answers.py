@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.layouts.answer import ranking_json
-from zbv_solver.layouts.cluster import Cluster, parse_cluster
+from zbv_solver.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.layouts.composition import composition
 from zbv_solver.layouts.estimated_layout import EstimatedLayout
 from zbv_solver.layouts.layout import Fixed
@@ -32,7 +32,7 @@ TIED = {**MODEL, "tied_embeddings": True}
 
 def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0) -> Cluster:
     link = {"latency": 10, "bandwidth": 100}
-    return parse_cluster(
+    return equal_cluster(
         {
             **{"nodes": nodes, "gpus_per_node": gpus, "memory": gigabytes * 1e9},
             "device": {"achieved_tflops": 300, "memory_bandwidth": 1500},
@@ -76,11 +76,12 @@ def test_exchanges_are_not_idle_time() -> None:
     assert alone.transfers == alone.tensor_parallel == alone.gradient_reduction == 0
     split = request_of(MODEL, cluster_of(1, 2), tensor_parallel=2)
     assert composition(best_layouts(split.layouts, split.setting).best[0]).tensor_parallel > 0
-    piped = request_of(MODEL, cluster_of(1, 2), pipeline_parallel=2, microbatch_size=4)
+    cluster = cluster_of(1, 2)
+    piped = request_of(MODEL, cluster, pipeline_parallel=2, microbatch_size=4)
     found = composition(best_layouts(piped.layouts, piped.setting).best[0])
     assert found.idle > 0
     assert found.transfers > 0
-    slow = replace(piped.cluster, in_node=replace(piped.cluster.in_node, bandwidth=5.0))
+    slow = replace(cluster, in_node=replace(cluster.in_node, bandwidth=5.0))
     piped = replace(piped, cluster=slow)
     slower = composition(best_layouts(piped.layouts, piped.setting).best[0])
     assert slower.transfers > found.transfers
@@ -146,12 +147,13 @@ def test_layouts_that_are_compared_include_those_that_fit() -> None:
 
 
 def test_a_layout_that_no_longer_fits_has_no_step() -> None:
-    request = request_of(MODEL, cluster_of(1, 2))
+    cluster = cluster_of(1, 2)
+    request = request_of(MODEL, cluster)
     ranking = best_layouts(request.layouts, request.setting)
     needed = max(ranking.best[0].plan.metrics.peak_memory)
-    tight = replace(request, cluster=replace(request.cluster, memory=least_memory(ranking.best[0].estimated)))
+    tight = replace(request, cluster=replace(cluster, memory=least_memory(ranking.best[0].estimated)))
     assert needed > tight.cluster.memory
-    small = replace(tight, cluster=replace(tight.cluster, memory=1e6))
+    small = replace(tight, cluster=replace(cluster, memory=1e6))
     assert {each.step_time for each in outcomes(ranking, small)} == {None}
 
 

@@ -19,6 +19,7 @@ from zbv_solver.layouts.estimated_layout import EstimatedLayout
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import best_layouts, plan_layout
+from zbv_solver.layouts.sensitivity import outcomes
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.reading import parse_any_problem
@@ -152,6 +153,13 @@ def test_a_slow_group_gets_fewer_layers_or_none() -> None:
     (row,) = ranking_json(ranking, request)["layouts"]
     assert sorted(row["groups"]) == [0, 1]
     assert row["devices"] == 2
+    assert sum(row["composition"].values()) == pytest.approx(row["step_time"], rel=1e-9)
+    steps = {(each.change.of, each.change.factor): each.step_time for each in outcomes(ranking, request)}
+    slower, faster = steps["device_flops", 0.8], steps["device_flops", 1.2]
+    assert slower is not None
+    assert faster is not None
+    assert slower > row["step_time"] > faster
+    assert steps["between_nodes_bandwidth", 0.5] is not None
     problem = ranking.best[0].plan.problem
     counts = [sum(len(row["partition"][s]) for s in stages) for stages in problem.placement.stages_of]
     assert counts[row["groups"].index(0)] > 1.5 * counts[row["groups"].index(1)]

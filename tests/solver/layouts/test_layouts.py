@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -16,9 +16,11 @@ from zbv_solver.layouts.answer import ranking_json
 from zbv_solver.layouts.cluster import Cluster, equal_cluster, parse_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, _balanced
 from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import best_layouts, plan_layout
 from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.search.options import SearchOptions
 
 MODEL = {
     **{"hidden": 1024, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 32_000, "sequence": 2048},
@@ -149,6 +151,32 @@ def test_the_best_layout_is_that_of_planning_every_one(
     assert [each.step_time for each in ranking.best] == pytest.approx(sorted(planned)[:2], rel=1e-12)
     assert ranking.no_layout_below <= ranking.best[0].step_time
     assert ranking.considered == len(request.layouts)
+
+
+def test_reports_lead_to_the_ranking_and_a_stopped_search_keeps_its_plans() -> None:
+    request = request_of(MODEL, cluster_of(1, 4, 60.0), 8, Fixed())
+    reports: list[LayoutProgress] = []
+    ranking = best_layouts(request.layouts, request.setting, report=reports.append)
+    assert [each.step_time for each in reports if each.step_time is not None][-1] == ranking.best[0].step_time
+    for earlier, later in pairwise(reports):
+        assert earlier.no_layout_below <= later.no_layout_below * (1 + 1e-12)
+        assert earlier.planned <= later.planned
+        assert earlier.ruled_out <= later.ruled_out
+    assert reports[-1].no_layout_below <= ranking.no_layout_below * (1 + 1e-12)
+    assert {each.considered for each in reports} == {ranking.considered}
+    at_once = best_layouts(request.layouts, request.setting, options=SearchOptions(), cancelled=lambda: True)
+    assert (at_once.best, at_once.planned) == ((), 0)
+    assert 0 < at_once.no_layout_below <= ranking.no_layout_below
+    first: list[LayoutProgress] = []
+    stopped = best_layouts(
+        request.layouts,
+        request.setting,
+        top=9,
+        cancelled=lambda: any(each.planned for each in first),
+        report=first.append,
+    )
+    assert len(stopped.best) == 1
+    assert stopped.no_layout_below <= ranking.no_layout_below * (1 + 1e-12)
 
 
 def test_recomputation_is_chosen_where_memory_is_scarce() -> None:

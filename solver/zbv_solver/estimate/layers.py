@@ -23,6 +23,7 @@ from zbv_solver.estimate.step import (
 )
 from zbv_solver.estimate.times import (
     TimeShares,
+    adding_time,
     compute_times,
     exchange_times,
     repeated_time,
@@ -32,6 +33,7 @@ from zbv_solver.estimate.transformer import Kind, LayerKind, Transformer
 CORE = frozenset(("core_attn",))
 NO_STEP = StepTimes()
 NO_TIME = TimeShares()
+NO_TIMES = PerAction()
 MIXED = StateBytes()
 """Adam in mixed precision."""
 
@@ -109,6 +111,9 @@ class Training:
         Whether the first and the last stage are on one rank, which then holds shared tables once.
     by_halves
         Whether the halves of a block are layers.
+    fused_gradients
+        Whether W's products add their results to the accumulated gradients, as in Megatron-LM
+        (``gradient_accumulation_fusion``); otherwise W has a kernel for that.
     """
 
     state: StateBytes = MIXED
@@ -116,6 +121,7 @@ class Training:
     modules: frozenset[str] = CORE
     ends_share_rank: bool = False
     by_halves: bool = False
+    fused_gradients: bool = True
 
 
 @dataclass(frozen=True)
@@ -198,6 +204,10 @@ def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> L
     groups = replicated(part.parameters, degrees, conditions.links)
     exchanged, of_exchanges = exchange_times(part.exchanges, conditions.links)
     compute = computed.times + exchanged
+    added = NO_TIMES
+    if not conditions.training.fused_gradients:
+        added = adding_time(part, state.gradients, computed.stream, device)
+        compute += added
     replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
     plain = Running(
         compute + replicas,
@@ -230,7 +240,9 @@ def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> L
         static=static_of(part.parameters, state, degrees),
         output_bytes=part.output_bytes,
         step=step_times(groups, state, degrees.zero_stage, device),
-        shares=computed.shares + of_exchanges + TimeShares(data_parallel=replicas.total),
+        shares=computed.shares
+        + of_exchanges
+        + TimeShares(memory_traffic=added.total, data_parallel=replicas.total),
     )
 
 

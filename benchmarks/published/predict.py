@@ -45,7 +45,7 @@ RESERVED_SHARE = 1.1
 TAKEN_BYTES = 4e9
 """What a device needs in addition, for CUDA and NCCL: 1.7 and 10 GB in two published runs (docs)."""
 MEMORY_OF_1F1B = {"zb-1p": 1.0, "zb-2p": 2.0}
-"""Activations that every rank of zero-bubble schedules may hold, in those of 1F1B's first rank (Qi et al. 2023, §4)."""
+"""Activations that a rank of such a schedule may hold, in those of 1F1B's first rank (Qi et al. 2023, §4)."""
 TERA = 1e12
 
 

@@ -12,7 +12,7 @@ FLAGS = (
 )
 """The parts of a layout that may be fixed."""
 CHOICES = {
-    "recompute": ("none", "full", "per-stage"),
+    "recompute": ("none", "selective", "full", "per-stage"),
     "placement": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
 }
 HELP = {

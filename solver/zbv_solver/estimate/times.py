@@ -6,11 +6,11 @@ the exchanges with other devices that compute does not hide.
 A product takes the longer of its operations at the device's rate and of its matrices through memory (the
 roofline of Williams et al. 2009, §3), and a constant that does not depend on its size: launch and first
 loads. Its output is computed in tiles, as many at once as the device has processors, and the last wave of
-tiles is rarely full (NVIDIA, Matrix Multiplication Background, §4, tile and wave quantization). One constant for all devices and shapes describes the 58 shapes of a public table of H100 products
-with a mean error of 6 % (OpenXLA, ``xla/service/gpu/model/matmul_interpolator_data.h``, bfloat16, from 256 x
-512 x 256 to 4 x 4096³): 6 us, 0.80 of the data sheet's rate and 2500 GB/s. The best rates of other devices
-are 0.5 to 0.87 of their data sheets (Bekman, Machine Learning Engineering, "Maximum Achievable Matmul
-FLOPS").
+tiles is rarely full (NVIDIA, Matrix Multiplication Background, §4). One constant for all devices and shapes
+describes the 58 shapes of a public table of H100 products with a mean error of 6 % (OpenXLA,
+``xla/service/gpu/model/matmul_interpolator_data.h``, bfloat16, from 256 x 512 x 256 to 4 x 4096³): 6 us, 0.80
+of the data sheet's rate and 2500 GB/s. The best rates of other devices are 0.5 to 0.87 of their data sheets
+(Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS").
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from zbv_solver.estimate.shapes import PRODUCT_BYTES, Stream
 
 KERNEL_LATENCY = 6.0
 """Microseconds of a product in addition to its operations; see above."""
-SUSTAINED_SHARE = 0.9
+SUSTAINED_SHARE = 0.92
 """What the products of a training step reach of the best measured rate of a device.
 
-W consists of products alone. In the profile of four models on A100 (Qi et al. 2023, table 9), it takes 1.07
-to 1.13 times as long as at the best rate, 271 TFLOP/s.
+W consists of products alone. In the profile of four models on A100 (Qi et al. 2023, table 9), it takes 1.04
+to 1.13 times as long as in full waves at the best rate, 271 TFLOP/s, and in the mean 1.09 times.
 """
 TRAFFIC_SHARE = 0.4
 """What memory traffic reaches of a data sheet's bandwidth, so that F and I fit the same profile."""
-ATTENTION_SHARE = 0.7
+ATTENTION_SHARE, ULTRA_ATTENTION_SHARE = 0.7, 0.82
 """Rate of flash attention over that of large products, with a causal mask; assumed.
 
 The best published rates, for long sequences without a mask, are 0.73 of the data sheet in F and 0.63 in I on
 A100 (Dao 2023, §4.1), and 0.75 in F on H100 (Shah et al. 2024, abstract): 0.85, 0.72 and 0.93 of the best
-rate of products.
+rate of products. Blackwell Ultra computes 10.7 instead of 5 T exponentials/s (NVIDIA, Inside NVIDIA Blackwell
+Ultra): at 1640 TFLOP/s, with 512 and 1280 operations per score in F and I (heads of 128) and an exponential
+in each, Blackwell takes 1.17 times as long, if exponentials and products do not overlap.
 """
 MISALIGNED_SHARE = 0.04
 """Rate of attention's products over that of large ones, if rows do not start at multiples of 16 bytes.
@@ -148,7 +150,7 @@ def product_times(product: Product, stream: Stream, device: Device) -> PerAction
 
 
 def filled_share(rows: float, columns: float, groups: int, device: Device) -> float:
-    """What a product of this output reaches of a device's rate, because its last wave of tiles is not full."""
+    """What a product with this output reaches of a device's rate: its last wave of tiles is not full."""
     if device.processors is None:
         return 1.0
     best = 0.0

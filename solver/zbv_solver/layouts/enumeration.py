@@ -8,36 +8,39 @@ from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.layouts.cluster import Cluster
-from zbv_solver.layouts.layout import ORDERS, Fixed, Layout, Order
+from zbv_solver.layouts.layout import ORDERS, Fixed, Layout, Order, Recompute
 from zbv_solver.problem.limits import MAX_PP_DEGREE
 
 ZERO_STAGES = (0, 1, 2, 3)
 
 
 def enumerate_layouts(
-    model: Transformer, cluster: Cluster, global_batch: int, fixed: Fixed
+    model: Transformer, cluster: Cluster, global_batch: int, fixed: Fixed, is_selective: bool = False
 ) -> Iterator[Layout]:
     """Every layout whose degrees divide the cluster, the model and the global batch.
 
     Two layouts that cost the same are one: without replicas there is nothing for ZeRO to share, and the
-    order of groups matters only with several replicas and several pipeline ranks.
+    order of groups matters only with several replicas and several pipeline ranks. ``none`` and ``full`` are
+    plans of ``per-stage``; ``is_selective`` says whether selective recomputation is another choice.
     """
+    kinds: tuple[Recompute, ...] = ("per-stage", "selective") if is_selective else ("per-stage",)
     for degrees, pipeline in _degrees(model, cluster.devices, global_batch, fixed):
         for size in _divisors(global_batch // degrees.data, fixed.microbatch_size):
             for stage in _zero_stages(degrees.replicas, fixed):
                 for order in _orders(degrees.data, pipeline, fixed):
-                    yield Layout(
-                        degrees.tensor,
-                        degrees.context,
-                        degrees.expert,
-                        degrees.data,
-                        pipeline,
-                        size,
-                        global_batch // degrees.data // size,
-                        stage,
-                        fixed.recompute or "per-stage",
-                        order,
-                    )
+                    for recompute in kinds if fixed.recompute is None else (fixed.recompute,):
+                        yield Layout(
+                            degrees.tensor,
+                            degrees.context,
+                            degrees.expert,
+                            degrees.data,
+                            pipeline,
+                            size,
+                            global_batch // degrees.data // size,
+                            stage,
+                            recompute,
+                            order,
+                        )
 
 
 def _degrees(

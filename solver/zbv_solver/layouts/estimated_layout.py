@@ -22,6 +22,8 @@ from zbv_solver.problem.problem import Units
 
 SECONDS = 1e-6
 """In a microsecond."""
+EVERYWHERE = ("selective", "full")
+"""Kinds of recomputation that every stage has."""
 UNITS = Units("us", "bytes")
 
 
@@ -36,6 +38,13 @@ class Setting:
     def is_v(self, ranks: int) -> bool:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
         return self.model.tied and 2 * ranks <= self.model.n_layers
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether any layer has modules that selective recomputation repeats."""
+        training = replace(self.training, recompute="selective")
+        estimate = estimate_model(self.model, Degrees(), self.cluster.device, GroupLinks(), training)
+        return any(layer.recomputed is not None for layer in estimate.layers)
 
     def least_work(self, layout: Layout) -> float:
         """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas."""
@@ -59,16 +68,7 @@ class EstimatedLayout:
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
-        cluster = setting.cluster
-        estimate = estimate_model(
-            setting.model,
-            layout.degrees(cluster),
-            cluster.device,
-            layout.links(cluster),
-            replace(setting.training, ends_share_rank=setting.is_v(layout.pipeline_parallel)),
-            layout.microbatch_size,
-        )
-        return cls(layout, estimate, setting)
+        return cls(layout, _estimate(replace(layout, recompute="per-stage"), setting), setting)
 
     @property
     def room(self) -> float:
@@ -108,18 +108,22 @@ class EstimatedLayout:
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.
         """
-        layers = [layer for layer in self.estimate.layers for _ in range(_copies(layer))]
-        plain = np.array([_row(layer.plain) for layer in layers])
-        again = np.array([_row(layer.recomputed or layer.plain) for layer in layers])
-        if self.layout.recompute == "none":
+        layers, recompute = self.estimate.layers, self.layout.recompute
+        copies = [_copies(layer) for layer in layers]
+        plain = np.repeat([_row(layer.plain) for layer in layers], copies, axis=0)
+        again = np.repeat(
+            [_row(_recomputed(layer, recompute) or layer.plain) for layer in layers], copies, axis=0
+        )
+        if recompute == "none":
             again = plain
-        if self.layout.recompute == "full":
+        if recompute in EVERYWHERE:
             plain = again
         work = np.minimum(plain[:, :3].sum(axis=1), again[:, :3].sum(axis=1))
         chain = np.minimum(plain[:, :2].sum(axis=1), again[:, :2].sum(axis=1))
         # From the start of a layer's F to the end of its I, all later layers run both.
         lasts = np.cumsum(chain[::-1])[::-1]
-        room = self.layout.pipeline_parallel * self.room - sum(layer.static.total for layer in layers)
+        states = sum(layer.static.total * _copies(layer) for layer in layers)
+        room = self.layout.pipeline_parallel * self.room - states
         held = plain[:, 3] * lasts
         saved = np.maximum(held - again[:, 3] * lasts, 0.0)
         extra = np.maximum(again[:, :3].sum(axis=1) - work, 0.0)
@@ -148,6 +152,20 @@ class EstimatedLayout:
         of = {name: layer.step.total for layer in self.estimate.layers for name in _names(layer)}
         busiest = max(sum(of[name] for name in own) for own in layers)
         return (busiest + self.estimate.table_reduction) * SECONDS
+
+
+@lru_cache(maxsize=4)
+def _estimate(layout: Layout, setting: Setting) -> ModelEstimate:
+    """Layers with both kinds of recomputation; a search has layouts that differ only in it in succession."""
+    cluster = setting.cluster
+    return estimate_model(
+        setting.model,
+        layout.degrees(cluster),
+        cluster.device,
+        layout.links(cluster),
+        replace(setting.training, recompute="both", ends_share_rank=setting.is_v(layout.pipeline_parallel)),
+        layout.microbatch_size,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -204,9 +222,13 @@ def _least_work(layer: LayerEstimate) -> float:
     return min(running.times.total for running in variants)
 
 
+def _recomputed(layer: LayerEstimate, recompute: str) -> Running | None:
+    return layer.selective if recompute == "selective" else layer.recomputed
+
+
 def _layer(layer: LayerEstimate, recompute: str) -> Layer:
-    plain, recomputed = layer.plain, layer.recomputed
-    if recompute == "full" and recomputed is not None:
+    plain, recomputed = layer.plain, _recomputed(layer, recompute)
+    if recompute in EVERYWHERE and recomputed is not None:
         plain, recomputed = recomputed, None
     return Layer(
         layer.name,

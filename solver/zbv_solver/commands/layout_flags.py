@@ -18,7 +18,7 @@ CHOICES = {
 HELP = {
     "microbatch_size": "sequences per microbatch",
     "zero_stage": "what replicas share: optimizer states (1), gradients (2), parameters (3)",
-    "recompute": "stages that are recomputed; per-stage lets the plan choose",
+    "recompute": "what every stage recomputes; per-stage lets the plan choose none or full for each",
     "placement": "kinds of groups, from neighbouring devices to the farthest",
 }
 

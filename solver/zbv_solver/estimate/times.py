@@ -56,6 +56,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64
 The sizes are those of NVIDIA, Matrix Multiplication Background, §4, which also says that smaller tiles reuse
 less and are slower, but not by how much: that is assumed.
 """
+FLOAT32_BYTES = 4
 KERNELS = PerAction(10.0, 10.0, 5.0)
 """Kernels of a part: a block has about 20 in the forward and 30 in the backward (Ivanov et al. 2021, §3)."""
 
@@ -90,9 +91,10 @@ def compute_times(part: Part, stream: Stream, device: Device) -> tuple[PerAction
 
 
 def adding_time(part: Part, gradient_bytes: float, stream: Stream, device: Device) -> PerAction:
-    """Gradients of W's products are read and added to the accumulated ones, in a kernel of their own."""
+    """Gradients of W's products are read and added to the accumulated ones, in a separate kernel."""
     added = sum(product.n_in * product.n_out * product.groups for product in part.products)
-    return PerAction(backward_weight=device.streaming(added * (2 * gradient_bytes + stream.dtype_bytes)))
+    accumulated = min(gradient_bytes, FLOAT32_BYTES)  # the rest are gradients that are not accumulated yet
+    return PerAction(backward_weight=device.streaming(added * (2 * accumulated + stream.dtype_bytes)))
 
 
 def core_times(part: Part, device: Device) -> PerAction:

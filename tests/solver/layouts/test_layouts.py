@@ -15,7 +15,7 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.layouts.answer import ranking_json
 from zbv_solver.layouts.cluster import Cluster, parse_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, _balanced
-from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.layout import Fixed, Layout, Recompute
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import best_layouts, plan_layout
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -165,16 +165,17 @@ def test_recomputation_is_chosen_where_memory_is_scarce() -> None:
     assert prod(map(len, rows[0]["partition"])) > 0
 
 
-def test_selective_recomputation_is_a_layout_of_its_own() -> None:
-    fixed = {"pipeline_parallel": 2, "data_parallel": 1, "microbatch_size": 4, "tensor_parallel": 1}
-    cluster = cluster_of(1, 2, 12.0)
-    every = request_of(EXPERTS, cluster, 16, Fixed(**fixed))
+def test_selective_recomputation_is_another_layout() -> None:
+    fixed = Fixed(pipeline_parallel=2, data_parallel=1, microbatch_size=4, tensor_parallel=1)
+    cluster = cluster_of(1, 2, 60.0)
+    every = request_of(EXPERTS, cluster, 16, fixed)
     assert {each.recompute for each in every.layouts} == {"per-stage", "selective"}
     steps, problems = {}, {}
-    for kind in ("none", "selective", "full"):
-        request = request_of(EXPERTS, cluster_of(1, 2, 60.0), 16, Fixed(recompute=kind, **fixed))
-        (best,) = best_layouts(request.layouts, request.setting).best
-        (row,) = ranking_json(best_layouts(request.layouts, request.setting), request)["layouts"]
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    for kind in kinds:
+        request = request_of(EXPERTS, cluster, 16, replace(fixed, recompute=kind))
+        ranking = best_layouts(request.layouts, request.setting)
+        (best,), (row,) = ranking.best, ranking_json(ranking, request)["layouts"]
         assert row["recompute"] == kind
         steps[kind] = best.step_time
         problems[kind] = best.estimated.problem.model.layers[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any, Literal
 
 from rich.table import Table
@@ -126,4 +127,5 @@ def missed(findings: Sequence[Finding]) -> list[str]:
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered)) - 1))]
+    rank = ceil(share * len(ordered) - 1e-9)  # 0.07 of 100 is 7.000000000000001
+    return ordered[min(len(ordered), max(1, rank)) - 1]

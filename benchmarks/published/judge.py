@@ -24,6 +24,9 @@ MOST_MEMORY_ERROR = 10.0
 NEAR, LEAST_NEAR = 0.25, 90.0
 LEAST_OUT_OF_MEMORY = 80.0
 GIGA = 1e9
+NOT_OF_A_LAYOUT = {"id", "source", "step_time_s", "step_time_from", "model_tflops"}
+NOT_OF_A_LAYOUT |= {"memory_gb", "memory_kind", "memory_rank"}
+"""Keys of a run that do not say what ran."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,9 @@ def _time_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
     if ranks:
         what = f"rank correlation of throughput, mean of {len(ranks)} models"
         yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))
+    layouts = [rank for group in _grouped(judged).values() if (rank := _of_layouts(group)) is not None]
+    if layouts:
+        yield Finding(f"  of layouts, repeated ones with their median, {len(layouts)} models", mean(layouts))
     yield Finding(
         f"step time, median error of {len(times)} runs", _error(times), "%", at_most(MOST_TIME_ERROR)
     )
@@ -175,6 +181,18 @@ def _correlation(group: Sequence[Judged]) -> float | None:
     if len(pairs) < LEAST_RUNS:
         return None
     return spearman([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+
+def _of_layouts(group: Sequence[Judged]) -> float | None:
+    """The same, with one value for runs that differ in nothing that a run can say."""
+    repeated: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for each in group:
+        if each.step_time is not None:
+            repeated[each.run.model_dump_json(exclude=NOT_OF_A_LAYOUT)].append(each.throughputs)
+    if len(repeated) < LEAST_RUNS:
+        return None
+    same = repeated.values()
+    return spearman([pairs[0][0] for pairs in same], [median(pair[1] for pair in pairs) for pairs in same])
 
 
 def _times(group: Sequence[Judged]) -> list[float]:

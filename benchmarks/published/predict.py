@@ -31,7 +31,7 @@ from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 from zbv_solver.timing.start_times import evaluate
@@ -45,7 +45,7 @@ RESERVED_SHARE = 1.1
 TAKEN_BYTES = 4e9
 """What a device needs in addition, for CUDA and NCCL: 1.7 and 10 GB in two published runs (docs)."""
 MEMORY_OF_1F1B = {"zb-1p": 1.0, "zb-2p": 2.0}
-"""Activations that zero-bubble schedules may hold, in those of 1F1B (Qi et al. 2023, §5)."""
+"""Activations that a rank of such a schedule may hold, in those of 1F1B's first rank (Qi et al. 2023, §4)."""
 TERA = 1e12
 
 
@@ -117,7 +117,7 @@ def _predicted(
     ]
     peak = timing.peak_memory[-1] if run.memory_rank == -1 else max(timing.peak_memory)
     return Prediction(
-        step_time=timing.makespan * SECONDS + estimated.once(names),
+        step_time=objective_value(problem.objective, timing) * SECONDS + estimated.once(names),
         memory=_taken(peak) if run.memory_kind == "device" else peak,
         is_too_large=_taken(max(timing.peak_memory)) > cluster.memory,
         recompute=recompute if isinstance(recompute, str) else ", ".join(recompute),
@@ -162,7 +162,9 @@ def _estimated(
         "tp-cp-dp-pp",
     )
     gradients = run.gradient_bytes or (2.0 if model_of(run).dtype == "float16" else 4.0)
-    training = Training(StateBytes(gradients=gradients), kind, frozenset(modules))
+    training = Training(
+        StateBytes(gradients=gradients), kind, frozenset(modules), fused_gradients=run.fused_gradients
+    )
     degrees = layout.degrees(cluster)
     if run.sequence_parallel is not None:
         degrees = replace(degrees, sequence_parallel=run.sequence_parallel)
@@ -192,17 +194,22 @@ def _bounds(run: MeasuredRun, layered: LayeredProblem) -> tuple[int, ...]:
 
 
 def _ordered(run: MeasuredRun, layered: LayeredProblem, bounds: tuple[int, ...]) -> tuple[Problem, Orders]:
-    """The run's order: 1F1B, interleaved with several stages per rank, or one without bubbles."""
-    layered = replace(layered, limit=None, objective="makespan")
+    """The run's order: 1F1B, interleaved with several stages per rank, or one without bubbles.
+
+    1F1B's ranks wait for each other between steps, for the norm of all gradients. Those of zero-bubble
+    schedules begin the next step at once, and correct it afterwards if they must (Qi et al. 2023, §5).
+    """
+    is_1f1b = run.schedule == "1f1b"
+    layered = replace(layered, limit=None, objective="makespan" if is_1f1b else "span")
     is_recomputed = run.n_stages * (layered.model.each[0].recompute is not None,)
     p, chunks = run.pipeline_parallel, run.virtual_stages
     placement = Placement.of("loop", p, chunks) if chunks > 1 else Placement.of("single", p)
     problem = layered.cut_into(placement, Cut.at(bounds, is_recomputed))
     own, orders = baseline("interleaved-1f1b" if chunks > 1 else "1f1b", problem)
-    if run.schedule == "1f1b":
+    if is_1f1b:
         return (own if "pipeline" in run.hides else _blocking(own)), orders
     peaks, static = evaluate(own, orders).peak_memory, own.memory.static
-    share = MEMORY_OF_1F1B[run.schedule]
-    limit = tuple(rest + share * (peak - rest) for peak, rest in zip(peaks, static, strict=True))
+    most = max(peak - rest for peak, rest in zip(peaks, static, strict=True))
+    limit = tuple(rest + MEMORY_OF_1F1B[run.schedule] * most for rest in static)
     limited = replace(own, memory=replace(own.memory, limit=limit))
     return own, search(limited, SearchOptions(effort="quick")).orders

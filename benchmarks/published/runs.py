@@ -24,6 +24,11 @@ USEFUL_NETWORK = 0.75
 BITS = 8
 HIDDEN = 0.8
 """Share of an exchange that compute hides where a program overlaps both; assumed."""
+LAUNCH_TIME = 30.0
+"""Microseconds that the host adds to every kernel where a launch waits for the kernel's end; assumed.
+
+PyTorch needs 5 to 25 us on the host for an operator, and some more to notice its end.
+"""
 Section = dict[str, Any]
 Precision = Literal["fp16", "bf16", "fp8", "fp4"]
 
@@ -59,6 +64,12 @@ class MeasuredRun(ConfigSection):
     precision: Precision | None = None
     hides: tuple[Literal["tensor", "expert", "data", "pipeline"], ...] = Field(
         (), description="groups whose exchanges the program overlaps with compute"
+    )
+    fused_gradients: Flag = Field(
+        True, description="whether products of W add their results to the accumulated gradients"
+    )
+    blocking_launches: Flag = Field(
+        False, description="whether each launch waits for the kernel's end (CUDA_LAUNCH_BLOCKING=1)"
     )
     gradient_bytes: Rate | None = Field(None, description="bytes of a gradient; null: by precision")
     step_time_s: Rate | None = None
@@ -153,6 +164,8 @@ def cluster_of(run: MeasuredRun) -> Cluster:
         device["link_bandwidth"] = run.network_gbit_s / BITS * USEFUL_NETWORK
     for group in set(run.hides) - {"pipeline"}:
         device[f"{group}_parallel_overlap"] = HIDDEN
+    if run.blocking_launches:
+        device["launch_time"] = LAUNCH_TIME
     nodes = max(1, run.devices // run.devices_per_node)
     return equal_cluster({"nodes": nodes, "gpus_per_node": run.devices_per_node, "device": device})
 

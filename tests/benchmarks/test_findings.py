@@ -50,4 +50,6 @@ def test_a_missed_target_is_reported_with_the_target_and_the_excess() -> None:
 def test_quantiles_are_measured_values() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [quantile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
-    assert quantile([7.0], 0.99) == 7.0
+    assert quantile(values[:10], 0.95) == 10.0  # nine of ten values are only 90 %
+    assert quantile(values, 0.07) == 7.0
+    assert quantile([7.0], 0.99) == quantile([7.0], 0.0) == 7.0

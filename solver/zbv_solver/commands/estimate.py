@@ -152,7 +152,7 @@ def _step(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
 
 def _shares(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
     table = Table(title="what F, I and W of a microbatch consist of together, in µs")
-    kinds = ("products", "attention", "memory", "tensor", "context", "expert", "data parallel")
+    kinds = ("products", "attention", "memory", "launches", "tensor", "context", "expert", "data parallel")
     _add_columns(table, ("layer", *kinds))
     for layer, _ in rows:
         table.add_row(layer.name, *(f"{value:,.0f}" for value in astuple(layer.shares)))

@@ -69,6 +69,7 @@ FLAGS: dict[str, dict[str, Kind]] = {
         "optimizer": "adam|lion|sgd-momentum|sgd",
         "precision": "mixed|mixed-fp32-gradients|single|half",
         "recompute": "none|selective|full",
+        "fused_gradients": bool,
         "granularity": "block|half",
     },
     "device": {
@@ -78,6 +79,8 @@ FLAGS: dict[str, dict[str, Kind]] = {
         "fp4_tflops": float,
         "product_bandwidth": float,
         "kernel_latency": float,
+        "processors": int,
+        "launch_time": float,
         "attention_share": float,
         "memory_bandwidth": float,
         "link_bandwidth": float,

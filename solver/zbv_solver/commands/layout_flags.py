@@ -12,13 +12,13 @@ FLAGS = (
 )
 """The parts of a layout that may be fixed."""
 CHOICES = {
-    "recompute": ("none", "full", "per-stage"),
+    "recompute": ("none", "selective", "full", "per-stage"),
     "placement": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
 }
 HELP = {
     "microbatch_size": "sequences per microbatch",
     "zero_stage": "what replicas share: optimizer states (1), gradients (2), parameters (3)",
-    "recompute": "stages that are recomputed; per-stage lets the plan choose",
+    "recompute": "what every stage recomputes; per-stage lets the plan choose none or full for each",
     "placement": "kinds of groups, from neighbouring devices to the farthest",
 }
 

@@ -71,6 +71,7 @@ class EstimateConfig(ConfigSection):
             frozenset(self.parallel.recompute_modules),
             self.placement == "v",
             by_halves,
+            self.parallel.fused_gradients,
         )
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from zbv_solver.estimate.config_fields import Amount, ConfigSection, Rate, Share
+from zbv_solver.estimate.config_fields import Amount, ConfigSection, Rate, Share, Size
 from zbv_solver.estimate.device import Device, GroupLink, GroupLinks
 
 
@@ -24,6 +24,12 @@ class DeviceConfig(ConfigSection):
     )
     kernel_latency: Amount | None = Field(
         None, description="us of a product in addition to its operations; null: one rate for all sizes"
+    )
+    processors: Size | None = Field(
+        None, description="streaming multiprocessors, which products fill in waves; null: without waves"
+    )
+    launch_time: Amount = Field(
+        0.0, description="us that the host adds to every kernel, if each launch waits for the kernel's end"
     )
     attention_share: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
         1.0, description="rate of flash attention as a share of achieved_tflops"
@@ -71,6 +77,8 @@ class DeviceConfig(ConfigSection):
             self.fp8_tflops,
             self.fp4_tflops,
             self.product_bandwidth,
+            self.processors,
+            self.launch_time,
         )
 
     @property

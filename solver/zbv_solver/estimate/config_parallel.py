@@ -78,4 +78,7 @@ class ParallelConfig(ConfigSection):
     recompute_modules: tuple[Recomputed, ...] = Field(
         ("core_attn",), description="what selective recomputation repeats, by Megatron-LM's names"
     )
+    fused_gradients: Flag = Field(
+        True, description="products of W add their results to the accumulated gradients; false: a kernel does"
+    )
     granularity: Literal["block", "half"] = Field("block", description="half: attention and MLP apart")

@@ -79,7 +79,12 @@ class Device:
     fp8_tflops, fp4_tflops
         Products of narrow operands; None: the device has none.
     product_bandwidth
-        GB/s of the matrices of products, and of the optimizer; None: ``memory_bandwidth``.
+        GB/s of the matrices of products, of adding gradients, and of the optimizer; None:
+        ``memory_bandwidth``.
+    processors
+        Streaming multiprocessors or compute units; None: products fill all of them.
+    launch_time
+        Microseconds that the host adds to every kernel, if each launch waits for the kernel's end.
     """
 
     tflops: float
@@ -89,6 +94,8 @@ class Device:
     fp8_tflops: float | None = None
     fp4_tflops: float | None = None
     product_bandwidth: float | None = None
+    processors: int | None = None
+    launch_time: float = 0.0
 
     def rate(self, product_dtype: str | None) -> float:
         """TFLOP/s of linear layers with operands of a type."""

@@ -23,6 +23,7 @@ from zbv_solver.estimate.step import (
 )
 from zbv_solver.estimate.times import (
     TimeShares,
+    adding_time,
     compute_times,
     exchange_times,
     repeated_time,
@@ -32,7 +33,7 @@ from zbv_solver.estimate.transformer import Kind, LayerKind, Transformer
 CORE = frozenset(("core_attn",))
 NO_STEP = StepTimes()
 NO_TIME = TimeShares()
-NOTHING = PerAction()
+NO_TIMES = PerAction()
 MIXED = StateBytes()
 """Adam in mixed precision."""
 
@@ -67,6 +68,8 @@ class LayerEstimate:
         Operations of its matrix products.
     recomputed
         Its costs when its stage is recomputed; None if it cannot be recomputed.
+    selective
+        Those with selective recomputation, where ``recomputed`` is full recomputation.
     parameters
         Number of parameters.
     static
@@ -93,7 +96,8 @@ class LayerEstimate:
     repeat: int | None = None
     step: StepTimes = NO_STEP
     shares: TimeShares = NO_TIME
-    exchanged: PerAction = NOTHING
+    exchanged: PerAction = NO_TIMES
+    selective: Running | None = None
 
     @property
     def copies(self) -> int:
@@ -117,7 +121,7 @@ class Training:
     state
         Bytes per parameter.
     recompute
-        The alternative that layers carry: ``none``, ``selective`` or ``full``.
+        The alternatives that layers carry: ``none``, ``selective``, ``full`` or ``both``.
     modules
         What selective recomputation repeats, of Megatron-LM's names: ``core_attn``, ``layernorm``,
         ``mla_up_proj``, ``mlp``, ``moe_act``, ``shared_experts``, ``moe``.
@@ -125,6 +129,9 @@ class Training:
         Whether the first and the last stage are on one rank, which then holds shared tables once.
     by_halves
         Whether the halves of a block are layers.
+    fused_gradients
+        Whether W's products add their results to the accumulated gradients, as in Megatron-LM
+        (``gradient_accumulation_fusion``); otherwise W has a kernel for that.
     """
 
     state: StateBytes = MIXED
@@ -132,6 +139,7 @@ class Training:
     modules: frozenset[str] = CORE
     ends_share_rank: bool = False
     by_halves: bool = False
+    fused_gradients: bool = True
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ def estimate_model(
         if training.by_halves and len(found) > 1:
             layers += _apart(kind, found)
         else:
-            is_full = training.recompute == "full" and kind.can_recompute
+            is_full = training.recompute in ("full", "both") and kind.can_recompute
             layers.append(_whole(kind, found, parts[0].part.input_bytes if is_full else None))
     return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
 
@@ -210,10 +218,13 @@ def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> L
     """One part as a layer."""
     part, degrees, device = computed.part, conditions.degrees, conditions.device
     state, recompute = conditions.training.state, conditions.training.recompute
-    modules = conditions.training.modules
     groups = replicated(part.parameters, degrees, conditions.links)
     exchanged, of_exchanges = exchange_times(part.exchanges, conditions.links)
     compute = computed.times + exchanged
+    added = NO_TIMES
+    if not conditions.training.fused_gradients:
+        added = adding_time(part, state.gradients, computed.stream, device)
+        compute += added
     replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
     plain = Running(
         compute + replicas,
@@ -221,33 +232,42 @@ def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> L
         part.after_input,
         part.workspace + gathered_bytes(groups, state, degrees.zero_stage),
     )
-    recomputed = None
-    if can_recompute and recompute == "full":
+    full = selective = None
+    if can_recompute and recompute in ("full", "both"):
         # F keeps only the input, and I begins with an F (Chen et al. 2016, §3).
         twice = plain.times + PerAction(backward_input=compute.forward)
-        recomputed = Running(
-            twice, part.input_bytes, plain.after_input, _whole_again(plain, part.input_bytes)
-        )
-    elif can_recompute and recompute == "selective" and (dropped := part.dropped_bytes(modules)):
-        # What is dropped exists during I only (Korthikanti et al. 2022, §5).
-        again = repeated_time(part, modules, computed.stream, device, conditions.links)
-        recomputed = Running(
-            plain.times + PerAction(backward_input=again),
-            plain.after_forward - dropped,
-            plain.after_input,
-            plain.workspace + dropped,
-        )
+        full = Running(twice, part.input_bytes, plain.after_input, _whole_again(plain, part.input_bytes))
+    if can_recompute and recompute in ("selective", "both"):
+        selective = _selective(computed, plain, conditions)
     return LayerEstimate(
         name="",
         flops=part.flops,
         plain=plain,
-        recomputed=recomputed,
+        recomputed=selective if recompute == "selective" else full,
         parameters=part.parameters.on_device(degrees),
         static=static_of(part.parameters, state, degrees),
         output_bytes=part.output_bytes,
         step=step_times(groups, state, degrees.zero_stage, device),
-        shares=computed.shares + of_exchanges + TimeShares(data_parallel=replicas.total),
+        shares=computed.shares
+        + of_exchanges
+        + TimeShares(memory_traffic=added.total, data_parallel=replicas.total),
         exchanged=exchanged + replicas,
+        selective=selective if recompute == "both" else None,
+    )
+
+
+def _selective(computed: Computed, plain: Running, conditions: Conditions) -> Running | None:
+    """What is dropped exists during I only (Korthikanti et al. 2022, §5)."""
+    modules = conditions.training.modules
+    dropped = computed.part.dropped_bytes(modules)
+    if not dropped:
+        return None
+    again = repeated_time(computed.part, modules, computed.stream, conditions.device, conditions.links)
+    return Running(
+        plain.times + PerAction(backward_input=again),
+        plain.after_forward - dropped,
+        plain.after_input,
+        plain.workspace + dropped,
     )
 
 
@@ -265,14 +285,17 @@ def _whole(kind: LayerKind, halves: list[LayerEstimate], kept: int | None) -> La
     """A layer of several halves; ``kept`` are the bytes that full recomputation keeps of it."""
     whole = halves[0]
     for half in halves[1:]:
-        recomputed = None
+        recomputed = selective = None
         if whole.recomputed is not None or half.recomputed is not None:
             recomputed = _both(whole.recomputed or whole.plain, half.recomputed or half.plain)
+        if whole.selective is not None or half.selective is not None:
+            selective = _both(whole.selective or whole.plain, half.selective or half.plain)
         whole = replace(
             half,
             flops=whole.flops + half.flops,
             plain=_both(whole.plain, half.plain),
             recomputed=recomputed,
+            selective=selective,
             parameters=whole.parameters + half.parameters,
             static=whole.static + half.static,
             step=whole.step + half.step,

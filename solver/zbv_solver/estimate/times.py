@@ -4,17 +4,19 @@ The time of a part is the sum of three: its matrix products, the memory traffic 
 the exchanges with other devices that compute does not hide.
 
 A product takes the longer of its operations at the device's rate and of its matrices through memory (the
-roofline of Williams et al. 2009, §3), and a constant that does not depend on its size: launch, first loads,
-last wave. One constant for all devices and shapes describes the 58 shapes of a public table of H100 products
-with a mean error of 6 % (OpenXLA, ``xla/service/gpu/model/matmul_interpolator_data.h``, bfloat16, from 256 x
-512 x 256 to 4 x 4096³): 6 us, 0.80 of the data sheet's rate and 2500 GB/s. The best rates of other devices
-are 0.5 to 0.87 of their data sheets (Bekman, Machine Learning Engineering, "Maximum Achievable Matmul
-FLOPS").
+roofline of Williams et al. 2009, §3), and a constant that does not depend on its size: launch and first
+loads. Its output is computed in tiles, as many at once as the device has processors, and the last wave of
+tiles is rarely full (NVIDIA, Matrix Multiplication Background, §4). One constant for all devices and shapes
+describes the 58 shapes of a public table of H100 products with a mean error of 6 % (OpenXLA,
+``xla/service/gpu/model/matmul_interpolator_data.h``, bfloat16, from 256 x 512 x 256 to 4 x 4096³): 6 us, 0.80
+of the data sheet's rate and 2500 GB/s. The best rates of other devices are 0.5 to 0.87 of their data sheets
+(Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS").
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from zbv_solver.estimate.amounts import PerAction, Summed
 from zbv_solver.estimate.device import MICROSECONDS, TERA, Device, GroupLinks
@@ -23,20 +25,22 @@ from zbv_solver.estimate.shapes import PRODUCT_BYTES, Stream
 
 KERNEL_LATENCY = 6.0
 """Microseconds of a product in addition to its operations; see above."""
-SUSTAINED_SHARE = 0.9
+SUSTAINED_SHARE = 0.92
 """What the products of a training step reach of the best measured rate of a device.
 
-W consists of products alone. In the profile of four models on A100 (Qi et al. 2023, table 9), it takes 1.07
-to 1.13 times as long as at the best rate, 271 TFLOP/s.
+W consists of products alone. In the profile of four models on A100 (Qi et al. 2023, table 9), it takes 1.04
+to 1.13 times as long as in full waves at the best rate, 271 TFLOP/s, and in the mean 1.09 times.
 """
 TRAFFIC_SHARE = 0.4
 """What memory traffic reaches of a data sheet's bandwidth, so that F and I fit the same profile."""
-ATTENTION_SHARE = 0.7
+ATTENTION_SHARE, ULTRA_ATTENTION_SHARE = 0.7, 0.82
 """Rate of flash attention over that of large products, with a causal mask; assumed.
 
 The best published rates, for long sequences without a mask, are 0.73 of the data sheet in F and 0.63 in I on
 A100 (Dao 2023, §4.1), and 0.75 in F on H100 (Shah et al. 2024, abstract): 0.85, 0.72 and 0.93 of the best
-rate of products.
+rate of products. Blackwell Ultra computes 10.7 instead of 5 T exponentials/s (NVIDIA, Inside NVIDIA Blackwell
+Ultra): at 1640 TFLOP/s, with 512 and 1280 operations per score in F and I (heads of 128) and an exponential
+in each, Blackwell takes 1.17 times as long, if exponentials and products do not overlap.
 """
 MISALIGNED_SHARE = 0.04
 """Rate of attention's products over that of large ones, if rows do not start at multiples of 16 bytes.
@@ -46,6 +50,17 @@ BigScience's tables of heads (bigscience-workshop/bigscience, ``train/tr11-176B-
 """
 
 
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
+"""Rows, columns and rate of the tiles of which a product's kernel has one; the fastest is taken.
+
+The sizes are those of NVIDIA, Matrix Multiplication Background, §4, which also says that smaller tiles reuse
+less and are slower, but not by how much: that is assumed.
+"""
+FLOAT32_BYTES = 4
+KERNELS = PerAction(10.0, 10.0, 5.0)
+"""Kernels of a part: a block has about 20 in the forward and 30 in the backward (Ivanov et al. 2021, §3)."""
+
+
 @dataclass(frozen=True)
 class TimeShares(Summed):
     """What F, I and W of a microbatch consist of together, in microseconds."""
@@ -53,6 +68,7 @@ class TimeShares(Summed):
     products: float = 0.0
     attention: float = 0.0
     memory_traffic: float = 0.0
+    launches: float = 0.0
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
@@ -69,8 +85,16 @@ def compute_times(part: Part, stream: Stream, device: Device) -> tuple[PerAction
     products, core = NONE, core_times(part, device)
     for product in part.products:
         products += product_times(product, stream, device)
-    moved = traffic_times(part.moved, device)
-    return core + moved + products, TimeShares(products.total, core.total, moved.total)
+    moved, launches = traffic_times(part.moved, device), KERNELS.scaled(device.launch_time)
+    shares = TimeShares(products.total, core.total, moved.total, launches.total)
+    return core + moved + products + launches, shares
+
+
+def adding_time(part: Part, gradient_bytes: float, stream: Stream, device: Device) -> PerAction:
+    """Gradients of W's products are read and added to the accumulated ones, in a separate kernel."""
+    added = sum(product.n_in * product.n_out * product.groups for product in part.products)
+    accumulated = min(gradient_bytes, FLOAT32_BYTES)  # the rest are gradients that are not accumulated yet
+    return PerAction(backward_weight=device.streaming(added * (2 * accumulated + stream.dtype_bytes)))
 
 
 def core_times(part: Part, device: Device) -> PerAction:
@@ -114,16 +138,30 @@ def product_times(product: Product, stream: Stream, device: Device) -> PerAction
     operands, has_size = input + output + weight, device.kernel_latency is not None
     extra = device.kernel_latency or 0.0
 
-    def roofline(written: float) -> float:
+    def roofline(written: float, rows: float, columns: float) -> float:
         moved = narrow * (operands - written) + wide * written
-        return extra + max(operations, device.streaming(moved) if has_size else 0.0)
+        computed = operations / filled_share(rows, columns, groups, device)
+        return extra + max(computed, device.streaming(moved) if has_size else 0.0)
 
     cast = 0.0 if dtype is None else device.moving(wide + 2 * narrow)
     return PerAction(
-        roofline(output) + cast * input,
-        roofline(input) + cast * output,
-        roofline(weight),
+        roofline(output, product.rows, product.n_out) + cast * input,
+        roofline(input, product.rows, product.n_in) + cast * output,
+        roofline(weight, product.n_in, product.n_out),
     )
+
+
+def filled_share(rows: float, columns: float, groups: int, device: Device) -> float:
+    """What a product with this output reaches of a device's rate: its last wave of tiles is not full."""
+    if device.processors is None:
+        return 1.0
+    best = 0.0
+    for height, width, rate in TILES:
+        tiles = groups * ceil(rows / height) * ceil(columns / width)
+        waves = ceil(tiles / device.processors)
+        computed = waves * device.processors * height * width
+        best = max(best, rate * groups * rows * columns / computed)
+    return best
 
 
 def traffic_times(moved: PerAction, device: Device) -> PerAction:

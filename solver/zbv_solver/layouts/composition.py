@@ -8,6 +8,7 @@ import numpy as np
 
 from zbv_solver.estimate.layers import LayerEstimate
 from zbv_solver.estimate.times import TimeShares
+from zbv_solver.layouts.estimated_layout import EVERYWHERE, recomputed
 from zbv_solver.layouts.search import PlannedLayout
 from zbv_solver.plans.plan import Plan
 from zbv_solver.timing.start_times import execution_graph, span_start_times
@@ -70,7 +71,7 @@ def composition(planned: PlannedLayout) -> Composition:
     problem, model = plan.problem, plan.problem.model
     if model is None:  # for type checkers: the plan of a layout has layers
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
-    hosted = problem.placement.stages_of
+    hosted, recompute = problem.placement.stages_of, planned.layout.recompute
     rank = max(range(problem.pp_degree), key=problem.busy_time)
     of = _layers_on(planned, rank)
     compute, again, exchanges = np.zeros(3), 0.0, TimeShares()
@@ -81,8 +82,8 @@ def composition(planned: PlannedLayout) -> Composition:
             compute += _row(plain.forward, plain.backward_input, plain.backward_weight)
             compute -= _row(waits.forward, waits.backward_input, waits.backward_weight)
             exchanges += layer.shares
-            if model.cut.recompute[stage] or planned.layout.recompute == "full":
-                again += (layer.recomputed or layer.plain).times.total - plain.total
+            if model.cut.recompute[stage] or recompute in EVERYWHERE:
+                again += (recomputed(layer, recompute) or layer.plain).times.total - plain.total
     scale = problem.microbatches * SECONDS
     forward, backward_input, backward_weight = (compute * scale).tolist()
     of_microbatches = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain, combinations, permutations
+from itertools import chain, combinations, permutations, product
 from math import factorial, prod
 
 from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.layouts.cluster import AnyCluster
-from zbv_solver.layouts.layout import ORDERS, Fixed, Layout, Order
+from zbv_solver.layouts.layout import ORDERS, Fixed, Layout, Order, Recompute
 from zbv_solver.problem.limits import MAX_PP_DEGREE
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -20,7 +20,7 @@ MOST_ARRANGEMENTS = 24
 
 
 def enumerate_layouts(
-    model: Transformer, cluster: AnyCluster, global_batch: int, fixed: Fixed
+    model: Transformer, cluster: AnyCluster, global_batch: int, fixed: Fixed, is_selective: bool = False
 ) -> Iterator[Layout]:
     """Every layout whose degrees divide the cluster, the model and the global batch.
 
@@ -29,7 +29,13 @@ def enumerate_layouts(
 
     A cluster of several groups of nodes has the layouts of every set of its groups that use all of their
     devices. A pipeline rank has the same number of devices everywhere, and all of them are in one group.
+
+    ``none`` and ``full`` are plans of ``per-stage``; ``is_selective`` says whether selective recomputation is
+    another choice.
     """
+    kinds: tuple[Recompute, ...] = ("per-stage", "selective") if is_selective else ("per-stage",)
+    if fixed.recompute is not None:
+        kinds = (fixed.recompute,)
     for used in _sets(len(cluster.groups)):
         sizes = [cluster.groups[group].devices for group in used]
         for degrees, pipeline in _degrees(model, sum(sizes), global_batch, fixed):
@@ -40,7 +46,7 @@ def enumerate_layouts(
             for size in _divisors(global_batch // degrees.data, fixed.microbatch_size):
                 for stage in _zero_stages(degrees.replicas, fixed):
                     for order in _orders(degrees.data, max(ranks), fixed):
-                        for groups in arranged:
+                        for groups, recompute in product(arranged, kinds):
                             yield Layout(
                                 degrees.tensor,
                                 degrees.context,
@@ -50,7 +56,7 @@ def enumerate_layouts(
                                 size,
                                 global_batch // degrees.data // size,
                                 stage,
-                                fixed.recompute or "per-stage",
+                                recompute,
                                 order,
                                 groups,
                             )

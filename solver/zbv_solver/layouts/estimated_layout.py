@@ -23,6 +23,8 @@ from zbv_solver.problem.problem import Units
 
 SECONDS = 1e-6
 """In a microsecond."""
+EVERYWHERE = ("selective", "full")
+"""Kinds of recomputation that every stage has."""
 UNITS = Units("us", "bytes")
 
 
@@ -37,6 +39,13 @@ class Setting:
     def is_v(self, ranks: int) -> bool:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
         return self.model.tied and 2 * ranks <= self.model.n_layers
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether any layer has modules that selective recomputation repeats."""
+        training = replace(self.training, recompute="selective")
+        estimate = estimate_model(self.model, Degrees(), self.cluster.groups[0].device, GroupLinks(), training)
+        return any(layer.recomputed is not None for layer in estimate.layers)
 
     def least_work(self, layout: Layout) -> float:
         """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas.
@@ -73,14 +82,18 @@ class EstimatedLayout:
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
-        training = replace(setting.training, ends_share_rank=setting.is_v(layout.pipeline_parallel))
+        training = replace(
+            setting.training, recompute="both", ends_share_rank=setting.is_v(layout.pipeline_parallel)
+        )
         of_setting = replace(setting, training=training)
+        # A search has layouts that differ only in their recomputation in succession.
+        shared = replace(layout, recompute="per-stage")
         if not layout.groups:
-            return cls(layout, _estimated(of_setting, layout, 0, None), setting)
+            return cls(layout, _known_estimate(of_setting, shared, 0, None), setting)
         # The ranks of a group cost the same wherever they are in the pipeline, except for what both ends sum.
         ends = _link_between(layout, setting.cluster, 0, layout.pipeline_parallel - 1)
         estimate, *others = (
-            _known_estimate(of_setting, layout.in_group(group), group, ends) for group in layout.used_groups
+            _known_estimate(of_setting, shared.in_group(group), group, ends) for group in layout.used_groups
         )
         return cls(layout, estimate, setting, tuple(others))
 
@@ -143,14 +156,15 @@ class EstimatedLayout:
         takes time. The bound balances both.
         """
         layers = [each for each in self.layers for _ in range(each[0].copies)]
+        recompute = self.layout.recompute
         # (K, n, 4): F, I, W and memory.
         plain = np.array([[_row(layer.plain) for layer in each] for each in layers]).swapaxes(0, 1)
         again = np.array(
-            [[_row(layer.recomputed or layer.plain) for layer in each] for each in layers]
+            [[_row(recomputed(layer, recompute) or layer.plain) for layer in each] for each in layers]
         ).swapaxes(0, 1)
-        if self.layout.recompute == "none":
+        if recompute == "none":
             again = plain
-        if self.layout.recompute == "full":
+        if recompute in EVERYWHERE:
             plain = again
         works = plain[..., :3].sum(axis=2), again[..., :3].sum(axis=2)
         speeds = speeds_of(np.minimum(*works).sum(axis=1))
@@ -288,6 +302,11 @@ def _least_work(layer: LayerEstimate) -> float:
     return min(running.times.total for running in variants)
 
 
+def recomputed(layer: LayerEstimate, recompute: str) -> Running | None:
+    """A layer's costs where its stage is recomputed; None if it then has no other costs."""
+    return layer.selective if recompute == "selective" else layer.recomputed
+
+
 def _layer(layers: tuple[LayerEstimate, ...], devices: list[str], recompute: str) -> Layer:
     """A layer, from its estimates on several devices."""
     layer, costs = layers[0], [_both_costs(each, recompute) for each in layers]
@@ -302,11 +321,10 @@ def _layer(layers: tuple[LayerEstimate, ...], devices: list[str], recompute: str
 
 
 def _both_costs(layer: LayerEstimate, recompute: str) -> tuple[LayerCosts, LayerCosts | None]:
-    plain, recomputed = layer.plain, layer.recomputed
-    if recompute == "full" and recomputed is not None:
-        plain, recomputed = recomputed, None
-    again = None if recomputed is None or recompute == "none" else _costs(recomputed, layer)
-    return _costs(plain, layer), again
+    plain, again = layer.plain, recomputed(layer, recompute)
+    if recompute in EVERYWHERE and again is not None:
+        plain, again = again, None
+    return _costs(plain, layer), None if again is None or recompute == "none" else _costs(again, layer)
 
 
 def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:

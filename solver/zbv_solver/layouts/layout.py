@@ -19,7 +19,7 @@ Megatron-LM). ``tp-cp-pp-dp``: a pipeline has neighbouring devices, and replicas
 (Megatron-LM with ``--use-tp-pp-dp-mapping``).
 """
 ORDERS: tuple[Order, ...] = get_args(Order)
-Recompute = Literal["none", "full", "per-stage"]
+Recompute = Literal["none", "selective", "full", "per-stage"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Layout:
     microbatches
         Per step and replica.
     recompute
-        Which stages may be recomputed; with ``per-stage`` the plan chooses.
+        What every stage recomputes; with ``per-stage`` the plan chooses nothing or everything for each.
     placement
         How devices are numbered.
     groups

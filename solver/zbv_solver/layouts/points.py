@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from zbv_solver.estimate.layers import LayerEstimate
-from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
+from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting, recomputed
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.search import PlannedLayout, Ranking
 
@@ -62,9 +62,9 @@ def least_memory(estimated: EstimatedLayout) -> float:
 
 def _held(layer: LayerEstimate, recompute: str) -> float:
     """Bytes of a layer's states, and what F of a microbatch keeps at least."""
-    kept = layer.plain.after_forward
-    if layer.recomputed is not None and recompute != "none":
-        kept = min(kept, layer.recomputed.after_forward)
+    kept, again = layer.plain.after_forward, recomputed(layer, recompute)
+    if again is not None and recompute != "none":
+        kept = min(kept, again.after_forward)
     return layer.static.total + kept
 
 

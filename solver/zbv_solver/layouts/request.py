@@ -19,8 +19,10 @@ from zbv_solver.layouts.enumeration import enumerate_layouts
 from zbv_solver.layouts.estimated_layout import Setting
 from zbv_solver.layouts.layout import Fixed, Layout
 
-KEPT = ("optimizer", "precision", "context_exchange")
+KEPT = ("optimizer", "precision", "context_exchange", "fused_gradients", "recompute_modules")
 """Keys of the section ``parallel`` that layouts share; the search chooses the others."""
+REPEATED = ["mla_up_proj", "moe_act"]
+"""What selective recomputation repeats, unless the document says so: flash attention keeps no scores."""
 Document = dict[str, Any]
 
 
@@ -57,8 +59,15 @@ class Request:
 
         Raises :class:`InvalidInput` when there is none.
         """
-        model = transformer(self.config.model)
-        found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed))
+        is_selective = self.setting.is_selective
+        if self.fixed.recompute == "selective" and not is_selective:
+            modules = ", ".join(self.config.parallel.recompute_modules)
+            raise InvalidInput.at(
+                "/parallel/recompute_modules",
+                f"found {modules}; no layer of this model has them. Name others, such as layernorm or mlp.",
+            )
+        model = self.setting.model
+        found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed, is_selective))
         if not found:
             fixed = ", ".join(f"{name} {value}" for name, value in self.fixed.given())
             raise InvalidInput.at(
@@ -126,6 +135,7 @@ def _sections(merged: Document, sequence_length: int | None) -> Document:
         "parallel": {
             "pp_degree": 1,
             "microbatches": 1,
+            "recompute_modules": REPEATED,
             **{key: parallel[key] for key in KEPT if key in parallel},
         },
     }

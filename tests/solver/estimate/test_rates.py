@@ -18,6 +18,8 @@ from zbv_solver.estimate.times import (
     KERNEL_LATENCY,
     SUSTAINED_SHARE,
     TRAFFIC_SHARE,
+    ULTRA_ATTENTION_SHARE,
+    filled_share,
     product_times,
 )
 
@@ -53,7 +55,9 @@ def test_products_of_all_sizes_have_the_measured_rates() -> None:
 @pytest.mark.parametrize("name", DEVICES)
 def test_devices_share_the_constants_of_the_curve(name: str) -> None:
     found = preset(name).device
-    assert (found["kernel_latency"], found["attention_share"]) == (KERNEL_LATENCY, ATTENTION_SHARE)
+    attention = ULTRA_ATTENTION_SHARE if name in ("b300", "gb300") else ATTENTION_SHARE
+    assert (found["kernel_latency"], found["attention_share"]) == (KERNEL_LATENCY, attention)
+    assert found["processors"] > 50
     assert 0.5 < found["achieved_tflops"] / SUSTAINED_SHARE / found["peak_tflops"] < 0.9
     data_sheet = found["memory_bandwidth"] / TRAFFIC_SHARE
     assert found["product_bandwidth"] == pytest.approx(0.75 * data_sheet, rel=5e-3)
@@ -120,3 +124,36 @@ def test_misaligned_heads_are_slow_in_plain_attention_only() -> None:
     # 100 values of 2 bytes do not fill 16 bytes evenly; 104 do.
     assert times(100, "plain") > 1.1 * times(104, "plain")
     assert times(100, "flash") < times(104, "flash")
+
+
+def test_the_last_wave_of_tiles_counts_as_a_full_one() -> None:
+    device = Device(100.0, processors=100)
+    assert filled_share(256 * 10, 128 * 10, 1, device) == 1
+    one_more = filled_share(256 * 101, 128, 1, device)
+    assert one_more == pytest.approx(0.75 * 101 / 125)  # 404 tiles of 64 x 128 in five waves of 400 / 4
+    assert filled_share(256 * 10, 128, 10, device) == 1  # products of experts run at once
+    assert filled_share(256 * 101, 128, 1, Device(100.0)) == 1
+
+
+def test_gradients_that_are_added_apart_take_time_in_w() -> None:
+    config = preset_config("llama-3.1-8b")
+    apart = but(config, parallel=but(config.parallel, fused_gradients=False))
+    before, after = (estimate_layers(each)[1].plain.times for each in (config, apart))
+    assert (after.forward, after.backward_input) == (before.forward, before.backward_input)
+    matrices = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    moved = matrices * (2 * config.precision.gradients + 2)
+    rates = config.device.rates
+    assert after.backward_weight - before.backward_weight == pytest.approx(rates.streaming(moved))
+    assert apart.training.fused_gradients is False
+
+
+def test_launches_that_wait_lengthen_every_action_of_a_part() -> None:
+    config = preset_config("llama-3.1-8b")
+    waiting = but(config, device=but(config.device, launch_time=2.0))
+    before, after = (estimate_layers(each)[1] for each in (config, waiting))
+    found = after.plain.times + before.plain.times.scaled(-1)
+    halves = 2
+    assert (found.forward, found.backward_input, found.backward_weight) == pytest.approx(
+        (halves * 20, halves * 20, halves * 10)
+    )
+    assert after.shares.launches == pytest.approx(halves * 50)

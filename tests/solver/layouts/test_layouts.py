@@ -15,7 +15,7 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.layouts.answer import ranking_json
 from zbv_solver.layouts.cluster import Cluster, equal_cluster, parse_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, _balanced
-from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.layout import Fixed, Layout, Recompute
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import best_layouts, plan_layout
@@ -69,9 +69,9 @@ def test_a_fixed_part_restricts_the_enumeration_and_nothing_else(part: dict[str,
     cluster = cluster_of(2, 4)
     every = request_of(EXPERTS, cluster, 16).layouts
     some = request_of(EXPERTS, cluster, 16, Fixed(**part)).layouts
-    recompute = part.pop("recompute", "per-stage")
+    recompute = part.pop("recompute", None)
     expected = {
-        replace(each, recompute=recompute)
+        each if recompute is None else replace(each, recompute=recompute)
         for each in every
         if all(getattr(each, name) == value for name, value in part.items())
     }
@@ -191,6 +191,35 @@ def test_recomputation_is_chosen_where_memory_is_scarce() -> None:
     assert rows[1]["peak_memory"] <= 4.5e9
     assert 0 < rows[1]["model_flops_utilisation"] < rows[0]["model_flops_utilisation"] < 1
     assert prod(map(len, rows[0]["partition"])) > 0
+
+
+def test_selective_recomputation_is_another_layout() -> None:
+    fixed = Fixed(pipeline_parallel=2, data_parallel=1, microbatch_size=4, tensor_parallel=1)
+    cluster = cluster_of(1, 2, 60.0)
+    every = request_of(EXPERTS, cluster, 16, fixed)
+    assert {each.recompute for each in every.layouts} == {"per-stage", "selective"}
+    steps, problems = {}, {}
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    for kind in kinds:
+        request = request_of(EXPERTS, cluster, 16, replace(fixed, recompute=kind))
+        ranking = best_layouts(request.layouts, request.setting)
+        (best,), (row,) = ranking.best, ranking_json(ranking, request)["layouts"]
+        assert row["recompute"] == kind
+        steps[kind] = best.step_time
+        problems[kind] = best.estimated.problem.model.layers[1]
+    assert steps["none"] < steps["selective"] < steps["full"]
+    held = {kind: layer.costs.memory.forward for kind, layer in problems.items()}
+    assert held["none"] > held["selective"] > held["full"]
+    assert all(layer.recompute is None for layer in problems.values())
+
+
+def test_a_model_without_the_modules_has_no_selective_layout() -> None:
+    cluster = cluster_of(1, 2)
+    assert {each.recompute for each in request_of(MODEL, cluster, 16).layouts} == {"per-stage"}
+    with pytest.raises(InvalidInput, match="no layer of this model has them"):
+        request_of(MODEL, cluster, 16, Fixed(recompute="selective")).layouts  # noqa: B018
+    document = {"model": MODEL, "parallel": {"recompute_modules": ["layernorm"]}, "global_batch": 16}
+    assert any(each.recompute == "selective" for each in parse_request(document, cluster).layouts)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ class Cluster:
         Links between two devices of a node and of different nodes; their ``overlap`` is 0.
     tensor_overlap, context_overlap, expert_overlap, data_overlap
         Share of each kind of exchange that compute hides.
+    preset
+        Name of the device; None if its rates were given.
     """
 
     nodes: int
@@ -78,6 +80,7 @@ class Cluster:
     context_overlap: float = 0.0
     expert_overlap: float = 0.0
     data_overlap: float = 0.0
+    preset: str | None = None
 
     @property
     def devices(self) -> int:
@@ -96,14 +99,14 @@ class Cluster:
         """Whether every group of ``size`` devices that are ``stride`` apart is on one node."""
         return size == 1 or self.gpus_per_node % (stride * size) == 0
 
-    def transfer(self, stride: int, ranks: int) -> Link:
-        """The slowest link between neighbouring pipeline ranks, in microseconds and bytes."""
-        found = self.link(stride, ranks)
-        return Link(found.latency, (found.bandwidth or 0.0) * BYTES_PER_MICROSECOND)
-
 
 BYTES_PER_MICROSECOND = 1e3
 """In a GB/s."""
+
+
+def transfer(link: GroupLink) -> Link:
+    """A link between pipeline ranks, in microseconds and bytes."""
+    return Link(link.latency, (link.bandwidth or 0.0) * BYTES_PER_MICROSECOND)
 
 
 def parse_cluster(document: Any) -> Cluster:
@@ -140,6 +143,7 @@ def parse_cluster(document: Any) -> Cluster:
         context_overlap=device.context_parallel_overlap,
         expert_overlap=device.expert_parallel_overlap,
         data_overlap=device.data_parallel_overlap,
+        preset=config.device if isinstance(config.device, str) else None,
     )
 
 

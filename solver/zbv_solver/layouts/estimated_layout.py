@@ -8,12 +8,13 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from zbv_solver.estimate.device import GroupLink, GroupLinks
-from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Running, Training, estimate_model
+from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Running, Training
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.kernels.arrays import FloatArray
-from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.cluster import Cluster, transfer
 from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.measured_layers import Conditions, Measured, Origins
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
@@ -23,19 +24,44 @@ from zbv_solver.problem.problem import Units
 SECONDS = 1e-6
 """In a microsecond."""
 UNITS = Units("us", "bytes")
+KINDS = ("tp", "cp", "dp", "pp")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all layouts of a search have in common."""
+    """What all layouts of a search have in common; ``measured`` replaces estimates."""
 
     model: Transformer
     training: Training
     cluster: Cluster
+    measured: Measured | None = None
 
     def is_v(self, ranks: int) -> bool:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
         return self.model.tied and 2 * ranks <= self.model.n_layers
+
+    def estimate(
+        self, degrees: Degrees, links: GroupLinks, training: Training, sequences: int
+    ) -> tuple[ModelEstimate, tuple[Origins, ...]]:
+        """Layers for microbatches of a number of sequences, and where their costs come from."""
+        at = Conditions(self.model, degrees, self.cluster.device, links, training, sequences)
+        found = at.estimate()
+        if self.measured is None:
+            return found, (Origins(),) * len(found.layers)
+        return self.measured.applied(found, at)
+
+    def links(self, layout: Layout) -> GroupLinks:
+        """The links of all groups of a layout, measured ones where a profile has them."""
+        links, cluster = layout.links(self.cluster), self.cluster
+        if self.measured is None:
+            return links
+        is_near = {kind: cluster.is_in_node(layout.stride(kind), layout.size(kind)) for kind in KINDS}
+        return self.measured.links(
+            links,
+            layout.data_parallel * layout.context_parallel,
+            pipeline_in_node=is_near["pp"],
+            data_in_node=is_near["cp"] and is_near["dp"],
+        )
 
     def least_work(self, layout: Layout) -> float:
         """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas."""
@@ -50,25 +76,30 @@ class EstimatedLayout:
 
     A step takes the span of the pipeline and what the busiest rank does once per step: reduce gradients,
     update parameters and gather them.
+
+    Attributes
+    ----------
+    origins
+        Where the costs of every layer come from.
     """
 
     layout: Layout
     estimate: ModelEstimate
     setting: Setting
+    links: GroupLinks
+    origins: tuple[Origins, ...]
 
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
-        cluster = setting.cluster
-        estimate = estimate_model(
-            setting.model,
-            layout.degrees(cluster),
-            cluster.device,
-            layout.links(cluster),
+        links = setting.links(layout)
+        estimate, origins = setting.estimate(
+            layout.degrees(setting.cluster),
+            links,
             replace(setting.training, ends_share_rank=setting.is_v(layout.pipeline_parallel)),
             layout.microbatch_size,
         )
-        return cls(layout, estimate, setting)
+        return cls(layout, estimate, setting, links, origins)
 
     @property
     def room(self) -> float:
@@ -139,7 +170,7 @@ class EstimatedLayout:
             static=(cluster.reserve,) * ranks,
             limit=(cluster.memory,) * ranks,
             placement="v" if self.setting.is_v(ranks) else "auto",
-            link=cluster.transfer(layout.stride("pp"), ranks),
+            link=transfer(self.links.pipeline),
             units=UNITS,
         )
 
@@ -161,10 +192,8 @@ def _least_work_of_all(setting: Setting, tensor: int, context: int, expert: int,
         return replace(fastest, overlap=overlap)
 
     experts = group(cluster.expert_overlap)
-    estimated = estimate_model(
-        setting.model,
+    estimated, _ = setting.estimate(
         Degrees(tensor, tensor > 1, context, expert=expert, expert_in_node=expert),
-        cluster.device,
         GroupLinks(group(cluster.tensor_overlap), group(cluster.context_overlap), experts, experts),
         setting.training,
         size,
@@ -187,7 +216,7 @@ def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) 
 
 
 def _row(running: Running) -> tuple[float, float, float, float]:
-    times = running.times
+    times = running.shortest
     return times.forward, times.backward_input, times.backward_weight, running.after_forward
 
 
@@ -201,7 +230,7 @@ def _names(layer: LayerEstimate) -> tuple[str, ...]:
 
 def _least_work(layer: LayerEstimate) -> float:
     variants = [layer.plain] if layer.recomputed is None else [layer.plain, layer.recomputed]
-    return min(running.times.total for running in variants)
+    return min(running.shortest.total for running in variants)
 
 
 def _layer(layer: LayerEstimate, recompute: str) -> Layer:
@@ -224,7 +253,8 @@ def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:
         times.forward,
         times.backward_input,
         times.backward_weight,
-        memory=LayerMemory(
+        running.fused,
+        LayerMemory(
             running.after_forward,
             running.after_input - running.after_forward,
             -running.after_input,

@@ -18,6 +18,8 @@ from zbv_solver.layouts.cluster import Cluster
 from zbv_solver.layouts.enumeration import enumerate_layouts
 from zbv_solver.layouts.estimated_layout import Setting
 from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.measured_layers import Measured
+from zbv_solver.layouts.profile import Profile
 
 KEPT = ("optimizer", "precision", "context_exchange")
 """Keys of the section ``parallel`` that layouts share; the search chooses the others."""
@@ -39,17 +41,24 @@ class Request:
     ----------
     global_batch
         Sequences per step.
+    profiles
+        Measured layers, which replace estimates.
     """
 
     config: EstimateConfig
     cluster: Cluster
     global_batch: int
     fixed: Fixed
+    profiles: tuple[Profile, ...] = ()
 
     @property
     def setting(self) -> Setting:
-        """What all layouts have in common."""
-        return Setting(transformer(self.config.model), self.config.training, self.cluster)
+        """What all layouts have in common; raises :class:`InvalidInput` if the profiles do not fit."""
+        model, cluster = transformer(self.config.model), self.cluster
+        measured = None
+        if self.profiles:
+            measured = Measured.of(self.profiles, model, cluster.in_node, cluster.preset)
+        return Setting(model, self.config.training, cluster, measured)
 
     @property
     def layouts(self) -> list[Layout]:

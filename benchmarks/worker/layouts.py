@@ -1,0 +1,267 @@
+"""Predicted against measured steps of all layouts of a few processes, for small models.
+
+The layers of every size of microbatches are profiled, and so are transfers and all-reduces. From these,
+`zbv layout` predicts the step of each layout: pipeline ranks, replicas, size of a microbatch, and whether the
+replicas share optimizer states (`--shard`, which exchanges what ZeRO stage 1 does). Then all layouts train in
+turns.
+
+Layers are profiled with a process per core. More processes than cores share the cores, so that each computes
+at the share of a core that it gets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ConfigDict
+
+from benchmarks.findings import Finding, Target
+from benchmarks.worker.ranks import MEETING_SECONDS, on_ranks
+from benchmarks.worker.workload import workload_json
+
+if TYPE_CHECKING:
+    from zbv_solver.layouts.search import PlannedLayout
+    from zbv_worker.model.spec import ModelSpec
+    from zbv_worker.training.training import Training
+    from zbv_worker.transport.world import World
+
+FACTORY = "zbv_worker.models.gpt:gpt"
+LONGEST = 1.05
+"""Measured step of the predicted best layout over that of the measured best one."""
+SHARDED = 1
+"""The ZeRO stage that exchanges what `--shard` does: parameters are gathered once per step."""
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A GPT, and the sequences of a step."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    blocks: int
+    width: int
+    heads: int
+    length: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.blocks} x {self.width}, {self.batch} x {self.length}"
+
+    def spec(self, sequences: int) -> Document:
+        """The model's factory, for microbatches of a number of sequences."""
+        arguments = {"layers": self.blocks, "width": self.width, "heads": self.heads, "length": self.length}
+        return {"factory": FACTORY, "arguments": {**arguments, "sequences": sequences, "characters": 100_000}}
+
+    def document(self) -> Document:
+        """For `zbv layout`."""
+        from zbv_worker.models.text import VOCABULARY
+
+        model = {
+            **{"hidden": self.width, "layers": self.blocks, "heads": self.heads, "sequence": self.length},
+            **{"vocabulary": VOCABULARY, "positions": "learned", "norm": "layernorm", "dtype": "float32"},
+        }
+        return {"model": model, "global_batch": self.batch}
+
+
+@dataclass(frozen=True)
+class LayoutsWorkload:
+    """Models, and how they are measured.
+
+    Attributes
+    ----------
+    processes
+        Ranks of every layout.
+    sharded
+        Whether to run layouts with `--shard`, too.
+    repeats
+        Measurements of every layer.
+    steps
+        Steps of a layout in a turn, after one that is not counted.
+    rounds
+        Measured turns, after one that warms up.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    models: tuple[SmallModel, ...] = (
+        SmallModel(6, 128, 4, 64, 16),
+        SmallModel(6, 256, 4, 64, 16),
+        SmallModel(6, 96, 4, 512, 8),
+    )
+    processes: int = 4
+    sharded: bool = True
+    repeats: int = 10
+    steps: int = 4
+    rounds: int = 7
+
+
+def measure(workload: LayoutsWorkload) -> list[Finding]:
+    """Profile, predict and run all layouts of every model."""
+    found: list[Finding] = []
+    for model in workload.models:
+        layouts = predicted(model, workload)
+        times = measured(model, layouts, workload)
+        found += findings(str(model), layouts, times)
+    return found
+
+
+def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[PlannedLayout]:
+    """All layouts with their predicted steps."""
+    from zbv_solver.layouts.estimated_layout import EstimatedLayout
+    from zbv_solver.layouts.layout import Fixed
+    from zbv_solver.layouts.profile import parse_profile
+    from zbv_solver.layouts.request import parse_request
+    from zbv_solver.layouts.search import plan_layout
+
+    from zbv_solver.layouts.cluster import parse_cluster
+
+    cluster = parse_cluster(CLUSTER | {"gpus_per_node": workload.processes})
+    fixed = Fixed(tensor_parallel=1, context_parallel=1, placement="tp-cp-dp-pp", recompute="none")
+    request = parse_request(model.document(), cluster, fixed)
+    stages = (0, SHARDED) if workload.sharded else (0,)
+    layouts = [layout for layout in request.layouts if layout.zero_stage in stages]
+    sizes = sorted({layout.microbatch_size for layout in layouts})
+    profiles = [parse_profile(each, str(at)) for at, each in enumerate(profiled(model, sizes, workload))]
+    setting = replace(request, profiles=tuple(profiles)).setting
+    return [plan_layout(EstimatedLayout.of(layout, setting)) for layout in layouts]
+
+
+CLUSTER: Document = {
+    "nodes": 1,
+    "device": {"achieved_tflops": 0.05, "memory_bandwidth": 5.0},
+    "memory": 1e12,
+    "links": {name: {"latency": 50, "bandwidth": 1.0} for name in ("in_node", "between_nodes")},
+}
+"""Rates that matter only where a profile says nothing: it has all layers, transfers and all-reduces."""
+
+
+def profiled(model: SmallModel, sizes: Sequence[int], workload: LayoutsWorkload) -> Iterator[Document]:
+    """Profiles of microbatches of some sizes; the first has the links between all processes."""
+    from zbv_worker.host.cores import usable_cores
+    from zbv_worker.measure.profile.layers import to_layered_document
+    from zbv_worker.measure.profile.profile import ProfileOptions, measure_ranks
+    from zbv_worker.model.spec import ModelSpec
+
+    def profile(size: int, ranks: int) -> Document:
+        spec = ModelSpec(**model.spec(size))
+        options = ProfileOptions(spec, ranks, microbatches=4, repeats=workload.repeats, by_layer=True)
+        return to_layered_document(options, measure_ranks(options))
+
+    cores = min(workload.processes, len(usable_cores()))
+    links = profile(sizes[0], workload.processes)
+    for size in sizes:
+        document = slower(profile(size, cores), workload.processes / cores)
+        if size == sizes[0]:
+            document["costs"] = links["costs"]
+        document["profile"]["all_reduce"] = links["profile"]["all_reduce"] if size == sizes[0] else []
+        yield document
+
+
+def slower(profile: Document, factor: float) -> Document:
+    """A profile of processes that share cores: everything that computes takes longer by a factor."""
+    times = ("forward", "backward_input", "backward_weight", "backward")
+    layers = [
+        {key: value * factor if key in times else value for key, value in layer.items()}
+        for layer in profile["layers"]
+    ]
+    update = {name: value * factor for name, value in profile["profile"]["update"].items()}
+    return {**profile, "layers": layers, "profile": {**profile["profile"], "update": update}}
+
+
+def measured(
+    model: SmallModel, layouts: Sequence[PlannedLayout], workload: LayoutsWorkload
+) -> list[float]:
+    """Seconds of a step of every layout, measured in turns."""
+    from zbv_solver.plans.plan import plan_json
+
+    request = {
+        "workload": workload_json(workload),
+        "layouts": [
+            {
+                "spec": model.spec(each.layout.microbatch_size),
+                "replicas": each.layout.data_parallel,
+                "sharded": each.layout.zero_stage == SHARDED,
+                "plan": plan_json(each.plan),
+            }
+            for each in layouts
+        ],
+    }
+    answers = on_ranks("layouts", request, workload.processes)
+    return [
+        median(max(of_ranks) for of_ranks in zip(*by_rank, strict=True))
+        for by_rank in zip(*answers, strict=True)
+    ]
+
+
+def findings(name: str, layouts: Sequence[PlannedLayout], times: Sequence[float]) -> list[Finding]:
+    """How well the predictions choose, and each layout's prediction."""
+    from benchmarks.published.judge import spearman
+
+    chosen = min(range(len(layouts)), key=lambda at: layouts[at].step_time)
+    loss = times[chosen] / min(times)
+    rank = spearman([each.step_time for each in layouts], times)
+    found = []
+    for each, seconds in sorted(zip(layouts, times, strict=True), key=lambda pair: pair[1]):
+        layout = each.layout
+        said = (
+            f"{name}: {layout.pipeline_parallel} ranks x {layout.data_parallel} replicas, "
+            f"{layout.microbatches} of {layout.microbatch_size}{', sharded' if layout.zero_stage else ''}"
+        )
+        found.append(Finding(f"{said}: measured", seconds * 1e3, "ms"))
+        found.append(Finding(f"{said}: predicted / measured", each.step_time / seconds))
+    found.append(Finding(f"{name}: rank correlation of {len(times)} layouts", rank))
+    found.append(Finding(f"{name}: predicted best / measured best", loss, "", Target(LONGEST)))
+    return found
+
+
+# --- on a rank
+
+
+def on_rank(request: Mapping[str, Any], world: World) -> Any:
+    """Seconds of a step, by layout and round."""
+    workload = request["workload"]
+    with ExitStack() as stack:
+        trainings = [_training(each, world, stack) for each in request["layouts"]]
+        return _in_turns(trainings, workload["rounds"], workload["steps"])
+
+
+def _training(layout: Mapping[str, Any], world: World, stack: ExitStack) -> Training:
+    import torch
+    from zbv_worker.execution.plan_source import plan_of_document
+    from zbv_worker.measure.ranks import connected
+    from zbv_worker.model.spec import ModelSpec
+    from zbv_worker.training.options import RunOptions, Setting, TrainingOptions
+    from zbv_worker.training.training import Training
+
+    cpu, spec = torch.device("cpu"), ModelSpec(**layout["spec"])
+    transport = stack.enter_context(connected(world, "gloo", cpu, MEETING_SECONDS, layout["replicas"]))
+    options = TrainingOptions(
+        replicas=layout["replicas"], is_sharded=layout["sharded"], non_finite="continue"
+    )
+    run = RunOptions((), spec, steps=1_000_000, timeout=MEETING_SECONDS, training=options)
+    plan = plan_of_document(layout["plan"], transport.pp_rank)
+    training = Training(Setting(run, cpu, transport), plan, spec.build())
+    stack.callback(training.close)
+    return training
+
+
+def _in_turns(trainings: Sequence[Training], rounds: int, steps: int) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in trainings]
+    places = range(len(trainings))
+    for turn in range(1 + rounds):
+        for place in places[:: 1 if turn % 2 else -1]:
+            training, first = trainings[place], turn * (steps + 1)
+            training._transport.barrier(MEETING_SECONDS)
+            training.step(first)
+            begun = time.perf_counter()
+            for step in range(first + 1, first + 1 + steps):
+                training.step(step)
+            if turn:
+                times[place].append((time.perf_counter() - begun) / steps)
+    return times

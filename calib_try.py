@@ -3,11 +3,14 @@ import benchmarks.worker.layouts as L
 from benchmarks.worker.layouts import *
 def main():
     m = SmallModel(*map(int, sys.argv[1].split(',')))
-    w = LayoutsWorkload(models=(m,), rounds=int(sys.argv[3]), repeats=8)
+    w = LayoutsWorkload(models=(m,), rounds=int(sys.argv[3]), repeats=8, processes_do=sys.argv[4])
     t=time.time()
     orig = L.profiled
     docs = []
     def prof(*a):
+        import os
+        if len(sys.argv) > 5:
+            yield from json.load(open(f'/tmp/calib_{sys.argv[5]}_prof.json')); return
         for d in orig(*a):
             docs.append(d); yield d
     L.profiled = prof

@@ -2,11 +2,14 @@
 
 The layers of every size of microbatches are profiled, and so are transfers and all-reduces. From these,
 `zbv layout` predicts the step of each layout: pipeline ranks, replicas, size of a microbatch, and whether the
-replicas share optimizer states (`--shard`, which exchanges what ZeRO stage 1 does). Then all layouts train in
-turns.
+replicas share optimizer states (`--shard`, which exchanges what ZeRO stage 1 does). Then all layouts run in
+turns, in one of two ways:
 
-Layers are profiled with a process per core. More processes than cores share the cores, so that each computes
-at the share of a core that it gets.
+- ``sleep``: processes sleep as long as the profile says instead of computing, as in a rehearsal. Transfers
+  and collectives are real. So every process has a device of its own, also with more processes than cores.
+- ``compute``: processes train. If there are more processes than cores, they share cores, and then each is
+  predicted to compute at the share of a core that it gets. This is wrong in bubbles, in which the other
+  processes of a core compute faster.
 """
 
 from __future__ import annotations
@@ -16,18 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import ConfigDict
 
 from benchmarks.findings import Finding, Target
-from benchmarks.worker.ranks import MEETING_SECONDS, on_ranks
+from benchmarks.worker.ranks import on_ranks
 from benchmarks.worker.workload import workload_json
 
 if TYPE_CHECKING:
     from zbv_solver.layouts.search import PlannedLayout
-    from zbv_worker.model.spec import ModelSpec
-    from zbv_worker.training.training import Training
     from zbv_worker.transport.world import World
 
 FACTORY = "zbv_worker.models.gpt:gpt"
@@ -75,6 +76,8 @@ class LayoutsWorkload:
 
     Attributes
     ----------
+    processes_do
+        Whether processes sleep or compute.
     processes
         Ranks of every layout.
     sharded
@@ -89,9 +92,10 @@ class LayoutsWorkload:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
+    processes_do: Literal["sleep", "compute"] = "sleep"
     models: tuple[SmallModel, ...] = (
-        SmallModel(6, 128, 4, 64, 16),
-        SmallModel(6, 256, 4, 64, 16),
+        SmallModel(6, 128, 4, 128, 8),
+        SmallModel(6, 256, 4, 128, 8),
         SmallModel(6, 96, 4, 512, 8),
     )
     processes: int = 4
@@ -113,13 +117,12 @@ def measure(workload: LayoutsWorkload) -> list[Finding]:
 
 def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[PlannedLayout]:
     """All layouts with their predicted steps."""
+    from zbv_solver.layouts.cluster import parse_cluster
     from zbv_solver.layouts.estimated_layout import EstimatedLayout
     from zbv_solver.layouts.layout import Fixed
     from zbv_solver.layouts.profile import parse_profile
     from zbv_solver.layouts.request import parse_request
     from zbv_solver.layouts.search import plan_layout
-
-    from zbv_solver.layouts.cluster import parse_cluster
 
     cluster = parse_cluster(CLUSTER | {"gpus_per_node": workload.processes})
     fixed = Fixed(tensor_parallel=1, context_parallel=1, placement="tp-cp-dp-pp", recompute="none")
@@ -156,7 +159,9 @@ def profiled(model: SmallModel, sizes: Sequence[int], workload: LayoutsWorkload)
     cores = min(workload.processes, len(usable_cores()))
     links = profile(sizes[0], workload.processes)
     for size in sizes:
-        document = slower(profile(size, cores), workload.processes / cores)
+        document = profile(size, cores)
+        if workload.processes_do == "compute":
+            document = slower(document, workload.processes / cores)
         if size == sizes[0]:
             document["costs"] = links["costs"]
         document["profile"]["all_reduce"] = links["profile"]["all_reduce"] if size == sizes[0] else []
@@ -174,29 +179,38 @@ def slower(profile: Document, factor: float) -> Document:
     return {**profile, "layers": layers, "profile": {**profile["profile"], "update": update}}
 
 
-def measured(
-    model: SmallModel, layouts: Sequence[PlannedLayout], workload: LayoutsWorkload
-) -> list[float]:
+def measured(model: SmallModel, layouts: Sequence[PlannedLayout], workload: LayoutsWorkload) -> list[float]:
     """Seconds of a step of every layout, measured in turns."""
-    from zbv_solver.plans.plan import plan_json
-
-    request = {
-        "workload": workload_json(workload),
-        "layouts": [
-            {
-                "spec": model.spec(each.layout.microbatch_size),
-                "replicas": each.layout.data_parallel,
-                "sharded": each.layout.zero_stage == SHARDED,
-                "plan": plan_json(each.plan),
-            }
-            for each in layouts
-        ],
-    }
+    request = {"workload": workload_json(workload), "layouts": [_request(model, each) for each in layouts]}
     answers = on_ranks("layouts", request, workload.processes)
     return [
         median(max(of_ranks) for of_ranks in zip(*by_rank, strict=True))
         for by_rank in zip(*answers, strict=True)
     ]
+
+
+def _request(model: SmallModel, planned: PlannedLayout) -> Document:
+    """What the ranks need of a layout."""
+    from zbv_solver.plans.plan import plan_json
+
+    layout, problem = planned.layout, planned.plan.problem
+    if problem.model is None:
+        raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
+    bounds, each = problem.model.cut.bounds, problem.model.model.each
+    of_kind = {layer.name: layer for layer in planned.estimated.estimate.layers}
+    own = [
+        [of_kind[layer.name] for stage in stages for layer in each[bounds[stage] : bounds[stage + 1]]]
+        for stages in problem.placement.stages_of
+    ]
+    return {
+        "spec": model.spec(layout.microbatch_size),
+        "replicas": layout.data_parallel,
+        "sharded": layout.zero_stage == SHARDED,
+        "plan": plan_json(planned.plan),
+        "crossing": [each[bound - 1].output_bytes if bound else 0 for bound in bounds[1:-1]],
+        "gradients": [sum(layer.static.gradients for layer in layers) for layers in own],
+        "update": [sum(layer.step.optimizer for layer in layers) for layers in own],
+    }
 
 
 def findings(name: str, layouts: Sequence[PlannedLayout], times: Sequence[float]) -> list[Finding]:
@@ -223,45 +237,38 @@ def findings(name: str, layouts: Sequence[PlannedLayout], times: Sequence[float]
 # --- on a rank
 
 
+class Steps(Protocol):
+    """The steps of one layout."""
+
+    def step(self, step: int) -> object:
+        """Run a step."""
+
+    def meet(self) -> object:
+        """Wait for all ranks."""
+
+
 def on_rank(request: Mapping[str, Any], world: World) -> Any:
     """Seconds of a step, by layout and round."""
+    from benchmarks.worker.layout_steps import ComputedSteps, SleptSteps
+
     workload = request["workload"]
+    kind = ComputedSteps if workload["processes_do"] == "compute" else SleptSteps
     with ExitStack() as stack:
-        trainings = [_training(each, world, stack) for each in request["layouts"]]
-        return _in_turns(trainings, workload["rounds"], workload["steps"])
+        steps = [kind(each, world, stack) for each in request["layouts"]]
+        return _in_turns(steps, workload["rounds"], workload["steps"])
 
 
-def _training(layout: Mapping[str, Any], world: World, stack: ExitStack) -> Training:
-    import torch
-    from zbv_worker.execution.plan_source import plan_of_document
-    from zbv_worker.measure.ranks import connected
-    from zbv_worker.model.spec import ModelSpec
-    from zbv_worker.training.options import RunOptions, Setting, TrainingOptions
-    from zbv_worker.training.training import Training
-
-    cpu, spec = torch.device("cpu"), ModelSpec(**layout["spec"])
-    transport = stack.enter_context(connected(world, "gloo", cpu, MEETING_SECONDS, layout["replicas"]))
-    options = TrainingOptions(
-        replicas=layout["replicas"], is_sharded=layout["sharded"], non_finite="continue"
-    )
-    run = RunOptions((), spec, steps=1_000_000, timeout=MEETING_SECONDS, training=options)
-    plan = plan_of_document(layout["plan"], transport.pp_rank)
-    training = Training(Setting(run, cpu, transport), plan, spec.build())
-    stack.callback(training.close)
-    return training
-
-
-def _in_turns(trainings: Sequence[Training], rounds: int, steps: int) -> list[list[float]]:
-    times: list[list[float]] = [[] for _ in trainings]
-    places = range(len(trainings))
+def _in_turns(layouts: Sequence[Steps], rounds: int, steps: int) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in layouts]
+    places = range(len(layouts))
     for turn in range(1 + rounds):
         for place in places[:: 1 if turn % 2 else -1]:
-            training, first = trainings[place], turn * (steps + 1)
-            training._transport.barrier(MEETING_SECONDS)
-            training.step(first)
+            layout, first = layouts[place], turn * (steps + 1)
+            layout.meet()
+            layout.step(first)
             begun = time.perf_counter()
             for step in range(first + 1, first + 1 + steps):
-                training.step(step)
+                layout.step(step)
             if turn:
                 times[place].append((time.perf_counter() - begun) / steps)
     return times

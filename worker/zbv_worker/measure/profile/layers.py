@@ -71,7 +71,7 @@ def _conditions(ranks: Sequence[RankProfile]) -> dict[str, Any]:
                 "latency": round(each.latency * 1e6, 1),
                 "bandwidth": round(each.bandwidth / 1e6, 3),
             }
-            for each in ranks[0].reductions
+            for each in next((rank.reductions for rank in ranks if rank.reductions), ())
             if each.bandwidth is not None
         ],
     }

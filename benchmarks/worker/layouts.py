@@ -7,9 +7,10 @@ turns, in one of two ways:
 
 - ``sleep``: processes sleep as long as the profile says instead of computing, as in a rehearsal. Transfers
   and collectives are real. So every process has a device of its own, also with more processes than cores.
-- ``compute``: processes train. If there are more processes than cores, they share cores, and then each is
-  predicted to compute at the share of a core that it gets. This is wrong in bubbles, in which the other
-  processes of a core compute faster.
+- ``compute``: processes train. If there are more processes than cores, a simulation of shared cores
+  (:mod:`benchmarks.worker.shared_cores`) predicts the step of the planned orders.
+
+Layers are profiled with a process per core, links with all processes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.worker.ranks import on_ranks
 from benchmarks.worker.workload import workload_json
 
 if TYPE_CHECKING:
+    from zbv_solver.estimate.layers import LayerEstimate
     from zbv_solver.layouts.search import PlannedLayout
     from zbv_worker.transport.world import World
 
@@ -105,17 +107,32 @@ class LayoutsWorkload:
     rounds: int = 7
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """A layout with its predicted step in seconds."""
+
+    planned: PlannedLayout
+    seconds: float
+
+    def __str__(self) -> str:
+        layout = self.planned.layout
+        sharded = ", sharded" if layout.zero_stage else ""
+        return (
+            f"{layout.pipeline_parallel} ranks x {layout.data_parallel} replicas, {layout.microbatches} "
+            f"microbatches of {layout.microbatch_size}{sharded}"
+        )
+
+
 def measure(workload: LayoutsWorkload) -> list[Finding]:
     """Profile, predict and run all layouts of every model."""
     found: list[Finding] = []
     for model in workload.models:
         layouts = predicted(model, workload)
-        times = measured(model, layouts, workload)
-        found += findings(str(model), layouts, times)
+        found += findings(str(model), layouts, measured(model, layouts, workload))
     return found
 
 
-def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[PlannedLayout]:
+def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[Predicted]:
     """All layouts with their predicted steps."""
     from zbv_solver.layouts.cluster import parse_cluster
     from zbv_solver.layouts.estimated_layout import EstimatedLayout
@@ -132,7 +149,39 @@ def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[PlannedLayou
     sizes = sorted({layout.microbatch_size for layout in layouts})
     profiles = [parse_profile(each, str(at)) for at, each in enumerate(profiled(model, sizes, workload))]
     setting = replace(request, profiles=tuple(profiles)).setting
-    return [plan_layout(EstimatedLayout.of(layout, setting)) for layout in layouts]
+    planned = [plan_layout(EstimatedLayout.of(layout, setting)) for layout in layouts]
+    return [Predicted(each, _predicted_seconds(each, workload)) for each in planned]
+
+
+def _predicted_seconds(planned: PlannedLayout, workload: LayoutsWorkload) -> float:
+    """What `zbv layout` says; if processes share cores, what the simulation says."""
+    from zbv_solver.layouts.estimated_layout import SECONDS
+    from zbv_worker.host.cores import usable_cores
+
+    from benchmarks.worker.shared_cores import PerStep, step_time
+
+    cores = len(usable_cores())
+    if workload.processes_do == "sleep" or cores >= workload.processes:
+        return planned.step_time
+    steps = [[layer.step for layer in layers] for layers in own_layers(planned)]
+    once = PerStep(
+        [sum(each.gradient_reduction + each.parameter_gathering for each in own) for own in steps],
+        [sum(each.optimizer for each in own) for own in steps],
+    )
+    return step_time(planned.plan, planned.layout.data_parallel, cores, once) * SECONDS
+
+
+def own_layers(planned: PlannedLayout) -> list[list[LayerEstimate]]:
+    """The layers of every pipeline rank."""
+    problem = planned.plan.problem
+    if problem.model is None:
+        raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
+    bounds, each = problem.model.cut.bounds, problem.model.model.each
+    of_kind = {layer.name: layer for layer in planned.estimated.estimate.layers}
+    return [
+        [of_kind[layer.name] for stage in stages for layer in each[bounds[stage] : bounds[stage + 1]]]
+        for stages in problem.placement.stages_of
+    ]
 
 
 CLUSTER: Document = {
@@ -160,23 +209,10 @@ def profiled(model: SmallModel, sizes: Sequence[int], workload: LayoutsWorkload)
     links = profile(sizes[0], workload.processes)
     for size in sizes:
         document = profile(size, cores)
-        if workload.processes_do == "compute":
-            document = slower(document, workload.processes / cores)
         if size == sizes[0]:
             document["costs"] = links["costs"]
         document["profile"]["all_reduce"] = links["profile"]["all_reduce"] if size == sizes[0] else []
         yield document
-
-
-def slower(profile: Document, factor: float) -> Document:
-    """A profile of processes that share cores: everything that computes takes longer by a factor."""
-    times = ("forward", "backward_input", "backward_weight", "backward")
-    layers = [
-        {key: value * factor if key in times else value for key, value in layer.items()}
-        for layer in profile["layers"]
-    ]
-    update = {name: value * factor for name, value in profile["profile"]["update"].items()}
-    return {**profile, "layers": layers, "profile": {**profile["profile"], "update": update}}
 
 
 def measured(model: SmallModel, layouts: Sequence[PlannedLayout], workload: LayoutsWorkload) -> list[float]:
@@ -193,45 +229,37 @@ def _request(model: SmallModel, planned: PlannedLayout) -> Document:
     """What the ranks need of a layout."""
     from zbv_solver.plans.plan import plan_json
 
-    layout, problem = planned.layout, planned.plan.problem
-    if problem.model is None:
+    layout, cut_model = planned.layout, planned.plan.problem.model
+    if cut_model is None:
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
-    bounds, each = problem.model.cut.bounds, problem.model.model.each
-    of_kind = {layer.name: layer for layer in planned.estimated.estimate.layers}
-    own = [
-        [of_kind[layer.name] for stage in stages for layer in each[bounds[stage] : bounds[stage + 1]]]
-        for stages in problem.placement.stages_of
-    ]
+    each, own = cut_model.model.each, own_layers(planned)
     return {
         "spec": model.spec(layout.microbatch_size),
         "replicas": layout.data_parallel,
         "sharded": layout.zero_stage == SHARDED,
         "plan": plan_json(planned.plan),
-        "crossing": [each[bound - 1].output_bytes if bound else 0 for bound in bounds[1:-1]],
+        "crossing": [each[bound - 1].output_bytes if bound else 0 for bound in cut_model.cut.bounds[1:-1]],
         "gradients": [sum(layer.static.gradients for layer in layers) for layers in own],
         "update": [sum(layer.step.optimizer for layer in layers) for layers in own],
     }
 
 
-def findings(name: str, layouts: Sequence[PlannedLayout], times: Sequence[float]) -> list[Finding]:
-    """How well the predictions choose, and each layout's prediction."""
+def findings(name: str, layouts: Sequence[Predicted], times: Sequence[float]) -> list[Finding]:
+    """Every layout's prediction, the fastest first, and how well the predictions choose."""
     from benchmarks.published.judge import spearman
 
-    chosen = min(range(len(layouts)), key=lambda at: layouts[at].step_time)
-    loss = times[chosen] / min(times)
-    rank = spearman([each.step_time for each in layouts], times)
     found = []
     for each, seconds in sorted(zip(layouts, times, strict=True), key=lambda pair: pair[1]):
-        layout = each.layout
-        said = (
-            f"{name}: {layout.pipeline_parallel} ranks x {layout.data_parallel} replicas, "
-            f"{layout.microbatches} of {layout.microbatch_size}{', sharded' if layout.zero_stage else ''}"
-        )
-        found.append(Finding(f"{said}: measured", seconds * 1e3, "ms"))
-        found.append(Finding(f"{said}: predicted / measured", each.step_time / seconds))
-    found.append(Finding(f"{name}: rank correlation of {len(times)} layouts", rank))
-    found.append(Finding(f"{name}: predicted best / measured best", loss, "", Target(LONGEST)))
-    return found
+        found += [
+            Finding(f"{name}: {each}: measured", seconds * 1e3, "ms"),
+            Finding(f"{name}: {each}: predicted / measured", each.seconds / seconds),
+        ]
+    chosen = min(range(len(layouts)), key=lambda at: layouts[at].seconds)
+    rank = spearman([each.seconds for each in layouts], times)
+    if rank is not None:
+        found.append(Finding(f"{name}: rank correlation of {len(times)} layouts", rank))
+    loss = times[chosen] / min(times)
+    return [*found, Finding(f"{name}: step of the predicted best / of the best", loss, "", Target(LONGEST))]
 
 
 # --- on a rank

@@ -215,9 +215,10 @@ def profiled(model: SmallModel, sizes: Sequence[int], workload: LayoutsWorkload)
         yield document
 
 
-def measured(model: SmallModel, layouts: Sequence[PlannedLayout], workload: LayoutsWorkload) -> list[float]:
+def measured(model: SmallModel, layouts: Sequence[Predicted], workload: LayoutsWorkload) -> list[float]:
     """Seconds of a step of every layout, measured in turns."""
-    request = {"workload": workload_json(workload), "layouts": [_request(model, each) for each in layouts]}
+    asked = [_request(model, each.planned) for each in layouts]
+    request = {"workload": workload_json(workload), "layouts": asked}
     answers = on_ranks("layouts", request, workload.processes)
     return [
         median(max(of_ranks) for of_ranks in zip(*by_rank, strict=True))

@@ -122,6 +122,9 @@ def parse_profile(document: Any, source: str = "") -> Profile:
         raise InvalidInput.at("", f"found {quoted(document)}; must be a JSON object.")
     require_kind(document, "problem")
     if "layers" not in document:
+        if "pp_degree" not in document:
+            detail = "this is no profile. Give the problem that `zbv-worker profile` writes with -o."
+            raise InvalidInput.at("", detail)
         detail = (
             "this key is absent, so whole stages were measured. Measure layers: `zbv-worker profile` without "
             "--by-stage, and a model that offers layers."

@@ -6,7 +6,7 @@ replicas share optimizer states (`--shard`, which exchanges what ZeRO stage 1 do
 turns, in one of two ways:
 
 - ``sleep``: processes sleep as long as the profile says instead of computing, as in a rehearsal. Transfers
-  and collectives are real. So every process has a device of its own, also with more processes than cores.
+  and collectives are real. So every process has a separate device, also with more processes than cores.
 - ``compute``: processes train. If there are more processes than cores, a simulation of shared cores
   (:mod:`benchmarks.worker.shared_cores`) predicts the step of the planned orders.
 
@@ -165,7 +165,11 @@ def _predicted_seconds(planned: PlannedLayout, workload: LayoutsWorkload) -> flo
         return planned.step_time
     steps = [[layer.step for layer in layers] for layers in own_layers(planned)]
     once = PerStep(
-        [sum(each.gradient_reduction + each.parameter_gathering for each in own) for own in steps],
+        [
+            planned.estimated.latency
+            + sum(each.gradient_reduction + each.parameter_gathering for each in own)
+            for own in steps
+        ],
         [sum(each.optimizer for each in own) for own in steps],
     )
     return step_time(planned.plan, planned.layout.data_parallel, cores, once) * SECONDS
@@ -211,7 +215,8 @@ def profiled(model: SmallModel, sizes: Sequence[int], workload: LayoutsWorkload)
         document = profile(size, cores)
         if size == sizes[0]:
             document["costs"] = links["costs"]
-        document["profile"]["all_reduce"] = links["profile"]["all_reduce"] if size == sizes[0] else []
+        for name in ("all_reduce", "scatter_gather"):
+            document["profile"][name] = links["profile"][name] if size == sizes[0] else []
         yield document
 
 

@@ -31,7 +31,7 @@ class PerStep:
     exchange
         Time in which its replicas sum gradients, together and without computing.
     update
-        Time of the optimizer's step on a core of its own.
+        Time of the optimizer's step on a separate core.
     """
 
     exchange: Sequence[float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from zbv_solver.layouts.measured_layers import ORIGINS, Origin
+from zbv_solver.layouts.measured_layers import ORIGINS, Origin, Origins
 from zbv_solver.layouts.request import Request
 from zbv_solver.layouts.search import PlannedLayout, Ranking
 from zbv_solver.plans.plan import plan_json
@@ -48,10 +48,9 @@ def costs_of(planned: PlannedLayout) -> dict[Origin, dict[str, int]]:
     found: dict[Origin, dict[str, int]] = {origin: {} for origin in ORIGINS}
     if cut_model is None:
         return found
-    estimated, each = planned.estimated, cut_model.model.each
-    kinds = {
-        kind.name: (kind, of) for kind, of in zip(estimated.estimate.layers, estimated.origins, strict=True)
-    }
+    layers, each = planned.estimated.estimate.layers, cut_model.model.each
+    of_layers = planned.estimated.origins or (Origins(),) * len(layers)
+    kinds = {kind.name: (kind, of) for kind, of in zip(layers, of_layers, strict=True)}
     for (begin, end), is_again in zip(pairwise(cut_model.cut.bounds), cut_model.cut.recompute, strict=True):
         for layer in each[begin:end]:
             kind, origins = kinds[layer.name]

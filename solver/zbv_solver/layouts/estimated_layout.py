@@ -47,21 +47,27 @@ class Setting:
         at = Conditions(self.model, degrees, self.cluster.device, links, training, sequences)
         found = at.estimate()
         if self.measured is None:
-            return found, (Origins(),) * len(found.layers)
+            return found, ()
         return self.measured.applied(found, at)
 
-    def links(self, layout: Layout) -> GroupLinks:
-        """The links of all groups of a layout, measured ones where a profile has them."""
-        links, cluster = layout.links(self.cluster), self.cluster
-        if self.measured is None:
-            return links
+    def links(self, layout: Layout) -> tuple[GroupLinks, float]:
+        """The links of all groups, measured ones where a profile has them, and a latency once per step.
+
+        Buckets join the gradients of layers, so the latency of measured all-reduces counts once.
+        """
+        links, cluster, measured = layout.links(self.cluster), self.cluster, self.measured
+        if measured is None:
+            return links, 0.0
         is_near = {kind: cluster.is_in_node(layout.stride(kind), layout.size(kind)) for kind in KINDS}
-        return self.measured.links(
-            links,
-            layout.data_parallel * layout.context_parallel,
-            pipeline_in_node=is_near["pp"],
-            data_in_node=is_near["cp"] and is_near["dp"],
-        )
+        pipeline = measured.pipeline_link() if is_near["pp"] else None
+        replicas = layout.data_parallel * layout.context_parallel
+        data = measured.data_link(replicas, layout.zero_stage) if is_near["cp"] and is_near["dp"] else None
+        latency = 0.0
+        if data is not None:
+            latency = data.latency if replicas > 1 else 0.0
+            data = GroupLink(data.bandwidth, 0.0, links.data.overlap)
+            links = replace(links, data=data, expert_data=data)
+        return replace(links, pipeline=pipeline or links.pipeline), latency
 
     def least_work(self, layout: Layout) -> float:
         """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas."""
@@ -80,26 +86,35 @@ class EstimatedLayout:
     Attributes
     ----------
     origins
-        Where the costs of every layer come from.
+        Where the costs of every layer come from; empty if all are estimated.
     """
 
     layout: Layout
     estimate: ModelEstimate
     setting: Setting
-    links: GroupLinks
-    origins: tuple[Origins, ...]
+    origins: tuple[Origins, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
-        links = setting.links(layout)
+        links, _ = setting.links(layout)
         estimate, origins = setting.estimate(
             layout.degrees(setting.cluster),
             links,
             replace(setting.training, ends_share_rank=setting.is_v(layout.pipeline_parallel)),
             layout.microbatch_size,
         )
-        return cls(layout, estimate, setting, links, origins)
+        return cls(layout, estimate, setting, origins)
+
+    @cached_property
+    def links(self) -> tuple[GroupLinks, float]:
+        """The links of all groups, and microseconds once per step for the latency of the replicas' link."""
+        return self.setting.links(self.layout)
+
+    @property
+    def latency(self) -> float:
+        """Microseconds once per step, of the replicas' exchanges."""
+        return self.links[1]
 
     @property
     def room(self) -> float:
@@ -170,7 +185,7 @@ class EstimatedLayout:
             static=(cluster.reserve,) * ranks,
             limit=(cluster.memory,) * ranks,
             placement="v" if self.setting.is_v(ranks) else "auto",
-            link=transfer(self.links.pipeline),
+            link=transfer(self.links[0].pipeline),
             units=UNITS,
         )
 
@@ -178,7 +193,7 @@ class EstimatedLayout:
         """Seconds that the busiest rank needs once per step, for the names of every rank's layers."""
         of = {name: layer.step.total for layer in self.estimate.layers for name in _names(layer)}
         busiest = max(sum(of[name] for name in own) for own in layers)
-        return (busiest + self.estimate.table_reduction) * SECONDS
+        return (busiest + self.estimate.table_reduction + self.latency) * SECONDS
 
 
 @lru_cache(maxsize=4096)

@@ -107,19 +107,17 @@ class Measured:
             raise InvalidInput(issues)
         return cls(profiles, tensor_link)
 
-    def links(
-        self, links: GroupLinks, replicas: int, *, pipeline_in_node: bool, data_in_node: bool
-    ) -> GroupLinks:
-        """The links of a layout, with measured ones inside nodes.
+    def pipeline_link(self) -> GroupLink | None:
+        """Measured transfers inside a node."""
+        return next((each.link for each in self.profiles if each.link is not None), None)
 
-        Buckets join the gradients of layers, so the latency of an all-reduce does not count for every layer.
-        """
-        if pipeline_in_node and (link := self._transfers()) is not None:
-            links = replace(links, pipeline=link)
-        if data_in_node and (link := self._all_reduce(replicas)) is not None:
-            link = GroupLink(link.bandwidth, 0.0, links.data.overlap)
-            links = replace(links, data=link, expert_data=link)
-        return links
+    def data_link(self, replicas: int, zero_stage: int) -> GroupLink | None:
+        """Measured all-reduces inside a node, of the nearest number of ranks."""
+        sharded = [pair for each in self.profiles for pair in each.scatter_gather]
+        found = [pair for each in self.profiles for pair in each.all_reduce]
+        if zero_stage and sharded:
+            found = sharded
+        return min(found, key=lambda pair: abs(math.log(pair[0] / replicas)), default=(0, None))[1]
 
     def applied(self, found: ModelEstimate, at: Conditions) -> tuple[ModelEstimate, tuple[Origins, ...]]:
         """An estimate with measured costs, and where the costs of each layer come from."""
@@ -167,14 +165,6 @@ class Measured:
             sequences=profile.microbatch_size,
         )
         return {layer.name: layer for layer in _estimate(there).layers}
-
-    def _transfers(self) -> GroupLink | None:
-        return next((each.link for each in self.profiles if each.link is not None), None)
-
-    def _all_reduce(self, ranks: int) -> GroupLink | None:
-        """The measured all-reduce of the nearest number of ranks."""
-        found = [pair for each in self.profiles for pair in each.all_reduce]
-        return min(found, key=lambda pair: abs(math.log(pair[0] / ranks)), default=(0, None))[1]
 
 
 @dataclass(frozen=True)
@@ -230,8 +220,8 @@ class _Replacement:
         step = whole.step
         if measured.update is not None:
             updated = whole.static.optimizer / there.static.optimizer if there.static.optimizer else 1.0
-            estimated = whole.step.optimizer, measured.update, there.step.optimizer
-            step = replace(step, optimizer=_scaled(*estimated, updated))
+            update = _scaled(whole.step.optimizer, measured.update, there.step.optimizer, updated)
+            step = replace(step, optimizer=update)
         output = _scaled(whole.output_bytes, measured.output_bytes, there.output_bytes, 0.0)
         found = replace(
             whole,

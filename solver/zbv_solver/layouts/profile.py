@@ -17,7 +17,7 @@ from zbv_solver.estimate.layers import Running
 from zbv_solver.layouts.cluster import BYTES_PER_MICROSECOND
 from zbv_solver.problem.documents import LayeredProblemDocument
 from zbv_solver.problem.layer import Layer, LayerCosts
-from zbv_solver.problem.profile_document import ProfileDocument
+from zbv_solver.problem.profile_document import AllReduceDocument, ProfileDocument
 from zbv_solver.problem.reading import to_layered
 
 UNITS = {"time": "us", "memory": "bytes"}
@@ -61,8 +61,9 @@ class Profile:
         Names and values of everything else that decides how long an action takes.
     link
         Measured transfers between two ranks; None without any.
-    all_reduce
-        Measured all-reduces by the number of ranks; a rank of n sends 2 (n - 1) / n of the tensor.
+    all_reduce, scatter_gather
+        Measured all-reduces by the number of ranks; a rank of n sends 2 (n - 1) / n of the tensor. And a
+        reduce-scatter with an all-gather, which replicas with shards of states do instead.
     """
 
     source: str
@@ -73,6 +74,7 @@ class Profile:
     layers: tuple[MeasuredLayer, ...]
     link: GroupLink | None = None
     all_reduce: tuple[tuple[int, GroupLink], ...] = ()
+    scatter_gather: tuple[tuple[int, GroupLink], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -151,10 +153,14 @@ def parse_profile(document: Any, source: str = "") -> Profile:
         problem.measured,
         tuple(_by_kind(problem.model.layers, conditions)),
         None if link is None else GroupLink(link.bandwidth / BYTES_PER_MICROSECOND, link.latency),
-        tuple(
-            (each.ranks, GroupLink(each.bandwidth / BYTES_PER_MICROSECOND, each.latency))
-            for each in conditions.all_reduce
-        ),
+        _by_ranks(conditions.all_reduce),
+        _by_ranks(conditions.scatter_gather),
+    )
+
+
+def _by_ranks(measured: Sequence[AllReduceDocument]) -> tuple[tuple[int, GroupLink], ...]:
+    return tuple(
+        (each.ranks, GroupLink(each.bandwidth / BYTES_PER_MICROSECOND, each.latency)) for each in measured
     )
 
 

@@ -41,3 +41,6 @@ class ProfileDocument(Document):
         default_factory=dict, description="time of the optimizer's step, by layer"
     )
     all_reduce: Annotated[list[AllReduceDocument], AtMost(MOST_GROUPS)] = Field(default_factory=list)
+    scatter_gather: Annotated[list[AllReduceDocument], AtMost(MOST_GROUPS)] = Field(
+        default_factory=list, description="a reduce-scatter and an all-gather, which send as much together"
+    )

@@ -181,17 +181,26 @@ def test_measured_links_replace_those_of_nodes() -> None:
         {"ranks": 2, "latency": 90.0, "bandwidth": 1000.0},
         {"ranks": 4, "latency": 90.0, "bandwidth": 500.0},
     ]
+    document["profile"]["scatter_gather"] = [{"ranks": 2, "latency": 80.0, "bandwidth": 700.0}]
     fixed = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1, "microbatch_size": 1}
     (layout,) = layouts_of(**fixed, zero_stage=0)
     one, two = (request_of(document, cluster=cluster_of(nodes=nodes, gpus_per_node=4 // nodes)).setting
                 for nodes in (1, 2))  # fmt: skip
-    assert one.links(layout).data.bandwidth == pytest.approx(0.5)
-    assert two.links(layout).data.bandwidth == 25
+    links, latency = one.links(layout)
+    assert (links.data.bandwidth, links.data.latency, latency) == (pytest.approx(0.5), 0.0, 90.0)
+    assert two.links(layout)[0].data.bandwidth == 25
     half = replace(layout, pipeline_parallel=2, data_parallel=2)
-    assert two.links(half).data.bandwidth == pytest.approx(1.0)
-    assert one.links(half).pipeline.bandwidth == pytest.approx(4.0)
-    assert one.links(half).pipeline.latency == 7.0
-    assert two.links(half).pipeline.bandwidth == 25
+    assert two.links(half)[0].data.bandwidth == pytest.approx(1.0)
+    sharded, latency = two.links(replace(half, zero_stage=1))
+    assert (sharded.data.bandwidth, latency) == (pytest.approx(0.7), 80.0)
+    found, _ = one.links(half)
+    assert found.pipeline.bandwidth == pytest.approx(4.0)
+    assert found.pipeline.latency == 7.0
+    assert two.links(half)[0].pipeline.bandwidth == 25
+    plain = EstimatedLayout.of(layout, replace(one, measured=None))
+    names = [("embedding", *(f"block.{k}" for k in range(4)), "head")]
+    assert EstimatedLayout.of(layout, one).latency == 90.0
+    assert EstimatedLayout.of(layout, one).once(names) > plain.once(names)
 
 
 @pytest.mark.parametrize("factor", [0.2, 3.0])

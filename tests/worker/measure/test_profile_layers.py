@@ -158,6 +158,7 @@ def test_layouts_can_use_the_profile(written: Path) -> None:
     assert all(layer.update is not None and layer.update > 0 for layer in found.layers)
     assert all(layer.recomputed is not None for layer in found.layers)
     assert [ranks for ranks, _ in found.all_reduce] == [P]
+    assert [ranks for ranks, _ in found.scatter_gather] == [P]
     assert dict(found.program)["precision"] == "float32"
 
 
@@ -287,7 +288,11 @@ def test_the_link_is_a_line_through_the_transfers_of_all_links() -> None:
 
 def test_conditions_and_costs_per_step_are_written_if_microbatches_have_sequences() -> None:
     samples = (LinkSample(1000, Spread(1e-3, 1e-3)),)
-    reductions = (ReductionProfile(2, samples, 1e-5, 2e9), ReductionProfile(4, samples, 1e-5, None))
+    reductions = (
+        ReductionProfile(2, False, samples, 1e-5, 2e9),
+        ReductionProfile(2, True, samples, 2e-5, 1e9),
+        ReductionProfile(4, False, samples, 1e-5, None),
+    )
     last, first = ranks()
     first = replace(first, input_shape=(3, 64), reductions=reductions)
     updated = [replace(each, update=Spread(1e-3 * (at + 1), 1.0)) for at, each in enumerate(last.layers)]
@@ -298,6 +303,7 @@ def test_conditions_and_costs_per_step_are_written_if_microbatches_have_sequence
         "tensor_parallel": 1,
         "update": {"block": 1000.0, "head": 2000.0},
         "all_reduce": [{"ranks": 2, "latency": 10.0, "bandwidth": 2000.0}],
+        "scatter_gather": [{"ranks": 2, "latency": 20.0, "bandwidth": 1000.0}],
     }
     assert "profile" not in to_layered_document(options(), [last, replace(first, input_shape=(3,))])
 

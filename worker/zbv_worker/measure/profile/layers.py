@@ -65,16 +65,22 @@ def _conditions(ranks: Sequence[RankProfile]) -> dict[str, Any]:
         "sequence_length": shape[1],
         "tensor_parallel": 1,
         "update": {name: round(mean(some), 1) for name, some in updates.items()},
-        "all_reduce": [
-            {
-                "ranks": each.ranks,
-                "latency": round(each.latency * 1e6, 1),
-                "bandwidth": round(each.bandwidth / 1e6, 3),
-            }
-            for each in next((rank.reductions for rank in ranks if rank.reductions), ())
-            if each.bandwidth is not None
-        ],
+        "all_reduce": _reductions(ranks, is_sharded=False),
+        "scatter_gather": _reductions(ranks, is_sharded=True),
     }
+
+
+def _reductions(ranks: Sequence[RankProfile], *, is_sharded: bool) -> list[dict[str, Any]]:
+    measured = next((rank.reductions for rank in ranks if rank.reductions), ())
+    return [
+        {
+            "ranks": each.ranks,
+            "latency": round(each.latency * 1e6, 1),
+            "bandwidth": round(each.bandwidth / 1e6, 3),
+        }
+        for each in measured
+        if each.bandwidth is not None and each.is_sharded == is_sharded
+    ]
 
 
 def layers_of(ranks: Sequence[RankProfile]) -> list[LayerProfile]:

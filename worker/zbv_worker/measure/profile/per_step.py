@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from zbv_worker.measure.profile.links import fit
 from zbv_worker.measure.profile.profile import LinkSample, ReductionProfile, Spread
@@ -71,29 +72,51 @@ def _update(model: PipelineModel, stage: Stage) -> Callable[[], None] | None:
 def measure_reductions(
     world: World, backend: Backend, device: torch.device, timeout: float
 ) -> tuple[ReductionProfile, ...]:
-    """All-reduces of every number of ranks that divides the world; the times of this rank. Collective."""
+    """Collectives of every number of ranks that divides the world; the times of this rank. Collective."""
     sizes = [n for n in range(2, world.world_size + 1) if world.world_size % n == 0]
-    return tuple(_reduction(world, backend, device, timeout, n) for n in sizes)
+    return tuple(each for n in sizes for each in _reductions(world, backend, device, timeout, n))
 
 
-def _reduction(
+def _reductions(
     world: World, backend: Backend, device: torch.device, timeout: float, ranks: int
-) -> ReductionProfile:
+) -> Iterator[ReductionProfile]:
+    """All-reduces; and what replicas with shards do instead, a reduce-scatter and an all-gather."""
     watch = stopwatch(device)
-    samples = []
+
+    def timed(exchange: Callable[[], None]) -> Spread:
+        seconds = []
+        for turn in range(_WARM_UP + _ROUNDS):
+            transport.barrier(timeout)
+            watch.settle()
+            begun = time.perf_counter()
+            exchange()
+            watch.settle()
+            if turn >= _WARM_UP:
+                seconds.append(time.perf_counter() - begun)
+        return Spread.of(seconds)
+
     with connected(world, backend, device, timeout, ranks) as transport:
-        for size in SIZES:
-            tensor = torch.zeros(size // _FLOAT_BYTES, device=device)
-            seconds = []
-            for turn in range(_WARM_UP + _ROUNDS):
-                transport.barrier(timeout)
-                watch.settle()
-                begun = time.perf_counter()
-                transport.sum_over_replicas(tensor).wait(timeout)
-                watch.settle()
-                if turn >= _WARM_UP:
-                    seconds.append(time.perf_counter() - begun)
-            samples.append(LinkSample(size, Spread.of(seconds)))
+        for is_sharded in (False, True):
+            samples = []
+            for size in SIZES:
+                part = torch.zeros(size // _FLOAT_BYTES // ranks, device=device)
+                whole = torch.zeros(part.numel() * ranks, device=device)
+
+                def exchange(
+                    part: Tensor = part, whole: Tensor = whole, *, shares: bool = is_sharded
+                ) -> None:
+                    if shares:
+                        transport.sum_parts_over_replicas(whole, part).wait(timeout)
+                        transport.gather_over_replicas(part, whole).wait(timeout)
+                    else:
+                        transport.sum_over_replicas(whole).wait(timeout)
+
+                samples.append(LinkSample(whole.numel() * _FLOAT_BYTES, timed(exchange)))
+            yield _of_samples(ranks, tuple(samples), is_sharded=is_sharded)
+
+
+def _of_samples(ranks: int, samples: tuple[LinkSample, ...], *, is_sharded: bool) -> ReductionProfile:
     sent = [2 * (ranks - 1) / ranks * each.bytes for each in samples]
     latency, per_byte = fit(sent, [each.seconds.median for each in samples])
-    return ReductionProfile(ranks, tuple(samples), latency, 1 / per_byte if per_byte > 0 else None)
+    bandwidth = 1 / per_byte if per_byte > 0 else None
+    return ReductionProfile(ranks, is_sharded, samples, latency, bandwidth)

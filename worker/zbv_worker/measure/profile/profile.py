@@ -202,9 +202,15 @@ class ReductionProfile:
     """Measured all-reduces of a number of ranks, and a line fitted through them.
 
     Latency is in seconds, bandwidth in bytes per second that a rank sends: 2 (n - 1) / n of the tensor.
+
+    Attributes
+    ----------
+    is_sharded
+        Whether it is a reduce-scatter and an all-gather instead, which together send as much.
     """
 
     ranks: int
+    is_sharded: bool
     samples: tuple[LinkSample, ...]
     latency: float
     bandwidth: float | None

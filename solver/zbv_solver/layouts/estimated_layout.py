@@ -14,7 +14,7 @@ from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.layouts.cluster import Cluster, transfer
 from zbv_solver.layouts.layout import Layout
-from zbv_solver.layouts.measured_layers import Conditions, Measured, Origins
+from zbv_solver.layouts.measured_layers import LayerConditions, Measured, Origins
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
@@ -44,7 +44,7 @@ class Setting:
         self, degrees: Degrees, links: GroupLinks, training: Training, sequences: int
     ) -> tuple[ModelEstimate, tuple[Origins, ...]]:
         """Layers for microbatches of a number of sequences, and where their costs come from."""
-        at = Conditions(self.model, degrees, self.cluster.device, links, training, sequences)
+        at = LayerConditions(self.model, degrees, self.cluster.device, links, training, sequences)
         found = at.estimate()
         if self.measured is None:
             return found, ()

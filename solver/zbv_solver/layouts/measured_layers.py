@@ -39,7 +39,7 @@ class Origins:
 
 
 @dataclass(frozen=True)
-class Conditions:
+class LayerConditions:
     """What a layer's estimate depends on."""
 
     model: Transformer
@@ -119,7 +119,7 @@ class Measured:
             found = sharded
         return min(found, key=lambda pair: abs(math.log(pair[0] / replicas)), default=(0, None))[1]
 
-    def applied(self, found: ModelEstimate, at: Conditions) -> tuple[ModelEstimate, tuple[Origins, ...]]:
+    def applied(self, found: ModelEstimate, at: LayerConditions) -> tuple[ModelEstimate, tuple[Origins, ...]]:
         """An estimate with measured costs, and where the costs of each layer come from."""
         alone = replace(at, degrees=replace(at.degrees, data=1, zero_stage=0))
         plain = _estimate(replace(alone, links=_without_replicas(at.links)))
@@ -138,7 +138,7 @@ class Measured:
             origins.append(origin)
         return replace(found, layers=tuple(layers)), tuple(origins)
 
-    def _nearest(self, name: str, at: Conditions) -> tuple[Profile, MeasuredLayer] | None:
+    def _nearest(self, name: str, at: LayerConditions) -> tuple[Profile, MeasuredLayer] | None:
         """The profile with a layer whose degree, sequence and size are nearest, in this order."""
         candidates = [
             (profile, layer) for profile in self.profiles for layer in profile.layers if layer.name == name
@@ -155,7 +155,7 @@ class Measured:
 
         return min(candidates, key=distance, default=None)
 
-    def _estimated_there(self, profile: Profile, at: Conditions) -> dict[str, LayerEstimate]:
+    def _estimated_there(self, profile: Profile, at: LayerConditions) -> dict[str, LayerEstimate]:
         """The estimate of all layers under a profile's conditions."""
         there = replace(
             at,
@@ -180,7 +180,7 @@ class _Replacement:
     profile: Profile
     measured: MeasuredLayer
     there: LayerEstimate
-    at: Conditions
+    at: LayerConditions
 
     @property
     def is_exact(self) -> bool:
@@ -298,7 +298,7 @@ def _scaled(here: float, measured: float, there: float, size: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _estimate(at: Conditions) -> ModelEstimate:
+def _estimate(at: LayerConditions) -> ModelEstimate:
     return at.estimate()
 
 

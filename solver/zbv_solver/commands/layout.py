@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 from rich.console import Console
@@ -23,10 +24,11 @@ from zbv_solver.commands.messages import flag_of
 from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.layouts.answer import ranking_json, recomputation, utilisation
+from zbv_solver.layouts.answer import costs_of, ranking_json, recomputation, utilisation
 from zbv_solver.layouts.cluster import AnyCluster, parse_cluster
 from zbv_solver.layouts.enumeration import ZERO_STAGES
 from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.profile import parse_profile
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import Ranking, best_layouts
@@ -70,6 +72,8 @@ def layout(arguments: argparse.Namespace) -> None:
     console = Console(stderr=arguments.output == "-")
     console.print(_table(ranking, request))
     console.print(_verdict(ranking), highlight=False)
+    if request.profiles:
+        console.print(_origins(ranking), highlight=False)
     console.print(composition_table(ranking.best[0]))
     if found:
         console.print(sensitivity_table(ranking, found))
@@ -97,8 +101,11 @@ def _request(arguments: argparse.Namespace) -> Request:
     cluster = load(arguments.cluster, parse_cluster)
     fixed = Fixed(**{name: getattr(arguments, name) for name in FLAGS})
     document = {} if arguments.model is None else read_json(arguments.model)
+    profiles = tuple(
+        load(path, partial(parse_profile, source=file_label(path))) for path in arguments.profile
+    )
     try:
-        return parse_request(
+        request = parse_request(
             document,
             cluster,
             fixed,
@@ -106,6 +113,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             global_batch=arguments.global_batch,
             sequence_length=arguments.sequence_length,
         )
+        return replace(request, profiles=profiles)
     except InvalidInput as error:
         issues = [_named(issue, arguments.model) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
@@ -166,6 +174,16 @@ def _title(cluster: AnyCluster) -> str:
 def _ranks_of_groups(layout: Layout) -> str:
     """The group of every pipeline rank, runs of equal ones together."""
     return ", ".join(f"{len([*same])} in {group}" for group, same in groupby(layout.groups))
+
+
+def _origins(ranking: Ranking) -> str:
+    """Which costs of the best layout were measured."""
+    said = [
+        f"{origin}: {', '.join(f'{count} x {name}' for name, count in kinds.items())}"
+        for origin, kinds in costs_of(ranking.best[0]).items()
+        if kinds
+    ]
+    return f"Costs of the best layout: {'; '.join(said)}."
 
 
 def _verdict(ranking: Ranking) -> str:

@@ -30,6 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster (JSON), or -")
     parser.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
     parser.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
+    parser.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="problem of `zbv-worker profile`: measured layers replace estimates; repeat it for further "
+        "sizes of microbatches",
+    )
     parser.add_argument("--top", type=int, default=1, metavar="N", help="layouts to list (default: 1)")
     parser.add_argument(
         "--effort",

@@ -14,6 +14,10 @@ class Summed:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return type(self)(*(first + second for first, second in pairs))
 
+    def scaled(self, factor: float) -> Self:
+        """All numbers multiplied by a factor."""
+        return type(self)(*(value * factor for value in vars(self).values()))
+
 
 @dataclass(frozen=True)
 class PerAction:

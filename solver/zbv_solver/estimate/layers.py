@@ -50,12 +50,24 @@ class Running:
         Bytes that a microbatch holds after F and after I; after W it holds none.
     workspace
         Additional bytes while an action runs.
+    fused
+        Microseconds of B, which may be shorter than I and W, if it was measured; None for I + W.
     """
 
     times: PerAction
     after_forward: int
     after_input: int
     workspace: int
+    fused: float | None = None
+
+    @property
+    def shortest(self) -> PerAction:
+        """The same, with a backward that is as short as either I and W or B: no plan has a shorter one."""
+        times = self.times
+        if self.fused is None or self.fused >= times.backward_input + times.backward_weight:
+            return times
+        both = min(times.backward_input, self.fused)
+        return PerAction(times.forward, both, self.fused - both)
 
 
 @dataclass(frozen=True)

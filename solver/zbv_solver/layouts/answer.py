@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from zbv_solver.layouts.composition import composition
+from zbv_solver.layouts.measured_layers import ORIGINS, Origin, Origins
 from zbv_solver.layouts.points import points_json
 from zbv_solver.layouts.request import Request
 from zbv_solver.layouts.search import PlannedLayout, Ranking
@@ -64,6 +66,28 @@ def recomputation(planned: PlannedLayout) -> str:
     return "per-stage" if len(chosen) > 1 else "full" if True in chosen else "none"
 
 
+def costs_of(planned: PlannedLayout) -> dict[Origin, dict[str, int]]:
+    """Where the costs of a plan's layers come from: by origin, the number of layers of each kind.
+
+    Layers of recomputed stages have names such as ``block (recomputed)``.
+    """
+    cut_model = planned.plan.problem.model
+    found: dict[Origin, dict[str, int]] = {origin: {} for origin in ORIGINS}
+    if cut_model is None:
+        return found
+    layers, each = planned.estimated.estimate.layers, cut_model.model.each
+    of_layers = planned.estimated.origins or (Origins(),) * len(layers)
+    kinds = {kind.name: (kind, of) for kind, of in zip(layers, of_layers, strict=True)}
+    for (begin, end), is_again in zip(pairwise(cut_model.cut.bounds), cut_model.cut.recompute, strict=True):
+        for layer in each[begin:end]:
+            kind, origins = kinds[layer.name]
+            again = kind.recomputed is not None and (is_again or planned.layout.recompute == "full")
+            shown = f"{kind.name} (recomputed)" if again else kind.name
+            counts = found[origins.recomputed if again else origins.plain]
+            counts[shown] = counts.get(shown, 0) + 1
+    return found
+
+
 def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[str, Any]:
     layout, plan = planned.layout, planned.plan
     model = plan.problem.model
@@ -84,6 +108,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "model_flops_utilisation": utilisation(planned, request),
         "peak_memory": max(plan.metrics.peak_memory),
         "composition": composition(planned).parts(),
+        "costs": costs_of(planned),
         "partition": [] if model is None else [list(stage) for stage in model.partition],
     }
     if layout.groups:

@@ -96,6 +96,11 @@ def composition(planned: PlannedLayout) -> Composition:
         "expert_parallel": exchanges.expert_parallel * scale,
         "data_parallel": exchanges.data_parallel * scale,
     }
+    # Fused backwards may be shorter than I and W.
+    saved = sum(of_microbatches.values()) - _busy_time(plan, rank) * SECONDS
+    backward = of_microbatches["backward_input"] + of_microbatches["backward_weight"]
+    for name in ("backward_input", "backward_weight") if backward > 0 else ():
+        of_microbatches[name] -= saved * of_microbatches[name] / backward
     waiting = plan.metrics.span * SECONDS - sum(of_microbatches.values())
     transfers = min(_transfers(plan, rank) * SECONDS, max(waiting, 0.0))
     steps = [
@@ -119,6 +124,13 @@ def _layers_on(planned: PlannedLayout, rank: int) -> dict[str, LayerEstimate]:
     estimated = planned.estimated
     kind = estimated.kind_of[rank]
     return {name: layers[kind] for layers in estimated.layers for name in layers[kind].names}
+
+
+def _busy_time(plan: Plan, rank: int) -> float:
+    """How long a rank computes in the plan's order."""
+    orders, part = plan.orders, plan.orders.slice_of(rank)
+    of = (orders.stage[part], orders.letter[part], orders.microbatch[part])
+    return float(plan.problem.arrays.durations(*of).sum())
 
 
 def _row(*values: float) -> np.ndarray:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from zbv_solver.estimate.device import GroupLink, GroupLinks
-from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Running, Training, estimate_model
+from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Running, Training
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.layouts.cluster import AnyCluster, Cluster, transfer
 from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.measured_layers import LayerConditions, Measured, Origins
 from zbv_solver.partition.cut_tables import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
@@ -26,15 +28,24 @@ SECONDS = 1e-6
 EVERYWHERE = ("selective", "full")
 """Kinds of recomputation that every stage has."""
 UNITS = Units("us", "bytes")
+KINDS = ("tp", "cp", "dp", "pp")
+
+
+class Costs(NamedTuple):
+    """An estimate, and where the costs of every layer come from; no origins if all are estimated."""
+
+    estimate: ModelEstimate
+    origins: tuple[Origins, ...] = ()
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all layouts of a search have in common."""
+    """What all layouts of a search have in common; ``measured`` replaces estimates."""
 
     model: Transformer
     training: Training
     cluster: AnyCluster
+    measured: Measured | None = None
 
     def is_v(self, ranks: int) -> bool:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
@@ -43,9 +54,34 @@ class Setting:
     @property
     def is_selective(self) -> bool:
         """Whether any layer has modules that selective recomputation repeats."""
-        training = replace(self.training, recompute="selective")
-        estimate = estimate_model(self.model, Degrees(), self.cluster.groups[0].device, GroupLinks(), training)
+        training, device = replace(self.training, recompute="selective"), self.cluster.groups[0].device
+        estimate = LayerConditions(self.model, Degrees(), device, GroupLinks(), training, 1).estimate()
         return any(layer.recomputed is not None for layer in estimate.layers)
+
+    def estimate(self, at: LayerConditions) -> Costs:
+        """Layers under these conditions, with measured costs where a profile has them."""
+        found = at.estimate()
+        return Costs(found) if self.measured is None else Costs(*self.measured.applied(found, at))
+
+    def links(self, layout: Layout, group: int = 0) -> tuple[GroupLinks, float]:
+        """The links on a group of nodes, measured ones where a profile has them, and a latency once per step.
+
+        Buckets join the gradients of layers, so the latency of measured all-reduces counts once.
+        """
+        nodes, measured = self.cluster.groups[group], self.measured
+        links = layout.links(nodes)
+        if measured is None:
+            return links, 0.0
+        is_near = {kind: nodes.is_in_node(layout.stride(kind), layout.size(kind)) for kind in KINDS}
+        pipeline = measured.pipeline_link() if is_near["pp"] else None
+        replicas = layout.data_parallel * layout.context_parallel
+        data = measured.data_link(replicas, layout.zero_stage) if is_near["cp"] and is_near["dp"] else None
+        latency = 0.0
+        if data is not None:
+            latency = data.latency if replicas > 1 else 0.0
+            data = GroupLink(data.bandwidth, 0.0, links.data.overlap)
+            links = replace(links, data=data, expert_data=data)
+        return replace(links, pipeline=pipeline or links.pipeline), latency
 
     def least_work(self, layout: Layout) -> float:
         """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas.
@@ -72,12 +108,15 @@ class EstimatedLayout:
     ----------
     estimate, others
         The layers on the first of the groups that the layout uses, and on its other groups.
+    origins
+        Where the costs of every layer come from; empty if all are estimated.
     """
 
     layout: Layout
     estimate: ModelEstimate
     setting: Setting
     others: tuple[ModelEstimate, ...] = ()
+    origins: tuple[Origins, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
@@ -89,13 +128,25 @@ class EstimatedLayout:
         # A search has layouts that differ only in their recomputation in succession.
         shared = replace(layout, recompute="per-stage")
         if not layout.groups:
-            return cls(layout, _known_estimate(of_setting, shared, 0, None), setting)
+            costs = _known_costs(of_setting, shared, 0, None)
+            return cls(layout, costs.estimate, setting, (), costs.origins)
         # The ranks of a group cost the same wherever they are in the pipeline, except for what both ends sum.
         ends = _link_between(layout, setting.cluster, 0, layout.pipeline_parallel - 1)
         estimate, *others = (
-            _known_estimate(of_setting, shared.in_group(group), group, ends) for group in layout.used_groups
+            _known_costs(of_setting, shared.in_group(group), group, ends).estimate
+            for group in layout.used_groups
         )
         return cls(layout, estimate, setting, tuple(others))
+
+    @cached_property
+    def links(self) -> tuple[GroupLinks, float]:
+        """The links of all groups, and microseconds once per step for the latency of the replicas' link."""
+        return self.setting.links(self.layout)
+
+    @property
+    def latency(self) -> float:
+        """Microseconds once per step, of the replicas' exchanges."""
+        return 0.0 if self.setting.measured is None else self.links[1]
 
     @cached_property
     def room(self) -> float:
@@ -186,8 +237,9 @@ class EstimatedLayout:
         layout, cluster = self.layout, self.setting.cluster
         ranks = layout.pipeline_parallel
         groups = [cluster.groups[group] for group in layout.group_of]
-        links = [transfer(_link_between(layout, cluster, rank, (rank + 1) % ranks)) for rank in range(ranks)]
-        is_mixed = bool(self.others)
+        is_mixed, first = bool(self.others), layout.used_groups[0]
+        links = [_link_between(layout, cluster, rank, (rank + 1) % ranks) for rank in range(ranks)]
+        own = self.setting.links(layout.in_group(first), first)[0].pipeline
         names = [f"{cluster.groups[each].preset or 'group'}-{each}" for each in layout.used_groups]
         return LayeredProblem(
             model=Model(tuple(_layer(each, names, layout.recompute) for each in self.layers)),
@@ -196,8 +248,8 @@ class EstimatedLayout:
             static=tuple(group.reserve for group in groups),
             limit=tuple(group.memory for group in groups),
             placement="v" if self.setting.is_v(ranks) else "auto",
-            link=None if is_mixed else links[0],
-            links=tuple(links) if is_mixed else (),
+            link=None if is_mixed else transfer(own),
+            links=tuple(map(transfer, links)) if is_mixed else (),
             units=UNITS,
             devices=tuple(names[kind] for kind in self.kind_of) if is_mixed else (),
         )
@@ -208,24 +260,18 @@ class EstimatedLayout:
         busiest = max(
             sum(of[name][kind] for name in own) for own, kind in zip(layers, self.kind_of, strict=True)
         )
-        return (busiest + self.estimate.table_reduction) * SECONDS
+        return (busiest + self.estimate.table_reduction + self.latency) * SECONDS
 
 
-def _estimated(setting: Setting, layout: Layout, group: int, ends: GroupLink | None) -> ModelEstimate:
+@lru_cache(maxsize=4096)
+def _known_costs(setting: Setting, layout: Layout, group: int, ends: GroupLink | None) -> Costs:
     """The layers on a group of nodes; ``ends`` is the link between both ends of a pipeline over groups."""
-    nodes = setting.cluster.groups[group]
-    links = layout.links(nodes)
-    return estimate_model(
-        setting.model,
-        layout.degrees(nodes),
-        nodes.device,
-        links if ends is None else replace(links, pipeline=ends),
-        setting.training,
-        layout.microbatch_size,
-    )
-
-
-_known_estimate = lru_cache(maxsize=4096)(_estimated)
+    nodes, (links, _) = setting.cluster.groups[group], setting.links(layout, group)
+    if ends is not None:
+        links = replace(links, pipeline=ends)
+    degrees = layout.degrees(nodes)
+    at = (setting.model, degrees, nodes.device, links, setting.training, layout.microbatch_size)
+    return setting.estimate(LayerConditions(*at))
 
 
 def _link_between(layout: Layout, cluster: AnyCluster, rank: int, other: int) -> GroupLink:
@@ -267,14 +313,12 @@ def _least_works(
         return replace(fastest, overlap=overlap)
 
     experts = group(cluster.expert_overlap)
-    estimated = estimate_model(
-        setting.model,
-        Degrees(tensor, tensor > 1, context, expert=expert, expert_in_node=expert),
-        cluster.device,
-        GroupLinks(group(cluster.tensor_overlap), group(cluster.context_overlap), experts, experts),
-        setting.training,
-        size,
+    degrees = Degrees(tensor, tensor > 1, context, expert=expert, expert_in_node=expert)
+    links_of_groups = GroupLinks(
+        group(cluster.tensor_overlap), group(cluster.context_overlap), experts, experts
     )
+    at = (setting.model, degrees, cluster.device, links_of_groups, setting.training, size)
+    estimated = setting.estimate(LayerConditions(*at)).estimate
     return [_least_work(layer) * layer.copies for layer in estimated.layers]
 
 
@@ -293,13 +337,13 @@ def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) 
 
 
 def _row(running: Running) -> tuple[float, float, float, float]:
-    times = running.times
+    times = running.shortest
     return times.forward, times.backward_input, times.backward_weight, running.after_forward
 
 
 def _least_work(layer: LayerEstimate) -> float:
     variants = [layer.plain] if layer.recomputed is None else [layer.plain, layer.recomputed]
-    return min(running.times.total for running in variants)
+    return min(running.shortest.total for running in variants)
 
 
 def recomputed(layer: LayerEstimate, recompute: str) -> Running | None:
@@ -333,7 +377,8 @@ def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:
         times.forward,
         times.backward_input,
         times.backward_weight,
-        memory=LayerMemory(
+        running.fused,
+        LayerMemory(
             running.after_forward,
             running.after_input - running.after_forward,
             -running.after_input,

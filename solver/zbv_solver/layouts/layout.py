@@ -86,6 +86,10 @@ class Layout:
             "pp": self.pipeline_parallel,
         }
 
+    def size(self, kind: str) -> int:
+        """Devices of a group of a kind: ``tp``, ``cp``, ``dp`` or ``pp``."""
+        return self._sizes[kind]
+
     def stride(self, kind: str) -> int:
         """Distance of neighbours in groups of a kind: ``tp``, ``cp``, ``dp`` or ``pp``."""
         order, sizes = self.placement.split("-"), self._sizes

@@ -14,10 +14,12 @@ from zbv_solver.estimate.config import EstimateConfig, parse_config
 from zbv_solver.estimate.config_fields import ConfigSection, Size
 from zbv_solver.estimate.presets import with_presets
 from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
-from zbv_solver.layouts.cluster import AnyCluster
+from zbv_solver.layouts.cluster import AnyCluster, Cluster
 from zbv_solver.layouts.enumeration import enumerate_layouts
 from zbv_solver.layouts.estimated_layout import Setting
 from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.measured_layers import Measured
+from zbv_solver.layouts.profile import Profile
 
 KEPT = ("optimizer", "precision", "context_exchange", "fused_gradients", "recompute_modules")
 """Keys of the section ``parallel`` that layouts share; the search chooses the others."""
@@ -41,17 +43,27 @@ class Request:
     ----------
     global_batch
         Sequences per step.
+    profiles
+        Measured layers, which replace estimates.
     """
 
     config: EstimateConfig
     cluster: AnyCluster
     global_batch: int
     fixed: Fixed
+    profiles: tuple[Profile, ...] = ()
 
     @property
     def setting(self) -> Setting:
-        """What all layouts have in common."""
-        return Setting(transformer(self.config.model), self.config.training, self.cluster)
+        """What all layouts have in common; raises :class:`InvalidInput` if the profiles do not fit."""
+        model, cluster = transformer(self.config.model), self.cluster
+        measured = None
+        if self.profiles:
+            if not isinstance(cluster, Cluster):
+                detail = "found groups of nodes; profiles are of one device. Leave out either."
+                raise InvalidInput.at("/groups", detail)
+            measured = Measured.of(self.profiles, model, cluster.in_node, cluster.preset)
+        return Setting(model, self.config.training, cluster, measured)
 
     @property
     def layouts(self) -> list[Layout]:

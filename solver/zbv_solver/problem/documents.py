@@ -25,6 +25,7 @@ from zbv_solver.problem.limits import (
 )
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Objective
+from zbv_solver.problem.profile_document import ProfileDocument
 
 
 def _list_or_one(value: Any) -> str:
@@ -265,6 +266,7 @@ class LayeredProblemDocument(Document):
     cut: CutRulesDocument | None = None
     units: UnitsDocument | None = None
     measured: Measured | None = None
+    profile: ProfileDocument | None = Field(None, description="Of measured layers; planning ignores it.")
     partition: Partition | None = Field(None, description="Layer names of every stage, if the cut is given.")
     recompute: Annotated[list[Flag], AtMost(MAX_STAGES)] | None = Field(
         None, description="Which stages of the partition are recomputed."

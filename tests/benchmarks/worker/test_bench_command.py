@@ -15,6 +15,7 @@ from support.paths import ROOT
 
 from benchmarks.cli import main
 from benchmarks.worker.gpt import GptWorkload
+from benchmarks.worker.layouts import LayoutsWorkload
 from benchmarks.worker.memory import MemoryWorkload
 from benchmarks.worker.nccl_model import NcclModelWorkload
 from benchmarks.worker.rehearse import RehearseWorkload
@@ -70,6 +71,13 @@ SMALL: dict[str, dict[str, Any]] = {
         "profile_steps": 1,
         "rounds": 1,
     },
+    "layouts": {
+        "models": [{"blocks": 2, "width": 16, "heads": 2, "length": 8, "batch": 1}],
+        "processes": 2,
+        "repeats": 1,
+        "steps": 1,
+        "rounds": 1,
+    },
     "nccl-model": {"families": ["1F1B", "V, greedy"], "kernels": [1, 4], "sizes": [[4, 4]], "seeds": 1},
 }
 
@@ -82,7 +90,9 @@ def bench(name: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return status, findings
 
 
-@pytest.mark.parametrize("name", ["overhead", "pipeline-step", "gpt", "split", "rehearse", "rehearse-jitter"])
+@pytest.mark.parametrize(
+    "name", ["overhead", "pipeline-step", "gpt", "split", "rehearse", "rehearse-jitter", "layouts"]
+)
 def test_a_comparison_prints_verdicts_and_writes_findings(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +137,7 @@ def test_the_table_of_the_model_of_nccl_has_a_row_per_family(
 def test_the_workloads_of_the_repository_are_valid(path: Path) -> None:
     kinds: dict[str, type[Any]] = {
         "gpt": GptWorkload,
+        "layouts": LayoutsWorkload,
         "memory": MemoryWorkload,
         "nccl": NcclModelWorkload,
         "rehearse": RehearseWorkload,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.nested_model import NestedModel
 from support.selfcheck import hard_model
+from zbv_solver.layouts.profile import parse_profile
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_worker.commands.cli import main
@@ -23,6 +24,7 @@ from zbv_worker.measure.profile.profile import (
     LinkSample,
     ProfileOptions,
     RankProfile,
+    ReductionProfile,
     Spread,
     StageProfile,
     rank_json,
@@ -149,6 +151,17 @@ def test_the_report_has_the_measurements_of_every_layer(written: Path) -> None:
                 assert measured["held_after_weight"] == 0
 
 
+def test_layouts_can_use_the_profile(written: Path) -> None:
+    found = parse_profile(json.loads((written / "problem.json").read_text()), "problem.json")
+    assert (found.microbatch_size, found.sequence, found.tensor) == (2, 32, 1)
+    assert [layer.name for layer in found.layers] == ["embedding", "block", "head"]
+    assert all(layer.update is not None and layer.update > 0 for layer in found.layers)
+    assert all(layer.recomputed is not None for layer in found.layers)
+    assert [ranks for ranks, _ in found.all_reduce] == [P]
+    assert [ranks for ranks, _ in found.scatter_gather] == [P]
+    assert dict(found.program)["precision"] == "float32"
+
+
 # --- captured layers
 
 
@@ -271,6 +284,28 @@ def test_the_link_is_a_line_through_the_transfers_of_all_links() -> None:
     assert document["costs"] == {"link": {"latency": 10.0, "bandwidth": 1000.0}}
     without = [replace(rank, links=()) for rank in ranks()]
     assert to_layered_document(options(), without)["costs"] == {"p2p": 0.0}
+
+
+def test_conditions_and_costs_per_step_are_written_if_microbatches_have_sequences() -> None:
+    samples = (LinkSample(1000, Spread(1e-3, 1e-3)),)
+    reductions = (
+        ReductionProfile(2, False, samples, 1e-5, 2e9),
+        ReductionProfile(2, True, samples, 2e-5, 1e9),
+        ReductionProfile(4, False, samples, 1e-5, None),
+    )
+    last, first = ranks()
+    first = replace(first, input_shape=(3, 64), reductions=reductions)
+    updated = [replace(each, update=Spread(1e-3 * (at + 1), 1.0)) for at, each in enumerate(last.layers)]
+    document = to_layered_document(options(), [replace(last, layers=tuple(updated)), first])
+    assert document["profile"] == {
+        "microbatch_size": 3,
+        "sequence_length": 64,
+        "tensor_parallel": 1,
+        "update": {"block": 1000.0, "head": 2000.0},
+        "all_reduce": [{"ranks": 2, "latency": 10.0, "bandwidth": 2000.0}],
+        "scatter_gather": [{"ranks": 2, "latency": 20.0, "bandwidth": 1000.0}],
+    }
+    assert "profile" not in to_layered_document(options(), [last, replace(first, input_shape=(3,))])
 
 
 def test_recomputation_that_saves_no_memory_is_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -45,8 +46,41 @@ def to_layered_document(
     )
     document["memory"]["static"] += max(rank.static.communicators for rank in ranks)
     document["memory"]["limit"] = _limit(options, layers, document["memory"]["static"])
-    program = program_of(ranks)
-    return {**document, "measured": program} if program else document
+    program, conditions = program_of(ranks), _conditions(ranks)
+    document |= {"measured": program} if program else {}
+    return document | ({"profile": conditions} if conditions else {})
+
+
+def _conditions(ranks: Sequence[RankProfile]) -> dict[str, Any]:
+    """What ``zbv layout`` wants to know; empty if the model's input is no tensor of sequences."""
+    shape = next((rank.input_shape for rank in ranks if rank.input_shape), ())
+    if len(shape) < 2:
+        return {}
+    updates: defaultdict[str, list[float]] = defaultdict(list)
+    for layer in layers_of(ranks):
+        if layer.update is not None:
+            updates[re.sub(r"\.\d+$", "", layer.name)].append(layer.update.microseconds)
+    return {
+        "microbatch_size": shape[0],
+        "sequence_length": shape[1],
+        "tensor_parallel": 1,
+        "update": {name: round(mean(some), 1) for name, some in updates.items()},
+        "all_reduce": _reductions(ranks, is_sharded=False),
+        "scatter_gather": _reductions(ranks, is_sharded=True),
+    }
+
+
+def _reductions(ranks: Sequence[RankProfile], *, is_sharded: bool) -> list[dict[str, Any]]:
+    measured = next((rank.reductions for rank in ranks if rank.reductions), ())
+    return [
+        {
+            "ranks": each.ranks,
+            "latency": round(each.latency * 1e6, 1),
+            "bandwidth": round(each.bandwidth / 1e6, 3),
+        }
+        for each in measured
+        if each.bandwidth is not None and each.is_sharded == is_sharded
+    ]
 
 
 def layers_of(ranks: Sequence[RankProfile]) -> list[LayerProfile]:

@@ -163,6 +163,8 @@ class LayerProfile:
         Static memory of the layer; ``receives`` and ``workspace`` are 0.
     output_bytes
         Size of one microbatch's output; for the last layer, of the loss.
+    update
+        Time of the optimizer's step; None without trainable parameters.
     """
 
     name: str
@@ -170,6 +172,7 @@ class LayerProfile:
     recomputed: StageProfile | None
     static: StaticBytes
     output_bytes: int
+    update: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,25 @@ class LinkProfile:
 
 
 @dataclass(frozen=True)
+class ReductionProfile:
+    """Measured all-reduces of a number of ranks, and a line fitted through them.
+
+    Latency is in seconds, bandwidth in bytes per second that a rank sends: 2 (n - 1) / n of the tensor.
+
+    Attributes
+    ----------
+    is_sharded
+        Whether it is a reduce-scatter and an all-gather instead, which together send as much.
+    """
+
+    ranks: int
+    is_sharded: bool
+    samples: tuple[LinkSample, ...]
+    latency: float
+    bandwidth: float | None
+
+
+@dataclass(frozen=True)
 class RankProfile:
     """The measurements of one rank.
 
@@ -210,6 +232,10 @@ class RankProfile:
         The links that this rank timed.
     program
         The measured program, from :meth:`~zbv_worker.stage.program.Program.described`.
+    input_shape
+        Shape of the model's input, if it is one tensor and this rank has the first layer.
+    reductions
+        Empty if stages were measured.
     """
 
     rank: int
@@ -219,6 +245,8 @@ class RankProfile:
     links: tuple[LinkProfile, ...] = ()
     layers: tuple[LayerProfile, ...] = ()
     program: dict[str, str] = field(default_factory=dict)
+    input_shape: tuple[int, ...] = ()
+    reductions: tuple[ReductionProfile, ...] = ()
 
 
 _RANK_PROFILE = TypeAdapter(RankProfile)

@@ -29,6 +29,7 @@ from zbv_worker.execution.planned_cut import PlannedCut, require_layered
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.profile.captured import Captured, capture, split_into_layers
 from zbv_worker.measure.profile.links import LinkProfiler
+from zbv_worker.measure.profile.per_step import measure_reductions, update_times
 from zbv_worker.measure.profile.profile import (
     PROGRESS_MARK,
     LayerProfile,
@@ -151,7 +152,9 @@ class RankProfiler:
         )
         p2p, links = self._p2p(captured), self._links(captured)
         described = program.described(self._device)
-        return RankProfile(transport.pp_rank, profiles, static, p2p, links, layers, described)
+        first = captured[transport.pp_rank].input if transport.pp_rank == 0 else None
+        shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
+        return RankProfile(transport.pp_rank, profiles, static, p2p, links, layers, described, shape)
 
     def _layers(self, captured: Captured) -> tuple[LayerProfile, ...]:
         """Measure the layers of this rank's stage."""
@@ -168,6 +171,9 @@ class RankProfiler:
             for is_recomputed in ((False, True) if self._options.recompute else (False,))
         ]
         kept, *recomputed = self._profiles(variants)
+        stages = {at: each.stage for at, each in variants[0].items()}
+        timeout = self._options.timeout
+        updates = update_times(self._model, stages, self._device, lambda: self._transport.barrier(timeout))
         return tuple(
             LayerProfile(
                 self._names[at],
@@ -175,6 +181,7 @@ class RankProfiler:
                 recomputed[0][at] if recomputed else None,
                 static_bytes(self._model, {at: each.stage}, receives=0, workspace=0),
                 bytes_of(each.output),
+                updates.get(at),
             )
             for at, each in variants[0].items()
         )
@@ -329,7 +336,11 @@ def main(request: dict[str, Any], world: World) -> Any:
     if device.type == "cpu":
         use_one_core(world)
     with connected(world, options.backend, device, options.timeout) as transport:
-        return rank_json(RankProfiler(options, transport, device).measure())
+        found = RankProfiler(options, transport, device).measure()
+    if options.by_layer:
+        reductions = measure_reductions(world, options.backend, device, options.timeout)
+        found = replace(found, reductions=reductions)
+    return rank_json(found)
 
 
 if __name__ == "__main__":

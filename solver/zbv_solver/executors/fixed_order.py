@@ -131,6 +131,13 @@ class FixedOrder:
                 graph, [(*paths[rank], int(lasts[end])) for rank, end in zip(ranks, ends, strict=True)]
             )
 
+    def load_of(self, rank: int) -> Terms:
+        """The path through all actions of a rank."""
+        part = self.orders.slice_of(rank)
+        count = np.zeros((4, self.hosted.size))
+        np.add.at(count, (self.letter[part], self.stage[part]), 1)
+        return Terms(count, np.zeros(max(0, self.hosted.size - 1)), 1)
+
     def _with(self, duration: FloatArray, latency: FloatArray) -> Graph:
         crossing = np.where(self.boundary >= 0, latency[self.boundary] if len(latency) else 0.0, -1.0)
         return self.graph._replace(duration=duration[self.letter, self.stage], latency=crossing)

@@ -51,7 +51,7 @@ def _is_alone(layout: Layout) -> bool:
 def _has_equal_replicas(model: Transformer, layout: Layout) -> bool:
     """Whether dense layers and experts have as many replicas."""
     inside = layout.tensor_parallel * layout.context_parallel
-    experts = layout.expert_parallel if model.experts else layout.tensor_parallel
+    experts = layout.expert_parallel if model.experts > 1 else layout.tensor_parallel
     return inside == experts
 
 

@@ -10,30 +10,34 @@ from __future__ import annotations
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.transformer import Transformer
-from zbv_solver.executors.letters import Modules
-from zbv_solver.executors.megatron_layout import layout_flags
+from zbv_solver.executors.megatron_layout import Stages, layout_flags
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.executors.torchtitan_settings import write_settings
 from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.executor_rules import NAMES
 from zbv_solver.layouts.layout import Layout
-from zbv_solver.problem.layer import Model
 
 
 def layout_settings(
-    executor: str, layout: Layout, model: Transformer, cluster: Cluster, layers: Model, schedule: Schedule
+    executor: str,
+    layout: Layout,
+    model: Transformer,
+    cluster: Cluster,
+    stages: Stages | None,
+    schedule: Schedule,
 ) -> tuple[str | None, str]:
-    """The settings of a layout whose layers are cut, and a remark that says why there are none.
+    """The settings of a layout, and a remark that says why there are none.
 
     Parameters
     ----------
     layout
         It is recomputed in full or not at all.
+    stages
+        The modules of every stage; None if the executor does not name modules.
     """
-    if executor == "torch":
-        return None, "PyTorch's runtime has no settings of a layout."
+    if stages is None:
+        return None, f"{NAMES[executor]} has no settings of a layout."
     try:
-        modules, bounds = Modules.of(layers), layers.cut.bounds
-        stages = tuple(map(modules.of_stage, bounds[:-1], bounds[1:]))
         recompute = "all" if layout.recompute == "full" else "none"
         if executor == "torchtitan":
             return _toml(layout, model, stages, schedule, recompute), ""
@@ -52,7 +56,7 @@ def _flags(layout: Layout, model: Transformer, cluster: Cluster) -> list[str]:
     if layout.tensor_parallel > 1:
         flags.append("--sequence-parallel")
     flags.append(f"--context-parallel-size {layout.context_parallel}")
-    if model.experts:
+    if model.experts > 1:
         # Estimates have whole experts on every device; Megatron-LM's default divides them by tensors.
         flags += [
             f"--expert-model-parallel-size {layout.expert_parallel}",
@@ -74,7 +78,7 @@ def _flags(layout: Layout, model: Transformer, cluster: Cluster) -> list[str]:
 
 
 def _toml(
-    layout: Layout, model: Transformer, stages: tuple[str, ...], schedule: Schedule, recompute: str
+    layout: Layout, model: Transformer, stages: Stages, schedule: Schedule, recompute: str
 ) -> str:
     degrees = {
         "data_parallel_replicate_degree": 1,
@@ -83,7 +87,7 @@ def _toml(
         "tensor_parallel_degree": layout.tensor_parallel,
         "context_parallel_degree": layout.context_parallel,
     }
-    if model.experts:
+    if model.experts > 1:
         degrees |= {
             "expert_parallel_degree": layout.expert_parallel,
             "expert_tensor_parallel_degree": 1,

@@ -19,9 +19,12 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layouts.answer import ranking_json, recomputation, utilisation
 from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.enumeration import ZERO_STAGES
+from zbv_solver.layouts.executor_answer import free_step, schedule_name
+from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
+from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.layout import Fixed
 from zbv_solver.layouts.request import Request, parse_request
-from zbv_solver.layouts.search import Ranking, best_layouts
+from zbv_solver.layouts.search import PlannedLayout, Ranking, best_layouts
 from zbv_solver.search.options import SearchOptions
 
 ROWS = (
@@ -29,6 +32,8 @@ ROWS = (
     *("stages", "microbatches", "ZeRO stage", "recompute", "placement"),
     *("step", "lower bound", "model FLOPs utilisation", "peak memory"),
 )
+
+EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
 
 
 def layout(arguments: argparse.Namespace) -> None:
@@ -38,7 +43,9 @@ def layout(arguments: argparse.Namespace) -> None:
     options = None if arguments.effort is None else SearchOptions(arguments.effort, workers=arguments.workers)
 
     def search(stop: Callable[[], bool]) -> Ranking:
-        return best_layouts(layouts, setting, arguments.top, options, stop)
+        if arguments.executor == FREE:
+            return best_layouts(layouts, setting, arguments.top, options, stop)
+        return executor_layouts(layouts, setting, arguments.executor, arguments.top, options, stop)
 
     with terminated_like_interrupted(), spinner("searching layouts"):
         if arguments.output is None:
@@ -50,6 +57,9 @@ def layout(arguments: argparse.Namespace) -> None:
     console = Console(stderr=arguments.output == "-")
     console.print(_table(ranking, request))
     console.print(_verdict(ranking), highlight=False)
+    best = ranking.best[0]
+    if isinstance(best, ExecutorLayout):
+        console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
 
 
 def _request(arguments: argparse.Namespace) -> Request:
@@ -98,7 +108,8 @@ def _table(ranking: Ranking, request: Request) -> Table:
     title = f"layouts on {cluster.nodes} nodes of {cluster.gpus_per_node} devices"
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
-    columns = []
+    has_executors = any(isinstance(each, ExecutorLayout) for each in ranking.best)
+    rows, columns = ROWS + (EXECUTOR_ROWS if has_executors else ()), []
     for each in ranking.best:
         table.add_column(justify="right")
         layout, placement = each.layout, each.plan.problem.placement
@@ -114,11 +125,17 @@ def _table(ranking: Ranking, request: Request) -> Table:
                 f"{each.lower_bound:.4g} s",
                 f"{utilisation(each, request):.1%}",
                 f"{max(each.plan.metrics.peak_memory) / 1e9:.3g} GB",
+                *(_executor_cells(each) if has_executors else ()),
             ]
         )
-    for name, values in zip(ROWS, zip(*columns, strict=True), strict=True):
+    for name, values in zip(rows, zip(*columns, strict=True), strict=True):
         table.add_row(name, *values)
     return table
+
+
+def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
+    name = planned.executor if isinstance(planned, ExecutorLayout) else FREE
+    return name, schedule_name(planned), free_step(planned)
 
 
 def _verdict(ranking: Ranking) -> str:

@@ -11,6 +11,7 @@ FLAGS = (
     *("microbatch_size", "zero_stage", "recompute", "placement"),
 )
 """The parts of a layout that may be fixed."""
+EXECUTORS = ("zbv", "torch", "megatron", "torchtitan", "any")
 CHOICES = {
     "recompute": ("none", "full", "per-stage"),
     "placement": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
@@ -31,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
     parser.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
     parser.add_argument("--top", type=int, default=1, metavar="N", help="layouts to list (default: 1)")
+    parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default=EXECUTORS[0],
+        help="program that runs the pipeline, in an order of its own except for zbv (default: zbv)",
+    )
     parser.add_argument(
         "--effort",
         choices=("quick", "standard", "thorough"),

@@ -195,7 +195,9 @@ class Runs:
             spaces = self.workspace[:, run]
             least = float(spaces.min() if recompute is None else spaces[int(recompute[stage])])
             rank = int(np.flatnonzero((order.hosted == stage).any(axis=1))[0])
-            room[rank] = min(room[rank], limit[rank] * (1 + 2 * MEMORY_TOLERANCE) - problem.static[rank] - least)
+            room[rank] = min(
+                room[rank], limit[rank] * (1 + 2 * MEMORY_TOLERANCE) - problem.static[rank] - least
+            )
         return room
 
     def row_of_terms(self, terms: Terms) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zbv_solver.layouts.executor_answer import executor_json
 from zbv_solver.layouts.request import Request
 from zbv_solver.layouts.search import PlannedLayout, Ranking
 from zbv_solver.plans.plan import plan_json
@@ -51,7 +52,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "zero_stage": layout.zero_stage,
         "recompute": recomputation(planned),
         "placement": layout.placement,
-        "executor": "zbv",
+        **executor_json(planned),
         "step_time": planned.step_time,
         "lower_bound": planned.lower_bound,
         "model_flops_utilisation": utilisation(planned, request),

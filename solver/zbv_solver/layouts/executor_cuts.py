@@ -83,7 +83,7 @@ class OwnLayers:
 
     @classmethod
     def of(cls, problem: LayeredProblem, executor: str) -> OwnLayers:
-        """The layers of a problem; no schedules if the executor refuses the numbers of ranks and microbatches.
+        """The layers of a problem; without schedules if the executor refuses its ranks and microbatches.
 
         Raises :class:`InvalidInput` when the executor does not take such layers.
         """

@@ -101,7 +101,7 @@ def executor_layouts(
         raise refusal(executor, setting.model, list(layouts))
     search = _ExecutorSearch(setting, options, cancelled)
     search.run(candidates, top)
-    if not search.found:
+    if not search.found and not search.queue:
         raise NoLayoutFits(len(candidates), setting.cluster.memory)
     search.finish(top)
     return search.ranking(top, len(candidates))
@@ -198,7 +198,13 @@ class _ExecutorSearch:
 
     def finish(self, top: int) -> None:
         """Search the cuts with the shortest steps in full, then those with the least bounds."""
-        most = FULL_SEARCHES[self.effort]
+        if self.options is not None:
+            again = {each.layout: each for each in self.free.ranked(self.options, self.cancelled)}
+            self.found = [
+                node._replace(of=again[node.candidate.layout]) if node.candidate.executor == FREE else node
+                for node in self.found
+            ]
+        most = FULL_SEARCHES[self.effort] if self.found else 0
         for number in range(most):
             longest = self._steps()[:top][-1][0]
             open_cuts = [
@@ -230,7 +236,8 @@ class _ExecutorSearch:
         for node in self._open_nodes():
             bounds[node.candidate] = min(bounds.get(node.candidate, inf), _bound(node))
         best = tuple(self._answer(node, bounds[node.candidate]) for _, node in steps[:top])
-        return Ranking(best, considered, len(steps), min(*bounds.values(), *(each.step_time for each in best)))
+        below = min([*bounds.values(), *(each.step_time for each in best)])
+        return Ranking(best, considered, len(steps), below)
 
     def _open_nodes(self) -> Iterator[_Node]:
         """Nodes that together have every candidate that fits."""

@@ -128,8 +128,8 @@ LAYOUT_RULES: dict[str, tuple[Rule, ...]] = {
     "torch": (
         Rule(
             lambda _, layout: layout.zero_stage <= 1 or _is_alone(layout) or not _has_replicas(layout),
-            "ZeRO stage 0 (DDP) or 1 (FSDP) with a pipeline, because parameters and gradients are whole until "
-            "the last microbatch",
+            "with a pipeline ZeRO stage 0 (DDP) or 1 (FSDP), because parameters and gradients are whole "
+            "until the last microbatch",
             "torch/distributed/pipelining/stage.py, backward_maybe_with_nosync",
         ),
         Rule(
@@ -178,9 +178,7 @@ def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
 
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:
     """The error of layouts that an executor cannot run, with every rule that one of them breaks."""
-    rules = {
-        rule.text: None for layout in layouts for rule in _broken(LAYOUT_RULES[executor], model, layout)
-    }
+    rules = {rule.text: None for layout in layouts for rule in _broken(LAYOUT_RULES[executor], model, layout)}
     return InvalidInput.at(
         "",
         f"{NAMES[executor]} can run none of the {len(layouts):,} layouts. It requires {'; '.join(rules)}. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -37,6 +38,16 @@ class Variant:
 
     candidate: Candidate
     estimated: EstimatedLayout
+
+    @cached_property
+    def least_once(self) -> float:
+        """Lower bound in seconds of what the busiest rank does once per step.
+
+        It does at least the mean of all ranks, and what any layer needs; and it sums the gradients of tables.
+        """
+        estimate = self.estimated.estimate
+        largest = max(layer.step.total for layer in estimate.layers) * SECONDS
+        return max(self.estimated.least_once, largest) + estimate.table_reduction * SECONDS
 
 
 @dataclass(eq=False)
@@ -130,7 +141,7 @@ class Scheduled:
     @property
     def bound(self) -> float:
         """Lower bound of the step in seconds, over all cuts; inf if it is proved that none fits."""
-        return self.shared.search.bound * self._seconds + self.variant.estimated.least_once
+        return self.shared.search.bound * self._seconds + self.variant.least_once
 
     @property
     def has_cut(self) -> bool:
@@ -166,7 +177,7 @@ class Scheduled:
 
     def finish(self, below: float) -> None:
         """Search cuts in full, and prove a bound up to a step of ``below`` seconds."""
-        most = (below - self.variant.estimated.least_once) / self._seconds
+        most = (below - self.variant.least_once) / self._seconds
         self.shared.is_finished = True
         self.shared.search.finish(max(0.0, most), 1.0)
 

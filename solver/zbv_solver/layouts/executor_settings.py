@@ -2,8 +2,8 @@
 
 Flags are those of ``megatron/training/arguments.py`` and of the configurations that it reads
 (``megatron/core/model_parallel_config.py``, ``megatron/training/config``); TOML has the keys of
-``torchtitan/config/job_config.py`` of version 0.2. Settings that do not depend on the layout, such as the sizes
-of the model, are not written.
+``torchtitan/config/job_config.py`` of version 0.2. Settings that do not depend on the layout, such as the
+sizes of the model, are not written.
 """
 
 from __future__ import annotations

@@ -189,15 +189,14 @@ class Runs:
         problem = self.space.problem
         if problem.limit is None:
             return np.full(len(order.hosted), np.inf)
-        limit = np.array(problem.limit)
-        room = limit * (1 + 2 * MEMORY_TOLERANCE) - np.array(problem.static)
+        static = np.array(problem.static)
+        whole: FloatArray = np.array(problem.limit) * (1 + 2 * MEMORY_TOLERANCE) - static
+        room = whole.copy()
         for stage, run in ((0, 0), (len(self.lower) - 2, -1)):
             spaces = self.workspace[:, run]
             least = float(spaces.min() if recompute is None else spaces[int(recompute[stage])])
             rank = int(np.flatnonzero((order.hosted == stage).any(axis=1))[0])
-            room[rank] = min(
-                room[rank], limit[rank] * (1 + 2 * MEMORY_TOLERANCE) - problem.static[rank] - least
-            )
+            room[rank] = min(room[rank], whole[rank] - least)
         return room
 
     def row_of_terms(self, terms: Terms) -> Row:

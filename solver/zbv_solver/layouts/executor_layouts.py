@@ -232,7 +232,7 @@ class _ExecutorSearch:
     def ranking(self, top: int, considered: int) -> Ranking:
         """The best layouts, with their plans and settings."""
         steps = self._steps()
-        bounds = {}
+        bounds: dict[Candidate, float] = {}
         for node in self._open_nodes():
             bounds[node.candidate] = min(bounds.get(node.candidate, inf), _bound(node))
         best = tuple(self._answer(node, bounds[node.candidate]) for _, node in steps[:top])

@@ -33,13 +33,15 @@ MODEL: dict[str, Any] = {
 EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
 
 
-def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, **device: Any) -> Cluster:
+def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.0, **device: Any) -> Cluster:
     links = {
-        "in_node": {"latency": 10, "bandwidth": 300},
-        "between_nodes": {"latency": 20, "bandwidth": 25},
+        "in_node": {"latency": 10, "bandwidth": 300 * speed},
+        "between_nodes": {"latency": 20, "bandwidth": 25 * speed},
     }
     document = {"nodes": nodes, "gpus_per_node": gpus, "links": links, "memory": gigabytes * 1e9}
-    return parse_cluster(document | {"device": {"achieved_tflops": 300, "memory_bandwidth": 1500, **device}})
+    return parse_cluster(
+        document | {"device": {"achieved_tflops": 300, "memory_bandwidth": 1500 * speed, **device}}
+    )
 
 
 def request_of(model: dict[str, Any], cluster: Cluster, batch: int, **fixed: Any) -> Request:
@@ -92,9 +94,9 @@ def check_bounds(estimated: EstimatedLayout, setting: Setting, step: float) -> N
     assert max([*bounds, estimated.memory_bound, estimated.load_bound]) <= step * (1 + 1e-9)
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
-    st.sampled_from([(1, 2), (3, 1), (1, 4)]),
+    st.sampled_from([(1, 2), (3, 1)]),
     st.sampled_from([MODEL, EXPERTS]),
     st.floats(3.0, 30.0),
     st.booleans(),
@@ -105,9 +107,10 @@ def test_the_best_layout_is_that_of_cutting_every_one(
 ) -> None:
     request = request_of(
         {**model, "tied_embeddings": is_tied, "sequence": 512, "layers": 5},
-        cluster_of(*nodes, gigabytes),
+        # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
+        cluster_of(*nodes, gigabytes, speed=1e5),
         2 * nodes[0] * nodes[1],
-        microbatch_size=1,
+        **{"microbatch_size": 1, "tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1},
         placement="tp-cp-dp-pp",
     )
     steps = every_step(request, executor)
@@ -117,8 +120,7 @@ def test_the_best_layout_is_that_of_cutting_every_one(
         return
     ranking = executor_layouts(request.layouts, request.setting, executor)
     best = ranking.best[0]
-    # Cuts with equal pipelines may differ in what a rank does once per step.
-    assert best.step_time == pytest.approx(min(steps.values()), rel=2e-3)
+    assert best.step_time == pytest.approx(min(steps.values()), rel=1e-5)
     assert ranking.no_layout_below <= min(steps.values()) * (1 + 1e-9)
     assert best.lower_bound <= best.step_time
     assert ranking.considered == sum(
@@ -127,7 +129,8 @@ def test_the_best_layout_is_that_of_cutting_every_one(
 
 
 def test_all_executors_together_are_as_good_as_each() -> None:
-    request = request_of(MODEL, cluster_of(1, 4, 6.0), 16, tensor_parallel=1, microbatch_size=1, zero_stage=1)
+    fixed = {"tensor_parallel": 1, "context_parallel": 1, "microbatch_size": 1, "zero_stage": 1}
+    request = request_of(MODEL, cluster_of(1, 2, 6.0), 8, **fixed)
     layouts, setting = request.layouts, request.setting
     ranking = executor_layouts(layouts, setting, "any", top=8)
     # Every pair of a layout and an executor is listed once.
@@ -199,13 +202,13 @@ def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int) ->
 
 
 def test_the_order_of_an_executor_is_no_faster_than_the_bound_of_any_order() -> None:
-    request = request_of(MODEL, cluster_of(1, 4), 16, pipeline_parallel=4, microbatch_size=1)
-    best = best_of(request, "megatron")
+    request = request_of(MODEL, cluster_of(1, 2), 4, pipeline_parallel=2, microbatch_size=1)
+    ranking = executor_layouts(request.layouts, request.setting, "megatron")
+    best = ranking.best[0]
+    assert isinstance(best, ExecutorLayout)
     assert best.free is not None
     assert best.free.lower_bound <= best.step_time
-    (row,) = ranking_json(
-        executor_layouts(request.layouts, request.setting, "megatron"), request, with_plans=False
-    )["layouts"]
+    (row,) = ranking_json(ranking, request, with_plans=False)["layouts"]
     assert row["free_order"]["step_time"] == pytest.approx(best.free.step_time)
     assert (row["executor"], row["virtual_stages"]) == ("megatron", best.best.schedule.placement.chunks)
     assert row["settings"] == best.settings

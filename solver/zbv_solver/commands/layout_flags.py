@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--executor",
         choices=EXECUTORS,
         default=EXECUTORS[0],
-        help="program that runs the pipeline, in an order of its own except for zbv (default: zbv)",
+        help="program that runs the pipeline; all but zbv have fixed orders (default: zbv)",
     )
     parser.add_argument(
         "--effort",

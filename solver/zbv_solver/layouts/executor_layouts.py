@@ -1,4 +1,4 @@
-"""The best of all layouts for executors with orders of their own.
+"""The best of all layouts for executors with fixed orders.
 
 The search is best-first by lower bounds, like that of :mod:`zbv_solver.layouts.search`. A layout becomes two
 variants, without recomputation and with, because executors recompute all stages or none; a variant becomes

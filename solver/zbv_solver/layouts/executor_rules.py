@@ -141,7 +141,7 @@ LAYOUT_RULES: dict[str, tuple[Rule, ...]] = {
     ),
 }
 NAMES = {"megatron": MEGATRON, "torchtitan": TITAN, "torch": TORCH}
-"""The names of executors with orders of their own."""
+"""The names of executors with fixed orders."""
 LAYOUT_EXECUTORS = (FREE, *NAMES, ANY)
 """What ``--executor`` takes."""
 

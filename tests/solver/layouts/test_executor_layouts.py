@@ -94,7 +94,7 @@ def check_bounds(estimated: EstimatedLayout, setting: Setting, step: float) -> N
     assert max([*bounds, estimated.memory_bound, estimated.load_bound]) <= step * (1 + 1e-9)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     st.sampled_from([(1, 2), (3, 1)]),
     st.sampled_from([MODEL, EXPERTS]),
@@ -129,10 +129,10 @@ def test_the_best_layout_is_that_of_cutting_every_one(
 
 
 def test_all_executors_together_are_as_good_as_each() -> None:
-    fixed = {"tensor_parallel": 1, "context_parallel": 1, "microbatch_size": 1, "zero_stage": 1}
-    request = request_of(MODEL, cluster_of(1, 2, 6.0), 8, **fixed)
+    fixed = {"pipeline_parallel": 2, "microbatch_size": 1}
+    request = request_of(MODEL, cluster_of(1, 2, 6.0), 4, **fixed)
     layouts, setting = request.layouts, request.setting
-    ranking = executor_layouts(layouts, setting, "any", top=8)
+    ranking = executor_layouts(layouts, setting, "any", top=4)
     # Every pair of a layout and an executor is listed once.
     listed = [row["executor"] for row in ranking_json(ranking, request)["layouts"]]
     assert set(listed) == {"zbv", *NAMES}

@@ -45,7 +45,10 @@ def layout(arguments: argparse.Namespace) -> None:
     def search(stop: Callable[[], bool]) -> Ranking:
         if arguments.executor == FREE:
             return best_layouts(layouts, setting, arguments.top, options, stop)
-        return executor_layouts(layouts, setting, arguments.executor, arguments.top, options, stop)
+        try:
+            return executor_layouts(layouts, setting, arguments.executor, arguments.top, options, stop)
+        except InvalidInput as error:
+            raise error.found_in("--executor") from None
 
     with terminated_like_interrupted(), spinner("searching layouts"):
         if arguments.output is None:

@@ -203,11 +203,11 @@ def _walk(graph: Graph, origin: IntArray, length: FloatArray, last: int) -> list
 def _maximal(rows: FloatArray) -> FloatArray:
     """The distinct rows (n, k) that no other row exceeds or equals everywhere."""
     found = np.unique(rows, axis=0)[::-1]
-    kept: list[int] = []
-    for at in range(len(found)):  # in descending order, so no later row exceeds an earlier one
-        if not any((found[other] >= found[at]).all() for other in kept):
-            kept.append(at)
-    return found[kept]
+    kept = found[:0]
+    for row in found:  # in descending order, so no later row exceeds an earlier one
+        if not (kept >= row).all(axis=1).any():
+            kept = np.vstack([kept, row])
+    return kept
 
 
 def largest_mean_cycle(weight: FloatArray) -> list[int]:

@@ -26,6 +26,8 @@ SAFETY = 1e-11
 """By which share bounds are lowered: rounding of sums over terms and boundaries."""
 PENALTY = 1e4
 """What memory beyond a limit costs, in values of a known cut for as much memory as the limit."""
+MOST_ROWS = 6
+"""Places of a rank's list where its memory is bounded: those with the most microbatches."""
 FITS = 1e-7
 """Memory beyond limits, as a share, that is taken for rounding."""
 
@@ -168,10 +170,14 @@ class _Program:
         of_rank = [
             self.solver.NumVar(0.0, self.solver.infinity(), "") if limit > 0 else None for limit in limits
         ]
-        for rank, numbers in zip(*order.held, strict=True):
+        ranks, held = order.held
+        rows_of_rank = np.zeros(len(limits), dtype=np.int64)
+        for at in np.argsort(-held.sum(axis=(1, 2)), kind="stable").tolist():
+            rank, numbers = int(ranks[at]), held[at]
             excess, limit = of_rank[rank], limits[rank]
-            if excess is None:
+            if excess is None or rows_of_rank[rank] == MOST_ROWS:
                 continue
+            rows_of_rank[rank] += 1
             row = self.runs.row_of_memory(order.hosted[rank], numbers)
             constraint = self._at_most(row, 1 / limit, float(room[rank] - row.fixed) / limit)
             constraint.SetCoefficient(excess, -1.0)

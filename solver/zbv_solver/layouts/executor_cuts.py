@@ -24,7 +24,7 @@ from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.search.options import Effort
 
 
-class Candidate(NamedTuple):
+class ExecutorCandidate(NamedTuple):
     """A layout for an executor; ``number`` is that of the enumeration."""
 
     number: int
@@ -33,10 +33,10 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Variant:
+class LayoutVariant:
     """A candidate that recomputes all stages or none, and its estimate."""
 
-    candidate: Candidate
+    candidate: ExecutorCandidate
     estimated: EstimatedLayout
 
     @cached_property
@@ -123,7 +123,7 @@ class Scheduled:
         How often its search must have been advanced before this node has its bound.
     """
 
-    variant: Variant
+    variant: LayoutVariant
     own: OwnLayers
     shared: SharedSearch
     steps: int = 0
@@ -196,7 +196,7 @@ class ScheduleSource:
     _layers: dict[Hashable, OwnLayers] = field(default_factory=dict)
     _searches: dict[Hashable, SharedSearch | None] = field(default_factory=dict)
 
-    def variants(self, candidate: Candidate) -> Iterator[Variant]:
+    def variants(self, candidate: ExecutorCandidate) -> Iterator[LayoutVariant]:
         """A candidate without and with recomputation, as far as its layout allows."""
         estimated = EstimatedLayout.of(candidate.layout, self.setting)
         if not estimated.has_room_for_states:
@@ -207,9 +207,9 @@ class ScheduleSource:
         for recompute in choices:
             if recompute == "none" or can_recompute or asked == "full":
                 layout = replace(candidate.layout, recompute=recompute)
-                yield Variant(candidate, replace(estimated, layout=layout))
+                yield LayoutVariant(candidate, replace(estimated, layout=layout))
 
-    def scheduled(self, variant: Variant) -> Iterator[Scheduled]:
+    def scheduled(self, variant: LayoutVariant) -> Iterator[Scheduled]:
         """A variant under every schedule of its executor."""
         problem, executor = variant.estimated.problem, variant.candidate.executor
         key = problem, executor

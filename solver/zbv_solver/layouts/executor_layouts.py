@@ -18,7 +18,7 @@ from typing import NamedTuple
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
-from zbv_solver.layouts.executor_cuts import Candidate, Scheduled, ScheduleSource, Variant
+from zbv_solver.layouts.executor_cuts import ExecutorCandidate, Scheduled, ScheduleSource, LayoutVariant
 from zbv_solver.layouts.executor_rules import FREE, executors_of, refusal, runs_layout
 from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.layout import Layout
@@ -58,8 +58,8 @@ class _Node(NamedTuple):
 
     bound: float
     number: int
-    candidate: Candidate
-    of: Candidate | Variant | Scheduled | EstimatedLayout | PlannedLayout
+    candidate: ExecutorCandidate
+    of: ExecutorCandidate | LayoutVariant | Scheduled | EstimatedLayout | PlannedLayout
     is_tight: bool = False
     is_planned: bool = False
 
@@ -92,7 +92,7 @@ def executor_layouts(
         When no layout fits in memory.
     """
     candidates = [
-        Candidate(number, name, layout)
+        ExecutorCandidate(number, name, layout)
         for name in executors_of(executor, setting.model)
         for number, layout in enumerate(layouts)
         if runs_layout(name, setting.model, layout)
@@ -134,11 +134,11 @@ class _ExecutorSearch:
         self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort)
         self.free = LayoutSearch(self.setting)
 
-    def run(self, candidates: list[Candidate], top: int) -> None:
+    def run(self, candidates: list[ExecutorCandidate], top: int) -> None:
         """Bound and cut, best first, until the best ``top`` candidates are planned."""
         for each in candidates:
             self._push(self.setting.least_work(each.layout), each, each)
-        ended: set[Candidate] = set()
+        ended: set[ExecutorCandidate] = set()
         while self.queue and len(ended) < top and not self._is_cancelled():
             node = heapq.heappop(self.queue)
             if node.is_planned:
@@ -149,7 +149,11 @@ class _ExecutorSearch:
                 self._refine(node)
 
     def _push(
-        self, bound: float, candidate: Candidate, of: Variant | Scheduled | Candidate, tight: bool = False
+        self,
+        bound: float,
+        candidate: ExecutorCandidate,
+        of: LayoutVariant | Scheduled | ExecutorCandidate,
+        tight: bool = False,
     ) -> None:
         heapq.heappush(self.queue, _Node(bound, self.made, candidate, of, tight))
         self.made += 1
@@ -161,7 +165,7 @@ class _ExecutorSearch:
 
     def _refine_free(self, node: _Node) -> None:
         """Replace a node of a free order by one with a tighter bound."""
-        of = node.of.layout if isinstance(node.of, Candidate) else node.of
+        of = node.of.layout if isinstance(node.of, ExecutorCandidate) else node.of
         if isinstance(of, Layout | EstimatedLayout):
             tighter = self.free.tighter(node.bound, node.number, of, node.is_tight)
             if tighter is None:
@@ -175,13 +179,13 @@ class _ExecutorSearch:
     def _refine(self, node: _Node) -> None:
         """Replace a node by others with tighter bounds, or by a plan."""
         bound, candidate, of = node.bound, node.candidate, node.of
-        if isinstance(of, Candidate):
+        if isinstance(of, ExecutorCandidate):
             for variant in self.schedules.variants(of):
                 estimated = variant.estimated
                 self._push(max(bound, estimated.mean_bound, estimated.memory_bound), candidate, variant)
-        elif isinstance(of, Variant) and not node.is_tight:
+        elif isinstance(of, LayoutVariant) and not node.is_tight:
             self._push(max(bound, of.estimated.load_bound), candidate, of, tight=True)
-        elif isinstance(of, Variant):
+        elif isinstance(of, LayoutVariant):
             for scheduled in self.schedules.scheduled(of):
                 self._push(max(bound, scheduled.bound), candidate, scheduled)
         elif isinstance(of, Scheduled):
@@ -222,7 +226,7 @@ class _ExecutorSearch:
 
     def _steps(self) -> list[tuple[float, _Node]]:
         """Step and best node of every planned candidate, best first."""
-        best: dict[Candidate, tuple[float, _Node]] = {}
+        best: dict[ExecutorCandidate, tuple[float, _Node]] = {}
         for node in self.found:
             step = node.of.step_time if isinstance(node.of, Scheduled | PlannedLayout) else inf
             if node.candidate not in best or step < best[node.candidate][0]:
@@ -232,7 +236,7 @@ class _ExecutorSearch:
     def ranking(self, top: int, considered: int) -> Ranking:
         """The best layouts, with their plans and settings."""
         steps = self._steps()
-        bounds: dict[Candidate, float] = {}
+        bounds: dict[ExecutorCandidate, float] = {}
         for node in self._open_nodes():
             bounds[node.candidate] = min(bounds.get(node.candidate, inf), _bound(node))
         best = tuple(self._answer(node, bounds[node.candidate]) for _, node in steps[:top])

@@ -18,7 +18,7 @@ ANY, FREE = "any", "zbv"
 
 
 @dataclass(frozen=True)
-class Rule:
+class ExecutorRule:
     """What an executor requires.
 
     Attributes
@@ -59,21 +59,21 @@ MEGATRON, TITAN, TORCH = "Megatron-LM", "torchtitan", "PyTorch's pipeline runtim
 _ARGUMENTS = "megatron/training/arguments.py, validate_args"
 _TITAN = "torchtitan/models/llama3/infra/parallelize.py"
 
-MODEL_RULES: dict[str, tuple[Rule, ...]] = {
+MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     "megatron": (
-        Rule(
+        ExecutorRule(
             lambda model, _: model.vision is None,
             "a model without a vision encoder",
             "megatron/core/transformer/pipeline_parallel_layer_layout.py: the letters of modules",
         ),
-        Rule(
+        ExecutorRule(
             lambda model, _: _has_no_state_space(model),
             "a model without state-space layers, because it cuts these by --hybrid-layer-pattern",
             _ARGUMENTS,
         ),
     ),
     "torchtitan": (
-        Rule(
+        ExecutorRule(
             lambda model, _: model.vision is None and not model.predictions and _has_no_state_space(model),
             "a model of embedding, transformer layers and head",
             "torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part",
@@ -81,14 +81,14 @@ MODEL_RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "torch": (),
 }
-LAYOUT_RULES: dict[str, tuple[Rule, ...]] = {
+LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     "megatron": (
-        Rule(
+        ExecutorRule(
             lambda _, layout: layout.zero_stage <= 1 or not _has_replicas(layout),
             "ZeRO stage 0, or 1 (--use-distributed-optimizer); Megatron-FSDP is not part of this search",
             f"{_ARGUMENTS}; megatron/core/optimizer/distrib_optimizer.py",
         ),
-        Rule(
+        ExecutorRule(
             lambda model, layout: (
                 layout.placement == "tp-cp-dp-pp" or _is_alone(layout) or _has_equal_replicas(model, layout)
             ),
@@ -98,7 +98,7 @@ LAYOUT_RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
     "torchtitan": (
-        Rule(
+        ExecutorRule(
             lambda _, layout: (
                 layout.zero_stage == (3 if _is_alone(layout) else 1) or not _has_replicas(layout)
             ),
@@ -107,32 +107,32 @@ LAYOUT_RULES: dict[str, tuple[Rule, ...]] = {
             f"{_TITAN}, apply_fsdp (fsdp_reshard_after_forward); torch/distributed/pipelining/stage.py, "
             "backward_maybe_with_nosync",
         ),
-        Rule(
+        ExecutorRule(
             lambda _, layout: layout.placement == "tp-cp-dp-pp",
             "the placement tp-cp-dp-pp",
             "torchtitan/distributed/parallel_dims.py, build_mesh",
         ),
-        Rule(
+        ExecutorRule(
             lambda model, layout: (
                 model.sequence % (2 * layout.tensor_parallel * layout.context_parallel) == 0
             ),
             "sequences that 2 * tensor * context parallel divides",
             f"torchtitan/distributed/parallel_dims.py, seq_len_divisor; {_TITAN}",
         ),
-        Rule(
+        ExecutorRule(
             lambda model, layout: not model.tied or _is_alone(layout),
             "no pipeline if embedding and head share their table",
             "torchtitan/models/common/decoder.py",
         ),
     ),
     "torch": (
-        Rule(
+        ExecutorRule(
             lambda _, layout: layout.zero_stage <= 1 or _is_alone(layout) or not _has_replicas(layout),
             "with a pipeline ZeRO stage 0 (DDP) or 1 (FSDP), because parameters and gradients are whole "
             "until the last microbatch",
             "torch/distributed/pipelining/stage.py, backward_maybe_with_nosync",
         ),
-        Rule(
+        ExecutorRule(
             lambda model, layout: not model.tied or _is_alone(layout),
             "no pipeline if embedding and head share their table, because stages exchange no gradients of "
             "parameters",
@@ -186,11 +186,11 @@ def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> Invalid
     )
 
 
-def _broken(rules: tuple[Rule, ...], model: Transformer, layout: Layout) -> list[Rule]:
+def _broken(rules: tuple[ExecutorRule, ...], model: Transformer, layout: Layout) -> list[ExecutorRule]:
     return [rule for rule in rules if not rule.is_kept(model, layout)]
 
 
-def sources() -> Iterator[tuple[str, Rule]]:
+def sources() -> Iterator[tuple[str, ExecutorRule]]:
     """Every rule with its executor."""
     for table in (MODEL_RULES, LAYOUT_RULES):
         for executor, rules in table.items():

@@ -17,11 +17,15 @@ PEAKS = (0.5, 0.65, 0.8, 1.0)
 
 def sizes(problem: Problem) -> FloatArray:
     """The work of every microbatch over all stages, (m,)."""
-    arrays = problem.arrays
-    split = arrays.duration[I] + arrays.duration[W]
-    work = (arrays.duration[F] + np.minimum(arrays.duration[B], split)).sum(axis=0)
-    found: FloatArray = work[arrays.kind_of]
+    found: FloatArray = sizes_of_kinds(problem)[problem.arrays.kind_of]
     return found
+
+
+def sizes_of_kinds(problem: Problem) -> FloatArray:
+    """The work of a microbatch of every kind over all stages, (K,)."""
+    duration = problem.arrays.duration
+    work: FloatArray = (duration[F] + np.minimum(duration[B], duration[I] + duration[W])).sum(axis=0)
+    return work
 
 
 def mountain(size: FloatArray, peak: float) -> IntArray:

@@ -44,7 +44,8 @@ class Injection(NamedTuple):
         (m,) earliest start of F on the first stage, ascending.
     delay
         (p, 3 * c) by letter (F, backward, W), then by chunk: a rank takes the action with the smallest sum
-        of its earliest start and its delay.
+        of its earliest start and its delay. Where microbatches differ, (p, 3 * c + 1): the last column is
+        the delay of an F or backward per relative size of its microbatch, negative if large ones go first.
     """
 
     entry: FloatArray
@@ -69,6 +70,8 @@ class Choices(NamedTuple):
         (2S,) column in ``ready`` of a position.
     needs
         (p, c, K) memory of one F on the chunk and on every later one, by kind of microbatch.
+    pace
+        (K,) largest load of a microbatch of every kind, relative to the mean.
     """
 
     action: IntArray
@@ -79,6 +82,7 @@ class Choices(NamedTuple):
     ready: FloatArray
     slot: IntArray
     needs: FloatArray
+    pace: FloatArray
 
     @classmethod
     def of(cls, tables: Tables) -> Choices:
@@ -86,6 +90,8 @@ class Choices(NamedTuple):
         p, chunks = tables.pp_degree, tables.chunks
         leaves = 1 << (p - 1).bit_length()
         slot, needs = np.zeros(2 * p * chunks, np.int64), np.zeros((p, chunks, tables.kinds))
+        loads = tables.loads_by_kind().max(axis=0)
+        mean = float(loads[tables.kind].mean())
         for chunk in range(chunks):
             slot[tables.position[:, 4 * chunk + F]] = chunk
             slot[tables.position[:, 4 * chunk + I]] = chunks + chunk
@@ -100,6 +106,7 @@ class Choices(NamedTuple):
             np.full((p, 2 * chunks), np.inf),
             slot,
             needs,
+            loads / mean if mean > 0 else np.ones_like(loads),
         )
 
 
@@ -176,6 +183,11 @@ class InjectionScheduler:
         self.marks = Marks.of(self.tables, marks if problem.is_equal else 0)
         self.least_loads = self.tables.loads(least=True) * (1 - ROUNDING)
         self.is_span = problem.objective == "span"
+
+    def no_delay(self) -> FloatArray:
+        """Zeros in the shape of :attr:`Injection.delay`."""
+        of_size = 0 if self.problem.is_equal else 1
+        return np.zeros((self.tables.pp_degree, 3 * self.tables.chunks + of_size))
 
     def value(self, injection: Injection, most: float = np.inf, same: int = 0) -> float:
         """The objective of the order at the times of its construction; inf if the order is incomplete.
@@ -397,10 +409,13 @@ def _option(
     The key is inf if its input is unknown, if it does not fit, or if its key is not below ``most``.
     """
     chunks, begin = choices.weights.shape[1], max(board.level[rank, CLOCK], choices.ready[rank, slot])
-    key = begin + injection.delay[rank, slot]
+    key, chunk = begin + injection.delay[rank, slot], slot if slot < chunks else slot - chunks
+    if tables.duration.shape[2] > 1 and begin < np.inf:
+        pace = choices.pace[next_kind(tables, board, rank, 4 * chunk + (F if slot < chunks else I))]
+        key += injection.delay[rank, 3 * chunks] * pace
     if not key < most:
         return np.inf, begin, NOTHING
-    held, limit, chunk = board.level[rank, HELD], tables.limit[rank], slot if slot < chunks else slot - chunks
+    held, limit = board.level[rank, HELD], tables.limit[rank]
     if slot < chunks:
         # The rule of board.admits_forward. Where one that completes must make room, equal microbatches must
         # stay safe, too: it may make room for one more, but not for two.

@@ -32,6 +32,9 @@ PACES = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
 EVEN_DELAYS = ((0.5, 0.0), (1.0, 0.5), (1.0, 0.0), (0.5, -0.5), (1.0, -0.5), (0.5, 0.5))
 """Delays of W's and of the first chunk's F's that are tried first, as multiples of the mean duration; those
 that were best most often come first."""
+LEADS = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Where microbatches differ: how much earlier F and I of the mean microbatch start, in the same unit, and
+larger ones in proportion. They are tried with the best even delays."""
 FEW_EVEN = 14
 """Even injections that every run tries, however large the problem."""
 FEW_MICROBATCHES = 2
@@ -163,10 +166,7 @@ class _InjectionRun:
         self.scheduler = InjectionScheduler(problem, fuse, halt, MARKS)
         self.fuse, self.halt, self.evaluations, self.seed = fuse, halt, evaluations, seed
         self.unit = _mean_duration(problem)
-        tables = self.scheduler.tables
-        loads = tables.loads_by_kind().max(axis=0)
-        mean = float(loads[tables.kind].mean())
-        self.pace = loads / mean if mean > 0 else np.ones_like(loads)
+        tables, self.pace = self.scheduler.tables, self.scheduler.choices.pace
         gap, delay = self._first()
         self.state = Best(
             gap, delay, self.pace, gap.copy(), delay.copy(), tables.entry.copy(), np.full(2, np.inf)
@@ -212,6 +212,12 @@ class _InjectionRun:
             value_of_all = self.scheduler.value(self._timed(gap, delay), least)
             if value_of_all < least:
                 found, least = (gap, delay), value_of_all
+        for lead in () if problem.is_equal else LEADS:
+            delay = found[1].copy()
+            delay[:, -1] = -lead * self.unit
+            value_of_all = self.scheduler.value(self._timed(found[0], delay), least)
+            if value_of_all < least:
+                found, least = (found[0], delay), value_of_all
         return found
 
     def _timed(self, gap: FloatArray, delay: FloatArray) -> Injection:
@@ -224,8 +230,9 @@ class _InjectionRun:
         """Equal gaps between microbatches and equal delays on all ranks."""
         problem, (weight, forward) = self.scheduler.problem, delays
         load = float(self.scheduler.tables.loads(least=True).max()) / problem.microbatches
-        delay = np.zeros((problem.pp_degree, 3 * problem.placement.chunks))
-        delay[:, 2 * problem.placement.chunks :] = weight * self.unit
+        delay = self.scheduler.no_delay()
+        chunks = problem.placement.chunks
+        delay[:, 2 * chunks : 3 * chunks] = weight * self.unit
         delay[:, 0] = forward * self.unit
         gap = np.full(microbatches, load * pace)
         gap[:1] = 0.0

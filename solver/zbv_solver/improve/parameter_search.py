@@ -44,9 +44,10 @@ AHEAD, FAR_AHEAD, FAR = 2 / 3, 0.9, 1.03
 """Shares of the budget for the leading climber, and the ratio from which it is far ahead."""
 FEW_MICROBATCHES = 4
 """Times p: with more microbatches than this, parameters are tuned with this many."""
-ENTRIES, ROOMS = 0.5, 0.15
-"""Where microbatches differ: share of changes that concern their order of entry or the share of memory that
-they may use, and share of the latter among these."""
+ENTRIES, ROOMS, DEFERS = 0.5, 0.15, 0.15
+"""Where microbatches differ: share of changes that concern their order of entry, the share of memory that
+they may use, or how much larger ones they defer to; and shares of the latter two among these."""
+DEFERENCE = np.array([1.2, 1.4, 2.0, 3.0, 6.0, np.inf])
 FINALISTS = 6
 """Number of parameter sets, tuned with few microbatches, that are tried with all of them."""
 
@@ -235,6 +236,7 @@ class RuleClimber:
             patience,
             np.full(p, np.inf),
             self.ascending,
+            np.full(p, np.inf),
         )
 
     def _entering(self, rule: Rule) -> Rule:
@@ -244,7 +246,8 @@ class RuleClimber:
         noise = np.exp(0.3 * self.random.random() * self.random.normal(size=len(self.size)))
         peak = float(self.random.choice((*PEAKS, self.random.uniform(0.2, 1.0))))
         share = 1.0 if self.random.random() < 0.4 else self.random.uniform(0.6, 1.0)
-        return rule._replace(entry=mountain(self.size * noise, peak), room=self._room(share))
+        defer = np.full(self.problem.pp_degree, self.random.choice(DEFERENCE))
+        return rule._replace(entry=mountain(self.size * noise, peak), room=self._room(share), defer=defer)
 
     def _room(self, share: float) -> FloatArray:
         """A share of the memory of every rank, (p,)."""
@@ -258,6 +261,10 @@ class RuleClimber:
         """A neighbour of the rule, in its order of entry from a place on, or in its other parameters."""
         if self.problem.is_equal or self.random.random() > ENTRIES:
             return self.neighbour(rule, whole)
+        if self.random.random() < DEFERS:
+            defer = rule.defer.copy()
+            defer[_some_ranks(self.random, len(defer), whole)] = self.random.choice(DEFERENCE)
+            return rule._replace(defer=defer)
         if self.random.random() < ROOMS and self.problem.memory.limit is not None:
             ranks, room = _some_ranks(self.random, len(rule.room), whole), rule.room.copy()
             room[ranks] = self._room(self.random.uniform(0.6, 1.1))[ranks]
@@ -287,7 +294,7 @@ class RuleClimber:
                 cap[ranks, phases] = np.maximum(1, cap[ranks, phases] + random.choice((-2, -1, 1, 2)))
             else:
                 target[ranks, random.integers(target.shape[1])] += random.choice((-2, -1, 1, 2))
-        return Rule(priority, target, cap, patience, rule.room, rule.entry)
+        return Rule(priority, target, cap, patience, rule.room, rule.entry, rule.defer)
 
 
 class GreedyClimber:

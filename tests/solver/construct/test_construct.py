@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from support.problems import limited_problems, uniform
+from support.problems import limited_problems, uniform, with_sizes
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import priority_schedules, serial
-from zbv_solver.problem.problem import Problem
+from zbv_solver.construct.list_scheduling import (
+    EntryRule,
+    ListScheduler,
+    entry_rule,
+    priority_schedules,
+    serial,
+)
+from zbv_solver.problem.problem import Problem, W
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
 
@@ -45,6 +52,19 @@ def test_list_scheduling_never_gets_stuck(problem: Problem) -> None:
 @given(limited_problems(max_p=5, max_m=8, kinds=("v", "loop", "single")))
 def test_serial_fits_the_smallest_limit(problem: Problem) -> None:
     verify_orders(problem, serial(problem).orders)
+
+
+def test_small_microbatches_do_not_delay_a_large_one_that_they_defer_to() -> None:
+    problem = with_sizes(uniform(8, 1), [0.0] * 12 + [19.0] + [0.0] * 11)
+    path = 20.0 * 2 * problem.n_stages
+    for defer, waits in ((math.inf, True), (2.0, False)):
+        rule = entry_rule(problem, EntryRule("forward-deep", 0.5, 2.0, 1.0, 1.0, defer))
+        attempt = ListScheduler(problem).attempt(rule, "list")
+        assert attempt is not None
+        orders, timing = attempt.orders, evaluate(problem, attempt.orders)
+        large = (orders.microbatch == 12) & (orders.letter != W)
+        took = timing.end[large].max() - timing.start[large].min()
+        assert (took > path) == waits
 
 
 def test_cheap_fused_backwards_are_used() -> None:

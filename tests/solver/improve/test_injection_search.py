@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import limited_problems, rough_problems, uniform
+from support.problems import differing_problems, limited_problems, rough_problems, uniform
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.injection import Injection, InjectionScheduler, accept
 from zbv_solver.improve.injection_search import injection_search, smoothed
@@ -19,13 +19,15 @@ from zbv_solver.verify.verifier import verify_orders
 KINDS = ("v", "loop", "single")
 
 
-@given(limited_problems(max_p=4, max_m=6, kinds=KINDS), st.integers(0, 2**31))
+@given(
+    st.one_of(limited_problems(max_p=4, max_m=6, kinds=KINDS), differing_problems()), st.integers(0, 2**31)
+)
 def test_every_injection_gives_a_valid_order(problem: Problem, seed: int) -> None:
     random = np.random.default_rng(seed)
     scheduler = InjectionScheduler(problem)
     unit = float(problem.arrays.duration.mean()) + 1e-6
     entry = np.cumsum(random.exponential(unit, problem.microbatches))
-    delay = random.normal(0, unit, (problem.pp_degree, 3 * problem.placement.chunks))
+    delay = random.normal(0, unit, scheduler.no_delay().shape)
     attempt = scheduler.attempt(Injection(entry, delay), "injection")
     assert attempt is not None
     verify_orders(problem, attempt.orders)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
-from zbv_solver.layouts.executor_cuts import ExecutorCandidate, Scheduled, ScheduleSource, LayoutVariant
+from zbv_solver.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, Scheduled, ScheduleSource
 from zbv_solver.layouts.executor_rules import FREE, executors_of, refusal, runs_layout
 from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.layout import Layout

@@ -26,7 +26,7 @@ SAFETY = 1e-11
 """By which share bounds are lowered: rounding of sums over terms and boundaries."""
 PENALTY = 1e4
 """What memory beyond a limit costs, in values of a known cut for as much memory as the limit."""
-MOST_ROWS = 6
+MOST_ROWS = 1000
 """Places of a rank's list where its memory is bounded: those with the most microbatches."""
 FITS = 1e-7
 """Memory beyond limits, as a share, that is taken for rounding."""

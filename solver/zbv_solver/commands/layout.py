@@ -27,11 +27,14 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layouts.answer import costs_of, ranking_json, recomputation, utilisation
 from zbv_solver.layouts.cluster import AnyCluster, parse_cluster
 from zbv_solver.layouts.enumeration import ZERO_STAGES
+from zbv_solver.layouts.executor_answer import free_step, schedule_name
+from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
+from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.profile import parse_profile
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
-from zbv_solver.layouts.search import Ranking, best_layouts
+from zbv_solver.layouts.search import PlannedLayout, Ranking, best_layouts
 from zbv_solver.layouts.sensitivity import Outcome, outcomes
 from zbv_solver.search.options import SearchOptions
 
@@ -41,6 +44,8 @@ ROWS = (
     *("step", "lower bound", "model FLOPs utilisation", "peak memory"),
 )
 
+EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
+
 
 def layout(arguments: argparse.Namespace) -> None:
     """Search the best layouts; print a table, and write them if asked."""
@@ -49,7 +54,14 @@ def layout(arguments: argparse.Namespace) -> None:
     options = None if arguments.effort is None else SearchOptions(arguments.effort, workers=arguments.workers)
 
     def search(stop: Callable[[], bool]) -> Ranking:
-        return best_layouts(layouts, setting, arguments.top, options, stop, lambda found: say(_news(found)))
+        if arguments.executor == FREE:
+            return best_layouts(
+                layouts, setting, arguments.top, options, stop, lambda found: say(_news(found))
+            )
+        try:
+            return executor_layouts(layouts, setting, arguments.executor, arguments.top, options, stop)
+        except InvalidInput as error:
+            raise error.found_in("--executor") from None
 
     def answer(stop: Callable[[], bool]) -> tuple[Ranking, list[Outcome] | None]:
         ranking = search(stop)
@@ -72,12 +84,15 @@ def layout(arguments: argparse.Namespace) -> None:
     console = Console(stderr=arguments.output == "-")
     console.print(_table(ranking, request))
     console.print(_verdict(ranking), highlight=False)
+    best = ranking.best[0]
     if request.profiles:
         console.print(_origins(ranking), highlight=False)
-    console.print(composition_table(ranking.best[0]))
+    console.print(composition_table(best))
     if found:
         console.print(sensitivity_table(ranking, found))
         console.print(sensitivity_note(found), highlight=False)
+    if isinstance(best, ExecutorLayout):
+        console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
 
 
 def _news(found: LayoutProgress) -> str:
@@ -96,6 +111,12 @@ def _request(arguments: argparse.Namespace) -> Request:
             raise InvalidInput([Issue("", f"found {value}; {rule}.", flag)])
         if is_stage and value > max(ZERO_STAGES):
             raise InvalidInput([Issue("", f"found {value}; must be at most {max(ZERO_STAGES)}.", flag)])
+    for flag in ("sensitivity", "points"):
+        if getattr(arguments, flag) and arguments.executor != FREE:
+            detail = (
+                f"found it and --executor {arguments.executor}; it is for zbv only. Leave one of them out."
+            )
+            raise InvalidInput([Issue("", detail, flag_of(flag))])
     if arguments.model is None and not arguments.preset:
         raise InvalidInput([Issue("", "found neither; give one of them.", "model, --preset")])
     cluster = load(arguments.cluster, parse_cluster)
@@ -136,7 +157,9 @@ def _table(ranking: Ranking, request: Request) -> Table:
     """A column per layout, best first."""
     table = Table(title=_title(request.cluster), title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
-    columns = []
+    has_executors = any(isinstance(each, ExecutorLayout) for each in ranking.best)
+    rows, columns = ROWS + (("groups of ranks",) if len(request.cluster.groups) > 1 else ()), []
+    rows += EXECUTOR_ROWS if has_executors else ()
     for each in ranking.best:
         table.add_column(justify="right")
         layout, placement = each.layout, each.plan.problem.placement
@@ -153,9 +176,9 @@ def _table(ranking: Ranking, request: Request) -> Table:
                 f"{utilisation(each, request):.1%}",
                 f"{max(each.plan.metrics.peak_memory) / 1e9:.3g} GB",
                 *([_ranks_of_groups(layout)] if layout.groups else []),
+                *(_executor_cells(each) if has_executors else ()),
             ]
         )
-    rows = (*ROWS, "groups of ranks") if len(request.cluster.groups) > 1 else ROWS
     for name, values in zip(rows, zip(*columns, strict=True), strict=True):
         table.add_row(name, *values)
     return table
@@ -184,6 +207,11 @@ def _origins(ranking: Ranking) -> str:
         if kinds
     ]
     return f"Costs of the best layout: {'; '.join(said)}."
+
+
+def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
+    name = planned.executor if isinstance(planned, ExecutorLayout) else FREE
+    return name, schedule_name(planned), free_step(planned)
 
 
 def _verdict(ranking: Ranking) -> str:

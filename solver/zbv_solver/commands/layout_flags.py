@@ -11,6 +11,7 @@ FLAGS = (
     *("microbatch_size", "zero_stage", "recompute", "placement"),
 )
 """The parts of a layout that may be fixed."""
+EXECUTORS = ("zbv", "torch", "megatron", "torchtitan", "any")
 CHOICES = {
     "recompute": ("none", "selective", "full", "per-stage"),
     "placement": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
@@ -39,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sizes of microbatches",
     )
     parser.add_argument("--top", type=int, default=1, metavar="N", help="layouts to list (default: 1)")
+    parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default=EXECUTORS[0],
+        help="program that runs the pipeline; all but zbv have fixed orders (default: zbv)",
+    )
     parser.add_argument(
         "--effort",
         choices=("quick", "standard", "thorough"),

@@ -137,12 +137,12 @@ def best_cut(
     own = OwnUnit.of(problem)
     searches = []
     for schedule in schedules:
-        placed = _placed(own.problem, schedule, allow_empty)
-        if placed is None:
-            continue
         for stages in _variants(recompute, schedule.placement.n_stages, problem):
-            latest = _latest(placed, schedule, late)
-            searches.append(OrderSearch(placed, schedule, stages, latest, effort, seed))
+            made = order_search(
+                own, schedule, stages, allow_empty=allow_empty, late=late, effort=effort, seed=seed
+            )
+            if made is not None:
+                searches.append(made)
     if not searches:
         raise InvalidInput.at(
             "/layers",
@@ -160,7 +160,24 @@ def best_cut(
     best = searches[0]
     if best.best is None:
         raise _infeasible(searches, own.given)
-    return _answer(own, searches, allow_empty)
+    return answer_of(own, searches, allow_empty)
+
+
+def order_search(
+    own: OwnUnit,
+    schedule: Schedule,
+    recompute: tuple[bool, ...] | None,
+    *,
+    allow_empty: bool,
+    late: str | None,
+    effort: Effort,
+    seed: int = 0,
+) -> OrderSearch | None:
+    """The search for cuts under one schedule, not yet begun; None if the model has too few layers."""
+    placed = _placed(own.problem, schedule, allow_empty)
+    if placed is None:
+        return None
+    return OrderSearch(placed, schedule, recompute, _latest(placed, schedule, late), effort, seed)
 
 
 def _placed(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) -> LayeredProblem | None:
@@ -202,8 +219,8 @@ def _latest(problem: LayeredProblem, schedule: Schedule, late: str | None) -> di
     return {placement.n_stages - placement.pp_degree: at}
 
 
-def _answer(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) -> BestCut:
-    """The answer in the caller's units, verified."""
+def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) -> BestCut:
+    """The answer in the caller's units, verified; the first search has the best cut."""
     results = [
         OrderResult(
             each.schedule,

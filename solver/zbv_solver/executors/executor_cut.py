@@ -96,7 +96,7 @@ def cut_for_executor(
     if virtual_stages is not None and min(virtual_stages, default=1) < 1:
         raise InvalidInput.at("", f"found {min(virtual_stages)} virtual stages; must be at least 1.")
     modules = None if executor == "torch" else Modules.of(problem.model, letters)
-    tried = _schedules(problem, executor, virtual_stages, group, schedules)
+    tried = schedules_of(problem, executor, virtual_stages, group, schedules)
     best = best_cut(
         problem if modules is None else modules.kept_whole(problem),
         tried,
@@ -144,12 +144,12 @@ def split_flags(settings: str) -> list[str]:
     return shlex.split(settings)
 
 
-def _schedules(
+def schedules_of(
     problem: LayeredProblem,
     executor: str,
-    virtual_stages: Sequence[int] | None,
-    group: int | None,
-    names: Sequence[str],
+    virtual_stages: Sequence[int] | None = None,
+    group: int | None = None,
+    names: Sequence[str] = (),
 ) -> list[Schedule]:
     """The schedules to try; raises :class:`InvalidInput` with the executor's reasons if there are none."""
     p, m = problem.pp_degree, problem.microbatches

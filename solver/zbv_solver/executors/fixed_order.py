@@ -131,6 +131,13 @@ class FixedOrder:
                 graph, [(*paths[rank], int(lasts[end])) for rank, end in zip(ranks, ends, strict=True)]
             )
 
+    def load_of(self, rank: int) -> Terms:
+        """The path through all actions of a rank."""
+        part = self.orders.slice_of(rank)
+        count = np.zeros((4, self.hosted.size))
+        np.add.at(count, (self.letter[part], self.stage[part]), 1)
+        return Terms(count, np.zeros(max(0, self.hosted.size - 1)), 1)
+
     def _with(self, duration: FloatArray, latency: FloatArray) -> Graph:
         crossing = np.where(self.boundary >= 0, latency[self.boundary] if len(latency) else 0.0, -1.0)
         return self.graph._replace(duration=duration[self.letter, self.stage], latency=crossing)
@@ -196,11 +203,11 @@ def _walk(graph: Graph, origin: IntArray, length: FloatArray, last: int) -> list
 def _maximal(rows: FloatArray) -> FloatArray:
     """The distinct rows (n, k) that no other row exceeds or equals everywhere."""
     found = np.unique(rows, axis=0)[::-1]
-    kept: list[int] = []
-    for at in range(len(found)):  # in descending order, so no later row exceeds an earlier one
-        if not any((found[other] >= found[at]).all() for other in kept):
-            kept.append(at)
-    return found[kept]
+    kept = found[:0]
+    for row in found:  # in descending order, so no later row exceeds an earlier one
+        if not (kept >= row).all(axis=1).any():
+            kept = np.vstack([kept, row])
+    return kept
 
 
 def largest_mean_cycle(weight: FloatArray) -> list[int]:

@@ -19,7 +19,7 @@ EMBEDDING, DECODER, MTP, LOSS, PART = "E", "t", "m", "L", ""
 
 _RULES = (
     (PART, r"norm|\.(mlp|ffn|feed_forward|moe)$|^final_"),
-    (MTP, r"mtp|nextn"),
+    (MTP, r"mtp|nextn|^prediction"),
     (EMBEDDING, r"embed|wte"),
     (LOSS, r"head|loss|logits|classifier|^output"),
 )

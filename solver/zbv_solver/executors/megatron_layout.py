@@ -125,8 +125,9 @@ def layout_flags(stages: Stages, ranks: int, group: int | None, recompute: str =
     flags = [
         f"--num-layers {letters.count(DECODER)}",
         f"--pipeline-model-parallel-size {ranks}",
-        f'--pipeline-model-parallel-layout "{write_layout(stages)}"',
     ]
+    if len(stages) > 1:
+        flags.append(f'--pipeline-model-parallel-layout "{write_layout(stages)}"')
     if MTP in letters:
         flags.append(f"--mtp-num-layers {letters.count(MTP)}")
     if group is not None:

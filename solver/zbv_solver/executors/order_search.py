@@ -10,7 +10,7 @@ import numpy as np
 from zbv_solver.executors.count_model import CountModel
 from zbv_solver.executors.descent import CutDescent
 from zbv_solver.executors.fixed_order import FixedOrder, Terms
-from zbv_solver.executors.relaxation import relax
+from zbv_solver.executors.relaxation import Relaxed, relax
 from zbv_solver.executors.runs import Choice, Runs
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
@@ -31,6 +31,8 @@ MOST_SWEPT = {"quick": 100_000_000, "standard": 500_000_000, "thorough": 10_000_
 """Actions times ranks that all linear programs together may time."""
 EXACT = {"quick": 0.3, "standard": 1.5, "thorough": 60.0}
 """CP-SAT's deterministic time."""
+FEW_ROUNDS, FEW_SWEPT = 12, 10_000_000
+"""Linear programs, and actions times ranks that they may time, to rank many schedules."""
 LEAST_EFFORT = 0.01
 """Deterministic time that a solve costs at least, as presolve is hardly counted."""
 MOST_LEARNED = 8
@@ -125,6 +127,43 @@ class OrderSearch:
             first = min(starts, key=self.local.consider)
             self.local.run(first)
 
+    def bound_loads(self) -> None:
+        """A better bound from the loads and the memory of ranks alone, as fractions of parts."""
+        start = self.runs.repaired(self.simple[-1])
+        if start is not None:
+            relaxed = relax(self.runs, self.order, (start, self.plain), 0, self.recompute is not None, False)
+            self._take(relaxed)
+
+    def estimate(self) -> None:
+        """A bound and a good cut with little effort: few programs, the last one's solution, few moves."""
+        start = self.runs.repaired(self.simple[-1])
+        if start is not None:
+            rounds = max(2, min(FEW_ROUNDS, FEW_SWEPT // (len(self.order.orders) * self.problem.pp_degree)))
+            choice = start, self.plain
+            relaxed = relax(self.runs, self.order, choice, rounds, self.recompute is not None, False)
+            self._take(relaxed)
+            if relaxed.counts is not None:
+                rounded = self.runs.repaired(tuple(np.rint(relaxed.counts.sum(axis=1)).astype(int).tolist()))
+                if rounded is not None:
+                    self.local.consider((rounded, self.plain))
+        if math.isinf(self.bound):
+            return
+        best = () if self.best is None else (self._at(self.best[0]),)
+        self.screen(best)
+        if self.best is None:
+            self._make_fit()
+
+    def _at(self, bounds: Boundaries) -> Boundaries:
+        """Boundaries in layers."""
+        return tuple(int(self.problem.places[bound]) for bound in bounds)
+
+    def _take(self, relaxed: Relaxed) -> None:
+        """Keep a relaxation's bound and terms."""
+        self.terms |= relaxed.terms
+        self.bound = max(self.bound, relaxed.bound)
+        if self.bound > self._serial() * (1 + OPTIMAL_GAP):
+            self.bound = math.inf  # no cut that fits can reach the bound, so none fits
+
     def finish(self, below: float, share: float) -> None:
         """Search in full, and prove a bound up to ``below``, the value of the best cut of any search.
 
@@ -135,8 +174,7 @@ class OrderSearch:
         each = len(self.order.orders) * self.problem.pp_degree
         rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / each))
         relaxed = relax(self.runs, self.order, self._best(), rounds, self.recompute is not None)
-        self.terms = dict(relaxed.terms)
-        self.bound = max(self.bound, relaxed.bound)
+        self._take(relaxed)
         if share >= 1 and self._target(below) > self.bound:
             self.local.left = ACTIONS[self.effort]
             self.local.run(self._best())

@@ -1,12 +1,14 @@
 """A lower bound over all cuts, fractions of parts included, by linear programming.
 
 The objective of a fixed order is a maximum of linear functions of the cut, one for every cycle of critical
-paths. They are added as they are found (Kelley 1960). The next is sought between the best known point and
-the solution of the program, which needs far fewer steps than at the solution (Ben-Ameur and Neto 2007).
+paths. The loads of ranks come first, and others are added as they are found (Kelley 1960). The next is sought
+between the best known point and the solution of the program, which needs far fewer steps than at the solution
+(Ben-Ameur and Neto 2007). Memory beyond a rank's limit is allowed, but costs more than any objective.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,35 +24,58 @@ ENOUGH = 1e-6
 """The bound is final if the best known point exceeds it by at most this share."""
 SAFETY = 1e-11
 """By which share bounds are lowered: rounding of sums over terms and boundaries."""
+PENALTY = 1e4
+"""What memory beyond a limit costs, in values of a known cut for as much memory as the limit."""
+FITS = 1e-7
+"""Memory beyond limits, as a share, that is taken for rounding."""
 
 
 @dataclass(frozen=True)
 class Relaxed:
-    """A lower bound over all cuts, and the terms that prove it."""
+    """A lower bound over all cuts that fit, and the terms that prove it.
+
+    Attributes
+    ----------
+    counts
+        (S+1, R) the best known point: parts and fractions of parts before every boundary. None if no point
+        is known that fits.
+    """
 
     bound: float
     terms: dict[bytes, Terms]
+    counts: FloatArray | None = None
 
 
-def relax(runs: Runs, order: FixedOrder, start: Choice, rounds: int, is_fixed: bool) -> Relaxed:
-    """Bound the objective of all cuts from below. Lemma 56.
+def relax(
+    runs: Runs, order: FixedOrder, start: Choice, rounds: int, is_fixed: bool, does_fit: bool = True
+) -> Relaxed:
+    """Bound the objective of all cuts that fit the memory limit from below. Lemma 56.
 
     Parameters
     ----------
     start
         A good cut.
     rounds
-        Most programs to solve.
+        Most programs to solve after the first, which has only the loads and the memory of ranks.
     is_fixed
         Whether stages are recomputed as in ``start``; otherwise every share of every stage may be.
+    does_fit
+        Whether ``start`` fits.
     """
     value = runs.value(order, start)
     if value <= 0:
         return Relaxed(0.0, {})
-    program = _Program(runs, value, start[1] if is_fixed else None)
-    best = runs.counts(start[0]), np.array(start[1], dtype=np.float64)
+    program = _Program(runs, order, value, start[1] if is_fixed else None)
     terms: dict[bytes, Terms] = {}
-    bound = 0.0
+    solved = program.solve()
+    if solved is None:
+        return Relaxed(0.0, {})
+    if not does_fit and not program.has_room:
+        return Relaxed(program.proven_bound() * (1 - SAFETY), {})
+    bound, *best = solved
+    if does_fit:
+        best = [runs.counts(start[0]), np.array(start[1], dtype=np.float64)]
+    value = order.value(*runs.costs(*best)) if rounds else math.inf
 
     def learn(duration: FloatArray, latency: FloatArray, above: float, at: _Costs | None) -> int:
         fresh = 0
@@ -61,7 +86,8 @@ def relax(runs: Runs, order: FixedOrder, start: Choice, rounds: int, is_fixed: b
                 fresh += 1
         return fresh
 
-    learn(*runs.costs(*best), 0.0, None)
+    if rounds:
+        learn(*runs.costs(*best), 0.0, None)
     for _ in range(rounds):
         solved = program.solve()
         if solved is None:
@@ -75,13 +101,13 @@ def relax(runs: Runs, order: FixedOrder, start: Choice, rounds: int, is_fixed: b
             costs = runs.costs(*point)
             reached = order.value(*costs)
             if reached < value:
-                best, value = (point[0], point[1]), reached
+                best, value = [point[0], point[1]], reached
             fresh = learn(*costs, bound, far)
             if fresh:
                 break
         if not fresh or value <= bound * (1 + ENOUGH):
             break
-    return Relaxed(program.proven_bound() * (1 - SAFETY), terms)
+    return Relaxed(program.proven_bound() * (1 - SAFETY), terms, best[0])
 
 
 _Costs = tuple[FloatArray, FloatArray]
@@ -90,13 +116,15 @@ _Costs = tuple[FloatArray, FloatArray]
 class _Program:
     """The linear program: counts of parts before boundaries, and the objective in units of ``value``."""
 
-    def __init__(self, runs: Runs, value: float, recompute: tuple[bool, ...] | None):
+    def __init__(self, runs: Runs, order: FixedOrder, value: float, recompute: tuple[bool, ...] | None):
         self.solver = solver = pywraplp.Solver.CreateSolver("GLOP")
         # Every solve begins at the one before, which preprocessing would prevent.
         solver.SetSolverSpecificParametersAsString("use_dual_simplex: true use_preprocessing: false")
         self.runs, self.value, self.fixed = runs, value, recompute
         self.rows: list[tuple[Row, int, pywraplp.Constraint]] = []
         self.weights: list[float] = []
+        self.memory: list[tuple[Row, pywraplp.Constraint]] = []
+        self.prices: list[float] = []
         size, stages = runs.size.astype(float).tolist(), len(runs.lower) - 1
         self.objective = solver.NumVar(0.0, solver.infinity(), "")
         solver.Minimize(self.objective)
@@ -118,27 +146,68 @@ class _Program:
                 for run, chosen in enumerate(row):
                     solver.Add(chosen <= self.counts[stage + 1][run] - self.counts[stage][run])
 
+        for rank in range(len(order.hosted)):
+            terms = order.load_of(rank)
+            self.add(runs.row_of_terms(terms), terms.length)
+        self.excess = self._add_memory(order)
+
     def add(self, row: Row, length: int) -> None:
         """``row <= length * objective``."""
         scale = 1 / (length * self.value)
+        constraint = self._at_most(row, scale, -row.fixed * scale)
+        constraint.SetCoefficient(self.objective, -1.0)
+        self.rows.append((row, length, constraint))
+
+    def _add_memory(self, order: FixedOrder) -> list[pywraplp.Variable]:
+        """Every rank's memory in units of its limit, and by how much it is above."""
+        limits = self.runs.space.problem.limit
+        found: list[pywraplp.Variable] = []
+        if limits is None:
+            return found
+        room = self.runs.most_room(order, self.fixed)
+        of_rank = [
+            self.solver.NumVar(0.0, self.solver.infinity(), "") if limit > 0 else None for limit in limits
+        ]
+        for rank, numbers in zip(*order.held, strict=True):
+            excess, limit = of_rank[rank], limits[rank]
+            if excess is None:
+                continue
+            row = self.runs.row_of_memory(order.hosted[rank], numbers)
+            constraint = self._at_most(row, 1 / limit, float(room[rank] - row.fixed) / limit)
+            constraint.SetCoefficient(excess, -1.0)
+            row = row._replace(fixed=row.fixed - float(room[rank]))
+            self.memory.append((row.scaled(1 / limit), constraint))
+        for each in of_rank:
+            if each is not None:
+                found.append(each)
+                self.solver.Objective().SetCoefficient(each, PENALTY)
+        return found
+
+    def _at_most(self, row: Row, scale: float, most: float) -> pywraplp.Constraint:
+        """The scaled row without its fixed part is at most a number."""
         slope, again = row.slope, row.again
         if self.fixed is not None:
             slope = row.with_stages(self.fixed)
-        constraint = self.solver.RowConstraint(-self.solver.infinity(), -row.fixed * scale, "")
-        constraint.SetCoefficient(self.objective, -1.0)
+        constraint = self.solver.RowConstraint(-self.solver.infinity(), most, "")
         tables = [(self.counts, slope), (self.again, again)]
         for variables, factors in tables:
             for own, values in zip(variables, factors.tolist(), strict=False):
                 for variable, factor in zip(own, values, strict=True):
                     if factor:
                         constraint.SetCoefficient(variable, factor * scale)
-        self.rows.append((row, length, constraint))
+        return constraint
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the solution fits the memory limits."""
+        return all(each.solution_value() <= FITS for each in self.excess)
 
     def solve(self) -> tuple[float, FloatArray, FloatArray] | None:
         """The objective, counts (S+1, R) and recomputed shares of stages (S,); None if it was not solved."""
         if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
             return None
         self.weights = [max(0.0, -constraint.dual_value()) for _, _, constraint in self.rows]
+        self.prices = [max(0.0, -constraint.dual_value()) for _, constraint in self.memory]
         counts = np.array([[each.solution_value() for each in row] for row in self.counts])
         if self.fixed is not None:
             return (
@@ -154,23 +223,29 @@ class _Program:
     def proven_bound(self) -> float:
         """The least weighted mean of the rows over all cuts, with the dual solution as weights.
 
-        The objective of every cut is at least any weighted mean of its rows. So this bound does not depend on
-        how exactly the program was solved.
+        The objective of every cut is at least any weighted mean of its rows, also with memory beyond limits
+        added, which is at most 0 for every cut that fits. So this bound does not depend on how exactly the
+        program was solved.
         """
         total = sum(self.weights)
         if total <= 0:
             return 0.0
         used = [
-            (weight / total / length, row)
+            row.scaled(weight / total / length)
             for weight, (row, length, _) in zip(self.weights, self.rows, strict=False)
             if weight > 0
+        ]
+        used += [
+            row.scaled(price * self.value / total)
+            for price, (row, _) in zip(self.prices, self.memory, strict=True)
+            if price > 0
         ]
         return _least(
             self.runs,
             Row(
-                sum(weight * row.fixed for weight, row in used),
-                np.sum([weight * row.slope for weight, row in used], axis=0),
-                np.sum([weight * row.again for weight, row in used], axis=0),
+                sum(row.fixed for row in used),
+                np.sum([row.slope for row in used], axis=0),
+                np.sum([row.again for row in used], axis=0),
             ),
             self.fixed,
         )

@@ -15,6 +15,7 @@ import numpy as np
 from zbv_solver.executors.fixed_order import FixedOrder, Terms
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 
 Choice = tuple[Boundaries, tuple[bool, ...]]
 """A cut: boundaries in parts (S+1,), and recomputed stages (S,)."""
@@ -26,6 +27,10 @@ class Row(NamedTuple):
     fixed: float
     slope: FloatArray
     again: FloatArray
+
+    def scaled(self, by: float) -> Row:
+        """The row times a number."""
+        return Row(self.fixed * by, self.slope * by, self.again * by)
 
     def with_stages(self, recompute: tuple[bool, ...]) -> FloatArray:
         """The slopes (S+1, R) when stages are recomputed as given."""
@@ -175,6 +180,24 @@ class Runs:
         static = np.array(self.space.problem.static) + amounts[2][order.hosted].sum(axis=1)
         needs: FloatArray = peaks + static + spaces[order.hosted].max(axis=1)
         return needs
+
+    def most_room(self, order: FixedOrder, recompute: tuple[bool, ...] | None) -> FloatArray:
+        """(p,) memory of every rank for its parts, without the least workspace; inf without a limit.
+
+        The rank of the first stage has the first part, and that of the last stage the last one.
+        """
+        problem = self.space.problem
+        if problem.limit is None:
+            return np.full(len(order.hosted), np.inf)
+        static = np.array(problem.static)
+        whole: FloatArray = np.array(problem.limit) * (1 + 2 * MEMORY_TOLERANCE) - static
+        room = whole.copy()
+        for stage, run in ((0, 0), (len(self.lower) - 2, -1)):
+            spaces = self.workspace[:, run]
+            least = float(spaces.min() if recompute is None else spaces[int(recompute[stage])])
+            rank = int(np.flatnonzero((order.hosted == stage).any(axis=1))[0])
+            room[rank] = min(room[rank], whole[rank] - least)
+        return room
 
     def row_of_terms(self, terms: Terms) -> Row:
         """Terms of the order as a row."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 
 from pydantic import BaseModel, Field
 
@@ -70,8 +71,23 @@ def module_names(stages: Stages) -> list[list[str]]:
     return parts
 
 
-def write_settings(stages: Stages, schedule: Schedule, recompute: str = "none") -> str:
+def write_settings(
+    stages: Stages,
+    schedule: Schedule,
+    recompute: str = "none",
+    *,
+    microbatch_size: int = 1,
+    parallelism: Mapping[str, object] | None = None,
+    training: Mapping[str, object] | None = None,
+) -> str:
     """The settings as TOML.
+
+    Parameters
+    ----------
+    microbatch_size
+        Sequences per microbatch.
+    parallelism, training
+        Further keys of these sections.
 
     Raises
     ------
@@ -84,22 +100,34 @@ def write_settings(stages: Stages, schedule: Schedule, recompute: str = "none") 
         )
     parts = module_names(stages)
     listed = ",\n".join(f"    {json.dumps(part)}" for part in parts)
+    is_piped = schedule.placement.pp_degree > 1
+    # Without a pipeline, torchtitan accumulates the gradients of several batches.
+    batch = microbatch_size * (schedule.microbatches if is_piped else 1)
+    piped = [
+        f'pipeline_parallel_schedule = "{schedule.name}"',
+        f"pipeline_parallel_microbatch_size = {microbatch_size}",
+        f"module_fqns_per_model_part = [\n{listed},\n]",
+    ]
     return "\n".join(
         [
             "[parallelism]",
+            *_keys(parallelism),
             f"pipeline_parallel_degree = {schedule.placement.pp_degree}",
-            f'pipeline_parallel_schedule = "{schedule.name}"',
-            "pipeline_parallel_microbatch_size = 1",
-            f"module_fqns_per_model_part = [\n{listed},\n]",
+            *(piped if is_piped else ()),
             "",
             "[training]",
-            f"local_batch_size = {schedule.microbatches}",
+            f"local_batch_size = {batch}",
+            *_keys(training),
             "",
             "[activation_checkpoint]",
             f'mode = "{"full" if recompute == "all" else "none"}"',
             "",
         ]
     )
+
+
+def _keys(values: Mapping[str, object] | None) -> list[str]:
+    return [f"{key} = {json.dumps(value)}" for key, value in (values or {}).items()]
 
 
 def parse_settings(text: str) -> tuple[Stages, Schedule]:

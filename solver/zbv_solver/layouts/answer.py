@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from zbv_solver.layouts.composition import composition
+from zbv_solver.layouts.executor_answer import executor_json
 from zbv_solver.layouts.measured_layers import ORIGINS, Origin, Origins
 from zbv_solver.layouts.points import points_json
 from zbv_solver.layouts.request import Request
@@ -102,7 +103,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "zero_stage": layout.zero_stage,
         "recompute": recomputation(planned),
         "placement": layout.placement,
-        "executor": "zbv",
+        **executor_json(planned),
         "step_time": planned.step_time,
         "lower_bound": planned.lower_bound,
         "model_flops_utilisation": utilisation(planned, request),

@@ -40,15 +40,26 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What all layouts of a search have in common; ``measured`` replaces estimates."""
+    """What all layouts of a search have in common.
+
+    Attributes
+    ----------
+    measured
+        What profiles measured, which replaces estimates.
+    has_loops
+        Whether an executor chooses the placement: stages in a loop.
+    """
 
     model: Transformer
     training: Training
     cluster: AnyCluster
     measured: Measured | None = None
+    has_loops: bool = False
 
     def is_v(self, ranks: int) -> bool:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
+        if self.has_loops and ranks > 1:
+            return False
         return self.model.tied and 2 * ranks <= self.model.n_layers
 
     @property

@@ -123,7 +123,7 @@ def best_layouts(
     NoLayoutFits
         When no layout fits in memory.
     """
-    search = _LayoutSearch(setting)
+    search = LayoutSearch(setting)
     queue = [
         Waiting(setting.least_work(layout), number, layout, False) for number, layout in enumerate(layouts)
     ]
@@ -151,7 +151,7 @@ def best_layouts(
 
 
 @dataclass
-class _LayoutSearch:
+class LayoutSearch:
     """The state of a search: plans by what they depend on, because layouts often differ in nothing else."""
 
     setting: Setting

@@ -1,0 +1,234 @@
+"""A layout under the schedules of an executor: its cuts, bounds and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
+
+from zbv_solver.errors import InvalidInput
+from zbv_solver.executors.best_cut import BestCut, answer_of, order_search
+from zbv_solver.executors.executor_cut import schedules_of, stage_letters
+from zbv_solver.executors.letters import Modules
+from zbv_solver.executors.megatron_layout import Stages
+from zbv_solver.executors.order_search import OrderSearch
+from zbv_solver.executors.schedules import Schedule
+from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
+from zbv_solver.layouts.layout import Layout, Recompute
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.search.layered_unit import OwnUnit
+from zbv_solver.search.options import Effort
+
+
+class ExecutorCandidate(NamedTuple):
+    """A layout for an executor; ``number`` is that of the enumeration."""
+
+    number: int
+    executor: str
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutVariant:
+    """A candidate that recomputes all stages or none, and its estimate."""
+
+    candidate: ExecutorCandidate
+    estimated: EstimatedLayout
+
+    @cached_property
+    def least_once(self) -> float:
+        """Lower bound in seconds of what the busiest rank does once per step.
+
+        It does at least the mean of all ranks, and what any layer needs; and it sums the gradients of tables.
+        """
+        estimate = self.estimated.estimate
+        largest = max(layer.step.total for layer in estimate.layers) * SECONDS
+        return max(self.estimated.least_once, largest) + estimate.table_reduction * SECONDS
+
+
+@dataclass(eq=False)
+class SharedSearch:
+    """The search of cuts for layers and a schedule, which several layouts may share.
+
+    Attributes
+    ----------
+    steps
+        How often it was advanced.
+    is_finished
+        Whether it was searched in full.
+    """
+
+    search: OrderSearch
+    steps: int = 0
+    is_finished: bool = False
+
+    def advance(self) -> None:
+        """First, bound the loads; then, estimate the objective."""
+        if self.steps == 0:
+            self.search.bound_loads()
+        else:
+            self.search.estimate()
+        self.steps += 1
+
+
+@dataclass(frozen=True, eq=False)
+class OwnLayers:
+    """The layers of a variant as an executor cuts them.
+
+    Attributes
+    ----------
+    modules
+        What the executor calls the layers, if it names them.
+    allow_empty
+        Whether stages may be empty, as those of Megatron-LM.
+    """
+
+    unit: OwnUnit
+    modules: Modules | None
+    allow_empty: bool
+    schedules: tuple[Schedule, ...]
+
+    @classmethod
+    def of(cls, problem: LayeredProblem, executor: str) -> OwnLayers:
+        """The layers of a problem; without schedules if the executor refuses its ranks and microbatches.
+
+        Raises :class:`InvalidInput` when the executor does not take such layers.
+        """
+        modules = None if executor == "torch" else Modules.of(problem.model)
+        try:
+            # One rank has nothing to interleave.
+            chunks = (1,) if problem.pp_degree == 1 else None
+            schedules = tuple(schedules_of(problem, executor, chunks))
+        except InvalidInput:
+            schedules = ()
+        return cls(
+            OwnUnit.of(problem if modules is None else modules.kept_whole(problem)),
+            modules,
+            executor == "megatron",
+            schedules,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """A variant under one schedule.
+
+    Attributes
+    ----------
+    steps
+        How often its search must have been advanced before this node has its bound.
+    """
+
+    variant: LayoutVariant
+    own: OwnLayers
+    shared: SharedSearch
+    steps: int = 0
+
+    @property
+    def schedule(self) -> Schedule:
+        """The executor's order."""
+        return self.shared.search.schedule
+
+    @property
+    def _seconds(self) -> float:
+        """Seconds of the search's unit."""
+        return self.own.unit.length * SECONDS
+
+    @property
+    def bound(self) -> float:
+        """Lower bound of the step in seconds, over all cuts; inf if it is proved that none fits."""
+        return self.shared.search.bound * self._seconds + self.variant.least_once
+
+    @property
+    def has_cut(self) -> bool:
+        """Whether a cut that fits is known."""
+        return self.shared.search.best is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a full search may find a shorter pipeline, or prove that there is none."""
+        search = self.shared.search
+        return not self.shared.is_finished and search.bound < search.value * (1 - OPTIMAL_GAP)
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of the step with the best known cut."""
+        search, estimated = self.shared.search, self.variant.estimated
+        if search.best is None:
+            return inf
+        names = self.own.unit.given.model.names
+        stages = [names[begin:end] for begin, end in pairwise(search.space.cut(*search.best).bounds)]
+        own = [tuple(name for s in of_rank for name in stages[s]) for of_rank in self._stages_of]
+        return search.value * self._seconds + estimated.once(own)
+
+    @property
+    def _stages_of(self) -> tuple[tuple[int, ...], ...]:
+        return self.schedule.placement.stages_of
+
+    def advanced(self) -> Scheduled:
+        """The node with a tighter bound."""
+        if self.shared.steps == self.steps:
+            self.shared.advance()
+        return replace(self, steps=self.steps + 1)
+
+    def finish(self, below: float) -> None:
+        """Search cuts in full, and prove a bound up to a step of ``below`` seconds."""
+        most = (below - self.variant.least_once) / self._seconds
+        self.shared.is_finished = True
+        self.shared.search.finish(max(0.0, most), 1.0)
+
+    def answer(self) -> tuple[BestCut, Stages | None]:
+        """The best known cut, verified, and the modules of its stages if the executor names them."""
+        best = answer_of(self.own.unit, [self.shared.search], self.own.allow_empty)
+        return best, None if self.own.modules is None else stage_letters(best, self.own.modules)
+
+
+@dataclass
+class ScheduleSource:
+    """The schedules of variants, made once for equal layers."""
+
+    setting: Setting
+    effort: Effort
+    _layers: dict[Hashable, OwnLayers] = field(default_factory=dict)
+    _searches: dict[Hashable, SharedSearch | None] = field(default_factory=dict)
+
+    def variants(self, candidate: ExecutorCandidate) -> Iterator[LayoutVariant]:
+        """A candidate without and with recomputation, as far as its layout allows."""
+        estimated = EstimatedLayout.of(candidate.layout, self.setting)
+        if not estimated.has_room_for_states:
+            return
+        can_recompute = any(layer.recomputed is not None for layer in estimated.estimate.layers)
+        asked = candidate.layout.recompute
+        choices: tuple[Recompute, ...] = ("none", "full") if asked == "per-stage" else (asked,)
+        for recompute in choices:
+            if recompute == "none" or can_recompute or asked == "full":
+                layout = replace(candidate.layout, recompute=recompute)
+                yield LayoutVariant(candidate, replace(estimated, layout=layout))
+
+    def scheduled(self, variant: LayoutVariant) -> Iterator[Scheduled]:
+        """A variant under every schedule of its executor."""
+        problem, executor = variant.estimated.problem, variant.candidate.executor
+        key = problem, executor
+        if key not in self._layers:
+            self._layers[key] = OwnLayers.of(problem, executor)
+        own = self._layers[key]
+        for schedule in own.schedules:
+            search = self._search(problem, own, schedule)
+            if search is not None:
+                yield Scheduled(variant, own, search)
+
+    def _search(self, problem: LayeredProblem, own: OwnLayers, schedule: Schedule) -> SharedSearch | None:
+        key = problem, schedule, own.allow_empty
+        if key not in self._searches:
+            # Costs already are those of the variant, so nothing more is recomputed.
+            late = own.modules.late if own.modules is not None and own.allow_empty else None
+            none = (False,) * schedule.placement.n_stages
+            made = order_search(
+                own.unit, schedule, none, allow_empty=own.allow_empty, late=late, effort=self.effort
+            )
+            self._searches[key] = None if made is None else SharedSearch(made)
+        return self._searches[key]

@@ -1,0 +1,293 @@
+"""The best of all layouts for executors with fixed orders.
+
+The search is best-first by lower bounds, like that of :mod:`zbv_solver.layouts.search`. A layout becomes two
+variants, without recomputation and with, because executors recompute all stages or none; a variant becomes
+one node per schedule of the executor. A schedule's bound gets tighter in two steps: loads and memory of its
+ranks over all cuts, then a few linear programs over its critical paths, with a first cut. In the end the most
+promising cuts are searched in full.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import NamedTuple
+
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
+from zbv_solver.executors.best_cut import BestCut
+from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
+from zbv_solver.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, Scheduled, ScheduleSource
+from zbv_solver.layouts.executor_rules import FREE, executors_of, refusal, runs_layout
+from zbv_solver.layouts.executor_settings import layout_settings
+from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.search import LayoutSearch, PlannedLayout, Ranking, plan_layout
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.search_state import Cancelled
+
+FULL_SEARCHES = {"quick": 8, "standard": 24, "thorough": 200}
+"""Cuts that are searched in full in the end, by effort."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutorLayout(PlannedLayout):
+    """A layout with the best cut for an executor.
+
+    Attributes
+    ----------
+    lower_bound
+        Of the step, over all cuts and all schedules of the executor that were tried.
+    settings
+        What the executor takes; None if it has no settings, for the reason in ``remark``.
+    free
+        The plan of the same layout in a free order; None if none was found that fits.
+    """
+
+    executor: str
+    best: BestCut
+    settings: str | None
+    remark: str
+    free: PlannedLayout | None
+
+
+class _Node(NamedTuple):
+    """A candidate in the queue; ``number`` makes the order of equal bounds that of their creation."""
+
+    bound: float
+    number: int
+    candidate: ExecutorCandidate
+    of: ExecutorCandidate | LayoutVariant | Scheduled | EstimatedLayout | PlannedLayout
+    is_tight: bool = False
+    is_planned: bool = False
+
+
+def executor_layouts(
+    layouts: Sequence[Layout],
+    setting: Setting,
+    executor: str,
+    top: int = 1,
+    options: SearchOptions | None = None,
+    cancelled: Cancelled | None = None,
+) -> Ranking:
+    """The ``top`` layouts with the shortest steps under the orders of an executor, or of all (``any``).
+
+    Every pair of a layout and an executor that can run it counts as a layout.
+
+    Parameters
+    ----------
+    options
+        Their effort says how many cuts are searched in full, and how long. Without them, it is quick, and
+        free orders are constructed only.
+    cancelled
+        As in :func:`~zbv_solver.layouts.search.best_layouts`.
+
+    Raises
+    ------
+    InvalidInput
+        When there is no such executor, or it can run none of the layouts.
+    NoLayoutFits
+        When no layout fits in memory.
+    """
+    if not isinstance(setting.cluster, Cluster):
+        detail = f"found {executor!r} and groups of nodes; cuts for executors are searched for equal devices."
+        raise InvalidInput.at("", f"{detail} Leave one of them out.")
+    candidates = [
+        ExecutorCandidate(number, name, layout)
+        for name in executors_of(executor, setting.model)
+        for number, layout in enumerate(layouts)
+        if runs_layout(name, setting.model, layout) and (name == FREE or layout.recompute != "selective")
+    ]
+    if not candidates:
+        raise refusal(executor, setting.model, list(layouts))
+    search = _ExecutorSearch(setting, options, cancelled)
+    search.run(candidates, top)
+    if not search.found and not search.queue:
+        raise NoLayoutFits(len(candidates), setting.cluster.memory)
+    search.finish(top)
+    return search.ranking(top, len(candidates))
+
+
+@dataclass
+class _ExecutorSearch:
+    """The state of a search.
+
+    Attributes
+    ----------
+    queue
+        A heap by bounds. Planned nodes have their steps as bounds.
+    found
+        All planned nodes, with lower bounds.
+    unresolved
+        Nodes without a cut that fits, and without a proof that there is none.
+    """
+
+    setting: Setting
+    options: SearchOptions | None
+    cancelled: Cancelled | None
+    queue: list[_Node] = field(default_factory=list)
+    found: list[_Node] = field(default_factory=list)
+    unresolved: list[_Node] = field(default_factory=list)
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        self.effort = "quick" if self.options is None else self.options.effort
+        self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort)
+        self.free = LayoutSearch(self.setting)
+
+    def run(self, candidates: list[ExecutorCandidate], top: int) -> None:
+        """Bound and cut, best first, until the best ``top`` candidates are planned."""
+        for each in candidates:
+            self._push(self.setting.least_work(each.layout), each, each)
+        ended: set[ExecutorCandidate] = set()
+        while self.queue and len(ended) < top and not self._is_cancelled():
+            node = heapq.heappop(self.queue)
+            if node.is_planned:
+                ended.add(node.candidate)
+            elif node.candidate.executor == FREE:
+                self._refine_free(node)
+            else:
+                self._refine(node)
+
+    def _push(
+        self,
+        bound: float,
+        candidate: ExecutorCandidate,
+        of: LayoutVariant | Scheduled | ExecutorCandidate,
+        tight: bool = False,
+    ) -> None:
+        heapq.heappush(self.queue, _Node(bound, self.made, candidate, of, tight))
+        self.made += 1
+
+    def _plan(self, node: _Node, step_time: float) -> None:
+        self.found.append(node)
+        heapq.heappush(self.queue, node._replace(bound=step_time, number=self.made, is_planned=True))
+        self.made += 1
+
+    def _refine_free(self, node: _Node) -> None:
+        """Replace a node of a free order by one with a tighter bound."""
+        of = node.of.layout if isinstance(node.of, ExecutorCandidate) else node.of
+        if isinstance(of, Layout | EstimatedLayout):
+            tighter = self.free.tighter(node.bound, node.number, of, node.is_tight)
+            if tighter is None:
+                return
+            if isinstance(tighter.of, PlannedLayout):
+                self._plan(node._replace(bound=tighter.of.lower_bound, of=tighter.of), tighter.bound)
+            elif isinstance(tighter.of, EstimatedLayout):
+                fresh = node._replace(bound=tighter.bound, of=tighter.of, is_tight=tighter.is_tight)
+                heapq.heappush(self.queue, fresh)
+
+    def _refine(self, node: _Node) -> None:
+        """Replace a node by others with tighter bounds, or by a plan."""
+        bound, candidate, of = node.bound, node.candidate, node.of
+        if isinstance(of, ExecutorCandidate):
+            for variant in self.schedules.variants(of):
+                estimated = variant.estimated
+                self._push(max(bound, estimated.mean_bound, estimated.memory_bound), candidate, variant)
+        elif isinstance(of, LayoutVariant) and not node.is_tight:
+            self._push(max(bound, of.estimated.load_bound), candidate, of, tight=True)
+        elif isinstance(of, LayoutVariant):
+            for scheduled in self.schedules.scheduled(of):
+                self._push(max(bound, scheduled.bound), candidate, scheduled)
+        elif isinstance(of, Scheduled):
+            fresh = of.advanced()
+            tighter = max(bound, fresh.bound)
+            if tighter == inf:
+                return
+            if fresh.steps == 1:
+                self._push(tighter, candidate, fresh)
+            elif fresh.has_cut:
+                self._plan(node._replace(bound=tighter, of=fresh), fresh.step_time)
+            else:
+                self.unresolved.append(node._replace(bound=tighter, of=fresh))
+
+    def finish(self, top: int) -> None:
+        """Search the cuts with the shortest steps in full, then those with the least bounds."""
+        if self.options is not None:
+            again = {each.layout: each for each in self.free.ranked(self.options, self.cancelled)}
+            self.found = [
+                node._replace(of=again[node.candidate.layout]) if node.candidate.executor == FREE else node
+                for node in self.found
+            ]
+        most = FULL_SEARCHES[self.effort] if self.found else 0
+        for number in range(most):
+            longest = self._steps()[:top][-1][0]
+            open_cuts = [
+                node.of
+                for node in self.found
+                if isinstance(node.of, Scheduled)
+                and node.of.is_open
+                and _bound(node) < longest * (1 - OPTIMAL_GAP)
+            ]
+            if not open_cuts or self._is_cancelled():
+                return
+            is_first = 2 * number < most
+            chosen = min(open_cuts, key=lambda each: each.step_time if is_first else each.bound)
+            chosen.finish(longest)
+
+    def _steps(self) -> list[tuple[float, _Node]]:
+        """Step and best node of every planned candidate, best first."""
+        best: dict[ExecutorCandidate, tuple[float, _Node]] = {}
+        for node in self.found:
+            step = node.of.step_time if isinstance(node.of, Scheduled | PlannedLayout) else inf
+            if node.candidate not in best or step < best[node.candidate][0]:
+                best[node.candidate] = step, node
+        return sorted(best.values(), key=lambda each: each[0])
+
+    def ranking(self, top: int, considered: int) -> Ranking:
+        """The best layouts, with their plans and settings."""
+        steps = self._steps()
+        bounds: dict[ExecutorCandidate, float] = {}
+        for node in self._open_nodes():
+            bounds[node.candidate] = min(bounds.get(node.candidate, inf), _bound(node))
+        best = tuple(self._answer(node, bounds[node.candidate]) for _, node in steps[:top])
+        below = min([*bounds.values(), *(each.step_time for each in best)])
+        return Ranking(best, considered, len(steps), below)
+
+    def _open_nodes(self) -> Iterator[_Node]:
+        """Nodes that together have every candidate that fits."""
+        yield from self.found
+        yield from self.unresolved
+        yield from (node for node in self.queue if not node.is_planned)
+
+    def _answer(self, node: _Node, bound: float) -> PlannedLayout:
+        if not isinstance(node.of, Scheduled):
+            if not isinstance(node.of, PlannedLayout):
+                raise TypeError("a planned layout has no plan; this is a bug in zbv, please report it.")
+            return node.of
+        scheduled, setting = node.of, self.setting
+        (best, stages), estimated = scheduled.answer(), scheduled.variant.estimated
+        (nodes,) = setting.cluster.groups
+        schedule, executor = scheduled.schedule, node.candidate.executor
+        settings, remark = layout_settings(executor, estimated.layout, setting.model, nodes, stages, schedule)
+        return ExecutorLayout(
+            estimated,
+            make_plan(best.problem, best.orders, method=f"{executor} {schedule.name}"),
+            scheduled.step_time,
+            min(bound, scheduled.step_time),
+            executor,
+            best,
+            settings,
+            remark,
+            self._free_plan(node.candidate.layout),
+        )
+
+    def _free_plan(self, layout: Layout) -> PlannedLayout | None:
+        """The same layout in any order."""
+        if self._is_cancelled():
+            return None
+        try:
+            return plan_layout(EstimatedLayout.of(layout, self.setting), self.options)
+        except InfeasibleMemory:
+            return None
+
+    def _is_cancelled(self) -> bool:
+        return self.cancelled is not None and self.cancelled()
+
+
+def _bound(node: _Node) -> float:
+    """The lower bound of a node that may share its search with others."""
+    return max(node.bound, node.of.bound) if isinstance(node.of, Scheduled) else node.bound

@@ -1,0 +1,198 @@
+"""Which models and layouts an executor can run, as data with their sources.
+
+``torch`` is a program around the runtime of ``torch.distributed.pipelining``: it may form groups as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from zbv_solver.errors import InvalidInput
+from zbv_solver.estimate.given import GivenCosts
+from zbv_solver.estimate.transformer import Transformer
+from zbv_solver.layouts.layout import Layout
+
+ANY, FREE = "any", "zbv"
+"""All executors, and the one that runs any order."""
+
+
+@dataclass(frozen=True)
+class ExecutorRule:
+    """What an executor requires.
+
+    Attributes
+    ----------
+    is_kept
+        Whether a layout of a model is allowed. A rule of models ignores the layout.
+    text
+        The rule, to complete "… requires".
+    source
+        Where the executor has this rule.
+    """
+
+    is_kept: Callable[[Transformer, Layout], bool]
+    text: str
+    source: str
+
+
+def _has_no_state_space(model: Transformer) -> bool:
+    return not any(isinstance(half, GivenCosts) for kind in model.layers() for _, half in kind.halves)
+
+
+def _has_replicas(layout: Layout) -> bool:
+    return layout.data_parallel * layout.context_parallel > 1
+
+
+def _is_alone(layout: Layout) -> bool:
+    return layout.pipeline_parallel == 1
+
+
+def _has_equal_replicas(model: Transformer, layout: Layout) -> bool:
+    """Whether dense layers and experts have as many replicas."""
+    inside = layout.tensor_parallel * layout.context_parallel
+    experts = layout.expert_parallel if model.experts > 1 else layout.tensor_parallel
+    return inside == experts
+
+
+MEGATRON, TITAN, TORCH = "Megatron-LM", "torchtitan", "PyTorch's pipeline runtime"
+_ARGUMENTS = "megatron/training/arguments.py, validate_args"
+_TITAN = "torchtitan/models/llama3/infra/parallelize.py"
+
+MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
+    "megatron": (
+        ExecutorRule(
+            lambda model, _: model.vision is None,
+            "a model without a vision encoder",
+            "megatron/core/transformer/pipeline_parallel_layer_layout.py: the letters of modules",
+        ),
+        ExecutorRule(
+            lambda model, _: _has_no_state_space(model),
+            "a model without state-space layers, because it cuts these by --hybrid-layer-pattern",
+            _ARGUMENTS,
+        ),
+    ),
+    "torchtitan": (
+        ExecutorRule(
+            lambda model, _: model.vision is None and not model.predictions and _has_no_state_space(model),
+            "a model of embedding, transformer layers and head",
+            "torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part",
+        ),
+    ),
+    "torch": (),
+}
+LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
+    "megatron": (
+        ExecutorRule(
+            lambda _, layout: layout.zero_stage <= 1 or not _has_replicas(layout),
+            "ZeRO stage 0, or 1 (--use-distributed-optimizer); Megatron-FSDP is not part of this search",
+            f"{_ARGUMENTS}; megatron/core/optimizer/distrib_optimizer.py",
+        ),
+        ExecutorRule(
+            lambda model, layout: (
+                layout.placement == "tp-cp-dp-pp" or _is_alone(layout) or _has_equal_replicas(model, layout)
+            ),
+            "with --use-tp-pp-dp-mapping as many replicas of experts (without experts: of tensor-parallel "
+            "groups) as of the pipeline",
+            "megatron/core/parallel_state.py, initialize_model_parallel",
+        ),
+    ),
+    "torchtitan": (
+        ExecutorRule(
+            lambda _, layout: (
+                layout.zero_stage == (3 if _is_alone(layout) else 1) or not _has_replicas(layout)
+            ),
+            "FSDP if there are replicas: ZeRO stage 3, or with a pipeline stage 1, because parameters and "
+            "gradients are whole until the last microbatch",
+            f"{_TITAN}, apply_fsdp (fsdp_reshard_after_forward); torch/distributed/pipelining/stage.py, "
+            "backward_maybe_with_nosync",
+        ),
+        ExecutorRule(
+            lambda _, layout: layout.placement == "tp-cp-dp-pp",
+            "the placement tp-cp-dp-pp",
+            "torchtitan/distributed/parallel_dims.py, build_mesh",
+        ),
+        ExecutorRule(
+            lambda model, layout: (
+                model.sequence % (2 * layout.tensor_parallel * layout.context_parallel) == 0
+            ),
+            "sequences that 2 * tensor * context parallel divides",
+            f"torchtitan/distributed/parallel_dims.py, seq_len_divisor; {_TITAN}",
+        ),
+        ExecutorRule(
+            lambda model, layout: not model.tied or _is_alone(layout),
+            "no pipeline if embedding and head share their table",
+            "torchtitan/models/common/decoder.py",
+        ),
+    ),
+    "torch": (
+        ExecutorRule(
+            lambda _, layout: layout.zero_stage <= 1 or _is_alone(layout) or not _has_replicas(layout),
+            "with a pipeline ZeRO stage 0 (DDP) or 1 (FSDP), because parameters and gradients are whole "
+            "until the last microbatch",
+            "torch/distributed/pipelining/stage.py, backward_maybe_with_nosync",
+        ),
+        ExecutorRule(
+            lambda model, layout: not model.tied or _is_alone(layout),
+            "no pipeline if embedding and head share their table, because stages exchange no gradients of "
+            "parameters",
+            "torch/distributed/pipelining/stage.py",
+        ),
+    ),
+}
+NAMES = {"megatron": MEGATRON, "torchtitan": TITAN, "torch": TORCH}
+"""The names of executors with fixed orders."""
+LAYOUT_EXECUTORS = (FREE, *NAMES, ANY)
+"""What ``--executor`` takes."""
+
+
+def executors_of(name: str, model: Transformer) -> tuple[str, ...]:
+    """The executors that a name stands for and that can run a model.
+
+    Raises
+    ------
+    InvalidInput
+        When there is no such executor, or it cannot run the model.
+    """
+    if name not in LAYOUT_EXECUTORS:
+        known = ", ".join(LAYOUT_EXECUTORS)
+        raise InvalidInput.at("", f"found executor {name!r}; must be one of {known}.")
+    if name == FREE:
+        return (FREE,)
+    # Rules of models ignore the layout.
+    broken = {each: _broken(MODEL_RULES[each], model, _NO_LAYOUT) for each in NAMES}
+    if name == ANY:
+        return (FREE, *(each for each in NAMES if not broken[each]))
+    if broken[name]:
+        raise InvalidInput.at("", f"{NAMES[name]} requires {broken[name][0].text}.")
+    return (name,)
+
+
+_NO_LAYOUT = Layout(1, 1, 1, 1, 1, 1, 1, 0, "none", "tp-cp-dp-pp")
+
+
+def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
+    """Whether an executor can run a layout."""
+    return executor == FREE or not _broken(LAYOUT_RULES[executor], model, layout)
+
+
+def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:
+    """The error of layouts that an executor cannot run, with every rule that one of them breaks."""
+    rules = {rule.text: None for layout in layouts for rule in _broken(LAYOUT_RULES[executor], model, layout)}
+    return InvalidInput.at(
+        "",
+        f"{NAMES[executor]} can run none of the {len(layouts):,} layouts. It requires {'; '.join(rules)}. "
+        f"Change these parts of the layout, or leave them to the search.",
+    )
+
+
+def _broken(rules: tuple[ExecutorRule, ...], model: Transformer, layout: Layout) -> list[ExecutorRule]:
+    return [rule for rule in rules if not rule.is_kept(model, layout)]
+
+
+def sources() -> Iterator[tuple[str, ExecutorRule]]:
+    """Every rule with its executor."""
+    for table in (MODEL_RULES, LAYOUT_RULES):
+        for executor, rules in table.items():
+            for rule in rules:
+                yield executor, rule

@@ -1,0 +1,282 @@
+"""Layouts for executors: rules, settings, and that the best of all layouts is found."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from dataclasses import replace
+from math import inf, isclose
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
+from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor
+from zbv_solver.executors.megatron_layout import parse_layout
+from zbv_solver.executors.torchtitan_settings import parse_settings
+from zbv_solver.layouts.answer import ranking_json, recomputation
+from zbv_solver.layouts.cluster import Cluster, equal_cluster
+from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
+from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
+from zbv_solver.layouts.executor_rules import NAMES, executors_of, runs_layout, sources
+from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.request import Request, parse_request
+from zbv_solver.layouts.search import best_layouts
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.verify.verifier import verify
+
+MODEL: dict[str, Any] = {
+    **{"hidden": 1024, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 32_000, "sequence": 2048},
+    **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
+}
+EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
+
+
+def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.0, **device: Any) -> Cluster:
+    links = {
+        "in_node": {"latency": 10, "bandwidth": 300 * speed},
+        "between_nodes": {"latency": 20, "bandwidth": 25 * speed},
+    }
+    document = {"nodes": nodes, "gpus_per_node": gpus, "links": links, "memory": gigabytes * 1e9}
+    return equal_cluster(
+        document | {"device": {"achieved_tflops": 300, "memory_bandwidth": 1500 * speed, **device}}
+    )
+
+
+def request_of(model: dict[str, Any], cluster: Cluster, batch: int, **fixed: Any) -> Request:
+    return parse_request({"model": model, "global_batch": batch}, cluster, Fixed(**fixed))
+
+
+def best_of(request: Request, executor: str) -> ExecutorLayout:
+    (best,) = executor_layouts(request.layouts, request.setting, executor).best
+    assert isinstance(best, ExecutorLayout)
+    return best
+
+
+def every_step(request: Request, executor: str) -> dict[tuple[Layout, str], float]:
+    """The step of every layout with its best cut, by layout and recomputation."""
+    setting, known, found = replace(request.setting, has_loops=True), {}, {}
+    for layout in request.layouts:
+        for recompute in ("none", "full") if layout.recompute == "per-stage" else (layout.recompute,):
+            if not runs_layout(executor, setting.model, layout):
+                continue
+            estimated = EstimatedLayout.of(replace(layout, recompute=recompute), setting)
+            if estimated.problem not in known:
+                known[estimated.problem] = planned_in_full(estimated.problem, executor)
+            cut = known[estimated.problem]
+            if cut is not None:
+                found[layout, recompute] = step_of(cut, estimated)
+                check_bounds(estimated, setting, found[layout, recompute])
+    return found
+
+
+def planned_in_full(problem: LayeredProblem, executor: str) -> ExecutorCut | None:
+    chunks = (1,) if problem.pp_degree == 1 else None
+    try:
+        return cut_for_executor(problem, executor, virtual_stages=chunks, recompute="none", effort="quick")
+    except InfeasibleMemory:
+        return None
+    except InvalidInput:  # numbers of ranks and microbatches that the executor refuses
+        return None
+
+
+def step_of(cut: ExecutorCut, estimated: EstimatedLayout) -> float:
+    model, placement = cut.best.problem.model, cut.best.problem.placement
+    assert model is not None
+    layers = [tuple(name for s in of for name in model.partition[s]) for of in placement.stages_of]
+    return cut.best.objective * SECONDS + estimated.once(layers)
+
+
+def check_bounds(estimated: EstimatedLayout, setting: Setting, step: float) -> None:
+    assert estimated.has_room_for_states
+    bounds = [setting.least_work(estimated.layout), estimated.mean_bound]
+    assert max([*bounds, estimated.memory_bound, estimated.load_bound]) <= step * (1 + 1e-9)
+
+
+@settings(max_examples=2)
+@given(
+    st.sampled_from([(1, 2), (3, 1)]),
+    st.sampled_from([MODEL, EXPERTS]),
+    st.floats(3.0, 30.0),
+    st.booleans(),
+    st.sampled_from(list(NAMES)),
+)
+def test_the_best_layout_is_that_of_cutting_every_one(
+    nodes: tuple[int, int], model: dict[str, Any], gigabytes: float, is_tied: bool, executor: str
+) -> None:
+    request = request_of(
+        {**model, "tied_embeddings": is_tied, "sequence": 512, "layers": 5},
+        # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
+        cluster_of(*nodes, gigabytes, speed=1e5),
+        2 * nodes[0] * nodes[1],
+        **{"microbatch_size": 1, "tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1},
+        placement="tp-cp-dp-pp",
+    )
+    steps = every_step(request, executor)
+    if not steps:
+        with pytest.raises(NoLayoutFits, match="no layout fits"):
+            executor_layouts(request.layouts, request.setting, executor)
+        return
+    ranking = executor_layouts(request.layouts, request.setting, executor)
+    best = ranking.best[0]
+    assert best.step_time == pytest.approx(min(steps.values()), rel=1e-5)
+    assert ranking.no_layout_below <= min(steps.values()) * (1 + 1e-9)
+    assert best.lower_bound <= best.step_time
+    assert ranking.considered == sum(
+        runs_layout(executor, request.setting.model, layout) for layout in request.layouts
+    )
+
+
+def test_all_executors_together_are_as_good_as_each() -> None:
+    fixed = {"pipeline_parallel": 2, "microbatch_size": 1}
+    request = request_of(MODEL, cluster_of(1, 2, 6.0), 4, **fixed)
+    layouts, setting = request.layouts, request.setting
+    ranking = executor_layouts(layouts, setting, "any", top=4)
+    # Every pair of a layout and an executor is listed once.
+    listed = [row["executor"] for row in ranking_json(ranking, request)["layouts"]]
+    assert set(listed) == {"zbv", *NAMES}
+    steps = [each.step_time for each in ranking.best]
+    assert steps == sorted(steps)
+    best = best_layouts(layouts, setting).best[0].step_time
+    for executor in NAMES:
+        best = min(best, executor_layouts(layouts, setting, executor).best[0].step_time)
+    assert isclose(steps[0], best, rel_tol=1e-9)
+    assert ranking.considered > len(layouts)
+
+
+def test_megatrons_flags_are_those_of_the_layout() -> None:
+    cluster = cluster_of(2, 4, data_parallel_overlap=0.5)
+    fixed = {"tensor_parallel": 2, "context_parallel": 1, "expert_parallel": 2, "pipeline_parallel": 2}
+    request = request_of(
+        EXPERTS, cluster, 16, **fixed, zero_stage=1, placement="tp-cp-pp-dp", recompute="full"
+    )
+    best = best_of(request, "megatron")
+    assert best.settings is not None
+    words = iter(shlex.split(best.settings.replace("\\\n", " ")))
+    lone = {
+        *("--sequence-parallel", "--use-distributed-optimizer", "--use-tp-pp-dp-mapping"),
+        *("--overlap-grad-reduce", "--overlap-param-gather"),
+    }
+    flags: dict[str, str] = {}
+    for word in words:
+        flags[word] = "" if word in lone else next(words)
+    layout = best.layout
+    assert lone <= set(flags)
+    assert flags["--tensor-model-parallel-size"] == "2"
+    assert flags["--context-parallel-size"] == "1"
+    assert (flags["--expert-model-parallel-size"], flags["--expert-tensor-parallel-size"]) == ("2", "1")
+    assert flags["--pipeline-model-parallel-size"] == "2"
+    assert flags["--micro-batch-size"] == str(layout.microbatch_size)
+    assert flags["--global-batch-size"] == "16"
+    assert (flags["--recompute-granularity"], recomputation(best)) == ("full", "full")
+    model = best.plan.problem.model
+    assert model is not None
+    stages = parse_layout(flags["--pipeline-model-parallel-layout"])
+    assert [len(stage) for stage in stages] == [len(stage) for stage in model.partition]
+    verify(best.plan)
+    assert best.plan.orders == best.best.schedule.orders()
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 8), (1, 2)])
+def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int) -> None:
+    fixed = {"data_parallel": 2, "pipeline_parallel": ranks, "tensor_parallel": 2, "context_parallel": 1}
+    request = request_of(MODEL, cluster_of(1, 4 * ranks), 16, **fixed, microbatch_size=1)
+    best = best_of(request, "torchtitan")
+    assert best.settings is not None
+    document = tomllib.loads(best.settings)
+    parallelism, training = document["parallelism"], document["training"]
+    degrees = [parallelism[f"{kind}_degree"] for kind in ("data_parallel_shard", "tensor_parallel")]
+    assert [*degrees, parallelism["pipeline_parallel_degree"]] == [2, 2, ranks]
+    assert training["global_batch_size"] == 16
+    assert training["seq_len"] == MODEL["sequence"]
+    # With a pipeline, a rank's batch has all microbatches; without one, torchtitan accumulates gradients.
+    assert training["local_batch_size"] == (8 if ranks > 1 else 1)
+    assert best.layout.zero_stage == (1 if ranks > 1 else 3)
+    if ranks > 1:
+        stages, schedule = parse_settings(best.settings)
+        assert schedule == best.best.schedule
+        assert sum(map(len, stages)) == MODEL["layers"] + 2
+    else:
+        assert "pipeline_parallel_schedule" not in parallelism
+
+
+def test_the_order_of_an_executor_is_no_faster_than_the_bound_of_any_order() -> None:
+    request = request_of(MODEL, cluster_of(1, 2), 4, pipeline_parallel=2, microbatch_size=1)
+    ranking = executor_layouts(request.layouts, request.setting, "megatron")
+    best = ranking.best[0]
+    assert isinstance(best, ExecutorLayout)
+    assert best.free is not None
+    assert best.free.lower_bound <= best.step_time
+    (row,) = ranking_json(ranking, request, with_plans=False)["layouts"]
+    assert row["free_order"]["step_time"] == pytest.approx(best.free.step_time)
+    assert (row["executor"], row["virtual_stages"]) == ("megatron", best.best.schedule.placement.chunks)
+    assert row["settings"] == best.settings
+
+
+LAYOUT = Layout(2, 1, 1, 2, 2, 1, 4, 1, "per-stage", "tp-cp-dp-pp")
+
+
+@pytest.mark.parametrize(
+    ("executor", "model", "change", "is_run"),
+    [
+        ("megatron", MODEL, {}, True),
+        ("megatron", MODEL, {"zero_stage": 0}, True),
+        ("megatron", MODEL, {"zero_stage": 3}, False),
+        ("megatron", MODEL, {"zero_stage": 3, "data_parallel": 1}, True),
+        ("megatron", MODEL, {"placement": "tp-cp-pp-dp"}, True),
+        ("megatron", MODEL, {"placement": "tp-cp-pp-dp", "context_parallel": 2}, False),
+        ("megatron", EXPERTS, {"placement": "tp-cp-pp-dp"}, False),
+        ("megatron", EXPERTS, {"placement": "tp-cp-pp-dp", "expert_parallel": 2}, True),
+        ("megatron", {**MODEL, "tied_embeddings": True}, {}, True),
+        ("torchtitan", MODEL, {}, True),
+        ("torchtitan", MODEL, {"zero_stage": 0}, False),
+        ("torchtitan", MODEL, {"zero_stage": 3}, False),
+        ("torchtitan", MODEL, {"zero_stage": 3, "pipeline_parallel": 1}, True),
+        ("torchtitan", MODEL, {"placement": "tp-cp-pp-dp"}, False),
+        ("torchtitan", {**MODEL, "sequence": 6}, {}, False),
+        ("torchtitan", {**MODEL, "tied_embeddings": True}, {}, False),
+        ("torch", MODEL, {"placement": "tp-cp-pp-dp"}, True),
+        ("torch", MODEL, {"zero_stage": 2}, False),
+        ("torch", MODEL, {"zero_stage": 2, "pipeline_parallel": 1}, True),
+        ("torch", {**MODEL, "tied_embeddings": True}, {}, False),
+    ],
+)
+def test_executors_are_offered_what_they_run(
+    executor: str, model: dict[str, Any], change: dict[str, Any], is_run: bool
+) -> None:
+    transformer = request_of(model, cluster_of(1, 8), 8).setting.model
+    assert runs_layout(executor, transformer, replace(LAYOUT, **change)) is is_run
+
+
+def test_every_rule_has_a_source() -> None:
+    assert all(rule.source.endswith((".py",)) or ".py" in rule.source for _, rule in sources())
+    assert {executor for executor, _ in sources()} == set(NAMES)
+
+
+def test_models_that_an_executor_cannot_run_are_refused() -> None:
+    predicting = request_of({**MODEL, "prediction_layers": 1}, cluster_of(1, 2), 4).setting.model
+    with pytest.raises(InvalidInput, match="torchtitan requires a model of"):
+        executors_of("torchtitan", predicting)
+    assert executors_of("any", predicting) == ("zbv", "megatron", "torch")
+    with pytest.raises(InvalidInput, match="found executor 'deepspeed'; must be one of zbv, megatron"):
+        executors_of("deepspeed", predicting)
+
+
+def test_layouts_that_an_executor_cannot_run_are_refused_with_the_rule() -> None:
+    request = request_of(MODEL, cluster_of(1, 4), 8, zero_stage=3, data_parallel=4)
+    with pytest.raises(InvalidInput, match="requires ZeRO stage 0, or 1"):
+        executor_layouts(request.layouts, request.setting, "megatron")
+
+
+def test_without_room_no_layout_fits() -> None:
+    request = request_of(MODEL, cluster_of(1, 2, 0.3), 4)
+    with pytest.raises(NoLayoutFits):
+        executor_layouts(request.layouts, request.setting, "megatron")
+
+
+def test_a_cancelled_search_bounds_all_layouts() -> None:
+    request = request_of(MODEL, cluster_of(1, 2), 4)
+    ranking = executor_layouts(request.layouts, request.setting, "megatron", cancelled=lambda: True)
+    assert ranking.best == ()
+    assert 0 < ranking.no_layout_below < inf

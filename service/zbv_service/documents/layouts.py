@@ -9,6 +9,7 @@ from pydantic import Field
 from zbv_solver.documents.fields import Number
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.layouts.cluster import parse_cluster
+from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
 from zbv_solver.layouts.layout import Fixed, Order, Recompute
 from zbv_solver.layouts.request import Request, parse_request
 
@@ -62,7 +63,9 @@ class LayoutRequest(RequestDocument):
         None, description="Tokens per sequence; null: as the model says."
     )
     fixed: FixedParts = FixedParts()
-    executor: Literal["zbv"] = "zbv"
+    executor: Literal["zbv", "torch", "megatron", "torchtitan", "any"] = Field(
+        "zbv", description="The program that runs the pipeline; all but zbv have orders of their own."
+    )
     top: Annotated[int, Field(strict=True, ge=1, le=MAX_TOP)] = Field(1, description="Layouts to list.")
     points: bool = Field(False, description="Adds step and memory of all layouts to the answer.")
     sensitivity: bool = Field(
@@ -97,7 +100,20 @@ def read_layouts(asked: LayoutRequest) -> Request:
             "/model/global_batch",
             f"found {found.global_batch}; this service takes at most {MAX_BATCH} sequences per step.",
         )
+    if asked.executor != FREE:
+        _check_executor(asked, found)
     return found
+
+
+def _check_executor(asked: LayoutRequest, found: Request) -> None:
+    for name in ("points", "sensitivity"):
+        if getattr(asked, name):
+            detail = f"found true and executor {asked.executor!r}; only zbv has this. Leave one of them out."
+            raise InvalidInput.at(f"/{name}", detail)
+    try:
+        layouts_of_executors(asked.executor, found.setting.model, found.cluster, found.layouts)
+    except InvalidInput as error:
+        raise error.below("/executor") from None
 
 
 def _placed(issue: Issue, asked: LayoutRequest) -> Issue:

@@ -31,7 +31,7 @@ UNITS = Units("us", "bytes")
 KINDS = ("tp", "cp", "dp", "pp")
 
 
-class Costs(NamedTuple):
+class SourcedCosts(NamedTuple):
     """An estimate, and where the costs of every layer come from; no origins if all are estimated."""
 
     estimate: ModelEstimate
@@ -69,10 +69,12 @@ class Setting:
         estimate = LayerConditions(self.model, Degrees(), device, GroupLinks(), training, 1).estimate()
         return any(layer.recomputed is not None for layer in estimate.layers)
 
-    def estimate(self, at: LayerConditions) -> Costs:
+    def estimate(self, at: LayerConditions) -> SourcedCosts:
         """Layers under these conditions, with measured costs where a profile has them."""
         found = at.estimate()
-        return Costs(found) if self.measured is None else Costs(*self.measured.applied(found, at))
+        return (
+            SourcedCosts(found) if self.measured is None else SourcedCosts(*self.measured.applied(found, at))
+        )
 
     def links(self, layout: Layout, group: int = 0) -> tuple[GroupLinks, float]:
         """The links on a group of nodes, measured ones where a profile has them, and a latency once per step.
@@ -275,7 +277,7 @@ class EstimatedLayout:
 
 
 @lru_cache(maxsize=4096)
-def _known_costs(setting: Setting, layout: Layout, group: int, ends: GroupLink | None) -> Costs:
+def _known_costs(setting: Setting, layout: Layout, group: int, ends: GroupLink | None) -> SourcedCosts:
     """The layers on a group of nodes; ``ends`` is the link between both ends of a pipeline over groups."""
     nodes, (links, _) = setting.cluster.groups[group], setting.links(layout, group)
     if ends is not None:

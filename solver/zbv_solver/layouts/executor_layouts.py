@@ -12,15 +12,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from math import inf
 from typing import NamedTuple
 
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
+from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.executors.best_cut import BestCut
-from zbv_solver.layouts.cluster import Cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_solver.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, Scheduled, ScheduleSource
-from zbv_solver.layouts.executor_rules import FREE, executors_of, refusal, runs_layout
+from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
 from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.search import LayoutSearch, PlannedLayout, Ranking, plan_layout
@@ -92,17 +92,8 @@ def executor_layouts(
     NoLayoutFits
         When no layout fits in memory.
     """
-    if not isinstance(setting.cluster, Cluster):
-        detail = f"found {executor!r} and groups of nodes; cuts for executors are searched for equal devices."
-        raise InvalidInput.at("", f"{detail} Leave one of them out.")
-    candidates = [
-        ExecutorCandidate(number, name, layout)
-        for name in executors_of(executor, setting.model)
-        for number, layout in enumerate(layouts)
-        if runs_layout(name, setting.model, layout) and (name == FREE or layout.recompute != "selective")
-    ]
-    if not candidates:
-        raise refusal(executor, setting.model, list(layouts))
+    found = layouts_of_executors(executor, setting.model, setting.cluster, layouts)
+    candidates = list(starmap(ExecutorCandidate, found))
     search = _ExecutorSearch(setting, options, cancelled)
     search.run(candidates, top)
     if not search.found and not search.queue:

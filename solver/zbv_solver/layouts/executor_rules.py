@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.given import GivenCosts
 from zbv_solver.estimate.transformer import Transformer
+from zbv_solver.layouts.cluster import AnyCluster, Cluster
 from zbv_solver.layouts.layout import Layout
 
 ANY, FREE = "any", "zbv"
@@ -173,7 +174,34 @@ _NO_LAYOUT = Layout(1, 1, 1, 1, 1, 1, 1, 0, "none", "tp-cp-dp-pp")
 
 def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
     """Whether an executor can run a layout."""
-    return executor == FREE or not _broken(LAYOUT_RULES[executor], model, layout)
+    if executor == FREE:
+        return True
+    # Executors recompute all stages or none; their settings for modules are not written yet.
+    return layout.recompute != "selective" and not _broken(LAYOUT_RULES[executor], model, layout)
+
+
+def layouts_of_executors(
+    executor: str, model: Transformer, cluster: AnyCluster, layouts: Sequence[Layout]
+) -> list[tuple[int, str, Layout]]:
+    """Every pair of a layout and an executor that can run it; the numbers are those of the layouts.
+
+    Raises
+    ------
+    InvalidInput
+        When there is no such executor, or it can run none of the layouts.
+    """
+    if not isinstance(cluster, Cluster):
+        detail = f"found {executor!r} and groups of nodes; cuts for executors are searched for equal devices."
+        raise InvalidInput.at("", f"{detail} Leave one of them out.")
+    found = [
+        (number, name, layout)
+        for name in executors_of(executor, model)
+        for number, layout in enumerate(layouts)
+        if runs_layout(name, model, layout)
+    ]
+    if not found:
+        raise refusal(executor, model, list(layouts))
+    return found
 
 
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:
@@ -181,7 +209,8 @@ def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> Invalid
     rules = {rule.text: None for layout in layouts for rule in _broken(LAYOUT_RULES[executor], model, layout)}
     return InvalidInput.at(
         "",
-        f"{NAMES[executor]} can run none of the {len(layouts):,} layouts. It requires {'; '.join(rules)}. "
+        f"{NAMES[executor]} can run none of the {len(layouts):,} layouts. "
+        f"It requires {'; '.join(rules) or 'stages that are recomputed in full or not at all'}. "
         f"Change these parts of the layout, or leave them to the search.",
     )
 

@@ -17,13 +17,20 @@ FIXED_NUMBERS = (
     *("microbatch_size", "zero_stage"),
 )
 FIXED_CHOICES = {
-    "recompute": ("none", "full", "per-stage"),
+    "recompute": ("none", "selective", "full", "per-stage"),
     "placement": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
 }
 EFFORTS = (
     ("", "constructed orders: seconds"),
     ("quick", "quick: a second more per promising layout"),
     ("standard", "standard: up to minutes"),
+)
+EXECUTORS = (
+    ("zbv", "zbv: any order"),
+    ("megatron", "Megatron-LM"),
+    ("torchtitan", "torchtitan"),
+    ("torch", "PyTorch"),
+    ("any", "all of these"),
 )
 DEFAULTS: Mapping[str, str] = {
     "model": "llama-3.1-8b",
@@ -90,16 +97,23 @@ class LayoutForm:
         """Efforts with their meaning."""
         return EFFORTS
 
+    @property
+    def executors(self) -> tuple[tuple[str, str], ...]:
+        """Programs that run the pipeline, with a few words."""
+        return EXECUTORS
+
     def document(self) -> dict[str, Any]:
         """The request; raises :class:`InvalidInput` when a field has no number or no JSON."""
         issues: list[Issue] = []
+        executor = self.value("executor") or "zbv"
         found: dict[str, Any] = {
             "model": self._model(issues),
             "cluster": self._cluster(issues),
             "fixed": self._numbers(FIXED_NUMBERS, issues, "/fixed")
             | {name: self.value(name) for name in FIXED_CHOICES if self.value(name)},
-            "points": True,
-            "sensitivity": bool(self.value("sensitivity")),
+            "executor": executor,
+            "points": executor == "zbv",
+            "sensitivity": executor == "zbv" and bool(self.value("sensitivity")),
             "options": {"effort": self.value("effort") or None},
             **self._numbers(NUMBERS, issues, ""),
         }
@@ -159,7 +173,7 @@ def form_of(request: Mapping[str, Any]) -> LayoutForm:
         values |= cluster
     else:
         values["cluster_json"] = json.dumps(cluster, indent=2)
-    values["effort"] = request["options"].get("effort")
+    values["effort"], values["executor"] = request["options"].get("effort"), request.get("executor")
     values["sensitivity"] = "on" if request.get("sensitivity") else None
     return LayoutForm({name: str(value) for name, value in values.items() if value is not None})
 

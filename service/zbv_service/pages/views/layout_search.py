@@ -75,6 +75,7 @@ class LayoutRow:
     utilisation: str
     memory: str
     plan_id: str
+    executor: str
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class LayoutSearchView:
     share: str
     is_proved: bool
     rows: tuple[LayoutRow, ...] = ()
+    settings: str = ""
+    free_step: str = ""
     picture: LayoutPicture | None = None
     parts: tuple[Part, ...] = ()
     changes: tuple[ChangeRow, ...] = ()
@@ -143,7 +146,9 @@ def layout_view(search: LayoutSearchDocument, request: Mapping[str, Any], root: 
         share="" if counts is None else f"{counts.ruled_out / counts.considered:.1%}",
         is_proved=search.state == "done",
         rows=tuple(_row(each) for each in layouts),
-        picture=layout_picture(answer, memory, root) if layouts else None,
+        settings=layouts[0].get("settings") or layouts[0].get("remark") or "" if layouts else "",
+        free_step=_free_step(layouts[0]) if layouts else "",
+        picture=layout_picture(answer, memory, root) if layouts and "points" in answer else None,
         parts=_parts(layouts[0]) if layouts and "composition" in layouts[0] else (),
         changes=tuple(_change(each, sensitivity["step_time"], layouts[0]) for each in _changes(sensitivity)),
         among=sensitivity.get("among", 0),
@@ -164,7 +169,21 @@ def _row(layout: Mapping[str, Any]) -> LayoutRow:
         utilisation=f"{layout['model_flops_utilisation']:.1%}",
         memory=f"{layout['peak_memory'] / 1e9:.3g} GB",
         plan_id=layout["plan_id"],
+        executor=_executor(layout),
     )
+
+
+def _executor(layout: Mapping[str, Any]) -> str:
+    if "schedule" not in layout:
+        return str(layout["executor"])
+    group = layout["group_size"]
+    return f"{layout['executor']}: {layout['schedule']}{f', groups of {group}' if group else ''}"
+
+
+def _free_step(layout: Mapping[str, Any]) -> str:
+    """The step of the same layout in a free order; empty if it is that or if none fits."""
+    free = layout.get("free_order")
+    return "" if free is None else _seconds(free["step_time"])
 
 
 def _parts(layout: Mapping[str, Any]) -> tuple[Part, ...]:

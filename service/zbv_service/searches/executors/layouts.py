@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from zbv_solver.layouts.answer import ranking_json
+from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.search.options import SearchOptions
@@ -29,7 +30,8 @@ def rank_layouts(
     ContradictedBound
         A plan undercuts a lower bound.
     """
-    from zbv_solver.layouts.search import best_layouts  # loads the kernels, which only searches need
+    from zbv_solver.layouts.executor_layouts import executor_layouts  # late: these load the kernels
+    from zbv_solver.layouts.search import best_layouts
     from zbv_solver.layouts.sensitivity import outcomes
 
     asked = LayoutRequest.model_validate(unpack(claim.problem))
@@ -42,7 +44,11 @@ def rank_layouts(
 
     request, effort = read_layouts(asked), claim.options["effort"]
     options = None if effort is None else SearchOptions(effort, workers=claim.options["workers"])
-    ranking = best_layouts(request.layouts, request.setting, asked.top, options, ends, tell)
+    if asked.executor == FREE:
+        ranking = best_layouts(request.layouts, request.setting, asked.top, options, ends, tell)
+    else:
+        ends.at = None if limit is None else ends.began + limit  # no progress says when one is planned
+        ranking = executor_layouts(request.layouts, request.setting, asked.executor, asked.top, options, ends)
     found = list(outcomes(ranking, request, ends)) if asked.sensitivity and ranking.best else None
     document = ranking_json(ranking, request, with_plans=False, with_points=asked.points, sensitivity=found)
     plans = []

@@ -154,6 +154,18 @@ async def test_an_effort_is_that_of_the_plans_of_the_best_layouts(serving: Servi
     assert "even-cut" in names_of(plan), "a full search compares with it"
 
 
+async def test_an_executor_gets_its_settings_and_the_step_of_a_free_order(serving: Serving) -> None:
+    async with serving("honest") as service:
+        found = await once(service, await submitted(service, {**SMALL, "executor": "megatron"}), "done")
+        layout = found["answer"]["layouts"][0]
+        assert layout["executor"] == "megatron"
+        assert "--global-batch-size 16" in layout["settings"]
+        assert found["lower_bound"] <= layout["step_time"] == found["objective"]
+        assert layout["free_order"]["step_time"] > 0
+        page = await service.http.get(f"/layouts/{found['id']}", headers={"Accept": "text/html"})
+        assert "--global-batch-size 16" in page.text
+
+
 async def test_a_model_that_fits_nowhere_is_infeasible(serving: Serving) -> None:
     async with serving("honest") as service:
         body = {**SMALL, "cluster": {**SMALL["cluster"], "memory": 2e9}}
@@ -208,6 +220,9 @@ WRONG: list[tuple[Any, str]] = [
     ({**SMALL, "fixed": {"recompute": "some"}}, "/fixed/recompute"),
     ({**SMALL, "fixed": {"pipelines": 2}}, "/fixed/pipelines"),
     ({**SMALL, "executor": "abacus"}, "/executor"),
+    ({**SMALL, "executor": "torch", "cluster": {"groups": [SMALL["cluster"]] * 2}}, "/executor"),
+    ({**SMALL, "executor": "any", "sensitivity": True}, "/sensitivity"),
+    ({**SMALL, "executor": "torch", "points": True}, "/points"),
     ({**SMALL, "top": 21}, "/top"),
     ({**SMALL, "top": True}, "/top"),
     ({**SMALL, "options": {"seed": 1}}, "/options/seed"),

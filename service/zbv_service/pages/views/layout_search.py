@@ -76,6 +76,7 @@ class LayoutRow:
     memory: str
     plan_id: str
     executor: str
+    schedule: str
 
 
 @dataclass(frozen=True)
@@ -163,21 +164,28 @@ def _row(layout: Mapping[str, Any]) -> LayoutRow:
         microbatches=f"{layout['microbatches']} × {layout['microbatch_size']}",
         zero_stage=str(layout["zero_stage"]),
         recompute=layout["recompute"],
-        placement=layout["placement"],
+        placement=_groups(layout),
         step=_seconds(layout["step_time"]),
         bound=_seconds(layout["lower_bound"]),
         utilisation=f"{layout['model_flops_utilisation']:.1%}",
         memory=f"{layout['peak_memory'] / 1e9:.3g} GB",
         plan_id=layout["plan_id"],
-        executor=_executor(layout),
+        executor=layout["executor"],
+        schedule=_schedule(layout),
     )
 
 
-def _executor(layout: Mapping[str, Any]) -> str:
+def _schedule(layout: Mapping[str, Any]) -> str:
     if "schedule" not in layout:
-        return str(layout["executor"])
+        return "any order"
     group = layout["group_size"]
-    return f"{layout['executor']}: {layout['schedule']}{f', groups of {group}' if group else ''}"
+    return f"{layout['schedule']}{f', groups of {group}' if group else ''}"
+
+
+def _groups(layout: Mapping[str, Any]) -> str:
+    """How devices are numbered, and the groups of nodes of the pipeline ranks, if there are several."""
+    of_ranks = ", ".join(map(str, layout.get("groups", ())))
+    return f"{layout['placement']}{f'; ranks on nodes of group {of_ranks}' if of_ranks else ''}"
 
 
 def _free_step(layout: Mapping[str, Any]) -> str:

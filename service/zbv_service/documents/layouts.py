@@ -64,7 +64,7 @@ class LayoutRequest(RequestDocument):
     )
     fixed: FixedParts = FixedParts()
     executor: Literal["zbv", "torch", "megatron", "torchtitan", "any"] = Field(
-        "zbv", description="The program that runs the pipeline; all but zbv have orders of their own."
+        "zbv", description="The program that runs the pipeline; all but zbv have fixed orders."
     )
     top: Annotated[int, Field(strict=True, ge=1, le=MAX_TOP)] = Field(1, description="Layouts to list.")
     points: bool = Field(False, description="Adds step and memory of all layouts to the answer.")

@@ -102,7 +102,7 @@ async def test_a_worker_that_gave_a_search_back_gets_no_other(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The worker is in this process, and SIGTERM comes while it computes.
-    monkeypatch.setattr(worker, "compute", lambda *_: worker._leaving.set())
+    monkeypatch.setattr(worker, "outcome_of", lambda *_: worker._leaving.set())
     await site.cluster.look({})
     assert site.cluster.room == 1
     computation = a_computation(site)

@@ -94,8 +94,15 @@ def overtaking_bounds(problem: Problem) -> list[float]:
     paths, n = MicrobatchPaths.of(problem), problem.n_stages
     count = np.bincount(problem.arrays.kind_of)
     transfer = np.diff(paths.start, axis=0) - paths.length[:-1]
-    lead = transfer.max(axis=1, keepdims=True) - transfer - paths.length[1:]
-    delay = np.maximum(paths.length[:-1] - np.maximum(lead * (1 + TINY), 0.0), 0.0)
+    ahead = transfer.max(axis=1, keepdims=True) - transfer
+    at, following = (
+        np.maximum(own - np.maximum((ahead - other) * (1 + TINY), 0.0), 0.0)
+        for own, other in ((paths.length[:-1], paths.length[1:]), (paths.length[1:], paths.length[:-1]))
+    )
+    # Of both, the one that proves more if all microbatches overtake there; on one rank, both count.
+    delay = np.where((at @ count >= following @ count)[:, None], at, following)
+    host = np.concatenate([problem.arrays.rank_of, problem.arrays.rank_of[::-1]])
+    delay = np.where((host[:-1] == host[1:])[:, None], paths.length[:-1] + paths.length[1:], delay)
     bounds = []
     for stages in problem.placement.stages_of:
         first = stages[0]

@@ -51,10 +51,10 @@ programs: # Two recipes, because apt-get runs once at a time.
 	@$(MAKE) --no-print-directory browser
 	@$(MAKE) --no-print-directory postgres
 
-# Two processes more than CI has cores, because many tests wait for child processes.
+# One process more than CI has cores, because many tests wait for child processes.
 # After a large change of the tests, run `make suite ARGS=--store-durations` and commit tests/durations.json.
 suite: install
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 docs: install ## Build the documentation site in build/docs
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from zbv_solver.layouts.composition import composition
+from zbv_solver.layouts.estimated_layout import EVERYWHERE, recomputed
 from zbv_solver.layouts.executor_answer import executor_json
 from zbv_solver.layouts.measured_layers import ORIGINS, Origin, Origins
 from zbv_solver.layouts.points import points_json
@@ -77,14 +78,18 @@ def costs_of(planned: PlannedLayout) -> dict[Origin, dict[str, int]]:
     if cut_model is None:
         return found
     layers, each = planned.estimated.estimate.layers, cut_model.model.each
+    asked = planned.layout.recompute
     of_layers = planned.estimated.origins or (Origins(),) * len(layers)
     kinds = {kind.name: (kind, of) for kind, of in zip(layers, of_layers, strict=True)}
     for (begin, end), is_again in zip(pairwise(cut_model.cut.bounds), cut_model.cut.recompute, strict=True):
         for layer in each[begin:end]:
             kind, origins = kinds[layer.name]
-            again = kind.recomputed is not None and (is_again or planned.layout.recompute == "full")
+            again = recomputed(kind, asked) is not None and (is_again or asked in EVERYWHERE)
             shown = f"{kind.name} (recomputed)" if again else kind.name
-            counts = found[origins.recomputed if again else origins.plain]
+            origin = origins.recomputed if again else origins.plain
+            if again and asked == "selective":  # profiles measure full recomputation
+                origin = "estimated" if origins.plain == "estimated" else "scaled"
+            counts = found[origin]
             counts[shown] = counts.get(shown, 0) + 1
     return found
 

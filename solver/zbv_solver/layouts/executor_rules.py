@@ -191,8 +191,8 @@ def layouts_of_executors(
         When there is no such executor, or it can run none of the layouts.
     """
     if not isinstance(cluster, Cluster):
-        detail = f"found {executor!r} and groups of nodes; cuts for executors are searched for equal devices."
-        raise InvalidInput.at("", f"{detail} Leave one of them out.")
+        detail = f"found {executor!r}, but the cluster has groups of nodes; this needs equal devices."
+        raise InvalidInput.at("", f"{detail} Give one group of nodes, or executor {FREE}.")
     found = [
         (number, name, layout)
         for name in executors_of(executor, model)

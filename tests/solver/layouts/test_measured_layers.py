@@ -292,3 +292,13 @@ def test_a_preset_is_compared_with_the_name_of_the_measured_device(preset: str, 
     else:
         with pytest.raises(InvalidInput, match="H100"):
             _ = request.setting
+
+
+def test_selective_recomputation_is_scaled_because_profiles_measure_the_full_one() -> None:
+    document = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 8}
+    fixed = Fixed(recompute="selective", tensor_parallel=1, microbatch_size=1)
+    found = parse_request(document, cluster_of(), fixed)
+    request = replace(found, profiles=(parse_profile(as_estimated(), "profile.json"),))
+    costs = costs_of(best_layouts(request.layouts, request.setting).best[0])
+    assert costs["scaled"]["block (recomputed)"] > 0
+    assert not any(name.startswith("block") for name in costs["measured"])

@@ -11,7 +11,7 @@ import pytest
 from zbv_solver.errors import InvalidInput
 
 from benchmarks.cli import main
-from benchmarks.published.judge import Judged, findings, spearman
+from benchmarks.published.judge import Judged, findings
 from benchmarks.published.predict import Prediction, dealt, predict, published_step
 from benchmarks.published.runs import MeasuredRun, load_runs, parse_runs
 

@@ -57,14 +57,6 @@ def test_blocks_are_dealt_as_programs_do(blocks: int, stages: int, expected: lis
     assert dealt(blocks, stages) == expected
 
 
-def test_ranks_correlate_with_ties() -> None:
-    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
-    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    # Ranks 0, 1.5, 1.5, 3 and 0, 2, 1, 3: covariance 4.5, variances 4.5 and 5.
-    assert spearman([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
-    assert spearman([1, 1, 1], [1, 2, 3]) is None
-
-
 def test_a_run_of_the_zero_bubble_paper_is_near() -> None:
     run = PUBLISHED["zb-iclr-6.2B-1F1B-m64"]
     found = predict(run)

@@ -24,7 +24,7 @@ DRAWS = 200
 
 @dataclass(frozen=True)
 class Throughput:
-    """Predicted and measured tokens per second and device of a run; runs of a layout cannot be told apart."""
+    """Predicted and measured tokens per second and device of a run, and what identifies its layout."""
 
     layout: Hashable
     predicted: float

@@ -319,10 +319,8 @@ def _least_works(
     setting: Setting, cluster: Cluster, tensor: int, context: int, expert: int, size: int
 ) -> list[float]:
     """Microseconds of a microbatch on every layer with its copies, on equal nodes."""
-    links = (
-        cluster.in_node,
-        cluster.between_nodes,
-    )  # steps of rings are left out: links between nodes have none
+    # Steps of rings take no time: links between nodes have none.
+    links = cluster.in_node, cluster.between_nodes
     fastest = GroupLink(max(link.bandwidth or 0.0 for link in links), min(link.latency for link in links))
 
     def group(overlap: float) -> GroupLink:

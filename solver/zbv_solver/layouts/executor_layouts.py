@@ -202,7 +202,8 @@ class _ExecutorSearch:
                 estimated = variant.estimated
                 self._push(max(bound, estimated.mean_bound, estimated.memory_bound), candidate, variant)
         elif isinstance(of, LayoutVariant) and not node.is_tight:
-            self._push(max(bound, of.estimated.load_bound), candidate, of, tight=True)
+            if of.estimated.load_bound < inf:
+                self._push(max(bound, of.estimated.load_bound), candidate, of, tight=True)
         elif isinstance(of, LayoutVariant):
             for scheduled in self.schedules.scheduled(of):
                 self._push(max(bound, scheduled.bound), candidate, scheduled)

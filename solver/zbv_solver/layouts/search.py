@@ -180,7 +180,8 @@ class LayoutSearch:
                 bound = max(bound, estimated.mean_bound, estimated.memory_bound)
                 return Waiting(bound, number, estimated, False)
             if not is_tight:
-                return Waiting(max(bound, of.load_bound), number, of, True)
+                bound = max(bound, of.load_bound)
+                return None if bound == math.inf else Waiting(bound, number, of, True)
             found = self._planned(of)
         except InfeasibleMemory:
             return None

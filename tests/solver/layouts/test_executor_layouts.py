@@ -22,8 +22,8 @@ from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Settin
 from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
 from zbv_solver.layouts.executor_rules import NAMES, executors_of, runs_layout, sources
 from zbv_solver.layouts.layout import Fixed, Layout
-from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.progress import LayoutProgress
+from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import best_layouts
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.verify.verifier import verify

@@ -132,7 +132,7 @@ def _with_paths(program: _Program, start: Choice) -> float:
         program.add(runs.row_of_terms(terms), terms.length)
         solved = program.solve()
         if solved is None:
-            return 0.0
+            break
         point = solved[1], solved[2]
     return program.proven_bound()
 
@@ -286,7 +286,7 @@ class _Program:
         ]
         used += [
             row.scaled(price * self.value / total)
-            for price, (row, _) in zip(self.prices, self.memory, strict=True)
+            for price, (row, _) in zip(self.prices, self.memory, strict=False)
             if price > 0
         ]
         return _least(

@@ -24,6 +24,7 @@ from zbv_solver.commands.messages import flag_of
 from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.export.quantities import counted
 from zbv_solver.layouts.answer import costs_of, ranking_json, recomputation, utilisation
 from zbv_solver.layouts.cluster import AnyCluster, parse_cluster
 from zbv_solver.layouts.enumeration import ZERO_STAGES
@@ -50,16 +51,22 @@ EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
 def layout(arguments: argparse.Namespace) -> None:
     """Search the best layouts; print a table, and write them if asked."""
     request = _request(arguments)
-    layouts, setting = request.layouts, request.setting
+    try:
+        layouts, setting = request.layouts, request.setting
+    except InvalidInput as error:
+        raise InvalidInput(
+            [_named(each, arguments.model, arguments.cluster) for each in error.issues]
+        ) from None
     options = None if arguments.effort is None else SearchOptions(arguments.effort, workers=arguments.workers)
 
     def search(stop: Callable[[], bool]) -> Ranking:
+        def tell(found: LayoutProgress) -> None:
+            say(_news(found))
+
         if arguments.executor == FREE:
-            return best_layouts(
-                layouts, setting, arguments.top, options, stop, lambda found: say(_news(found))
-            )
+            return best_layouts(layouts, setting, arguments.top, options, stop, tell)
         try:
-            return executor_layouts(layouts, setting, arguments.executor, arguments.top, options, stop)
+            return executor_layouts(layouts, setting, arguments.executor, arguments.top, options, stop, tell)
         except InvalidInput as error:
             raise error.found_in("--executor") from None
 
@@ -136,7 +143,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         )
         return replace(request, profiles=profiles)
     except InvalidInput as error:
-        issues = [_named(issue, arguments.model) for issue in error.issues]
+        issues = [_named(issue, arguments.model, arguments.cluster) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
 
 
@@ -145,12 +152,16 @@ def _given_numbers(arguments: argparse.Namespace) -> list[tuple[str, int]]:
     return [(flag, value) for flag, value in values if isinstance(value, int)]
 
 
-def _named(issue: Issue, path: str | None) -> Issue:
+def _named(issue: Issue, model: str | None, cluster: str) -> Issue:
     """An issue that names the file, or the flag if there is none."""
-    if issue.source or path is not None:
-        return issue if issue.source or path is None else replace(issue, source=file_label(path))
     flags = {"/model": "--preset", "/global_batch": "--global-batch", "/model/sequence": "--sequence-length"}
-    return Issue("", issue.detail, flags[issue.pointer]) if issue.pointer in flags else issue
+    if issue.source:
+        return issue
+    if model is None and issue.pointer in flags:
+        return Issue("", issue.detail, flags[issue.pointer])
+    is_of_cluster = issue.pointer == "/groups" or (model is None and not issue.pointer)
+    path = cluster if is_of_cluster else model
+    return issue if path is None else replace(issue, source=file_label(path))
 
 
 def _table(ranking: Ranking, request: Request) -> Table:
@@ -186,11 +197,12 @@ def _table(ranking: Ranking, request: Request) -> Table:
 
 def _title(cluster: AnyCluster) -> str:
     nodes = [
-        f"{number}: {each.nodes} nodes of {each.gpus_per_node} {each.preset or 'devices'}"
+        f"{number}: {counted(each.nodes, 'node')} of {each.gpus_per_node} {each.preset or 'devices'}"
         for number, each in enumerate(cluster.groups)
     ]
     if len(nodes) == 1:
-        return f"layouts on {cluster.groups[0].nodes} nodes of {cluster.groups[0].gpus_per_node} devices"
+        (group,) = cluster.groups
+        return f"layouts on {counted(group.nodes, 'node')} of {counted(group.gpus_per_node, 'device')}"
     return f"layouts on groups {', '.join(nodes)}"
 
 

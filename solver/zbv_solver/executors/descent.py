@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from random import Random
 
 import numpy as np
@@ -36,11 +37,16 @@ class CutDescent:
 
     def __init__(self, runs: Runs, order: FixedOrder, actions: int, seed: int, may_recompute: bool):
         self.runs, self.order, self.left = runs, order, actions
-        self.random, stages = Random(seed), range(runs.space.n_stages)
-        self.moves = [(one, other) for one in stages for other in stages if one != other or may_recompute]
+        self.random, self.may_recompute = Random(seed), may_recompute
         self.best: Choice | None = None
         self.value = self.excess = math.inf
         self.closest: Choice | None = None
+
+    @cached_property
+    def moves(self) -> list[tuple[int, int]]:
+        """All moves: from one stage to another, or equal stages to recompute one or not."""
+        stages = range(self.runs.space.n_stages)
+        return [(one, other) for one in stages for other in stages if one != other or self.may_recompute]
 
     def consider(self, choice: Choice) -> tuple[float, float]:
         """A cut's excess and objective, inf if it does not fit; the best cut is kept."""

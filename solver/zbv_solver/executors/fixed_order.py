@@ -131,6 +131,13 @@ class FixedOrder:
                 graph, [(*paths[rank], int(lasts[end])) for rank, end in zip(ranks, ends, strict=True)]
             )
 
+    def path_of(self, rank: int, duration: FloatArray, latency: FloatArray) -> Terms:
+        """A rank's longest path from its own first start to its own last end, for these costs (Lemma 55)."""
+        graph = self._with(duration, latency)
+        release = np.full(len(graph.offset) - 1, -np.inf)
+        release[rank] = 0.0
+        return self._terms(graph, [(*_swept(graph, release), int(graph.offset[rank + 1]) - 1)])
+
     def load_of(self, rank: int) -> Terms:
         """The path through all actions of a rank."""
         part = self.orders.slice_of(rank)
@@ -154,28 +161,42 @@ class FixedOrder:
             np.add.at(transfers, self.boundary[path[is_received]], 1)
         return Terms(count, transfers, len(paths))
 
-    @cached_property
-    def held(self) -> tuple[IntArray, FloatArray]:
-        """What ranks hold at their peaks: ranks (n,), and numbers (n, 2, chunks) of microbatches.
+    def moments(self) -> tuple[IntArray, FloatArray]:
+        """What ranks hold at local peaks: ranks (n,), and numbers (n, 2, chunks) of microbatches.
 
         The first row counts those after F, the second those between I and W, whose deltas add up to what an
-        F and an I leave. Both amounts are at least 0, so only numbers that no other numbers exceed matter.
+        F and an I leave. Both amounts are at least 0.
         """
         ranks, found = [], []
         for rank, stages in enumerate(self.hosted):
             part = self.orders.slice_of(rank)
             letter, stage = self.letter[part], self.stage[part]
-            numbers = np.zeros((len(letter), 2, len(stages)))
+            # An F adds to what was held before it, and a W or B only takes from it.
+            is_peak = np.append(letter[1:] != F, True) & (letter != W) & (letter != B)
+            numbers = np.empty((int(is_peak.sum()), 2, len(stages)))
             for chunk, own in enumerate(stages):
                 is_own = stage == own
                 inputs = is_own & ((letter == I) | (letter == B))
                 weights = is_own & ((letter == W) | (letter == B))
-                begun, passed, done = (np.cumsum(each) for each in (is_own & (letter == F), inputs, weights))
+                begun, passed, done = (
+                    np.cumsum(each)[is_peak] for each in (is_own & (letter == F), inputs, weights)
+                )
                 numbers[:, 0, chunk], numbers[:, 1, chunk] = begun - passed, passed - done
-            most = _maximal(numbers.reshape(len(letter), -1))
-            ranks += [rank] * len(most)
-            found.append(most.reshape(len(most), 2, -1))
-        return np.array(ranks), np.concatenate(found)
+            ranks.append(np.full(len(numbers), rank))
+            found.append(numbers)
+        return np.concatenate(ranks), np.concatenate(found)
+
+    @cached_property
+    def held(self) -> tuple[IntArray, FloatArray]:
+        """The moments with numbers that no other numbers of the rank exceed."""
+        ranks, numbers = self.moments()
+        found = [
+            _maximal(numbers[ranks == rank].reshape(-1, numbers[0].size)) for rank in range(len(self.hosted))
+        ]
+        return (
+            np.repeat(np.arange(len(found)), [len(each) for each in found]),
+            np.concatenate(found).reshape(-1, *numbers.shape[1:]),
+        )
 
 
 def _swept(graph: Graph, release: FloatArray) -> tuple[IntArray, FloatArray]:
@@ -202,12 +223,11 @@ def _walk(graph: Graph, origin: IntArray, length: FloatArray, last: int) -> list
 
 def _maximal(rows: FloatArray) -> FloatArray:
     """The distinct rows (n, k) that no other row exceeds or equals everywhere."""
-    found = np.unique(rows, axis=0)[::-1]
-    kept = found[:0]
-    for row in found:  # in descending order, so no later row exceeds an earlier one
-        if not (kept >= row).all(axis=1).any():
-            kept = np.vstack([kept, row])
-    return kept
+    left, kept = np.unique(rows, axis=0)[::-1], []
+    while len(left):  # in descending order, so no later row exceeds the first
+        kept.append(left[0])
+        left = left[(left > left[0]).any(axis=1)]
+    return np.array(kept)
 
 
 def largest_mean_cycle(weight: FloatArray) -> list[int]:

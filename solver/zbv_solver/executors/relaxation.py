@@ -1,14 +1,14 @@
 """A lower bound over all cuts, fractions of parts included, by linear programming.
 
 The objective of a fixed order is a maximum of linear functions of the cut, one for every cycle of critical
-paths. The loads of ranks come first, and others are added as they are found (Kelley 1960). The next is sought
-between the best known point and the solution of the program, which needs far fewer steps than at the solution
-(Ben-Ameur and Neto 2007). Memory beyond a rank's limit is allowed, but costs more than any objective.
+paths. The loads of ranks come first, and others are added as they are found (Kelley 1960), like the moments
+at which a rank exceeds its memory. The next is sought between the best known point and the solution of the
+program, which needs far fewer steps than at the solution (Ben-Ameur and Neto 2007). Memory beyond a rank's
+limit is allowed, but costs more than any objective.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,8 @@ from zbv_solver.executors.fixed_order import FixedOrder, Terms
 from zbv_solver.executors.runs import Choice, Row, Runs
 from zbv_solver.kernels.arrays import FloatArray
 
+QUICK_PATHS = 3
+"""Paths of a bound without rounds."""
 STEPS = (0.1, 0.5, 1.0)
 """Where terms are sought, from the best known point (0) to the solution of the program (1)."""
 ENOUGH = 1e-6
@@ -28,6 +30,8 @@ PENALTY = 1e4
 """What memory beyond a limit costs, in values of a known cut for as much memory as the limit."""
 FITS = 1e-7
 """Memory beyond limits, as a share, that is taken for rounding."""
+MISSED = 1e-9
+"""Memory beyond a limit, as a share, that the program must know."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ def relax(
     start
         A good cut.
     rounds
-        Most programs to solve after the first, which has only the loads and the memory of ranks.
+        Most programs to solve after the first, which has only the loads and the memory of ranks. With 0, the
+        bound also has a few paths of the first rank.
     is_fixed
         Whether stages are recomputed as in ``start``; otherwise every share of every stage may be.
     does_fit
@@ -73,9 +78,11 @@ def relax(
     if not does_fit and not program.has_room:
         return Relaxed(program.proven_bound() * (1 - SAFETY), {})
     bound, *best = solved
+    if not rounds:
+        return Relaxed(_with_paths(program, start) * (1 - SAFETY), {}, best[0])
     if does_fit:
         best = [runs.counts(start[0]), np.array(start[1], dtype=np.float64)]
-    value = order.value(*runs.costs(*best)) if rounds else math.inf
+    value = order.value(*runs.costs(*best))
 
     def learn(duration: FloatArray, latency: FloatArray, above: float, at: _Costs | None) -> int:
         fresh = 0
@@ -86,8 +93,7 @@ def relax(
                 fresh += 1
         return fresh
 
-    if rounds:
-        learn(*runs.costs(*best), 0.0, None)
+    learn(*runs.costs(*best), 0.0, None)
     for _ in range(rounds):
         solved = program.solve()
         if solved is None:
@@ -110,6 +116,27 @@ def relax(
     return Relaxed(program.proven_bound() * (1 - SAFETY), terms, best[0])
 
 
+def _with_paths(program: _Program, start: Choice) -> float:
+    """The bound with the first rank's longest paths, of a cut and of solutions.
+
+    A path goes through the whole pipeline, so it has the ramps and waits for transfers. One path takes less
+    time than all cycles.
+    """
+    runs, point = program.runs, (program.runs.counts(start[0]), np.array(start[1], dtype=np.float64))
+    known = set()
+    for _ in range(QUICK_PATHS):
+        terms = program.order.path_of(0, *runs.costs(*point))
+        if terms.key in known:
+            break
+        known.add(terms.key)
+        program.add(runs.row_of_terms(terms), terms.length)
+        solved = program.solve()
+        if solved is None:
+            break
+        point = solved[1], solved[2]
+    return program.proven_bound()
+
+
 _Costs = tuple[FloatArray, FloatArray]
 
 
@@ -120,7 +147,7 @@ class _Program:
         self.solver = solver = pywraplp.Solver.CreateSolver("GLOP")
         # Every solve begins at the one before, which preprocessing would prevent.
         solver.SetSolverSpecificParametersAsString("use_dual_simplex: true use_preprocessing: false")
-        self.runs, self.value, self.fixed = runs, value, recompute
+        self.runs, self.order, self.value, self.fixed = runs, order, value, recompute
         self.rows: list[tuple[Row, int, pywraplp.Constraint]] = []
         self.weights: list[float] = []
         self.memory: list[tuple[Row, pywraplp.Constraint]] = []
@@ -149,7 +176,9 @@ class _Program:
         for rank in range(len(order.hosted)):
             terms = order.load_of(rank)
             self.add(runs.row_of_terms(terms), terms.length)
-        self.excess = self._add_memory(order)
+        self.room = runs.most_room(order, recompute)
+        self.held, self.moments = order.moments(), set[int]()
+        self.excess = self._add_excess()
 
     def add(self, row: Row, length: int) -> None:
         """``row <= length * objective``."""
@@ -158,30 +187,47 @@ class _Program:
         constraint.SetCoefficient(self.objective, -1.0)
         self.rows.append((row, length, constraint))
 
-    def _add_memory(self, order: FixedOrder) -> list[pywraplp.Variable]:
-        """Every rank's memory in units of its limit, and by how much it is above."""
-        limits = self.runs.space.problem.limit
-        found: list[pywraplp.Variable] = []
-        if limits is None:
-            return found
-        room = self.runs.most_room(order, self.fixed)
-        of_rank = [
-            self.solver.NumVar(0.0, self.solver.infinity(), "") if limit > 0 else None for limit in limits
-        ]
-        for rank, numbers in zip(*order.held, strict=True):
-            excess, limit = of_rank[rank], limits[rank]
-            if excess is None:
-                continue
-            row = self.runs.row_of_memory(order.hosted[rank], numbers)
-            constraint = self._at_most(row, 1 / limit, float(room[rank] - row.fixed) / limit)
-            constraint.SetCoefficient(excess, -1.0)
-            row = row._replace(fixed=row.fixed - float(room[rank]))
-            self.memory.append((row.scaled(1 / limit), constraint))
-        for each in of_rank:
-            if each is not None:
-                found.append(each)
-                self.solver.Objective().SetCoefficient(each, PENALTY)
+    def _add_excess(self) -> list[pywraplp.Variable | None]:
+        """By how much every rank is above its limit, in units of the limit; None for a limit of 0."""
+        found: list[pywraplp.Variable | None] = []
+        for limit in self.runs.space.problem.limit or ():
+            found.append(self.solver.NumVar(0.0, self.solver.infinity(), "") if limit > 0 else None)
+            if found[-1] is not None:
+                self.solver.Objective().SetCoefficient(found[-1], PENALTY)
         return found
+
+    def _add_memory(self) -> bool:
+        """Add every rank's moment farthest above its limit in the solution; False if there is none."""
+        if not any(self.excess):
+            return False
+        counts, again = self._solution()
+        order, limits = self.order, np.array(self.runs.space.problem.limit)
+        inside = np.diff(counts, axis=0)
+        amounts = self.runs.memory[0] @ (inside - again).T + self.runs.memory[1] @ again.T
+        ranks, numbers = self.held
+        of_rank = amounts[:, order.hosted]  # (3, p, chunks)
+        held = np.einsum("hkc,khc->h", numbers, of_rank[:2, ranks]) + of_rank[2].sum(axis=1)[ranks]
+        known = np.array([0.0 if each is None else each.solution_value() for each in self.excess])
+        limit = np.where(limits > 0, limits, np.inf)[ranks]
+        above = (held - self.room[ranks]) / limit - known[ranks]
+        fresh = 0
+        for rank in np.unique(ranks[above > MISSED]).tolist():
+            own = np.flatnonzero(ranks == rank)
+            moment = int(own[above[own].argmax()])
+            if moment not in self.moments:
+                self.moments.add(moment)
+                self._add_moment(rank, self.runs.row_of_memory(order.hosted[rank], numbers[moment]))
+                fresh += 1
+        return fresh > 0
+
+    def _add_moment(self, rank: int, row: Row) -> None:
+        """What a rank holds at a moment is at most its room and the excess."""
+        if self.runs.space.problem.limit is None:
+            return
+        limit, room = self.runs.space.problem.limit[rank], float(self.room[rank])
+        constraint = self._at_most(row, 1 / limit, (room - row.fixed) / limit)
+        constraint.SetCoefficient(self.excess[rank], -1.0)
+        self.memory.append((row._replace(fixed=row.fixed - room).scaled(1 / limit), constraint))
 
     def _at_most(self, row: Row, scale: float, most: float) -> pywraplp.Constraint:
         """The scaled row without its fixed part is at most a number."""
@@ -189,36 +235,39 @@ class _Program:
         if self.fixed is not None:
             slope = row.with_stages(self.fixed)
         constraint = self.solver.RowConstraint(-self.solver.infinity(), most, "")
-        tables = [(self.counts, slope), (self.again, again)]
-        for variables, factors in tables:
-            for own, values in zip(variables, factors.tolist(), strict=False):
-                for variable, factor in zip(own, values, strict=True):
-                    if factor:
-                        constraint.SetCoefficient(variable, factor * scale)
+        for variables, factors in ((self.counts, slope), (self.again, again)):
+            if variables:
+                for one, other in np.argwhere(factors).tolist():
+                    constraint.SetCoefficient(variables[one][other], float(factors[one, other]) * scale)
         return constraint
 
     @property
     def has_room(self) -> bool:
         """Whether the solution fits the memory limits."""
-        return all(each.solution_value() <= FITS for each in self.excess)
+        return all(each is None or each.solution_value() <= FITS for each in self.excess)
 
     def solve(self) -> tuple[float, FloatArray, FloatArray] | None:
         """The objective, counts (S+1, R) and recomputed shares of stages (S,); None if it was not solved."""
-        if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
-            return None
+        while True:
+            if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
+                return None
+            if not self._add_memory():
+                break
         self.weights = [max(0.0, -constraint.dual_value()) for _, _, constraint in self.rows]
         self.prices = [max(0.0, -constraint.dual_value()) for _, constraint in self.memory]
-        counts = np.array([[each.solution_value() for each in row] for row in self.counts])
+        value, (counts, chosen) = self.objective.solution_value() * self.value, self._solution()
         if self.fixed is not None:
-            return (
-                self.objective.solution_value() * self.value,
-                counts,
-                np.array(self.fixed, dtype=np.float64),
-            )
-        chosen = np.array([[each.solution_value() for each in row] for row in self.again])
+            return value, counts, np.array(self.fixed, dtype=np.float64)
         inside = np.diff(counts, axis=0)
         share = chosen.sum(axis=1) / np.maximum(inside.sum(axis=1), 1e-9)
-        return self.objective.solution_value() * self.value, counts, np.clip(share, 0.0, 1.0)
+        return value, counts, np.clip(share, 0.0, 1.0)
+
+    def _solution(self) -> tuple[FloatArray, FloatArray]:
+        """Counts (S+1, R) and recomputed parts (S, R) of the solution."""
+        counts = np.array([[each.solution_value() for each in row] for row in self.counts])
+        if self.fixed is not None:
+            return counts, np.diff(counts, axis=0) * np.array(self.fixed, dtype=np.float64)[:, None]
+        return counts, np.array([[each.solution_value() for each in row] for row in self.again])
 
     def proven_bound(self) -> float:
         """The least weighted mean of the rows over all cuts, with the dual solution as weights.
@@ -237,7 +286,7 @@ class _Program:
         ]
         used += [
             row.scaled(price * self.value / total)
-            for price, (row, _) in zip(self.prices, self.memory, strict=True)
+            for price, (row, _) in zip(self.prices, self.memory, strict=False)
             if price > 0
         ]
         return _least(

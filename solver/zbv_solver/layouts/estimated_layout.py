@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -19,6 +20,7 @@ from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.measured_layers import LayerConditions, Measured, Origins
 from zbv_solver.partition.cut_tables import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
+from zbv_solver.partition.least_memory import surely_lacking
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Units
@@ -207,9 +209,15 @@ class EstimatedLayout:
 
     @cached_property
     def load_bound(self) -> float:
-        """Lower bound of the step in seconds over all cuts: Lemmas 31-33, 37, 60 and 61."""
+        """Lower bound of the step in seconds over all cuts, inf if it is proved that none fits.
+
+        Lemmas 31-33, 35, 37, 60 and 61.
+        """
         problem = self.problem
-        least = least_worst_load(problem, CutTables.of(problem)) * problem.microbatches
+        tables = CutTables.of(problem)
+        if surely_lacking(replace(tables, room=tables.most_room)) > 0:
+            return math.inf
+        least = least_worst_load(problem, tables) * problem.microbatches
         return least * SECONDS + self.least_once
 
     @cached_property

@@ -10,7 +10,7 @@ promising cuts are searched in full.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 from math import inf
@@ -23,6 +23,7 @@ from zbv_solver.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, S
 from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
 from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.progress import LayoutProgress, News
 from zbv_solver.layouts.search import LayoutSearch, PlannedLayout, Ranking, plan_layout
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.assemble import make_plan
@@ -72,6 +73,7 @@ def executor_layouts(
     top: int = 1,
     options: SearchOptions | None = None,
     cancelled: Cancelled | None = None,
+    report: Callable[[LayoutProgress], None] | None = None,
 ) -> Ranking:
     """The ``top`` layouts with the shortest steps under the orders of an executor, or of all (``any``).
 
@@ -82,7 +84,7 @@ def executor_layouts(
     options
         Their effort says how many cuts are searched in full, and how long. Without them, it is quick, and
         free orders are constructed only.
-    cancelled
+    cancelled, report
         As in :func:`~zbv_solver.layouts.search.best_layouts`.
 
     Raises
@@ -94,12 +96,12 @@ def executor_layouts(
     """
     found = layouts_of_executors(executor, setting.model, setting.cluster, layouts)
     candidates = list(starmap(ExecutorCandidate, found))
-    search = _ExecutorSearch(setting, options, cancelled)
-    search.run(candidates, top)
+    search = _ExecutorSearch(setting, options, cancelled, report, len(candidates), top)
+    search.run(candidates)
     if not search.found and not search.queue:
         raise NoLayoutFits(len(candidates), setting.cluster.memory)
-    search.finish(top)
-    return search.ranking(top, len(candidates))
+    search.finish()
+    return search.ranking()
 
 
 @dataclass
@@ -119,22 +121,27 @@ class _ExecutorSearch:
     setting: Setting
     options: SearchOptions | None
     cancelled: Cancelled | None
+    report: Callable[[LayoutProgress], None] | None
+    considered: int
+    top: int
     queue: list[_Node] = field(default_factory=list)
     found: list[_Node] = field(default_factory=list)
     unresolved: list[_Node] = field(default_factory=list)
     made: int = 0
+    best: float = inf
+    news: News = field(default_factory=News)
 
     def __post_init__(self) -> None:
         self.effort = "quick" if self.options is None else self.options.effort
         self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort)
         self.free = LayoutSearch(self.setting)
 
-    def run(self, candidates: list[ExecutorCandidate], top: int) -> None:
+    def run(self, candidates: list[ExecutorCandidate]) -> None:
         """Bound and cut, best first, until the best ``top`` candidates are planned."""
         for each in candidates:
             self._push(self.setting.least_work(each.layout), each, each)
         ended: set[ExecutorCandidate] = set()
-        while self.queue and len(ended) < top and not self._is_cancelled():
+        while self.queue and len(ended) < self.top and not self._is_cancelled():
             node = heapq.heappop(self.queue)
             if node.is_planned:
                 ended.add(node.candidate)
@@ -142,6 +149,21 @@ class _ExecutorSearch:
                 self._refine_free(node)
             else:
                 self._refine(node)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Report what is known, if it is time."""
+        bounds = self._bounds() if self.report is not None and self.news.has(self.best) else {}
+        if self.report is None or not bounds:
+            return
+        self.news.told(self.best)
+        steps = [step for step, _ in self._steps()]
+        longest = steps[self.top - 1] if len(steps) >= self.top else inf
+        planned = {node.candidate for node in self.found}
+        left = sum(1 for each, bound in bounds.items() if bound < longest and each not in planned)
+        step = steps[0] if steps else None
+        ruled_out = self.considered - len(steps) - left
+        self.report(LayoutProgress(self.considered, ruled_out, len(steps), step, min(bounds.values())))
 
     def _push(
         self,
@@ -155,6 +177,7 @@ class _ExecutorSearch:
 
     def _plan(self, node: _Node, step_time: float) -> None:
         self.found.append(node)
+        self.best = min(self.best, step_time)
         heapq.heappush(self.queue, node._replace(bound=step_time, number=self.made, is_planned=True))
         self.made += 1
 
@@ -179,7 +202,8 @@ class _ExecutorSearch:
                 estimated = variant.estimated
                 self._push(max(bound, estimated.mean_bound, estimated.memory_bound), candidate, variant)
         elif isinstance(of, LayoutVariant) and not node.is_tight:
-            self._push(max(bound, of.estimated.load_bound), candidate, of, tight=True)
+            if of.estimated.load_bound < inf:
+                self._push(max(bound, of.estimated.load_bound), candidate, of, tight=True)
         elif isinstance(of, LayoutVariant):
             for scheduled in self.schedules.scheduled(of):
                 self._push(max(bound, scheduled.bound), candidate, scheduled)
@@ -195,7 +219,7 @@ class _ExecutorSearch:
             else:
                 self.unresolved.append(node._replace(bound=tighter, of=fresh))
 
-    def finish(self, top: int) -> None:
+    def finish(self) -> None:
         """Search the cuts with the shortest steps in full, then those with the least bounds."""
         if self.options is not None:
             again = {each.layout: each for each in self.free.ranked(self.options, self.cancelled)}
@@ -205,7 +229,7 @@ class _ExecutorSearch:
             ]
         most = FULL_SEARCHES[self.effort] if self.found else 0
         for number in range(most):
-            longest = self._steps()[:top][-1][0]
+            longest = self._steps()[: self.top][-1][0]
             open_cuts = [
                 node.of
                 for node in self.found
@@ -218,6 +242,8 @@ class _ExecutorSearch:
             is_first = 2 * number < most
             chosen = min(open_cuts, key=lambda each: each.step_time if is_first else each.bound)
             chosen.finish(longest)
+            self.best = min(self.best, chosen.step_time)
+            self._tell()
 
     def _steps(self) -> list[tuple[float, _Node]]:
         """Step and best node of every planned candidate, best first."""
@@ -228,15 +254,19 @@ class _ExecutorSearch:
                 best[node.candidate] = step, node
         return sorted(best.values(), key=lambda each: each[0])
 
-    def ranking(self, top: int, considered: int) -> Ranking:
+    def ranking(self) -> Ranking:
         """The best layouts, with their plans and settings."""
-        steps = self._steps()
+        steps, bounds = self._steps(), self._bounds()
+        best = tuple(self._answer(node, bounds[node.candidate]) for _, node in steps[: self.top])
+        below = min([*bounds.values(), *(each.step_time for each in best)])
+        return Ranking(best, self.considered, len(steps), below)
+
+    def _bounds(self) -> dict[ExecutorCandidate, float]:
+        """The lower bound of every candidate that may fit."""
         bounds: dict[ExecutorCandidate, float] = {}
         for node in self._open_nodes():
             bounds[node.candidate] = min(bounds.get(node.candidate, inf), _bound(node))
-        best = tuple(self._answer(node, bounds[node.candidate]) for _, node in steps[:top])
-        below = min([*bounds.values(), *(each.step_time for each in best)])
-        return Ranking(best, considered, len(steps), below)
+        return bounds
 
     def _open_nodes(self) -> Iterator[_Node]:
         """Nodes that together have every candidate that fits."""

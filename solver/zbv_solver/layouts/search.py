@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from typing import NamedTuple
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.layout import Layout
-from zbv_solver.layouts.progress import LayoutProgress
+from zbv_solver.layouts.progress import LayoutProgress, News
 from zbv_solver.plans.plan import Plan
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
@@ -27,8 +26,6 @@ from zbv_solver.search.search_state import Cancelled
 PROMISING = 0.05
 """Layouts whose first plan is longer than the best by at most this share get a full search."""
 MOST_PROMISING = 4
-REPORT_SECONDS = 0.2
-"""Least time between two reports, except those of a better layout: a report counts the layouts that wait."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +135,7 @@ def best_layouts(
             heapq.heappush(queue, tighter)
         else:
             too_large.append(Waiting(bound, number, of, is_tight))
-        if report is not None and queue and search.has_news():
+        if report is not None and queue and search.news.has(search.best):
             report(search.progress(considered, queue, top))
         is_cancelled = (cancelled is not None and cancelled()) or len(search.known) == most_plans
     if not search.planned and not (is_cancelled and queue):
@@ -157,23 +154,19 @@ class LayoutSearch:
     setting: Setting
     planned: list[PlannedLayout] = field(default_factory=list)
     known: dict[Hashable, PlannedLayout] = field(default_factory=dict)
-    best: float | None = None
-    reported: tuple[float, float | None] = (-math.inf, None)
-
-    def has_news(self) -> bool:
-        """Whether it is time for a report: there is a better layout, or the last report is old."""
-        at, best = self.reported
-        return best != self.best or time.monotonic() - at >= REPORT_SECONDS
+    best: float = math.inf
+    news: News = field(default_factory=News)
 
     def progress(self, considered: int, queue: Collection[Waiting], top: int) -> LayoutProgress:
         """What is known now."""
-        self.reported = (time.monotonic(), self.best)
+        self.news.told(self.best)
         steps = sorted(each.step_time for each in self.planned)
         longest = steps[top - 1] if len(steps) >= top else math.inf
         waiting = [each.bound for each in queue if not isinstance(each.of, PlannedLayout)]
         left = sum(1 for bound in waiting if bound < longest)
         below = min([*waiting, *(each.lower_bound for each in self.planned)])
-        return LayoutProgress(considered, considered - len(steps) - left, len(steps), self.best, float(below))
+        best = steps[0] if steps else None
+        return LayoutProgress(considered, considered - len(steps) - left, len(steps), best, float(below))
 
     def tighter(
         self, bound: float, number: int, of: Layout | EstimatedLayout, is_tight: bool
@@ -187,13 +180,14 @@ class LayoutSearch:
                 bound = max(bound, estimated.mean_bound, estimated.memory_bound)
                 return Waiting(bound, number, estimated, False)
             if not is_tight:
-                return Waiting(max(bound, of.load_bound), number, of, True)
+                bound = max(bound, of.load_bound)
+                return None if bound == math.inf else Waiting(bound, number, of, True)
             found = self._planned(of)
         except InfeasibleMemory:
             return None
         found = replace(found, lower_bound=max(bound, found.lower_bound))
         self.planned.append(found)
-        self.best = found.step_time if self.best is None else min(self.best, found.step_time)
+        self.best = min(self.best, found.step_time)
         return Waiting(found.step_time, number, found, True)
 
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:

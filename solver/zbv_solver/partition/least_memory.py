@@ -15,6 +15,7 @@ import numpy as np
 
 from zbv_solver.partition.balance import smallest_cut
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
+from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.plans.certificate import certify
 from zbv_solver.problem.cut import Cut
@@ -80,9 +81,8 @@ def least_memory_cut(
     return _Model(space).solve(known, enough, seed, seconds, cancelled)
 
 
-def surely_lacking(space: CutSpace) -> float:
+def surely_lacking(tables: CutTables) -> float:
     """A lower bound on the excess of every cut, from single parts and from the total. Lemma 35."""
-    tables = space.tables
     held = np.diff(tables.sums[:, :, 3])
     workspace = np.diagonal(tables.workspace, offset=1, axis1=2, axis2=3)
     alone = float((held + workspace).min(axis=(0, 1)).max() - tables.room.max())
@@ -188,7 +188,7 @@ class _Model:
             reached = self.space.excess(self.space.bounds_of(found), found.recompute)
             if reached < excess:
                 cut, excess = found, reached
-        bound = max(solver.best_objective_bound * self.step, surely_lacking(self.space))
+        bound = max(solver.best_objective_bound * self.step, surely_lacking(self.tables))
         if bound <= enough:
             return LeastMemory(cut, excess, -np.inf)
         # Excess and bound are differences of amounts, so rounding is relative to the amounts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import tomllib
 from dataclasses import replace
+from itertools import pairwise
 from math import inf, isclose
 from typing import Any
 
@@ -21,6 +22,7 @@ from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Settin
 from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
 from zbv_solver.layouts.executor_rules import NAMES, executors_of, runs_layout, sources
 from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import best_layouts
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -280,3 +282,17 @@ def test_a_cancelled_search_bounds_all_layouts() -> None:
     ranking = executor_layouts(request.layouts, request.setting, "megatron", cancelled=lambda: True)
     assert ranking.best == ()
     assert 0 < ranking.no_layout_below < inf
+
+
+def test_reports_lead_to_the_ranking() -> None:
+    request = request_of(MODEL, cluster_of(1, 2), 4)
+    reports: list[LayoutProgress] = []
+    ranking = executor_layouts(request.layouts, request.setting, "any", report=reports.append)
+    assert reports[-1].step_time is not None
+    assert reports[-1].step_time >= ranking.best[0].step_time
+    assert 0 < reports[-1].planned <= ranking.planned
+    assert {each.considered for each in reports} == {ranking.considered}
+    for earlier, later in pairwise(reports):
+        assert earlier.no_layout_below <= later.no_layout_below * (1 + 1e-12)
+        assert earlier.ruled_out <= later.ruled_out
+    assert reports[-1].no_layout_below <= ranking.no_layout_below * (1 + 1e-12)

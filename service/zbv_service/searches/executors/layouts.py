@@ -47,8 +47,9 @@ def rank_layouts(
     if asked.executor == FREE:
         ranking = best_layouts(request.layouts, request.setting, asked.top, options, ends, tell)
     else:
-        ends.at = None if limit is None else ends.began + limit  # no progress says when one is planned
-        ranking = executor_layouts(request.layouts, request.setting, asked.executor, asked.top, options, ends)
+        ranking = executor_layouts(
+            request.layouts, request.setting, asked.executor, asked.top, options, ends, tell
+        )
     found = list(outcomes(ranking, request, ends)) if asked.sensitivity and ranking.best else None
     document = ranking_json(ranking, request, with_plans=False, with_points=asked.points, sensitivity=found)
     plans = []

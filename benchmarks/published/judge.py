@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import StatisticsError, correlation, mean, median
+from statistics import mean, median
 
 import numpy as np
 from rich.table import Table
@@ -14,10 +14,9 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from benchmarks.errors import BenchmarkError
 from benchmarks.findings import Finding, at_least, at_most
 from benchmarks.published.predict import Prediction, predict, published_step
+from benchmarks.published.ranking import Throughput, ceilings, of_layouts, of_runs
 from benchmarks.published.runs import MeasuredRun
 
-LEAST_RUNS = 3
-"""Runs of a model that a rank correlation needs."""
 LEAST_CORRELATION = 0.8
 MOST_TIME_ERROR = 15.0
 MOST_MEMORY_ERROR = 10.0
@@ -49,10 +48,11 @@ class Judged:
         return None if measured is None else self.prediction.memory / GIGA / measured
 
     @property
-    def throughputs(self) -> tuple[float, float]:
-        """Predicted and measured tokens per second and device, of a run with a step time."""
+    def throughput(self) -> Throughput:
+        """Predicted and measured, of a run with a step time."""
         tokens = self.run.global_batch * self.run.sequence / self.run.devices
-        return tokens / self.prediction.step_time, tokens / (self.step_time or 1.0)
+        layout = self.run.model_dump_json(exclude=NOT_OF_A_LAYOUT)
+        return Throughput(layout, tokens / self.prediction.step_time, tokens / (self.step_time or 1.0))
 
 
 @dataclass(frozen=True)
@@ -76,36 +76,25 @@ def judge(runs: Iterable[MeasuredRun]) -> tuple[list[Judged], list[Refused]]:
     return judged, refused
 
 
-def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Rank correlation, ties with their mean rank (Spearman 1904); None if all values are the same."""
-    try:
-        return correlation(_ranks(first), _ranks(second))
-    except StatisticsError:
-        return None
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    ends = {value: place for place, value in enumerate(ordered)}
-    return [(ordered.index(value) + ends[value]) / 2 for value in values]
-
-
 def models_table(judged: Sequence[Judged]) -> Table:
     """A row per system and model."""
     table = Table(title="predicted / measured, by system and model", title_justify="left")
     table.add_column("system")
     table.add_column("model")
-    for column in ("runs", "step time", "least", "most", "rank correlation", "memory"):
+    for column in ("runs", "step time", "least", "most", "rank correlation", "at most", "memory"):
         table.add_column(column, justify="right")
+    throughputs = _throughputs(judged)
+    most = ceilings(throughputs)
     for (system, name), group in _grouped(judged).items():
         times, memory = _times(group), _memory(group)
-        rank = _correlation(group)
+        rank = of_runs(throughputs[system, name])
         table.add_row(
             system,
             name,
             str(len(group)),
             *((f"{of(times):.2f}" if times else "") for of in (median, min, max)),
             "" if rank is None else f"{rank:.2f}",
+            f"{mean(most[system, name]):.2f}" if (system, name) in most else "",
             f"{median(memory):.2f}" if memory else "",
         )
     return table
@@ -121,11 +110,17 @@ def _time_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
     times = _times(judged)
     if not times:
         return
-    ranks = [rank for group in _grouped(judged).values() if (rank := _correlation(group)) is not None]
+    groups = _throughputs(judged)
+    ranks = [rank for runs in groups.values() if (rank := of_runs(runs)) is not None]
     if ranks:
         what = f"rank correlation of throughput, mean of {len(ranks)} models"
         yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))
-    layouts = [rank for group in _grouped(judged).values() if (rank := _of_layouts(group)) is not None]
+        if most := ceilings(groups):
+            draws = np.mean(list(most.values()), axis=0)
+            low, high = np.quantile(draws, (0.1, 0.9)).tolist()
+            what = "  at most, as runs of the same layout differ: mean and middle 80 %"
+            yield Finding(what, float(draws.mean()), interval=(low, high))
+    layouts = [rank for runs in groups.values() if (rank := of_layouts(runs)) is not None]
     if layouts:
         yield Finding(f"  of layouts, repeated ones with their median, {len(layouts)} models", mean(layouts))
     yield Finding(
@@ -176,23 +171,12 @@ def _grouped(judged: Sequence[Judged]) -> dict[tuple[str, str], list[Judged]]:
     return found
 
 
-def _correlation(group: Sequence[Judged]) -> float | None:
-    pairs = [each.throughputs for each in group if each.step_time is not None]
-    if len(pairs) < LEAST_RUNS:
-        return None
-    return spearman([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-
-
-def _of_layouts(group: Sequence[Judged]) -> float | None:
-    """The same, with one value for runs that differ in nothing that a run can say."""
-    repeated: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for each in group:
-        if each.step_time is not None:
-            repeated[each.run.model_dump_json(exclude=NOT_OF_A_LAYOUT)].append(each.throughputs)
-    if len(repeated) < LEAST_RUNS:
-        return None
-    same = repeated.values()
-    return spearman([pairs[0][0] for pairs in same], [median(pair[1] for pair in pairs) for pairs in same])
+def _throughputs(judged: Sequence[Judged]) -> dict[tuple[str, str], list[Throughput]]:
+    """Of the runs of every system and model that have a step time."""
+    return {
+        group: [each.throughput for each in runs if each.step_time is not None]
+        for group, runs in _grouped(judged).items()
+    }
 
 
 def _times(group: Sequence[Judged]) -> list[float]:

@@ -253,7 +253,7 @@ def _request(model: SmallModel, planned: PlannedLayout) -> Document:
 
 def findings(name: str, layouts: Sequence[Predicted], times: Sequence[float]) -> list[Finding]:
     """Every layout's prediction, the fastest first, and how well the predictions choose."""
-    from benchmarks.published.judge import spearman
+    from benchmarks.published.ranking import spearman
 
     found = []
     for each, seconds in sorted(zip(layouts, times, strict=True), key=lambda pair: pair[1]):

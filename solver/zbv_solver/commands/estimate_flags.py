@@ -87,6 +87,7 @@ FLAGS: dict[str, dict[str, Kind]] = {
         "link_latency": float,
         "tensor_parallel_bandwidth": float,
         "tensor_parallel_latency": float,
+        "tensor_parallel_step_latency": float,
         "tensor_parallel_overlap": float,
         "context_parallel_bandwidth": float,
         "context_parallel_latency": float,

@@ -211,6 +211,8 @@ def stays_safe(tables: Tables, board: Board, rank: int, chunk: int) -> bool:  # 
     its missing forwards (the banker's algorithm, Dijkstra 1965). So for every microbatch with missing
     forwards, these must fit together with the forwards of all younger ones.
     """
+    if tables.is_ample[rank]:
+        return True
     position, placed = tables.position, board.placed
     chunks, held = position.shape[1] // 4, tables.static[rank]
     admitted = placed[position[rank, 4 * chunk + F]]

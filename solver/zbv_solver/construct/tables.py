@@ -45,6 +45,8 @@ class Tables(NamedTuple):
         (p,) float64. The limit includes the tolerance for rounding.
     fuse
         (p, chunks) bool: chunks whose backward is always the fused B.
+    is_ample
+        (p,) bool: the rank has memory for the forwards of all microbatches at once.
     microbatches
         Their number m.
     """
@@ -59,6 +61,7 @@ class Tables(NamedTuple):
     static: FloatArray
     limit: FloatArray
     fuse: BoolArray
+    is_ample: BoolArray
     microbatches: int
 
     @property
@@ -139,6 +142,7 @@ def make_tables(problem: Problem, fuse: BoolArray | None = None, entry: IntArray
         static=arrays.static.copy(),
         limit=arrays.limit + slack,
         fuse=fused[stages],
+        is_ample=arrays.static + arrays.delta[F, stages].sum(axis=1) @ arrays.count <= arrays.limit,
         microbatches=problem.microbatches,
     )
 

@@ -43,6 +43,9 @@ class DeviceConfig(ConfigSection):
         None, description="GB/s that a device sends within its tensor-parallel group"
     )
     tensor_parallel_latency: Amount = Field(0.0, description="us, of every collective of that group")
+    tensor_parallel_step_latency: Amount = Field(
+        0.0, description="us, of every step of those collectives around a ring, in addition"
+    )
     tensor_parallel_overlap: Share = Field(0.0, description="share of those collectives that compute hides")
     context_parallel_bandwidth: Rate | None = Field(
         None, description="GB/s that a device sends to devices of its sequence; null: link_bandwidth"
@@ -96,7 +99,10 @@ class DeviceConfig(ConfigSection):
         data = GroupLink(self.data_parallel_bandwidth, self.data_parallel_latency, self.data_parallel_overlap)
         return GroupLinks(
             GroupLink(
-                self.tensor_parallel_bandwidth, self.tensor_parallel_latency, self.tensor_parallel_overlap
+                self.tensor_parallel_bandwidth,
+                self.tensor_parallel_latency,
+                self.tensor_parallel_overlap,
+                self.tensor_parallel_step_latency,
             ),
             group(
                 self.context_parallel_bandwidth, self.context_parallel_latency, self.context_parallel_overlap

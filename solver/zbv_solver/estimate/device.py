@@ -9,6 +9,7 @@ from zbv_solver.estimate.amounts import PerAction
 MICROSECONDS = 1e6
 GIGA = 1e9
 TERA = 1e12
+NO_STEPS = PerAction()
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,21 @@ class GroupLink:
         Microseconds of every call.
     overlap
         Share of the exchanges that compute hides, 0 to 1.
+    step_latency
+        Microseconds of every step of a ring, in addition.
     """
 
     bandwidth: float | None = None
     latency: float = 0.0
     overlap: float = 0.0
+    step_latency: float = 0.0
 
-    def exposed(self, sent: PerAction, calls: PerAction) -> PerAction:
-        """Time that compute does not hide."""
+    def exposed(self, sent: PerAction, calls: PerAction, steps: PerAction = NO_STEPS) -> PerAction:
+        """Time that compute does not hide, of calls with these steps together."""
         if self.bandwidth is None:
             return PerAction()
         time = sent.scaled(MICROSECONDS / (self.bandwidth * GIGA)) + calls.scaled(self.latency)
-        return time.scaled(1 - self.overlap)
+        return (time + steps.scaled(self.step_latency)).scaled(1 - self.overlap)
 
     def time(self, sent: float, calls: float = 1.0) -> float:
         """Time of a number of bytes, with what compute hides."""

@@ -171,10 +171,12 @@ class LatentAttention:
         if shapes.degrees.sequence_parallel:
             each = group_sum(shapes, PerAction(1, 1, 0), PerAction(2, 2, 1), both)
             more = group_sum(shapes, PerAction(0, 0, 1), PerAction(), gathered)
-            return Exchange("tensor", each.sent + more.sent, each.calls)
+            # Vectors and output are gathered and scattered one after the other.
+            return Exchange("tensor", each.sent + more.sent, each.calls, each.steps + each.steps + more.steps)
         forward = group_sum(shapes, PerAction(2, 0, 0), PerAction(1, 1, 0), h)
         backward = group_sum(shapes, PerAction(0, 2, 0), PerAction(), gathered)
-        return Exchange("tensor", forward.sent + backward.sent, forward.calls)
+        steps = forward.steps + backward.steps
+        return Exchange("tensor", forward.sent + backward.sent, forward.calls, steps)
 
     def workspace(self, shapes: Shapes) -> int:
         """Most memory in addition to kept tensors, in I or B, as in other attention."""

@@ -23,6 +23,7 @@ from zbv_solver.estimate.step import (
 )
 from zbv_solver.estimate.times import (
     TimeShares,
+    accumulated_bytes,
     adding_time,
     compute_times,
     exchange_times,
@@ -188,9 +189,10 @@ def estimate_model(
     conditions = Conditions(degrees, device, links, training)
     # Parts do not depend on replicas, so layouts that differ only in these share them.
     of_parts = replace(degrees, data=1, zero_stage=0)
+    accumulated = accumulated_bytes(training.state.gradients) if training.fused_gradients else 0.0
     for kind in model.layers(training.state.gradients, training.ends_share_rank):
         shapes = model.shapes(kind, of_parts, sequences)
-        parts = [_computed(half, shapes, device) for _, half in kind.halves]
+        parts = [_computed(half, shapes, device, accumulated) for _, half in kind.halves]
         found = [_layer(part, conditions, kind.can_recompute) for part in parts]
         if training.by_halves and len(found) > 1:
             layers += _apart(kind, found)
@@ -221,9 +223,9 @@ class Computed:
 
 
 @lru_cache(maxsize=8192)
-def _computed(half: Kind, shapes: Shapes, device: Device) -> Computed:
+def _computed(half: Kind, shapes: Shapes, device: Device, accumulated: float) -> Computed:
     part = half.part(shapes)
-    return Computed(part, shapes.stream, *compute_times(part, shapes.stream, device))
+    return Computed(part, shapes.stream, *compute_times(part, shapes.stream, device, accumulated))
 
 
 def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> LayerEstimate:

@@ -111,11 +111,14 @@ class Exchange:
         Bytes that a device sends.
     calls
         Number of collectives, each of which has the link's latency.
+    steps
+        Number of their steps around a ring, each of which has the link's latency of a step.
     """
 
     group: Group
     sent: PerAction
     calls: PerAction
+    steps: PerAction = NONE
 
 
 @dataclass(frozen=True)
@@ -215,12 +218,13 @@ class Part:
 def group_sum(shapes: Shapes, passes: PerAction, calls: PerAction, width: int | None = None) -> Exchange:
     """Ring collectives of a tensor-parallel group on tensors of a width, by default of the residual stream.
 
-    In each ring pass a device sends (t - 1) / t of a tensor. An all-reduce has two passes, an all-gather or a
-    reduce-scatter one (Patarasuk and Yuan 2009, §3).
+    In each ring pass a device sends (t - 1) / t of a tensor, in t - 1 steps. An all-reduce has two passes, an
+    all-gather or a reduce-scatter one (Patarasuk and Yuan 2009, §3).
     """
     t = shapes.tensor
     whole = shapes.whole if width is None else shapes.stream.dtype_bytes * shapes.tokens * width
-    return Exchange("tensor", passes.scaled(whole * (t - 1) / t), calls if t > 1 else NONE)
+    sent, steps = passes.scaled(whole * (t - 1) / t), passes.scaled(t - 1)
+    return Exchange("tensor", sent, calls if t > 1 else NONE, steps)
 
 
 def half_exchange(shapes: Shapes) -> Exchange:

@@ -80,21 +80,28 @@ class TimeShares(Summed):
         return float(sum(vars(self).values()))
 
 
-def compute_times(part: Part, stream: Stream, device: Device) -> tuple[PerAction, TimeShares]:
-    """Products and memory traffic."""
+def compute_times(
+    part: Part, stream: Stream, device: Device, accumulated: float = 0.0
+) -> tuple[PerAction, TimeShares]:
+    """Products and memory traffic; ``accumulated`` is the size of a gradient to which W's products add."""
     products, core = NONE, core_times(part, device)
     for product in part.products:
-        products += product_times(product, stream, device)
+        products += product_times(product, stream, device, accumulated)
     moved, launches = traffic_times(part.moved, device), KERNELS.scaled(device.launch_time)
     shares = TimeShares(products.total, core.total, moved.total, launches.total)
     return core + moved + products + launches, shares
 
 
+def accumulated_bytes(gradient_bytes: float) -> float:
+    """Size of an accumulated gradient; the rest are gradients that are not accumulated yet."""
+    return min(gradient_bytes, FLOAT32_BYTES)
+
+
 def adding_time(part: Part, gradient_bytes: float, stream: Stream, device: Device) -> PerAction:
     """Gradients of W's products are read and added to the accumulated ones, in a separate kernel."""
     added = sum(product.n_in * product.n_out * product.groups for product in part.products)
-    accumulated = min(gradient_bytes, FLOAT32_BYTES)  # the rest are gradients that are not accumulated yet
-    return PerAction(backward_weight=device.streaming(added * (2 * accumulated + stream.dtype_bytes)))
+    moved = 2 * accumulated_bytes(gradient_bytes) + stream.dtype_bytes
+    return PerAction(backward_weight=device.streaming(added * moved))
 
 
 def core_times(part: Part, device: Device) -> PerAction:
@@ -125,8 +132,12 @@ def repeated_time(
     return time
 
 
-def product_times(product: Product, stream: Stream, device: Device) -> PerAction:
-    """One linear layer. Narrow operands are cast, and stored twice: by rows and by columns."""
+def product_times(product: Product, stream: Stream, device: Device, accumulated: float = 0.0) -> PerAction:
+    """One linear layer. Narrow operands are cast, and stored twice: by rows and by columns.
+
+    If W adds to an accumulated gradient, it reads and writes that (Megatron-LM,
+    ``wgrad_gemm_accum_fp32``); otherwise it writes a value of the stream's type.
+    """
     dtype = stream.product_dtype if product.is_narrow else None
     operations = product.flops * MICROSECONDS / (device.rate(dtype) * TERA)
     if device.kernel_latency is None and dtype is None:
@@ -138,8 +149,8 @@ def product_times(product: Product, stream: Stream, device: Device) -> PerAction
     operands, has_size = input + output + weight, device.kernel_latency is not None
     extra = device.kernel_latency or 0.0
 
-    def roofline(written: float, rows: float, columns: float) -> float:
-        moved = narrow * (operands - written) + wide * written
+    def roofline(written: float, rows: float, columns: float, size: float = wide) -> float:
+        moved = narrow * (operands - written) + size * written
         computed = operations / filled_share(rows, columns, groups, device)
         return extra + max(computed, device.streaming(moved) if has_size else 0.0)
 
@@ -147,7 +158,7 @@ def product_times(product: Product, stream: Stream, device: Device) -> PerAction
     return PerAction(
         roofline(output, product.rows, product.n_out) + cast * input,
         roofline(input, product.rows, product.n_in) + cast * output,
-        roofline(weight, product.n_in, product.n_out),
+        roofline(weight, product.n_in, product.n_out, 2 * accumulated or wide),
     )
 
 
@@ -174,7 +185,7 @@ def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> tuple[
     by_group: dict[str, PerAction] = {}
     for exchange in exchanges:
         if exchange.sent.forward or exchange.sent.backward_input:
-            exposed = getattr(links, exchange.group).exposed(exchange.sent, exchange.calls)
+            exposed = getattr(links, exchange.group).exposed(exchange.sent, exchange.calls, exchange.steps)
             by_group[exchange.group] = by_group.get(exchange.group, NONE) + exposed
     tensor, context = by_group.get("tensor", NONE), by_group.get("context", NONE)
     between, inside = by_group.get("expert", NONE), by_group.get("expert_in_node", NONE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
@@ -138,7 +138,7 @@ class Cluster:
         Devices are numbered node by node.
         """
         found = self.in_node if self.is_in_node(stride, size) else self.between_nodes
-        return GroupLink(found.bandwidth, found.latency, overlap)
+        return replace(found, overlap=overlap)
 
     def is_in_node(self, stride: int, size: int) -> bool:
         """Whether every group of ``size`` devices that are ``stride`` apart is on one node."""
@@ -220,19 +220,20 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
     """Equal nodes; links that are None are those of the device."""
     device = _device(config, f"{at}/device")
     memory = device.memory_limit if config.memory is None else config.memory
-    inside, between = inside or _in_node(device), between or _between_nodes(device)
+    in_node = _in_node(device) if inside is None else GroupLink(inside.bandwidth, inside.latency)
+    between = between or _between_nodes(device)
     issues = []
     if memory is None:
         detail = "this key is absent, and the device says nothing about it. Give the bytes of a device."
         issues.append(Issue(f"{at}/memory", detail))
-    if inside is None or between is None:
+    if in_node is None or between is None:
         detail = (
             "this key is absent, and the device does not state tensor_parallel_bandwidth and link_bandwidth. "
             "Give latency and bandwidth of in_node and between_nodes."
         )
         # In a cluster of groups, the link between nodes is not a key of the group.
         issues.append(Issue("/links" if at and between is None else f"{at}/links", detail))
-    if inside is None or between is None or memory is None:
+    if in_node is None or between is None or memory is None:
         raise InvalidInput(issues)
     return Cluster(
         nodes=config.nodes,
@@ -241,7 +242,7 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
         peak_tflops=device.peak_tflops or device.achieved_tflops,
         memory=memory,
         reserve=device.reserved if config.reserve is None else config.reserve,
-        in_node=GroupLink(inside.bandwidth, inside.latency),
+        in_node=in_node,
         between_nodes=GroupLink(between.bandwidth, between.latency),
         tensor_overlap=device.tensor_parallel_overlap,
         context_overlap=device.context_parallel_overlap,
@@ -266,11 +267,11 @@ def _device(config: NodesConfig, at: str) -> DeviceConfig:
         raise InvalidInput(issues, error.more, error.is_partial) from None
 
 
-def _in_node(device: DeviceConfig) -> LinkConfig | None:
-    bandwidth = device.tensor_parallel_bandwidth
+def _in_node(device: DeviceConfig) -> GroupLink | None:
+    bandwidth, latency = device.tensor_parallel_bandwidth, device.tensor_parallel_latency
     if bandwidth is None:
         return None
-    return LinkConfig(latency=device.tensor_parallel_latency, bandwidth=bandwidth)
+    return GroupLink(bandwidth, latency, step_latency=device.tensor_parallel_step_latency)
 
 
 def _between_nodes(device: DeviceConfig) -> LinkConfig | None:

@@ -319,6 +319,7 @@ def _least_works(
     setting: Setting, cluster: Cluster, tensor: int, context: int, expert: int, size: int
 ) -> list[float]:
     """Microseconds of a microbatch on every layer with its copies, on equal nodes."""
+    # Steps of rings take no time: links between nodes have none.
     links = cluster.in_node, cluster.between_nodes
     fastest = GroupLink(max(link.bandwidth or 0.0 for link in links), min(link.latency for link in links))
 

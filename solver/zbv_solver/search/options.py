@@ -77,17 +77,21 @@ class Budget:
     def for_differing(self) -> Budget:
         """The budget for microbatches that differ: there are many more rules, as the order of entry is one.
 
-        CP-SAT solves only the smallest of such problems, so no other stage is kept short for it.
+        Injections rarely find more than tuning there. CP-SAT solves only the smallest of such problems, so no
+        other stage is kept short for it.
         """
         return replace(
             self,
-            tuned=max(2 * self.tuned, TUNED_DIFFERING),
-            most_tuned=max(2 * self.most_tuned, MOST_TUNED_DIFFERING),
+            injected=max(self.injected // 2, INJECTED_DIFFERING),
+            most_injected=max(self.most_injected // 2, MOST_INJECTED_DIFFERING),
+            tuned=max(int(1.4 * self.tuned), TUNED_DIFFERING),
+            most_tuned=max(int(1.4 * self.most_tuned), MOST_TUNED_DIFFERING),
             window_time=WINDOW_SHARE_DIFFERING * self.window_time,
             exact_actions=min(self.exact_actions, EXACT_DIFFERING),
         )
 
 
+INJECTED_DIFFERING, MOST_INJECTED_DIFFERING = 4_000_000, 1_000
 TUNED_DIFFERING = 4_000_000
 MOST_TUNED_DIFFERING = 2_000
 WINDOW_SHARE_DIFFERING, EXACT_DIFFERING = 0.5, 240

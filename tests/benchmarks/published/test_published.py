@@ -11,7 +11,7 @@ import pytest
 from zbv_solver.errors import InvalidInput
 
 from benchmarks.cli import main
-from benchmarks.published.judge import Judged, findings, spearman
+from benchmarks.published.judge import Judged, findings
 from benchmarks.published.predict import Prediction, dealt, predict, published_step
 from benchmarks.published.runs import MeasuredRun, load_runs, parse_runs
 
@@ -55,14 +55,6 @@ def test_every_published_run_has_a_source_and_a_result() -> None:
 )
 def test_blocks_are_dealt_as_programs_do(blocks: int, stages: int, expected: list[int]) -> None:
     assert dealt(blocks, stages) == expected
-
-
-def test_ranks_correlate_with_ties() -> None:
-    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
-    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    # Ranks 0, 1.5, 1.5, 3 and 0, 2, 1, 3: covariance 4.5, variances 4.5 and 5.
-    assert spearman([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
-    assert spearman([1, 1, 1], [1, 2, 3]) is None
 
 
 def test_a_run_of_the_zero_bubble_paper_is_near() -> None:

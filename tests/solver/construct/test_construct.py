@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from hypothesis import given
-from support.problems import limited_problems, uniform, with_sizes
+from hypothesis import given, settings
+from support.problems import differing_problems, limited_problems, uniform, with_sizes
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.list_scheduling import (
     EntryRule,
     ListScheduler,
     entry_rule,
+    first_rule,
     priority_schedules,
     serial,
 )
@@ -47,6 +49,16 @@ def test_list_scheduling_never_gets_stuck(problem: Problem) -> None:
     assert len(attempts) in (12, 36)
     for attempt in attempts[:2]:
         verify_orders(problem, attempt.orders)
+
+
+@given(differing_problems())
+@settings(max_examples=40)
+def test_a_rank_with_memory_for_all_microbatches_needs_no_look_at_those_in_flight(problem: Problem) -> None:
+    scheduler, rule = ListScheduler(problem), first_rule(problem)
+    value, code = scheduler.value(rule), scheduler.board.code.copy()
+    scheduler.tables = scheduler.tables._replace(is_ample=np.zeros(problem.pp_degree, np.bool_))
+    assert scheduler.value(rule) == value
+    assert (scheduler.board.code == code).all()
 
 
 @given(limited_problems(max_p=5, max_m=8, kinds=("v", "loop", "single")))

@@ -190,6 +190,25 @@ def test_collectives_take_the_time_of_a_ring_and_can_be_hidden() -> None:
     assert hidden.forward == pytest.approx(compute("forward"))
 
 
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize("model", [llama(), llama(**LATENT)])
+def test_collectives_wait_for_every_step_around_their_ring(model: ModelConfig) -> None:
+    """An all-reduce of t devices has 2 (t - 1) steps, a gather or a scatter t - 1."""
+    config = on_device(estimate_config(model, tensor_parallel=4), memory_bandwidth=None)
+    slow = on_device(config, tensor_parallel_step_latency=2.0)
+
+    def longer(**parallel: Any) -> list[float]:
+        more, less = (block_of(changed(each, **parallel)).plain.times for each in (slow, config))
+        actions = ("forward", "backward_input", "backward_weight")
+        return [getattr(more, action) - getattr(less, action) for action in actions]
+
+    assert longer() == pytest.approx([2 * 2 * 6.0, 2 * 2 * 6.0, 0])  # two halves
+    assert longer(sequence_parallel=True) == pytest.approx([2 * 2 * 6.0, 2 * 2 * 6.0, 2 * 6.0])
+    assert longer(tensor_parallel=1) == [0, 0, 0]
+
+
 def test_embedding_and_head_exchange_less() -> None:
     """The embedding sums parts of the vocabulary in F, and the head sums its input's gradient in I. With
     sequence parallelism, a scatter and a gather replace these sums."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from support.estimates import but, llama, parts, preset_config
+from support.estimates import but, estimate_config, llama, parts, preset_config
 from zbv_solver.estimate.config_device import DeviceConfig
 from zbv_solver.estimate.device import Device
 from zbv_solver.estimate.part import Product
@@ -57,6 +57,7 @@ def test_devices_share_the_constants_of_the_curve(name: str) -> None:
     found = preset(name).device
     attention = ULTRA_ATTENTION_SHARE if name in ("b300", "gb300") else ATTENTION_SHARE
     assert (found["kernel_latency"], found["attention_share"]) == (KERNEL_LATENCY, attention)
+    assert (found["tensor_parallel_latency"], found["tensor_parallel_step_latency"]) == (8.4, 3.4)
     assert found["processors"] > 50
     assert 0.5 < found["achieved_tflops"] / SUSTAINED_SHARE / found["peak_tflops"] < 0.9
     data_sheet = found["memory_bandwidth"] / TRAFFIC_SHARE
@@ -90,6 +91,37 @@ def test_with_one_rate_the_size_of_a_product_does_not_matter() -> None:
     times = product_times(Product(10, 20, 30), Stream(20), device)
     assert times.forward == times.backward_input == times.backward_weight
     assert times.forward == pytest.approx(2 * 10 * 20 * 30 / 100e12 * 1e6)
+
+
+def test_a_product_of_w_reads_and_writes_the_gradients_to_which_it_adds() -> None:
+    """With few tokens, memory bounds W: with gradients in float32, 8 bytes of each instead of 2."""
+    device = Device(400.0, 2000.0, kernel_latency=6.0)
+    product, weight = Product(16, 4096, 8192), 4096 * 8192
+    apart, added = (product_times(product, Stream(4096), device, size) for size in (0.0, 4.0))
+    assert added.backward_weight - apart.backward_weight == pytest.approx(6 * weight / 2000e9 * 1e6)
+    assert (added.forward, added.backward_input) == (apart.forward, apart.backward_input)
+    large = Product(2**16, 4096, 8192)
+    assert product_times(large, Stream(4096), device, 4.0) == product_times(large, Stream(4096), device)
+
+
+def test_fused_gradients_make_w_of_few_tokens_longer_but_not_by_a_kernel() -> None:
+    model = llama(sequence=128)
+    device = {"kernel_latency": 6.0, "achieved_tflops": 10000.0}
+    times = []
+    for precision, fused in (
+        ("mixed", True),
+        ("mixed-fp32-gradients", True),
+        ("mixed-fp32-gradients", False),
+    ):
+        config = estimate_config(model, precision=precision, fused_gradients=fused)
+        config = but(config, device=but(config.device, **device))
+        block = next(layer for layer in estimate_layers(config) if layer.name == "block")
+        times.append(block.plain.times.backward_weight)
+    weights = 4 * 4096**2 + 3 * 4096 * 4 * 4096
+    per_byte = 1e6 / 1000e9
+    # 4, 8 and 2 + 10 bytes: read and written; the gradient of the product, and its addition.
+    assert times[1] - times[0] == pytest.approx(4 * weights * per_byte)
+    assert times[2] - times[1] == pytest.approx(4 * weights * per_byte)
 
 
 def test_narrow_operands_are_faster_and_smaller_but_must_be_cast() -> None:

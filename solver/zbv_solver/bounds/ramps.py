@@ -32,7 +32,7 @@ from zbv_solver.bounds.directions import (
 )
 from zbv_solver.bounds.heads import CELL_END, knapsack, sweep
 from zbv_solver.bounds.quick import preemptive_bound
-from zbv_solver.kernels.arrays import ZERO, FloatArray
+from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
@@ -98,8 +98,14 @@ def machine_bound(window: Window, rank: int) -> float:
     """Jackson's bound of a rank's window from all of its heads and tails: Lemma 19."""
     head, tail = heads_and_tails(window, rank)
     work = window.forwards.work[rank]
-    length = np.broadcast_to(work[[UP, DOWN, REST_AFTER]][:, :, None], head.shape)
+    # A copy, because kernels are compiled again for arrays that are read-only.
+    length = np.broadcast_to(work[[UP, DOWN, REST_AFTER]][:, :, None], head.shape).copy()
     return preemptive_bound(head.ravel(), length.ravel(), tail.ravel())
+
+
+def _of_stages(times: FloatArray, stages: IntArray) -> FloatArray:
+    """Heads or tails of some stages, in one layout: kernels are compiled again for every other one."""
+    return np.ascontiguousarray(times[:, stages])
 
 
 def ramp_bound(window: Window, rank: int) -> float:
@@ -108,8 +114,8 @@ def ramp_bound(window: Window, rank: int) -> float:
     early, late = (
         _ramp(direction, rank, own, np.unique(own), m, True)
         for direction, own in (
-            (window.forwards, window.heads[:, stages]),
-            (window.backwards, window.tails[:, stages]),
+            (window.forwards, _of_stages(window.heads, stages)),
+            (window.backwards, _of_stages(window.tails, stages)),
         )
     )
     forward, backward = window.loads(rank)
@@ -124,7 +130,7 @@ def other_rank_bound(window: Window, rank: int) -> float:
     stages, m = window.forwards.stages[rank], window.microbatches
     if len(stages) > 2:
         return 0.0
-    heads, tails = window.heads[:, stages], window.tails[:, stages]
+    heads, tails = _of_stages(window.heads, stages), _of_stages(window.tails, stages)
     early = _ramp(window.forwards, rank, heads, np.unique(heads), m, False)
     # Lemma 21 holds for any times. There are few here, because each one tries all pairs of counts.
     late = _late_ramp(window.backwards, rank, tails, np.unique(tails[DOWN, :, 0]), m)

@@ -46,9 +46,12 @@ class Scenarios(NamedTuple):
         by_code = factor.reshape(len(stages), -1, m, lanes)
         down, up = draws.transfer.reshape(2, n, m, lanes)
         planned = tables.duration[:, :, tables.kind, None]
+        # Indexing decides the layout in memory, and kernels are compiled again for every layout.
         return cls(
-            planned * by_code[:, :, tables.entry] * draws.rank[:, None, None, :],
-            tables.latency[:, tables.kind, None] * np.concatenate([down, up[::-1]])[:, tables.entry],
+            np.ascontiguousarray(planned * by_code[:, :, tables.entry] * draws.rank[:, None, None, :]),
+            np.ascontiguousarray(
+                tables.latency[:, tables.kind, None] * np.concatenate([down, up[::-1]])[:, tables.entry]
+            ),
         )
 
 

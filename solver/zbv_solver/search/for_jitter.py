@@ -203,7 +203,7 @@ class _Search:
             self.options,
             time_limit=None if limit is None else SEARCH_SHARE * limit,
             workers=1,
-            without=WITHOUT,
+            without=(*self.options.without, *WITHOUT),
             jitter=None,
             quantile=None,
         )

@@ -12,7 +12,7 @@ from benchmarks.planner.packing import HEADER, packing_table
 
 def test_a_row_compares_the_step_with_all_other_methods() -> None:
     lines: list[str] = []
-    batch = PackingInstance(MADE[2], 4, 2, 12, 1.0, max_tokens=4096)
+    batch = PackingInstance(MADE[2], 2, 2, 8, 1.0, max_tokens=4096)
     (finding,) = packing_table([batch], SearchOptions("quick"), lines.append)
     header, row = lines
     assert header == HEADER

@@ -296,6 +296,17 @@ def test_the_client_imports_neither_web_framework_nor_database() -> None:
     assert ran.stdout.strip() == "[]"
 
 
+def test_a_service_starts_without_loading_the_planner() -> None:
+    program = (
+        "import sys, zbv_service.app; "
+        "print([name for name in ('ortools', 'zbv_solver.search.search') if name in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=True
+    )
+    assert ran.stdout.strip() == "[]"
+
+
 def test_the_client_reads_what_the_service_writes(served: Served) -> None:
     client = served.client
     seen: list[Search] = []

@@ -127,7 +127,6 @@ def graph_of(weight: Sequence[Sequence[float]]) -> sweeps.Graph:
         duration[at + 1] = weight[q][q]
         for place, r in enumerate((r for r in range(p) if r != q), start=at + 2):
             source[place], latency[place] = firsts[r], weight[r][q]
-    duration.flags.writeable = False  # as a problem's are: else the kernel is compiled once more
     runs = np.array(
         [(q, at + 1) for q, at in enumerate(firsts)] + [(q, at + p + 1) for q, at in enumerate(firsts)],
         dtype=np.int32,

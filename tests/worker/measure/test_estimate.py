@@ -213,7 +213,7 @@ def test_a_recomputed_stage_holds_the_estimated_memory() -> None:
 def test_a_huge_model_needs_no_memory() -> None:
     """36 blocks of 0.8 billion parameters each, of which one is estimated."""
     model = gpt(layers=36, width=8192, heads=64, length=2048, sequences=1, characters=20_000)
-    found = list(estimate_layers(model, Program("bfloat16")))
+    found = list(estimate_layers(model))
     assert sum(layer.parameters for layer in found) > 28e9
     assert len({layer.kept for layer in found}) == 3
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from zbv_solver.layouts.answer import ranking_json
 from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.plans.certificate import gap_of
@@ -30,7 +29,8 @@ def rank_layouts(
     ContradictedBound
         A plan undercuts a lower bound.
     """
-    from zbv_solver.layouts.executor_layouts import executor_layouts  # late: these load the kernels
+    from zbv_solver.layouts.answer import ranking_json  # late: these load the kernels
+    from zbv_solver.layouts.executor_layouts import executor_layouts
     from zbv_solver.layouts.search import best_layouts
     from zbv_solver.layouts.sensitivity import outcomes
 

@@ -44,6 +44,10 @@ def main() -> int:
         differing = problem | {"features": {"x": [1, 2, 3]}, "memory": held}
         lower_bound(parse_problem(differing), "full")
         search(parse_problem(differing), SearchOptions("quick"))
+        # Small microbatches overtake one whose path decides.
+        slopes = {name: {"x": 1} for name in ("forward", "backward_input", "backward_weight")}
+        one_large = {"costs": slopes, "features": {"x": [1, 1, 40]}, "memory": held | {"limit": 400}}
+        search(parse_problem(differing | one_large), SearchOptions("quick"))
         layer = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 9}
         for placement in ("v", "loop"):
             layered = {"pp_degree": 2, "microbatches": 2, "placement": placement, "layers": [layer]}

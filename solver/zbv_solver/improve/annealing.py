@@ -5,6 +5,9 @@ the moved stretch (Balas and Vazacopoulos 1998, "Guided local search with shifti
 scheduling", section 3). It is applied if the judgement is better, or worse by no more than the temperature
 allows. Memory is a prefix sum over the rank and is checked for the stretch only. For a span, the ranks' first
 starts are fixed during a round, at the values that attain the exact span of the round's first order.
+
+Equal microbatches keep their order at every stage. Where they differ, an action may pass another one of its
+stage and letter: a small microbatch overtakes a large one.
 """
 
 from __future__ import annotations
@@ -14,15 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.attempt import from_orders, to_orders
+from zbv_solver.construct.attempt import from_orders
 from zbv_solver.construct.tables import Tables, make_tables, swap
 from zbv_solver.improve.order_repair import Queue, repair_ends, repair_path, repair_tails, spread
 from zbv_solver.improve.order_state import (
+    Kept,
     State,
     compute_all,
-    copy,
     critical_path,
     duration_at,
+    keep,
     objective,
     sum_memory,
     sweep_ends,
@@ -79,8 +83,9 @@ def anneal(
     temperature: float,
     seed: int,
     halt: IntArray | None = None,
+    overtakes: bool = False,
 ) -> Annealed:
-    """One round of moves from an order whose stages all run the microbatches in the order of entry.
+    """One round of moves from an order.
 
     Parameters
     ----------
@@ -91,18 +96,24 @@ def anneal(
         In the problem's time unit.
     halt
         (1,) uint8: another thread sets it to end the round.
+    overtakes
+        Whether the actions of a stage and letter may pass one another. If not, all stages run the
+        microbatches in one order of entry if those of ``orders`` do.
     """
-    code, length, entry = from_orders(orders, problem)
-    tables = make_tables(problem, entry=entry)
-    best, best_entry = code.copy(), entry.copy()
-    state = State.of(tables, code, length, window_starts(problem, orders))
-    trial = trial_of(state)
-    halt = np.zeros(1, np.uint8) if halt is None else halt
+    tables = make_tables(problem, entry=from_orders(orders, problem)[2])
+    state = State.of(problem, orders, tables, window_starts(problem, orders))
+    best, move, length = Kept.of(state, tables), Move.of(*state.code.shape), state.length
     applied, looked, lowest = _round(
-        tables, state, trial, best, best_entry, Round(moves, temperature, seed), Move.of(*code.shape), halt
+        tables,
+        state,
+        trial_of(state),
+        best,
+        Round(moves, temperature, seed, overtakes),
+        move,
+        np.zeros(1, np.uint8) if halt is None else halt,
     )
-    better = to_orders(best, length, problem, best_entry)
-    last = to_orders(code, length, problem, tables.entry)
+    better = best.orders(problem, length)
+    last = Kept.of(state, tables).orders(problem, length)
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
 
 
@@ -112,7 +123,6 @@ def trial_of(state: State) -> State:
         end=np.zeros_like(state.end),
         passed_on=np.zeros_like(state.passed_on),
         cursor=np.zeros_like(state.cursor),
-        counted=np.zeros_like(state.counted),
     )
 
 
@@ -130,6 +140,7 @@ class Round(NamedTuple):
     moves: int
     temperature: float
     seed: int
+    overtakes: bool
 
 
 class Move(NamedTuple):
@@ -179,19 +190,18 @@ def _round(
     tables: Tables,
     state: State,
     trial: State,
-    best: IntArray,
-    best_entry: IntArray,
+    best: Kept,
     budget: Round,
     move: Move,
     halt: IntArray,
 ) -> tuple[int, int, float]:  # pragma: no cover - compiled
-    """Move actions of the state; write the best codes into ``best``, and their order of entry.
+    """Move actions of the state; write the best order into ``best``.
 
     Returns the moves applied, the moves looked at, and the best value. Random numbers are drawn in the same
     order on every machine, so a seed gives the same plan everywhere.
     """
     np.random.seed(budget.seed)
-    code, length, end, release, path = state.code, state.length, state.end, state.release, move.path
+    length, end, release, path = state.length, state.end, state.release, move.path
     compute_all(tables, state)
     value = objective(state)
     spread(move.queue, value)
@@ -206,9 +216,7 @@ def _round(
                 applied += 1
                 if value < lowest - ROUNDING * abs(lowest):
                     lowest = value
-                    copy(tables.entry, best_entry)
-                    for other in range(len(length)):
-                        copy(code[other], best[other])
+                    keep(tables, state, best)
             continue
         if np.random.random() < CRITICAL_SHARE:
             chosen = np.random.randint(size)
@@ -220,7 +228,7 @@ def _round(
         earlier = np.random.random() < 0.5
         # From here on, the stretch low..high is rotated by one: ``at`` is its last index if the action moves
         # to an earlier place, and its first index otherwise.
-        delimit(tables, state, rank, at, reach if earlier else -reach, move.bounds)
+        delimit(tables, state, rank, at, reach if earlier else -reach, budget.overtakes, move.bounds)
         low, high = move.bounds
         if low == high:
             continue
@@ -240,9 +248,7 @@ def _round(
         # O(actions).
         if value < lowest - ROUNDING * abs(lowest):
             lowest = value
-            copy(tables.entry, best_entry)
-            for other in range(len(length)):
-                copy(code[other], best[other])
+            keep(tables, state, best)
     return applied, looked, lowest
 
 
@@ -265,7 +271,6 @@ def _swap_entries(
     swap(tables, one, other)
     if _fits(tables, state):
         trial.cursor[:] = 0
-        trial.counted[:] = 0
         sweep_ends(tables, trial)
         if objective(trial) <= most:
             compute_all(tables, state)
@@ -312,14 +317,14 @@ def rotate(state: State, rank: int, earlier: bool, move: Move) -> None:  # pragm
 
 @compiled_leaf
 def delimit(
-    tables: Tables, state: State, rank: int, at: int, reach: int, bounds: IntArray
+    tables: Tables, state: State, rank: int, at: int, reach: int, overtakes: bool, bounds: IntArray
 ) -> None:  # pragma: no cover - compiled
     """Write the first and last index of the stretch that the action at ``at`` may cross.
 
     ``reach`` is the number of places to move, positive towards the beginning. The action passes none that it
-    needs, none that needs it, and none of the same code. Memory fits throughout. It passes no action that
-    ends before its own input arrives. So no cycle can arise: if there were a path from the passed action to
-    that input, the input would arrive later.
+    needs, none that needs it, and none of the same stage and letter unless it ``overtakes``. Memory fits
+    throughout. It passes no action that ends before its own input arrives. So no cycle can arise: if there
+    were a path from the passed action to that input, the input would arrive later.
     """
     position, limit, static = tables.position, tables.limit[rank], tables.static[rank]
     code, microbatch, end, held = state.code, state.microbatch, state.end, state.held
@@ -331,7 +336,7 @@ def delimit(
         while here > 0 and at - here < reach:
             other = code[rank, here - 1]
             if (
-                _needs(position, rank, action, k, other, microbatch[rank, here - 1])
+                _needs(position, rank, action, k, other, microbatch[rank, here - 1], overtakes)
                 or end[rank, here - 1] <= arrives
             ):
                 break
@@ -350,7 +355,7 @@ def delimit(
         return
     while here + 1 < state.length[rank] and here - at < -reach:
         other = code[rank, here + 1]
-        if _needs(position, rank, other, microbatch[rank, here + 1], action, k):
+        if _needs(position, rank, other, microbatch[rank, here + 1], action, k, overtakes):
             break
         if _arrives(tables, state, rank, other, microbatch[rank, here + 1]) >= end[rank, at]:
             break
@@ -374,17 +379,21 @@ def _arrives(
 
 @compiled_leaf
 def _needs(
-    positions: IntArray, rank: int, action: int, k: int, other: int, other_k: int
+    positions: IntArray, rank: int, action: int, k: int, other: int, other_k: int, overtakes: bool
 ) -> bool:  # pragma: no cover - compiled
-    """Whether an action must stay after another one of its rank: the same code, or one that it depends on."""
+    """Whether an action must stay after another one of its rank, which it depends on or may not overtake."""
     if action == other:
-        return True
+        return not overtakes
     position, before = positions[rank, action], positions[rank, other]
     if position < 0:  # W after its I
         return before >= 0 and action >> 2 == other >> 2 and other & 3 != F and k == other_k
     if before < 0:
         return False
-    return position == before or (before < position and k == other_k)
+    return (
+        before < position and k == other_k
+        if overtakes
+        else before == position or (before < position and k == other_k)
+    )
 
 
 @compiled_leaf

@@ -87,6 +87,7 @@ def anneal_in_rounds(
             temperature=WARMEST * unit * (1 - of_three / THREE) * factor,
             seed=seed + number,
             halt=halt,
+            overtakes=not problem.is_equal,
         )
         last = result.last
         if result.value < value * (1 - OPTIMAL_GAP):

@@ -228,15 +228,6 @@ def _settle(
             else:
                 high = middle
         state.cursor[rank] = low
-    for position in range(len(tables.host)):
-        low, high, cursor = 0, tables.microbatches, state.cursor[tables.host[position]]
-        while low < high:
-            middle = (low + high) >> 1
-            if state.place[position, middle] < cursor:
-                low = middle + 1
-            else:
-                high = middle
-        state.counted[position] = low
 
 
 @compiled_leaf

@@ -4,7 +4,9 @@ An action's *end* is its earliest end, and its *tail* is the longest path from t
 largest end + tail is the objective, and an action that attains it is critical (the disjunctive graph of
 job-shop scheduling, Roy and Sussmann 1964).
 
-Everything is computed here from the codes alone. :mod:`zbv_solver.improve.order_repair` keeps it up to date
+Any order of the microbatches is allowed, and every rank and letter may have its own.
+
+Everything is computed here from the order alone. :mod:`zbv_solver.improve.order_repair` keeps it up to date
 while the order changes.
 """
 
@@ -14,15 +16,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zbv_solver.construct.attempt import from_orders
 from zbv_solver.construct.tables import Tables
 from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
+from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.problem.problem import B, I, W
+from zbv_solver.problem.problem import Problem
 
 
 class State(NamedTuple):
     """An order of p ranks with up to L actions each, m microbatches and 2S positions; kernels write into it.
+
+    Microbatches have the numbers k of the tables: their places in the order of entry of the first order.
 
     Attributes
     ----------
@@ -33,9 +39,9 @@ class State(NamedTuple):
     end, tail, held
         (p, L) earliest end, tail, and memory of the rank after the action.
     place, passed_on
-        (2S, m) index on its rank, and end, of the k-th action at a position.
-    cursor, counted
-        (p,) and (2S,): how far a sweep has come on a rank, and at a position.
+        (2S, m) index on its rank, and end, of a microbatch's action at a position.
+    cursor
+        (p,) how far a sweep has come on a rank.
     release
         (p,) earliest start of a rank; the rank's time counts from here.
     """
@@ -49,16 +55,20 @@ class State(NamedTuple):
     place: IntArray
     passed_on: FloatArray
     cursor: IntArray
-    counted: IntArray
     release: FloatArray
 
     @classmethod
-    def of(cls, tables: Tables, code: IntArray, length: IntArray, release: FloatArray) -> State:
-        """A state that shares the codes (p, L); :func:`compute_all` fills in the other arrays."""
+    def of(cls, problem: Problem, orders: Orders, tables: Tables, release: FloatArray) -> State:
+        """The state of an order; :func:`compute_all` fills in all arrays but those of the order itself."""
+        code, length, _ = from_orders(orders, problem)
         shape, chain = code.shape, (len(tables.latency), tables.microbatches)
+        number = np.argsort(tables.entry)[orders.microbatch]
+        microbatch = np.zeros(shape, np.int64)
+        for rank in range(len(length)):
+            microbatch[rank, : length[rank]] = number[orders.slice_of(rank)]
         return cls(
             code=code,
-            microbatch=np.zeros(shape, np.int64),
+            microbatch=microbatch,
             length=length,
             end=np.zeros(shape),
             tail=np.zeros(shape),
@@ -66,42 +76,62 @@ class State(NamedTuple):
             place=np.zeros(chain, np.int64),
             passed_on=np.zeros(chain),
             cursor=np.zeros(shape[0], np.int64),
-            counted=np.zeros(chain[0], np.int64),
             release=release,
         )
 
 
+class Kept(NamedTuple):
+    """A copy of an order; kernels write into it.
+
+    Attributes
+    ----------
+    code, microbatch
+        As in :class:`State`.
+    entry
+        (m,) the microbatch of every number.
+    """
+
+    code: IntArray
+    microbatch: IntArray
+    entry: IntArray
+
+    @classmethod
+    def of(cls, state: State, tables: Tables) -> Kept:
+        """A copy of the state's order."""
+        return cls(state.code.copy(), state.microbatch.copy(), tables.entry.copy())
+
+    def orders(self, problem: Problem, length: IntArray) -> Orders:
+        """The order, of a problem whose ranks have ``length`` (p,) actions."""
+        rows, stages = [], np.array(problem.placement.stages_of, dtype=np.int32)
+        for rank, until in enumerate(length):
+            code, number = self.code[rank, :until], self.microbatch[rank, :until]
+            rows.append(np.stack([stages[rank, code >> 2], code & 3, self.entry[number]], axis=1))
+        return Orders.of_rows([row.astype(np.int32) for row in rows])
+
+
+@compiled_leaf
+def keep(tables: Tables, state: State, kept: Kept) -> None:  # pragma: no cover - compiled
+    """Copy the state's order."""
+    copy(tables.entry, kept.entry)
+    for rank in range(len(state.length)):
+        copy(state.code[rank], kept.code[rank])
+        copy(state.microbatch[rank], kept.microbatch[rank])
+
+
 @compiled_leaf
 def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
-    """Compute all arrays from the codes."""
+    """Compute all arrays from the order."""
     state.cursor[:] = 0
-    state.counted[:] = 0
     for rank in range(len(state.length)):
-        number_weights(tables, state, rank)
+        for at in range(state.length[rank]):
+            position = tables.position[rank, state.code[rank, at]]
+            if position >= 0:
+                state.place[position, state.microbatch[rank, at]] = at
     sweep_ends(tables, state)
     for rank in range(len(state.length)):
         state.cursor[rank] = state.length[rank]
         sum_memory(tables, state, rank, ZERO, state.length[rank])
-    state.counted[:] = tables.microbatches
     sweep_tails(tables, state)
-
-
-@compiled_leaf
-def number_weights(tables: Tables, state: State, rank: int) -> None:  # pragma: no cover - compiled
-    """Write ``microbatch`` of the backwards of a rank; a W has that of the oldest I without one."""
-    code, microbatch = state.code[rank], state.microbatch[rank]
-    for chunk in range(tables.position.shape[1] // 4):
-        # Match W's and I's first in, first out: ``split`` only moves forward, so one pass per chunk suffices.
-        split, ran = -1, 0
-        for at in range(state.length[rank]):
-            if code[at] == 4 * chunk + I or code[at] == 4 * chunk + B:
-                microbatch[at] = ran
-                ran += 1
-            elif code[at] == 4 * chunk + W:
-                split += 1
-                while code[split] != 4 * chunk + I:
-                    split += 1
-                microbatch[at] = microbatch[split]
 
 
 @compiled_leaf
@@ -135,9 +165,9 @@ def duration_at(tables: Tables, state: State, rank: int, at: int) -> float:  # p
 
 @compiled_leaf
 def sweep_ends(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
-    """Compute ends, microbatches and places from the cursors on; the order must not deadlock."""
-    code, length, cursor, counted = state.code, state.length, state.cursor, state.counted
-    end, passed_on, latency = state.end, state.passed_on, tables.latency
+    """Compute ends from the cursors on; the order must not deadlock."""
+    length, cursor, end, passed_on = state.length, state.cursor, state.end, state.passed_on
+    host, latency = tables.host, tables.latency
     p = len(length)
     progress = True
     while progress:
@@ -149,23 +179,17 @@ def sweep_ends(tables: Tables, state: State) -> None:  # pragma: no cover - comp
             # Ranks stop at different points; each resumes from the end before its cursor.
             clock = end[rank, at - 1] if at > 0 else state.release[rank]
             while at < until:
-                action = code[rank, at]
-                position = tables.position[rank, action]
-                if position < 0:
+                action, k = state.code[rank, at], state.microbatch[rank, at]
+                position, kind = tables.position[rank, action], tables.kind[k]
+                if position > 0:
                     # A W needs only its I, and the rank's order already puts that before it.
-                    clock += tables.duration[rank, action, tables.kind[state.microbatch[rank, at]]]
-                else:
-                    k = counted[position]
-                    kind = tables.kind[k]
-                    if position > 0:
-                        if k >= counted[position - 1]:
-                            break
-                        clock = max(clock, passed_on[position - 1, k] + latency[position, kind])
-                    clock += tables.duration[rank, action, kind]
+                    other = host[position - 1]
+                    if other != rank and state.place[position - 1, k] >= cursor[other]:
+                        break
+                    clock = max(clock, passed_on[position - 1, k] + latency[position, kind])
+                clock += tables.duration[rank, action, kind]
+                if position >= 0:
                     passed_on[position, k] = clock
-                    state.place[position, k] = at
-                    state.microbatch[rank, at] = k
-                    counted[position] = k + 1
                 end[rank, at] = clock
                 at += 1
             if at > begin:
@@ -176,8 +200,8 @@ def sweep_ends(tables: Tables, state: State) -> None:  # pragma: no cover - comp
 @compiled_leaf
 def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
     """Compute tails from just before the cursors back to the first actions."""
-    code, length, cursor, counted = state.code, state.length, state.cursor, state.counted
-    tail, latency, host = state.tail, tables.latency, tables.host
+    length, cursor, tail, place = state.length, state.cursor, state.tail, state.place
+    latency, host = tables.latency, tables.host
     p, positions = len(length), len(latency)
     progress = True
     while progress:
@@ -187,24 +211,20 @@ def sweep_tails(tables: Tables, state: State) -> None:  # pragma: no cover - com
             begin = cursor[rank]
             at = begin
             while at > 0:
-                position = tables.position[rank, code[rank, at - 1]]
+                after = tables.position[rank, state.code[rank, at - 1]] + 1
                 # The objective counts a rank's end from its release, so the path after the last action has
                 # length -release.
                 if at == length[rank]:
                     way = -state.release[rank]
                 else:
                     way = tail[rank, at] + duration_at(tables, state, rank, at)
-                if position >= 0:
+                if 0 < after < positions:
                     k = state.microbatch[rank, at - 1]
-                    after = position + 1
-                    if after < positions:
-                        # ``counted`` now descends: the tails of the actions k >= counted[after] are final.
-                        if k < counted[after]:
-                            break
-                        other, there = host[after], state.place[after, k]
-                        onward = tail[other, there] + duration_at(tables, state, other, there)
-                        way = max(way, onward + latency[after, tables.kind[k]])
-                    counted[position] = k
+                    other, there = host[after], place[after, k]
+                    if other != rank and there < cursor[other]:
+                        break
+                    onward = tail[other, there] + duration_at(tables, state, other, there)
+                    way = max(way, onward + latency[after, tables.kind[k]])
                 tail[rank, at - 1] = way
                 at -= 1
             if at < begin:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.attempt import from_orders, to_orders
+from zbv_solver.construct.attempt import from_orders
 from zbv_solver.construct.tables import Tables, make_tables
 from zbv_solver.improve.annealing import (
     CRITICAL_SHARE,
@@ -31,7 +31,7 @@ from zbv_solver.improve.annealing import (
     window_starts,
 )
 from zbv_solver.improve.order_repair import spread
-from zbv_solver.improve.order_state import State, compute_all, copy, objective, sum_memory
+from zbv_solver.improve.order_state import Kept, State, compute_all, keep, objective, sum_memory
 from zbv_solver.improve.scenario_state import (
     Scenarios,
     Ways,
@@ -83,7 +83,7 @@ def anneal_in_scenarios(
     weight: float = 0.0,
     halt: IntArray | None = None,
 ) -> AnnealedInScenarios:
-    """One round of moves from an order whose stages all run the microbatches in the order of entry.
+    """One round of moves from an order.
 
     Parameters
     ----------
@@ -98,10 +98,9 @@ def anneal_in_scenarios(
     halt
         (1,) uint8: another thread sets it to end the round.
     """
-    code, length, entry = from_orders(orders, problem)
-    tables = make_tables(problem, entry=entry)
-    best = code.copy()
-    state = State.of(tables, code, length, window_starts(problem, orders))
+    tables = make_tables(problem, entry=from_orders(orders, problem)[2])
+    state = State.of(problem, orders, tables, window_starts(problem, orders))
+    best, length = Kept.of(state, tables), state.length
     compute_all(tables, state)
     scenarios = Scenarios.of(problem, tables, draws)
     lanes = draws.rank.shape[-1]
@@ -116,16 +115,16 @@ def anneal_in_scenarios(
         Ways.of(state, lanes),
         by_end(state),
         best,
-        Round(moves, temperature, seed),
+        Round(moves, temperature, seed, overtakes=not problem.is_equal),
         weight,
-        Move.of(*code.shape),
+        Move.of(*state.code.shape),
         space,
         halt,
     )
     return AnnealedInScenarios(
-        to_orders(best, length, problem, entry),
+        best.orders(problem, length),
         float(lowest),
-        to_orders(code, length, problem, entry),
+        Kept.of(state, tables).orders(problem, length),
         float(space.first[0]),
         int(applied),
         int(looked),
@@ -159,19 +158,19 @@ def _round(
     state: State,
     ways: Ways,
     actions: IntArray,
-    best: IntArray,
+    best: Kept,
     budget: Round,
     weight: float,
     move: Move,
     space: Space,
     halt: IntArray,
 ) -> tuple[int, int, float]:  # pragma: no cover - compiled
-    """Move actions of the state, and write the best codes into ``best``.
+    """Move actions of the state, and write the best order into ``best``.
 
     Returns the moves applied, the moves looked at, and the best score.
     """
     np.random.seed(budget.seed)
-    code, length, path, lanes = state.code, state.length, move.path, len(ways.value)
+    length, path, lanes = state.length, move.path, len(ways.value)
     spread(move.queue, objective(state))
     compute_ways(tables, scenarios, state, ways, move.queue, actions)
     value = _score(ways.value, weight)
@@ -190,7 +189,7 @@ def _round(
         reach = 1 + np.random.randint(REACH)
         earlier = np.random.random() < 0.5
         _show(tables, scenarios, state, ways, lane, rank, at)
-        delimit(arrived, state, rank, at, reach if earlier else -reach, move.bounds)
+        delimit(arrived, state, rank, at, reach if earlier else -reach, budget.overtakes, move.bounds)
         low, high = move.bounds
         if low == high:
             continue
@@ -207,8 +206,7 @@ def _round(
         size = critical_path_in(tables, scenarios, state, ways, lane, path)
         if value < lowest - ROUNDING * abs(lowest):
             lowest = value
-            for other in range(len(length)):
-                copy(code[other], best[other])
+            keep(tables, state, best)
     return applied, looked, lowest
 
 

@@ -29,7 +29,7 @@ from zbv_solver.improve.useless_splits import without_useless_splits
 from zbv_solver.jitter.noise import Jitter, draw
 from zbv_solver.jitter.reading import jitter_json
 from zbv_solver.plans.certificate import gap_of
-from zbv_solver.plans.orders import Orders, first_in_first_out, in_entry_order
+from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
@@ -184,7 +184,7 @@ class _Search:
             return first
         with ThreadPoolExecutor(min(self.options.workers, CHAINS)) as pool:
             searched = pool.map(self._searched, LONGER)
-            candidates = [*self._compared("planned", planned), *chain.from_iterable(searched)]
+            candidates = [self._compared("planned", planned), *chain.from_iterable(searched)]
             for phase, kept in enumerate(KEPT if candidates else ()):
                 candidates = sorted(candidates, key=_value)[:kept]
                 moves = int(SHARES[phase] * self.moves) // len(candidates)
@@ -213,19 +213,13 @@ class _Search:
         if not found and pipeline.found is not None:
             found = [pipeline.found]
         name = f"latencies + {longer:g}"
-        return [candidate for each in found for candidate in self._compared(name, each.orders)]
+        return [self._compared(name, each.orders) for each in found]
 
-    def _compared(self, name: str, orders: Orders) -> list[_Candidate]:
-        """The candidate of an order, in which equal microbatches ascend.
-
-        None where stages run microbatches that differ in different orders, as annealing cannot represent
-        them.
-        """
+    def _compared(self, name: str, orders: Orders) -> _Candidate:
+        """The candidate of an order, in which equal microbatches ascend."""
         if self.problem.is_equal:
             orders = first_in_first_out(orders, self.problem.n_stages)
-        elif in_entry_order(orders, self.problem.n_stages) != orders:
-            return []
-        return [_Candidate(name, orders, self._time(orders, COMPARING, TRIES))]
+        return _Candidate(name, orders, self._time(orders, COMPARING, TRIES))
 
     def _with_longer(self, longer: float) -> Problem:
         """The problem with longer latencies between ranks, by a multiple of the mean duration."""

@@ -1,4 +1,4 @@
-"""The stages of a search: construct, tune, inject, anneal, improve by CP-SAT, prove."""
+"""The stages of a search: construct, tune, inject, overtake, anneal, improve by CP-SAT, prove."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from zbv_solver.construct.list_scheduling import (
 )
 from zbv_solver.improve.annealing_rounds import COOLER, LEVELS, anneal_in_rounds
 from zbv_solver.improve.injection_search import injection_search
+from zbv_solver.improve.overtaking_search import large_ones, overtaking_search
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
 from zbv_solver.problem.problem import Problem
@@ -27,6 +28,8 @@ from zbv_solver.search.options import SearchOptions, budgets_of
 from zbv_solver.search.search_state import CHAINS, Cancelled, Found, OnProgress, SearchState
 from zbv_solver.timing.start_times import objective_of
 
+OVERTAKE_SHARE = 0.5
+"""Placements of the search with overtaking, as a share of those of the search for injections."""
 REST_SHARE = 0.5
 """Share of the tuning budget that is spent on suffix search."""
 TUNE_SHARE, TIGHT_TUNE_SHARE, INJECT_SHARE, ANNEAL_SHARE = 0.8, 0.4, 0.6, 0.8
@@ -77,16 +80,16 @@ class Pipeline(SearchState):
         self._run(("begin", self._begin), ("bound", self._bound))
         for budget in self.budgets:
             self.budget, self.starts, self.finalists = budget, [], []
-            self._run(
-                ("construct", self._construct),
-                ("tune", self._tune),
-                ("inject", self._inject),
-                ("anneal", self._anneal),
-            )
+            self._run(("construct", self._construct), ("tune", self._tune), ("inject", self._inject))
             before = self.found
-            self._run(("windows", self._windows), ("exact", self._refine))
+            self._run(
+                ("overtake", self._overtake),
+                ("anneal", self._anneal),
+                ("windows", self._windows),
+                ("exact", self._refine),
+            )
             if budget is not self.budgets[-1] and self.found is not None:
-                # CP-SAT may have left the one order of entry, which all other stages need.
+                # The later stages may have left the one order of entry, which the first ones need.
                 self._set_aside(self.found)
                 self.found = before
 
@@ -148,7 +151,7 @@ class Pipeline(SearchState):
 
     def _inject(self) -> None:
         """Search the times at which microbatches enter, where memory is tight."""
-        if not self.is_tight:
+        if not self.is_tight or len(large_ones(self.problem)) > 0:
             return
         placements = min(self.budget.injected, self.budget.most_injected * self.problem.max_actions)
         injected: list[list[Found]] = [[] for _ in range(CHAINS)]
@@ -163,9 +166,22 @@ class Pipeline(SearchState):
         self._race(chain_of, INJECT_SHARE)
         self.starts += itertools.chain(*injected)
 
+    def _overtake(self) -> None:
+        """Let small microbatches overtake large ones, where the path of these decides."""
+        if len(large_ones(self.problem)) == 0:
+            return
+        placements = int(OVERTAKE_SHARE * self.budget.injected) // CHAINS
+
+        def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
+            seed = self.options.seed * CHAINS + number
+            for found in overtaking_search(self.problem, placements, seed, turn.flag):
+                yield None if found is None else Found(*found, "overtaking")
+
+        self.starts += self._race(chain_of, INJECT_SHARE)
+
     def _anneal(self) -> None:
         """Move single actions: of the best order, or, where memory is tight, of all starts."""
-        best, most = self.found, self.budget.annealed // self.problem.max_actions
+        best, most = self.best(), self.budget.annealed // self.problem.max_actions
         if best is None:
             return
         starts = list({start.value: start for start in (*self.starts, best)}.values())

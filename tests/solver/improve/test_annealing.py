@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import limited, limited_problems, uniform
+from support.problems import differing_problems, limited, limited_problems, uniform
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import Move, Round, _round, anneal, trial_of, window_starts
-from zbv_solver.improve.order_state import State, compute_all, critical_path
-from zbv_solver.plans.orders import Orders
+from zbv_solver.improve.order_state import Kept, State, compute_all, critical_path
+from zbv_solver.plans.orders import Orders, in_entry_order
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
@@ -39,6 +39,24 @@ def test_orders_stay_valid_and_never_get_worse(problem: Problem, which: int, tem
     assert result.value <= objective_of(problem, start) * (1 + 1e-12)
 
 
+@given(differing_problems(max_m=7), st.integers(0, 3), st.sampled_from([0.01, 30.0]), st.booleans())
+@settings(max_examples=60)
+def test_small_microbatches_may_overtake(
+    problem: Problem, which: int, temperature: float, overtakes: bool
+) -> None:
+    """A second round begins at an order that has none for all stages."""
+    orders = list(priority_schedules(problem))[which].orders
+    for seed in (1, 2):
+        value = objective_of(problem, orders)
+        result = anneal(problem, orders, moves=200, temperature=temperature, seed=seed, overtakes=overtakes)
+        verify_orders(problem, result.orders)
+        verify_orders(problem, result.last)
+        assert result.value <= value * (1 + 1e-12)
+        if not overtakes:
+            assert in_entry_order(result.last, problem.n_stages) == result.last
+        orders = result.last
+
+
 @given(limited_problems(max_p=5, max_m=7, objective="makespan"))
 @settings(max_examples=30)
 def test_repaired_times_are_those_of_a_fresh_evaluation(problem: Problem) -> None:
@@ -48,7 +66,7 @@ def test_repaired_times_are_those_of_a_fresh_evaluation(problem: Problem) -> Non
 
 
 @given(
-    limited_problems(max_p=5, max_m=7, kinds=("v", "loop", "single")),
+    st.one_of(limited_problems(max_p=5, max_m=7, kinds=("v", "loop", "single")), differing_problems(max_m=7)),
     st.integers(0, 3),
     st.sampled_from([0.01, 1.0, 30.0]),
     st.sampled_from([1, 30]),
@@ -58,21 +76,23 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
     problem: Problem, which: int, temperature: float, moves: int
 ) -> None:
     orders = list(priority_schedules(problem))[which].orders
-    tables, (code, length, _) = make_tables(problem), from_orders(orders, problem)
-    state, move = State.of(tables, code, length, window_starts(problem, orders)), Move.of(*code.shape)
+    tables = make_tables(problem, entry=from_orders(orders, problem)[2])
+    state = State.of(problem, orders, tables, window_starts(problem, orders))
+    move, kept = Move.of(*state.code.shape), Kept.of(state, tables)
+    overtakes = not problem.is_equal
     _round(
         tables,
         state,
         trial_of(state),
-        code.copy(),
-        tables.entry.copy(),
-        Round(moves, temperature, 3),
+        kept,
+        Round(moves, temperature, 3, overtakes),
         move,
         np.zeros(1, np.uint8),
     )
-    fresh = State.of(tables, code.copy(), length, state.release)
+    last = Kept.of(state, tables).orders(problem, state.length)
+    fresh = State.of(problem, last, tables, state.release)
     compute_all(tables, fresh)
-    for rank, until in enumerate(length):
+    for rank, until in enumerate(state.length):
         assert (state.microbatch[rank, :until] == fresh.microbatch[rank, :until]).all()
         for mine, exact in ((state.end, fresh.end), (state.tail, fresh.tail), (state.held, fresh.held)):
             assert (mine[rank, :until] == exact[rank, :until]).all()  # the sums are the same

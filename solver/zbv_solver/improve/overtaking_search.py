@@ -62,7 +62,8 @@ def _loads(problem: Problem) -> FloatArray:
     arrays = problem.arrays
     forward, inputs, weights, fused = arrays.duration
     work = (forward + np.minimum(fused, inputs + weights)) @ arrays.count
-    return np.bincount(arrays.rank_of, work)
+    loads: FloatArray = np.bincount(arrays.rank_of, work).astype(np.float64)
+    return loads
 
 
 def only(problem: Problem, chosen: IntArray) -> Problem:

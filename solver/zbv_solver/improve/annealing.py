@@ -6,8 +6,8 @@ scheduling", section 3). It is applied if the judgement is better, or worse by n
 allows. Memory is a prefix sum over the rank and is checked for the stretch only. For a span, the ranks' first
 starts are fixed during a round, at the values that attain the exact span of the round's first order.
 
-Equal microbatches keep their order at every stage. Where they differ, an action may pass another one of its
-stage and letter: a small microbatch overtakes a large one.
+Usually, all stages keep running the microbatches in one order. In an order where small microbatches overtake
+large ones, an action may pass another one of its stage and letter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zbv_solver.improve.order_state import (
 )
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
-from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.orders import Orders, in_entry_order
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.timing.start_times import objective_of, span_start_times
@@ -115,6 +115,11 @@ def anneal(
     better = best.orders(problem, length)
     last = Kept.of(state, tables).orders(problem, length)
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
+
+
+def is_overtaking(problem: Problem, orders: Orders) -> bool:
+    """Whether some stages run microbatches that differ in another order than the first stage."""
+    return not problem.is_equal and in_entry_order(orders, problem.n_stages) != orders
 
 
 def trial_of(state: State) -> State:

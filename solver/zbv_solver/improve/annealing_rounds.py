@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zbv_solver.improve.annealing import anneal
+from zbv_solver.improve.annealing import anneal, is_overtaking
 from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -78,6 +78,7 @@ def anneal_in_rounds(
     """
     unit = float(problem.arrays.duration[:3].mean())
     best = last = orders
+    overtakes = is_overtaking(problem, orders)
     for number in range(rounds):
         of_three = number % THREE
         result = anneal(
@@ -87,7 +88,7 @@ def anneal_in_rounds(
             temperature=WARMEST * unit * (1 - of_three / THREE) * factor,
             seed=seed + number,
             halt=halt,
-            overtakes=not problem.is_equal,
+            overtakes=overtakes,
         )
         last = result.last
         if result.value < value * (1 - OPTIMAL_GAP):

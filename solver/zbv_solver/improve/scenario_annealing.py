@@ -27,6 +27,7 @@ from zbv_solver.improve.annealing import (
     Round,
     apply_move,
     delimit,
+    is_overtaking,
     rotate,
     window_starts,
 )
@@ -115,7 +116,7 @@ def anneal_in_scenarios(
         Ways.of(state, lanes),
         by_end(state),
         best,
-        Round(moves, temperature, seed, overtakes=not problem.is_equal),
+        Round(moves, temperature, seed, overtakes=is_overtaking(problem, orders)),
         weight,
         Move.of(*state.code.shape),
         space,

@@ -84,8 +84,8 @@ class Budget:
             self,
             injected=max(self.injected // 2, INJECTED_DIFFERING),
             most_injected=max(self.most_injected // 2, MOST_INJECTED_DIFFERING),
-            tuned=max(int(1.3 * self.tuned), TUNED_DIFFERING),
-            most_tuned=max(int(1.3 * self.most_tuned), MOST_TUNED_DIFFERING),
+            tuned=max(int(1.4 * self.tuned), TUNED_DIFFERING),
+            most_tuned=max(int(1.4 * self.most_tuned), MOST_TUNED_DIFFERING),
             window_time=WINDOW_SHARE_DIFFERING * self.window_time,
             exact_actions=min(self.exact_actions, EXACT_DIFFERING),
         )

@@ -138,8 +138,10 @@ class Dispatch(NamedTuple):
         (1,): small microbatches in flight.
     chosen, start
         (p, 2) and (p,): code and microbatch that every rank would run next, and when.
-    code, microbatch, length
-        (p, 3 * chunks * m), the same, and (p,): the order so far.
+    code, microbatch
+        (p, 3 * chunks * m): the order so far.
+    length
+        (p,): number of actions in it.
     """
 
     arrived: FloatArray

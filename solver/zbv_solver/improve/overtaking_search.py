@@ -7,7 +7,7 @@ microbatch takes longer than the work of any rank, so that ranks wait for it any
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import F, I, Problem
 
 RATIO = 1.3
-"""The smallest of the large microbatches has at least so many times the work of the next one."""
+"""Every large microbatch has at least this many times the work of every small one."""
 PLANNED, ANNEALED, ROUNDS = 0.25, 0.02, 6
 """Share of the budget for planning the large ones alone; moves of annealing, per action that this places; and
 its rounds."""
@@ -37,6 +37,7 @@ DEADLINES = (1.0, 1.12)
 """Deadlines of the large ones, as multiples of the least time known for all microbatches."""
 SLACKS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 CAPS = (8, 16, 32, 1_000_000, 1_000_000, 1_000_000)
+"""Half of the random rules have no cap."""
 
 
 def large_ones(problem: Problem) -> IntArray:
@@ -88,7 +89,8 @@ def overtaking_search(
     if len(chosen) == 0:
         return
     alone = only(problem, chosen)
-    planned = _planned(alone, min(int(PLANNED * placements), MOST * alone.max_actions), seed, halt)
+    planning = min(int(PLANNED * placements), MOST * alone.max_actions)
+    planned = yield from _planned(alone, planning, seed, halt)
     if planned is None:
         return
     value, orders = planned
@@ -108,18 +110,22 @@ def overtaking_search(
 
 def _planned(
     alone: Problem, placements: int, seed: int, halt: IntArray | None
-) -> tuple[float, Orders] | None:
-    """The objective and an order of the large microbatches alone."""
+) -> Generator[None, None, tuple[float, Orders] | None]:
+    """The objective and an order of the large microbatches alone; yields so that the caller can poll."""
     best: Attempt | None = None
     for attempt in parameter_search(alone, placements, seed, halt):
         best = best if attempt is None else attempt
+        yield
     if best is None:
         return None
     moves = int(ANNEALED * placements) // ROUNDS
-    rounds = anneal_in_rounds(
+    found = best.value, best.orders
+    for value, orders in anneal_in_rounds(
         alone, best.orders, best.value, rounds=ROUNDS, moves=moves, factor=1.0, seed=seed * ROUNDS, halt=halt
-    )
-    return list(rounds)[-1]
+    ):
+        found = value, orders
+        yield
+    return found
 
 
 class _Rules:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import differing_problems
+from support.problems import differing_problems, uniform, with_sizes
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
 from zbv_solver.improve.overtaking_search import only
@@ -23,10 +25,10 @@ def around(problem: Problem, chosen: list[int]) -> OvertakingScheduler:
     return OvertakingScheduler(problem, Large.of(problem, large, alone, serial(alone).orders))
 
 
-def rule(problem: Problem, **changes: object) -> OvertakingRule:
+def rule(problem: Problem, **changes: Any) -> OvertakingRule:
     m, chunks = problem.microbatches, problem.placement.chunks
     usual = OvertakingRule(1000.0, 0.2, np.arange(m, dtype=np.float64), np.zeros(4 * chunks), m, 0.5, True)
-    return usual._replace(**changes)  # type: ignore[arg-type]
+    return usual._replace(**changes)
 
 
 @given(
@@ -80,3 +82,14 @@ def test_small_microbatches_overtake_while_the_large_one_is_on_its_way() -> None
     code, microbatch = (row[0, : dispatch.length[0]] for row in (dispatch.code, dispatch.microbatch))
     assert microbatch[code == F][0] == 0
     assert microbatch[code == I][-1] == 0
+
+
+def test_slack_lets_small_microbatches_enter_before_a_large_one() -> None:
+    problem = with_sizes(uniform(4, 1), [9.0] + [0.0] * 4)
+    scheduler = around(problem, [0])
+    first = []
+    for slack in (0.0, 1.0):
+        assert scheduler.value(rule(problem, slack=slack)) < np.inf
+        first.append(int(scheduler.dispatch.microbatch[0, 0]))
+    assert first[0] == 0
+    assert first[1] != 0

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import differing_problems, limited, limited_problems, uniform
+from support.problems import differing_problems, limited, limited_problems, uniform, with_sizes
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.construct.tables import make_tables
-from zbv_solver.improve.annealing import Move, Round, _round, anneal, trial_of, window_starts
+from zbv_solver.improve.annealing import Move, Round, _round, anneal, is_overtaking, trial_of, window_starts
 from zbv_solver.improve.order_state import Kept, State, compute_all, critical_path
 from zbv_solver.plans.orders import Orders, in_entry_order
 from zbv_solver.problem.problem import Problem
@@ -55,6 +55,13 @@ def test_small_microbatches_may_overtake(
         if not overtakes:
             assert in_entry_order(result.last, problem.n_stages) == result.last
         orders = result.last
+
+
+def test_some_small_microbatches_do_overtake() -> None:
+    problem = with_sizes(uniform(4, 1, p2p=1), [0.0, 19.0, 0.0, 0.0, 0.0, 0.0])
+    start = next(priority_schedules(problem)).orders
+    result = anneal(problem, start, moves=500, temperature=5.0, seed=1, overtakes=True)
+    assert is_overtaking(problem, result.last)
 
 
 @given(limited_problems(max_p=5, max_m=7, objective="makespan"))

@@ -21,6 +21,7 @@ from benchmarks.planner.cli import (
     add_planner,
     add_speed,
     add_unequal,
+    add_unequal_exact,
 )
 from benchmarks.published.cli import add_published
 from benchmarks.service.cli import add_service
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     for add in (
         *(add_planner, add_partitioning, add_jitter, add_packing, add_layouts),
-        *(add_unequal, add_per_step, add_speed),
+        *(add_unequal, add_unequal_exact, add_per_step, add_speed),
         *(add_lengths, add_published, add_soak, add_service, add_worker),
     ):
         add(commands)

@@ -68,7 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure durations where the reports of all processes arrive."""
+    """Measure durations where the reports of all processes arrive, and import the tests faster."""
+    # Imports and collected tests are never garbage: looking for it takes a fifth of the collection.
+    gc.disable()
     if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_StoredDurations())
 
@@ -104,9 +106,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all imported objects from garbage collection."""
+    """Exclude all imported objects from garbage collection, which goes on from here."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 class _StoredDurations:

@@ -134,6 +134,28 @@ def add_unequal(commands: Any) -> None:
     command.set_defaults(run=_unequal)
 
 
+def add_unequal_exact(commands: Any) -> None:
+    """Add the comparison of plans and bounds with optima of small problems."""
+    command = commands.add_parser(
+        "unequal-exact",
+        help="compare plans and bounds of small problems whose microbatches differ with optima",
+        description="Plan small problems with the sizes of `lengths`, and solve them by CP-SAT over "
+        "all orders: is the plan or the bound to blame for the gap between them?",
+    )
+    _add_search_options(command)
+    command.add_argument(
+        "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
+    )
+    command.add_argument(
+        "--share", type=float, default=0.6, metavar="S", help="memory limit; 1.0 is 1F1B's (default: 0.6)"
+    )
+    command.add_argument(
+        "--proof", type=float, default=60.0, metavar="T", help="CP-SAT's deterministic time (default: 60)"
+    )
+    add_output(command)
+    command.set_defaults(run=_unequal_exact)
+
+
 def add_per_step(commands: Any) -> None:
     """Add the benchmark of planning every step."""
     command = commands.add_parser(
@@ -255,6 +277,17 @@ def _unequal(parsed: argparse.Namespace) -> int:
         return unequal_table(chosen, options, sys.stdout.write)
 
     return measure_all([("unequal", f"{len(chosen)} instances", measure)], parsed.output)
+
+
+def _unequal_exact(parsed: argparse.Namespace) -> int:
+    from benchmarks.planner.exact_cases import exact_instances, exact_table
+
+    options, chosen = _options(parsed, workers=parsed.workers), list(exact_instances(parsed.share))
+
+    def measure() -> Sequence[Finding]:
+        return exact_table(chosen, parsed.proof, options, sys.stdout.write)
+
+    return measure_all([("unequal-exact", f"{len(chosen)} instances", measure)], parsed.output)
 
 
 def _speed(_parsed: argparse.Namespace) -> int:

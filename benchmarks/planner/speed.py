@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import ListScheduler, simple_rule
+from zbv_solver.construct.list_scheduling import ListScheduler
+from zbv_solver.construct.rules import simple_rule
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem

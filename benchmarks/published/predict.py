@@ -20,7 +20,7 @@ from zbv_solver.construct.baselines import baseline
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.fit import fits
-from zbv_solver.estimate.layers import Training, estimate_model
+from zbv_solver.estimate.layers import LayerEstimate, Training, estimate_model
 from zbv_solver.estimate.parameters import StateBytes
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.layouts.cluster import Cluster
@@ -36,7 +36,7 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 from zbv_solver.timing.start_times import evaluate
 
-from benchmarks.published.runs import MeasuredRun, cluster_of, model_of
+from benchmarks.published.runs import HIDDEN, MeasuredRun, cluster_of, model_of
 
 ENDS = ("embedding", "patches", "projector", "prediction", "head")
 """Layers that are on the first or the last stage, not dealt."""
@@ -124,14 +124,15 @@ def _predicted(
     )
 
 
-def _blocking(problem: Problem) -> Problem:
+def _blocking(problem: Problem, in_turn: bool) -> Problem:
     """The same, with transfers that keep both ranks waiting: those of 1F1B take place between actions.
 
     One exchange sends an output and receives a gradient (Megatron-LM, ``p2p_communication.py``,
     ``send_forward_recv_backward``), so F and I have a transfer each.
     """
     costs = problem.costs
-    after, before = (*costs.p2p, 0.0), (0.0, *costs.p2p)
+    p2p = tuple((2 if in_turn else 1) * time for time in costs.p2p)
+    after, before = (*p2p, 0.0), (0.0, *p2p)
     forward = tuple(map(add, costs.forward, after))
     backward_input = tuple(map(add, costs.backward_input, before))
     waiting = Costs(forward, backward_input, costs.backward_weight, (0.0,) * len(costs.p2p))
@@ -177,7 +178,15 @@ def _estimated(
         # Each device of a group sends a part (Narayanan et al. 2021, §4.1).
         parts = [replace(each, output_bytes=each.output_bytes // degrees.tensor) for each in estimate.layers]
         estimate = replace(estimate, layers=tuple(parts))
+    if "gradients" in run.hides:
+        estimate = replace(estimate, layers=tuple(map(_reducing_behind_compute, estimate.layers)))
     return EstimatedLayout(layout, estimate, Setting(model, training, cluster))
+
+
+def _reducing_behind_compute(layer: LayerEstimate) -> LayerEstimate:
+    """A layer whose gradients are reduced during the last backward; parameters are gathered afterwards."""
+    exposed = (1 - HIDDEN) * layer.step.gradient_reduction
+    return replace(layer, step=replace(layer.step, gradient_reduction=exposed))
 
 
 def _bounds(run: MeasuredRun, layered: LayeredProblem) -> tuple[int, ...]:
@@ -207,7 +216,7 @@ def _ordered(run: MeasuredRun, layered: LayeredProblem, bounds: tuple[int, ...])
     problem = layered.cut_into(placement, Cut.at(bounds, is_recomputed))
     own, orders = baseline("interleaved-1f1b" if chunks > 1 else "1f1b", problem)
     if is_1f1b:
-        return (own if "pipeline" in run.hides else _blocking(own)), orders
+        return (own if "pipeline" in run.hides else _blocking(own, run.transfers_in_turn)), orders
     peaks, static = evaluate(own, orders).peak_memory, own.memory.static
     most = max(peak - rest for peak, rest in zip(peaks, static, strict=True))
     limit = tuple(rest + MEMORY_OF_1F1B[run.schedule] * most for rest in static)

@@ -24,10 +24,11 @@ USEFUL_NETWORK = 0.75
 BITS = 8
 HIDDEN = 0.8
 """Share of an exchange that compute hides where a program overlaps both; assumed."""
-LAUNCH_TIME = 30.0
-"""Microseconds that the host adds to every kernel where a launch waits for the kernel's end; assumed.
+LAUNCH_TIME = 20.0
+"""Microseconds that the host adds to every kernel where a launch waits for the kernel's end.
 
-PyTorch needs 5 to 25 us on the host for an operator, and some more to notice its end.
+A kernel of PyTorch begins about 20 us after its launch (NVIDIA, Understanding the Visualization of Overhead
+and Latency in Nsight Systems, figure 1).
 """
 Section = dict[str, Any]
 Precision = Literal["fp16", "bf16", "fp8", "fp4"]
@@ -62,14 +63,19 @@ class MeasuredRun(ConfigSection):
     sequence_parallel: Flag | None = None
     recompute: Literal["none", "full"] | tuple[Recomputed, ...] | None = None
     precision: Precision | None = None
-    hides: tuple[Literal["tensor", "expert", "data", "pipeline"], ...] = Field(
-        (), description="groups whose exchanges the program overlaps with compute"
+    hides: tuple[Literal["tensor", "expert", "data", "gradients", "pipeline"], ...] = Field(
+        (),
+        description="groups whose exchanges the program overlaps with compute; gradients: of data, "
+        "only their reduction",
     )
     fused_gradients: Flag = Field(
         True, description="whether products of W add their results to the accumulated gradients"
     )
     blocking_launches: Flag = Field(
         False, description="whether each launch waits for the kernel's end (CUDA_LAUNCH_BLOCKING=1)"
+    )
+    transfers_in_turn: Flag = Field(
+        False, description="whether ranks send an output and receive a gradient one after the other"
     )
     gradient_bytes: Rate | None = Field(None, description="bytes of a gradient; null: by precision")
     step_time_s: Rate | None = None
@@ -162,7 +168,7 @@ def cluster_of(run: MeasuredRun) -> Cluster:
     device = with_presets({"presets": given.get("presets", []), "device": section}, [], {})["device"]
     if run.network_gbit_s is not None:
         device["link_bandwidth"] = run.network_gbit_s / BITS * USEFUL_NETWORK
-    for group in set(run.hides) - {"pipeline"}:
+    for group in set(run.hides) - {"gradients", "pipeline"}:
         device[f"{group}_parallel_overlap"] = HIDDEN
     if run.blocking_launches:
         device["launch_time"] = LAUNCH_TIME

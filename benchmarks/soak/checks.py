@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 from typing import Any
@@ -20,7 +19,6 @@ from zbv_solver.partition.cut_space import CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.simple_cuts import level_cut
-from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -31,44 +29,17 @@ from zbv_solver.search.options import STAGES, SearchOptions
 from zbv_solver.search.search import search
 from zbv_solver.verify.verifier import verify
 
+from benchmarks.soak.coverage import TOLERANCE, Contradiction, Coverage
 from benchmarks.soak.cuts import every_cut
+from benchmarks.soak.layouts import check_layouts
 from benchmarks.soak.optimum import Optimum, optimum
-from benchmarks.soak.pipeline import LETTERS, B, F, I, Order, Pipeline, Schedule, W, read
+from benchmarks.soak.orders import ascending, order_of, separated, text
+from benchmarks.soak.pipeline import B, I, Order, Pipeline, Schedule, read
 from benchmarks.soak.windows import all_heads_and_tails
 
-TOLERANCE = Fraction(1, 10**9)
-"""Relative difference that float rounding may cause."""
 SHORT_EFFORT = 0.02
 """CP-SAT's deterministic time for proving a bound from scratch."""
 Document = dict[str, Any]
-
-
-class Contradiction(Exception):
-    """Two results for a problem contradict each other."""
-
-    def __init__(self, check: str, detail: str):
-        super().__init__(f"{check}: {detail}")
-        self.check, self.detail = check, detail
-
-
-@dataclass
-class Coverage:
-    """Counts of checks, and the largest gaps of bounds.
-
-    Attributes
-    ----------
-    problems, exact
-        Number of problems by kind, and of those with a known exact optimum.
-    gaps
-        Largest gap optimum / bound - 1 by kind and bound, over problems with a known exact optimum.
-    checks
-        Number of times that each check was made.
-    """
-
-    problems: Counter[str] = field(default_factory=Counter)
-    exact: Counter[str] = field(default_factory=Counter)
-    gaps: dict[tuple[str, str], float] = field(default_factory=dict)
-    checks: Counter[str] = field(default_factory=Counter)
 
 
 def check(kind: str, document: Document, seed: str, coverage: Coverage, scaling: bool) -> None:
@@ -82,6 +53,9 @@ def check(kind: str, document: Document, seed: str, coverage: Coverage, scaling:
         At the first contradiction.
     """
     coverage.problems[kind] += 1
+    if "cluster" in document:
+        check_layouts(kind, document, coverage)
+        return
     chance = Random(seed)
     examine = _Layers if "layers" in document else _Stages
     examine(kind, document, chance, coverage, scaling).run()
@@ -94,9 +68,7 @@ class _Examination:
         self.best: Optimum | None = None
 
     def require(self, is_true: bool, check: str, detail: Callable[[], str]) -> None:
-        self.coverage.checks[check] += 1
-        if not is_true:
-            raise Contradiction(check, detail())
+        self.coverage.require(is_true, check, detail)
 
     def bound(self, name: str, value: float) -> None:
         """A lower bound must not exceed the best value known."""
@@ -116,7 +88,7 @@ class _Examination:
     def plan(self, name: str, plan: Plan, pipeline: Pipeline) -> None:
         """A plan is valid, and its metrics and bound are true."""
         verify(plan)
-        order = _order_of(plan.orders)
+        order = order_of(plan.orders)
         value = pipeline.value(order)
         fits = all(pipeline.fits(rank, actions) for rank, actions in enumerate(order))
         self.require(value is not None, f"plan: {name}", lambda: f"deadlocks: {text(order)}")
@@ -202,7 +174,7 @@ class _Stages(_Examination):
         if self.best is None:
             return
         order, pays = ascending(self.best.order), may_fuse(problem)
-        order = tuple(tuple(_split(actions, pays.tolist())) for actions in order)
+        order = tuple(tuple(separated(actions, pays.tolist())) for actions in order)
         schedule = Schedule.of(pipeline, ascending(order))
         if schedule is None:
             raise Contradiction("windows", f"deadlocks once split and in ascending order: {text(order)}")
@@ -338,47 +310,6 @@ def _load(pipeline: Pipeline) -> Fraction:
     return max(map(pipeline.load, range(pipeline.pp_degree))) * pipeline.time_unit
 
 
-def _order_of(orders: Orders) -> Order:
-    return tuple(
-        tuple((LETTERS.index(letter), stage, j) for stage, letter, j in orders.actions(rank))
-        for rank in range(orders.pp_degree)
-    )
-
-
-def ascending(order: Order) -> Order:
-    """The same order with the microbatches of every stage and letter renumbered to ascend.
-
-    I and B count as one letter; the W's of split microbatches keep their order.
-    """
-    renumbered = []
-    for actions in order:
-        counts: Counter[tuple[int, int]] = Counter()
-        split: dict[int, list[int]] = {}
-        mine = []
-        for letter, stage, _ in actions:
-            if letter == W:
-                mine.append((W, stage, split[stage].pop(0)))
-                continue
-            at = (I if letter == B else letter), stage
-            j = counts[at]
-            counts[at] += 1
-            if letter == I:
-                split.setdefault(stage, []).append(j)
-            mine.append((letter, stage, j))
-        renumbered.append(tuple(mine))
-    return tuple(renumbered)
-
-
-def _split(actions: tuple[tuple[int, int, int], ...], pays: list[bool]) -> Iterator[tuple[int, int, int]]:
-    """Replace each B that never pays by I and W."""
-    for letter, stage, j in actions:
-        if letter == B and not pays[stage]:
-            yield I, stage, j
-            yield W, stage, j
-        else:
-            yield letter, stage, j
-
-
 def _is_borderline(pipeline: Pipeline, order: Order) -> bool:
     """Whether the order fits within twice the tolerance: the library may round differently."""
     if pipeline.limit is None:
@@ -386,13 +317,6 @@ def _is_borderline(pipeline: Pipeline, order: Order) -> bool:
     wider = tuple(limit + limit * 2 // 10**9 for limit in pipeline.limit)
     roomy = replace(pipeline, limit=wider)
     return all(roomy.fits(rank, actions) for rank, actions in enumerate(order))
-
-
-def text(order: Order) -> str:
-    """An order in the notation of plans."""
-    return " | ".join(
-        " ".join(f"{stage}{LETTERS[letter]}{j}" for letter, stage, j in actions) for actions in order
-    )
 
 
 def _counts_on_tolerance(problem: Problem) -> bool:
@@ -414,6 +338,3 @@ def scaled(document: Document, factor: float) -> Document:
         return None if values is None else np.multiply(values, factor).tolist()
 
     return {**document, "costs": times(document["costs"])}
-
-
-__all__ = ["Contradiction", "Coverage", "F", "check"]

@@ -70,26 +70,43 @@ def _as_stages(
     document: Document, kind: str, chunks: int, bounds: tuple[int, ...], again: tuple[bool, ...]
 ) -> Document:
     p, layers = document["pp_degree"], document["layers"]
+    devices = document.get("devices", [""] * p)
+    ranks = [_rank_of(stage, p, kind) for stage in range(len(again))]
     parts = [
-        [_costs_of(layer, recomputed) for layer in layers[begin:end]]
-        for (begin, end), recomputed in zip(pairwise(bounds), again, strict=True)
+        [
+            _costs_of({**layer, **layer.get("on", {}).get(devices[rank], {})}, recomputed)
+            for layer in layers[begin:end]
+        ]
+        for (begin, end), rank, recomputed in zip(pairwise(bounds), ranks, again, strict=True)
     ]
     costs: Document = {
         key: [float(sum(costs[key] for costs in part)) for part in parts]
         for key in ("forward", "backward_input", "backward_weight", "backward")
     }
-    link = document["costs"].get("link")
+    links = _links(document, ranks, kind)
     costs["p2p"] = [
         document["costs"]["p2p"]
         if link is None
         else link["latency"] + (layers[bound - 1]["output_bytes"] if bound else 0.0) / link["bandwidth"]
-        for bound in bounds[1:-1]
+        for bound, link in zip(bounds[1:-1], links, strict=True)
     ]
     stages: Document = {"pp_degree": p, "microbatches": document["microbatches"], "placement": kind}
     stages |= {"chunks": chunks, "objective": document["objective"], "costs": costs}
     if "memory" in document:
         stages["memory"] = _memory(document["memory"], parts, p, kind)
     return stages
+
+
+def _rank_of(stage: int, p: int, kind: str) -> int:
+    return 2 * p - 1 - stage if kind == "v" and stage >= p else stage % p
+
+
+def _links(document: Document, ranks: list[int], kind: str) -> list[Document | None]:
+    """The link of every boundary. A list has one from each rank to the next; a V also uses it backwards."""
+    link = document["costs"].get("link")
+    if not isinstance(link, list):
+        return [link] * (len(ranks) - 1)
+    return [link[min(pair) if kind == "v" else pair[0]] for pair in pairwise(ranks)]
 
 
 def _memory(asked: Document, parts: list[list[Document]], p: int, kind: str) -> Document:
@@ -102,9 +119,11 @@ def _memory(asked: Document, parts: list[list[Document]], p: int, kind: str) -> 
             costs["memory"]
             for stage, part in enumerate(parts)
             for costs in part
-            if rank == (2 * p - 1 - stage if kind == "v" and stage >= p else stage % p)
+            if rank == _rank_of(stage, p, kind)
         ]
         workspace = max((held["workspace"] for held in mine), default=0.0)
         static.append(asked["static"] + sum(held["static"] for held in mine) + workspace)
-    limit = None if asked["limit"] is None else [asked["limit"]] * p
+    limit = asked["limit"]
+    if isinstance(limit, float):
+        limit = [limit] * p
     return {**memory, "static": static, "limit": limit}

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from benchmarks.soak.layouts import draw_layouts
+
 Document = dict[str, Any]
 Number = Callable[[], float]
 
@@ -16,12 +18,17 @@ NUMBERS = ("small integers", "ties", "decimals", "floats", "twelve decades", "mi
 MOST_ACTIONS = 36
 """Most actions of a problem with split backwards; small enough for CP-SAT to find most optima."""
 LAYERED_SHARE = 0.12
+LAYOUTS_SHARE = 0.03
 DIFFERING_SHARE = 0.3
 """Of problems by stages: those whose microbatches differ."""
+DEVICES_SHARE = 0.4
+"""Of problems by layers with several ranks: those whose ranks have different devices."""
 
 
 def draw(chance: Random) -> tuple[str, Document]:
     """Return a problem document, and its kind for the summary."""
+    if chance.random() < LAYOUTS_SHARE:
+        return draw_layouts(chance)
     numbers = chance.choice(NUMBERS)
     draw_one = _layered if chance.random() < LAYERED_SHARE else _stages
     if draw_one is _stages and chance.random() < DIFFERING_SHARE:
@@ -30,6 +37,8 @@ def draw(chance: Random) -> tuple[str, Document]:
     shape = "layers" if "layers" in document else document["placement"]
     if "features" in document:
         shape = f"differing {shape}"
+    if "devices" in document:
+        shape = f"{shape} on devices"
     return f"{shape}, {numbers}", document
 
 
@@ -219,7 +228,43 @@ def _layered(chance: Random, number: Number) -> Document:
             "static": chance.choice((0.0, number())),
             "limit": _layered_limit(chance, layers, p),
         }
+    return _on_devices(chance, number, costly, document) if chance.random() < DEVICES_SHARE else document
+
+
+def _on_devices(chance: Random, number: Number, costly: Number, document: Document) -> Document:
+    """Give some ranks another device, where most layers have other costs; draw links and limits of ranks."""
+    p = document["pp_degree"]
+    devices = [chance.choice("ab") for _ in range(p)]
+    if "b" not in devices or p == 1:
+        return document
+    layers, known = [], {}
+    for layer in document["layers"]:
+        same = repr({**layer, "name": ""})  # equal layers stay equal
+        if same not in known:
+            known[same] = _costs_on_device(chance, number, costly, layer)
+        layers.append({**layer, **known[same]})
+    document = {**document, "layers": layers, "devices": devices}
+    if "link" in document["costs"]:
+        links = [{"latency": costly(), "bandwidth": chance.choice((0.5, 1.0, 4.0))} for _ in range(p)]
+        document["costs"] = {"link": links}
+    if "memory" in document:
+        limit = document["memory"]["limit"]
+        limits = [limit * chance.choice((0.6, 1.0, 1.0, 2.0)) for _ in range(p)]
+        document["memory"] = {**document["memory"], "limit": limits}
     return document
+
+
+def _costs_on_device(chance: Random, number: Number, costly: Number, layer: Document) -> Document:
+    if chance.random() < 0.2:
+        return {}
+    while True:
+        drawn = _layer(chance, number, costly, layer["name"])
+        if ("recompute" in drawn) == ("recompute" in layer):
+            break
+    costs = {key: value for key, value in drawn.items() if key not in ("name", "output_bytes")}
+    if costs["backward"] is None:  # absent, it would keep the layer's value
+        costs["backward"] = costs["backward_input"] + costs["backward_weight"]
+    return {"on": {"b": costs}}
 
 
 def _layer(chance: Random, number: Number, costly: Number, name: str) -> Document:

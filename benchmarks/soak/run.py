@@ -11,7 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.soak.checks import Contradiction, Coverage, check
+from benchmarks.soak.checks import check
+from benchmarks.soak.coverage import Contradiction, Coverage
 from benchmarks.soak.draw import draw
 
 PROGRESS_SECONDS = 30.0

@@ -17,7 +17,7 @@ from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.channels import ChannelKey
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.sends import SendWork
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from zbv_worker.measure.ranks import connected, measure_on_ranks
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.world import World
 
 MEETING_SECONDS = 120.0

@@ -149,13 +149,21 @@ class NoLayoutFits(ZbvError):
         Number of layouts.
     memory
         Bytes of a device.
+    unproved
+        Of the layouts, those without a cut that fits and without a proof that there is none.
     """
 
-    def __init__(self, considered: int, memory: float):
-        self.considered, self.memory = considered, memory
-        super().__init__(considered, memory)
+    def __init__(self, considered: int, memory: float, unproved: int = 0):
+        self.considered, self.memory, self.unproved = considered, memory, unproved
+        super().__init__(considered, memory, unproved)
 
     def __str__(self) -> str:
+        if self.unproved:
+            return (
+                f"found no layout that fits: {self.considered:,} layouts and {self.memory / 1e9:,.4g} GB of "
+                f"memory per device; it is not proved that {self.unproved:,} of them do not fit. Use more "
+                f"devices or a higher effort, or leave more parts of the layout to the search."
+            )
         return (
             f"no layout fits: found {self.considered:,} layouts and {self.memory / 1e9:,.4g} GB of memory "
             f"per device; every layout needs more. Use more devices, or leave more parts of the layout to "

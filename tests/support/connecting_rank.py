@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from zbv_worker.transport.channels import ChannelKey
 from zbv_worker.transport.connect import connect
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.world import Layout, World
 from zbv_worker.values.structure import TensorSpec
 

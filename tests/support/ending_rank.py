@@ -15,7 +15,8 @@ from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.execution.timeline import Overdue, Patience, QueuedWork
 from zbv_worker.execution.wait_errors import overdue
 from zbv_worker.training import ending
-from zbv_worker.transport.control import ConnectedTransport, ControlPlane
+from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.failure_watch import Doing, FailureNotes
 from zbv_worker.transport.world import Layout
 

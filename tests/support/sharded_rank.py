@@ -27,8 +27,8 @@ from zbv_worker.training.options import RunOptions, TrainingOptions
 from zbv_worker.training.run import train
 from zbv_worker.training.shards import ShardBucket, Unit
 from zbv_worker.transport.channels import Reduction
-from zbv_worker.transport.control import GlooControl
 from zbv_worker.transport.gloo import GlooTransport
+from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.world import Layout, World
 
 from support.cut_models import cut_problem

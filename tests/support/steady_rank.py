@@ -13,7 +13,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.connect import connect
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.world import World
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, StorageState, sync_playwright
-from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, PROBLEM, Look, Service, serving
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import make_plan
+
+from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, PROBLEM, Look, Service, serving
 
 
 @pytest.fixture(scope="session")
@@ -21,9 +22,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield found
 
 
-# Playwright runs an event loop in this thread until it ends. It must end with its module: tests of other
-# modules in the same process start other loops.
-@pytest.fixture(scope="module")
+# Playwright runs an event loop in this thread until it ends. It must end with this package: other tests in
+# the same process start other loops.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from playwright.sync_api import TimeoutError, ViewportSize, sync_playwright
+
 from web.browsing import BROWSER_FLAGS, BROWSERS, Look, Service, serving
 
 SIZE: ViewportSize = {"width": 1280, "height": 800}

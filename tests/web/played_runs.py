@@ -13,10 +13,11 @@ from random import Random
 from typing import Any
 
 from support.rank_traces import trace_documents
-from web.browsing import Service
 from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
+
+from web.browsing import Service
 
 MODEL = {"factory": "a.b:c", "arguments": {"layers": 8}}
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, ViewportSize
+from zbv_solver.plans.plan import Plan
+
 from web.browsing import Look, Service
 from web.played_runs import play, slower, traces
-from zbv_solver.plans.plan import Plan
 
 KINDS = (
     "home",

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable
 
 import pytest
-from web.browsing import PROBLEM, Look, Service
 from zbv_solver.plans.plan import Plan
+
+from web.browsing import PROBLEM, Look, Service
 
 LANES = '() => JSON.parse(document.getElementById("chart-lanes").textContent).map((lane) => lane.title)'
 

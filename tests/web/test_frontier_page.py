@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from web.browsing import PROBLEM, Look, Service
 from zbv_solver.plans.plan import Plan
+
+from web.browsing import PROBLEM, Look, Service
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 from support.layered import LAYERED, NAMES, RECOMPUTED
-from web.browsing import Look, Service
 from zbv_solver.problem.writing import problem_json
+
+from web.browsing import Look, Service
 
 READY = "Ready to search."
 

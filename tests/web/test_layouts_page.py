@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 
 from playwright.sync_api import expect
+
 from web.browsing import Look, Service
 
 MODEL = {"model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512}}

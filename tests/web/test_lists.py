@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 from playwright.sync_api import Page
-from web.browsing import PROBLEM, Look, Service
 from zbv_solver.plans.plan import Plan
+
+from web.browsing import PROBLEM, Look, Service
 
 LONG = {**PROBLEM, "pp_degree": 8, "microbatches": 160, "memory": {**PROBLEM["memory"], "limit": 20}}
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Request, Route
-from web.browsing import PROBLEM, Look, Service
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.reading import parse_problem
+
+from web.browsing import PROBLEM, Look, Service
 
 READY = "Ready to search."
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from web.browsing import Look, Service
 from zbv_service.client.tokens import find
 from zbv_solver.export import export
 from zbv_solver.plans.plan import Plan
+
+from web.browsing import Look, Service
 
 UNAUTHORISED = "error: Failed to load resource: the server responded with a status of 401 (Unauthorized)"
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from playwright.sync_api import Route
-from web.browsing import Look, Service
-from web.oracle import Oracle
 from zbv_solver.export import export, quantities
 from zbv_solver.export.palette import KIND_FILLS, rgb
 from zbv_solver.export.per_rank import idle_shares
@@ -21,6 +19,9 @@ from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.search.simulate import DEFAULT_JITTER, simulate
 from zbv_solver.timing.start_times import earliest_times, evaluate, memory_profile
+
+from web.browsing import Look, Service
+from web.oracle import Oracle
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 

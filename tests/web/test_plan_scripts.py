@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from playwright.sync_api import Browser
-from web.oracle import Oracle
 from zbv_solver.export import quantities
 from zbv_solver.export.html import one_module
 from zbv_solver.export.palette import rgb
@@ -21,6 +20,8 @@ from zbv_solver.problem.problem import Units
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan, search
 from zbv_solver.timing.start_times import memory_profile
+
+from web.oracle import Oracle
 
 NAMES = (
     *("number", "percent", "storage", "amount", "axisNumbers", "loadTimeline", "raster", "idleBounds"),

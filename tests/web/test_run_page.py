@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from zbv_solver.plans.plan import Plan
+
 from web.browsing import Look, Service
 from web.played_runs import PlayedRun, play, slower, traces
-from zbv_solver.plans.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,24 @@ are away (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`) p
 PROOFS.md. This package constructs no orders.
 
 Where microbatches differ, none of this holds but the one-machine bound, with the path of every microbatch
-(:mod:`.differing`). The idle time of a rank's ramps (:mod:`.differing_ramps`) and prices of the memory that
+(:mod:`.differing`). The paths of one or two large microbatches, with those that pass them
+(:mod:`.overtaking`), the idle time of a rank's ramps (:mod:`.differing_ramps`) and prices of the memory that
 every microbatch holds while it is away (:mod:`.away_prices`) prove more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from zbv_solver.bounds import differing_ramps
 from zbv_solver.bounds.away_prices import FULL, THOROUGH, away_bounds
-from zbv_solver.bounds.differing import differing_machine_bounds, overtaking_bounds
+from zbv_solver.bounds.differing import differing_machine_bounds
 from zbv_solver.bounds.directions import directions
 from zbv_solver.bounds.few_ranks import few_ranks_bounds
+from zbv_solver.bounds.overtaking import overtaking_bounds, pair_bounds
 from zbv_solver.bounds.priced import priced_bounds
 from zbv_solver.bounds.quick import one_machine_bounds
 from zbv_solver.bounds.ramps import Window, machine_bound, other_rank_bound, ramp_bound
@@ -46,8 +48,15 @@ class Bound:
     reason: str
 
 
-def lower_bound(problem: Problem, effort: BoundEffort = "full", enough: float = math.inf) -> Bound:
+def lower_bound(
+    problem: Problem,
+    effort: BoundEffort = "full",
+    enough: float = math.inf,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Bound:
     """The best bound of the problem's objective, in its time unit, or one of at least ``enough``: Lemma 23.
+
+    Once ``is_stopped`` is true, it is the best bound so far.
 
     ``quick`` takes about a millisecond at 16 ranks and 64 microbatches; ``full`` ten to a hundred times
     that, and is much stronger where memory is tight. ``thorough`` adds the states of a rank's memory
@@ -63,16 +72,18 @@ def lower_bound(problem: Problem, effort: BoundEffort = "full", enough: float = 
     if effort == "quick":
         return best
     if not problem.is_equal:
-        return _best([best], _differing_bounds(problem, effort), enough)
+        return _best([best], _differing_bounds(problem, effort), enough, is_stopped)
     by_strength = sorted(range(problem.pp_degree), key=lambda rank: -quick[rank])
     full = _makespan_bounds if problem.objective == "makespan" else _span_bounds
-    further = _thorough_bounds(problem) if effort == "thorough" else iter(())
-    return _best([best, *full(problem, by_strength)], further, enough)
+    further = _thorough_bounds(problem, is_stopped) if effort == "thorough" else iter(())
+    return _best([best, *full(problem, by_strength)], further, enough, is_stopped)
 
 
-def _best(known: list[Bound], further: Iterator[Bound], enough: float) -> Bound:
+def _best(
+    known: list[Bound], further: Iterator[Bound], enough: float, is_stopped: Callable[[], bool]
+) -> Bound:
     best = max(known, key=lambda bound: bound.value)
-    while best.value < enough and (bound := next(further, None)) is not None:
+    while best.value < enough and not is_stopped() and (bound := next(further, None)) is not None:
         best = max(best, bound, key=lambda bound: bound.value)
     return best
 
@@ -80,6 +91,8 @@ def _best(known: list[Bound], further: Iterator[Bound], enough: float) -> Bound:
 def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
     for rank, value in enumerate(overtaking_bounds(problem)):
         yield Bound(value, f"one microbatch and those that pass it, on rank {rank}")
+    for rank, value in enumerate(pair_bounds(problem)):
+        yield Bound(value, f"two microbatches and those that pass them, on rank {rank}")
     ramps = differing_ramps.THOROUGH if effort == "thorough" else differing_ramps.FULL
     for rank, value in differing_ramps.ramp_bounds(problem, ramps):
         yield Bound(value, f"load and ramps of rank {rank}, with memory")
@@ -88,10 +101,10 @@ def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
             yield Bound(value, f"memory of rank {rank} while microbatches are away")
 
 
-def _thorough_bounds(problem: Problem) -> Iterator[Bound]:
+def _thorough_bounds(problem: Problem, is_stopped: Callable[[], bool]) -> Iterator[Bound]:
     for rank, value in priced_bounds(problem, _known(problem)):
         yield Bound(value, f"states of the memory of rank {rank}")
-    for ranks, value in few_ranks_bounds(problem):
+    for ranks, value in few_ranks_bounds(problem, is_stopped):
         yield Bound(value, f"all schedules of ranks {', '.join(map(str, ranks))}")
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from zbv_solver.bounds.quick import preemptive_bound
 from zbv_solver.kernels.arrays import FloatArray
-from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 from zbv_solver.problem.problem import Problem
 
 
@@ -83,32 +82,4 @@ def differing_machine_bounds(problem: Problem) -> list[float]:
             ]
         )[:, :, kind_of].reshape(3, -1)
         bounds.append(preemptive_bound(jobs[0], jobs[1], jobs[2]))
-    return bounds
-
-
-def overtaking_bounds(problem: Problem) -> list[float]:
-    """Bound of every rank's window by the path of one microbatch that others precede, follow or overtake.
-
-    The most that any microbatch proves: Lemma 52. Strong where one is much longer than the others.
-    """
-    paths, n = MicrobatchPaths.of(problem), problem.n_stages
-    count = np.bincount(problem.arrays.kind_of)
-    transfer = np.diff(paths.start, axis=0) - paths.length[:-1]
-    ahead = transfer.max(axis=1, keepdims=True) - transfer
-    at, following = (
-        np.maximum(own - np.maximum((ahead - other) * (1 + TINY), 0.0), 0.0)
-        for own, other in ((paths.length[:-1], paths.length[1:]), (paths.length[1:], paths.length[:-1]))
-    )
-    # Of both, the one that proves more if all microbatches overtake there; on one rank, both count.
-    delay = np.where((at @ count >= following @ count)[:, None], at, following)
-    host = np.concatenate([problem.arrays.rank_of, problem.arrays.rank_of[::-1]])
-    delay = np.where((host[:-1] == host[1:])[:, None], paths.length[:-1] + paths.length[1:], delay)
-    bounds = []
-    for stages in problem.placement.stages_of:
-        first = stages[0]
-        last = 2 * n - 1 - first
-        after = paths.length[last] + paths.rest[first]
-        cost = np.minimum(np.minimum(paths.length[first], after), delay[first:last].min(axis=0))
-        own = paths.start[last] - paths.start[first] + after
-        bounds.append(float((own - cost).max() + cost @ count))
     return bounds

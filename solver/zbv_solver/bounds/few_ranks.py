@@ -8,7 +8,7 @@ steady state is known without computing it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,8 +123,10 @@ class _Letter:
     rest_frees: float
 
 
-def few_ranks_bounds(problem: Problem) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Bounds of the objective, each with the ranks that prove it: Lemma 44.
+def few_ranks_bounds(
+    problem: Problem, is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Bounds of the objective, each with the ranks that prove it, until ``is_stopped`` is true: Lemma 44.
 
     The innermost rank comes first. Then the rank joins that helps most, as long as one helps and there are
     pairs left.
@@ -135,14 +137,14 @@ def few_ranks_bounds(problem: Problem) -> Iterator[tuple[tuple[int, ...], float]
     best = 0.0
     chosen: tuple[int, ...] = ()
     others = [p - 1]
-    while others and len(chosen) < MOST_RANKS:
+    while others and len(chosen) < MOST_RANKS and not is_stopped():
         values: dict[int, float] = {}
         for rank in others:
             few = FewRanks.of(problem, tuple(sorted((*chosen, rank))))
             if few is None or list(values.values()).count(0.0) == MOST_FAILED:
                 break
             most = left if chosen else min(left, PAIRS_ALONE)
-            values[rank], used = few_ranks_bound(few, problem.microbatches, most)
+            values[rank], used = few_ranks_bound(few, problem.microbatches, most, is_stopped)
             left -= used
             if values[rank] > 0.0:
                 yield tuple(sorted((*chosen, rank))), values[rank]
@@ -174,10 +176,12 @@ def _memory_may_bind(direction: Direction) -> bool:
     return False
 
 
-def few_ranks_bound(few: FewRanks, m: int, pairs: int) -> tuple[float, int]:
+def few_ranks_bound(
+    few: FewRanks, m: int, pairs: int, is_stopped: Callable[[], bool] = lambda: False
+) -> tuple[float, int]:
     """Bound of the objective of m microbatches, and the pairs of states compared: Lemmas 42 and 43.
 
-    The bound is 0 if ``pairs`` are not enough.
+    The bound is 0 if ``pairs`` are not enough, or if ``is_stopped`` becomes true.
     """
     letters = len(few.route.rank)
     layer, used, step = few.start(), 0, 0
@@ -186,7 +190,7 @@ def few_ranks_bound(few: FewRanks, m: int, pairs: int) -> tuple[float, int]:
         layer, compared = grow(few.route, layer, last, pairs - used)
         step += 1
         used += int(compared) + LAYER
-        if len(layer) == 0 or used > pairs:
+        if len(layer) == 0 or used > pairs or is_stopped():
             return 0.0, used
         if period or step % letters:
             continue

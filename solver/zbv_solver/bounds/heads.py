@@ -16,9 +16,9 @@ releases begin. So ``up(c, k)`` comes after ``up(innermost, k - in_flight(c))``,
 after ``down(c, k - in_flight(c))``.
 
 *Load.* Some work must precede an operation on its rank. The heads and the memory bound how much of it can be
-done before a time t (:func:`knapsack`); the rank does the rest from t on. This is the one-machine bound
-(Carlier 1982) with a knapsack of memory in it. The times t are the window's origin and the heads of
-microbatch 0 on the rank: the ramp has its gaps there, and more times gained nothing in experiments.
+done before a time t; the rank does the rest from t on. This is the one-machine bound (Carlier 1982) with a
+knapsack of memory in it. The times t are the window's origin and the heads of microbatch 0 on the rank: the
+ramp has its gaps there, and more times gained nothing in experiments.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from zbv_solver.bounds.directions import (
     FREED_BY_DOWN,
     FREED_BY_REST,
     HELD,
-    HELD_BY_REST,
     REST_AFTER,
     REST_BEFORE,
     UP,
     Direction,
 )
+from zbv_solver.bounds.knapsack import knapsack
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
@@ -69,7 +69,7 @@ class Sweep(NamedTuple):
     need
         (3, c): operations of every kind and chunk that must precede the one looked at.
     scratch
-        (2, 2c), of :func:`knapsack`.
+        (2, 2c), of :func:`~.knapsack.knapsack`.
     """
 
     heads: FloatArray
@@ -353,61 +353,6 @@ def _done(
     free = direction.capacity[r] + state.freed[r, i] * (1 + AMOUNT_ROUNDING)
     packed = knapsack(work, direction.memory[r], free, counts[UP], need[UP], need[REST_BEFORE], state.scratch)
     return float(done + min(extra, other) + packed)
-
-
-@compiled_leaf
-def knapsack(
-    work: FloatArray,
-    memory: FloatArray,
-    free: float,
-    ready: IntArray,
-    ups: IntArray,
-    rests: IntArray,
-    scratch: FloatArray,
-) -> float:  # pragma: no cover - compiled
-    """Most work of up operations and rests that fits the free memory: Lemma 15 (c).
-
-    The knapsack is fractional, so this is at least the true maximum. Per chunk there are at most ``rests``
-    rests and min(``ready``, ``ups``) up operations, each with its rest. Where the up operation does more work
-    per memory, it is packed together with its rest; otherwise rests are packed first. Either way a chunk's
-    work is concave in its memory, so packing the densest piece of all chunks first is optimal.
-    """
-    chunks = work.shape[1]
-    length, size = scratch[0], scratch[1]
-    total, wanted, free = 0.0, 0.0, max(0.0, free)  # with less than none, no order exists: any bound is right
-    for j in range(chunks):
-        # Pieces 2j and 2j + 1 are the work and the memory of chunk j, the denser one first.
-        n = min(ready[j], ups[j])
-        every = max(n, rests[j])
-        up, rest = work[UP, j], work[REST_BEFORE, j]
-        small = memory[HELD_BY_REST, j]
-        large = memory[HELD, j] - small
-        # Compare the densities by products, because amounts may be 0. If the up operation is at least as
-        # dense as a rest, so are both together (mediant).
-        if up * small >= rest * large:
-            length[2 * j], size[2 * j] = n * (up + rest), n * (small + large)
-            length[2 * j + 1], size[2 * j + 1] = (every - n) * rest, (every - n) * small
-        else:
-            length[2 * j], size[2 * j] = every * rest, every * small
-            length[2 * j + 1], size[2 * j + 1] = n * up, n * large
-        total += length[2 * j] + length[2 * j + 1]
-        wanted += size[2 * j] + size[2 * j + 1]
-    if wanted <= free:
-        return total
-    total = 0.0
-    for _ in range(2 * chunks):
-        densest, best = -1.0, -1
-        for i in range(2 * chunks):
-            density = length[i] / size[i] if size[i] > 0 else np.inf
-            if length[i] > 0 and density > densest:
-                densest, best = density, i
-        # A piece that does not fit whole is taken in part: the optimum of the fractional knapsack.
-        if best < 0 or size[best] > free:
-            return total + free * densest if best >= 0 else total
-        total += length[best]
-        free -= size[best]
-        length[best] = 0.0
-    return total
 
 
 @compiled_leaf

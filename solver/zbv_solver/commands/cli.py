@@ -212,6 +212,13 @@ def _parser() -> argparse.ArgumentParser:
         "--effort", choices=("quick", "standard", "thorough"), default="standard", help="(default: standard)"
     )
     cut.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
+    cut.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="end the search after this time with the best cut so far and its proven bound (default: no "
+        "limit)",
+    )
     _add_json(cut, "a table")
 
     packed = add(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from dataclasses import replace
 
 from rich.table import Table
 
+from zbv_solver.commands.messages import named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output
@@ -21,17 +24,24 @@ from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
+LEAST_SECONDS = 0.01
+"""What the search of a free order may take at least."""
 MOST_ROWS = 12
 """Schedules that a summary shows."""
 
 
 def cut(arguments: argparse.Namespace) -> None:
     """Find the best cut, print it with the executor's settings, and write it as a plan."""
+    try:
+        options = SearchOptions("quick", arguments.time_limit, arguments.seed)
+    except InvalidInput as error:
+        raise named_flags(error) from None
     problem = load_problem(arguments.problem)
     if not isinstance(problem, LayeredProblem):
         raise InvalidInput.at(
             "/layers", "this key is absent or already cut; give a problem by layers without a partition."
         ).found_in(file_label(arguments.problem))
+    began = time.monotonic()
     with spinner("searching the best cut") as say:
         found = cut_for_executor(
             problem,
@@ -42,11 +52,13 @@ def cut(arguments: argparse.Namespace) -> None:
             recompute=arguments.recompute,
             effort=arguments.effort,
             seed=arguments.seed,
+            time_limit=options.time_limit,
         )
+        if options.time_limit is not None:
+            left = options.time_limit - (time.monotonic() - began)
+            options = replace(options, time_limit=max(left, LEAST_SECONDS))
         say("searching a free order")
-        free = (
-            None if arguments.no_free_order else search(problem, SearchOptions("quick", seed=arguments.seed))
-        )
+        free = None if arguments.no_free_order else search(problem, options)
     if arguments.output is not None:
         with output(arguments.output) as write_text:
             write_text(json.dumps(plan_json(_plan(found))) + "\n")

@@ -227,8 +227,14 @@ def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
 
 
 def _verdict(ranking: Ranking) -> str:
+    open_ones = (
+        f" The search ended before {ranking.unsettled:,} others were planned or ruled out; a higher --effort "
+        f"goes on for longer."
+        if ranking.unsettled
+        else ""
+    )
     return (
         f"{ranking.considered:,} layouts: {ranking.planned:,} planned, {ranking.pruned:,} ruled out by "
-        f"bounds ({ranking.pruned / ranking.considered:.1%}). No layout has a step below "
+        f"bounds ({ranking.pruned / ranking.considered:.1%}).{open_ones} No layout has a step below "
         f"{ranking.no_layout_below:.4g} s."
     )

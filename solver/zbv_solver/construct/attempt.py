@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zbv_solver.construct.board import Board
+from zbv_solver.construct.rules import Rule
 from zbv_solver.construct.tables import Tables
 from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import F, I, Problem, W
 from zbv_solver.timing.start_times import earliest_start_values
-
-if TYPE_CHECKING:
-    from zbv_solver.construct.list_scheduling import Rule
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,7 +105,7 @@ def clear(tables: Tables, board: Board) -> None:  # pragma: no cover - compiled
         board.level[rank, HELD] = tables.static[rank]
 
 
-@compiled_leaf
+@compiled_inline
 def place(
     tables: Tables, board: Board, rank: int, action: int, ready: float
 ) -> None:  # pragma: no cover - compiled
@@ -140,6 +140,21 @@ def place(
 
 
 @compiled_inline
+def idle_until(
+    board: Board, rank: int, begin: float, origin: float, is_span: bool
+) -> float:  # pragma: no cover - compiled
+    """The rank's idle time if its next action starts at ``begin``: with its load, the least that it takes.
+
+    For a makespan, the time from ``origin`` to the rank's first start counts, too.
+    """
+    level = board.level
+    if board.length[rank] == 0:
+        return 0.0 if is_span else begin - origin
+    idle = level[rank, IDLE] + (begin - level[rank, CLOCK])
+    return float(idle if is_span else level[rank, FIRST] - origin + idle)
+
+
+@compiled_inline
 def next_kind(tables: Tables, board: Board, rank: int, action: int) -> int:  # pragma: no cover - compiled
     """The kind of the microbatch that the next action of a code runs; there must be one."""
     if tables.duration.shape[2] == 1:
@@ -150,7 +165,7 @@ def next_kind(tables: Tables, board: Board, rank: int, action: int) -> int:  # p
     return int(tables.kind[board.placed[tables.position[rank, action]]])
 
 
-@compiled_leaf
+@compiled_inline
 def _leave_queue(board: Board, rank: int, chunk: int) -> None:  # pragma: no cover - compiled
     """Remove the oldest waiting W of a chunk from the queue."""
     queue, at = board.queue[rank], board.ends[rank, FRONT]
@@ -164,7 +179,7 @@ def _leave_queue(board: Board, rank: int, chunk: int) -> None:  # pragma: no cov
     board.ends[rank, FRONT] += 1
 
 
-@compiled_leaf
+@compiled_inline
 def arrival(tables: Tables, board: Board, rank: int, action: int) -> float:  # pragma: no cover - compiled
     """When the input of the next F or backward of a code arrives; inf while unknown or none is left."""
     position = tables.position[rank, action]
@@ -178,7 +193,7 @@ def arrival(tables: Tables, board: Board, rank: int, action: int) -> float:  # p
     return float(board.end[position - 1, k] + tables.latency[position, tables.kind[k]])
 
 
-@compiled_leaf
+@compiled_inline
 def admits_forward(
     tables: Tables, board: Board, rank: int, chunk: int
 ) -> bool:  # pragma: no cover - compiled

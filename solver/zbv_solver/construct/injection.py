@@ -22,10 +22,12 @@ from zbv_solver.construct.board import (
     Board,
     clear,
     enter,
+    idle_until,
     next_kind,
     stays_safe,
 )
 from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes
+from zbv_solver.construct.injection_state import Choices, Marks, mark, return_to
 from zbv_solver.construct.tables import Tables, make_tables
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
@@ -50,119 +52,6 @@ class Injection(NamedTuple):
 
     entry: FloatArray
     delay: FloatArray
-
-
-class Choices(NamedTuple):
-    """What every rank would place next; kernels write into it.
-
-    Attributes
-    ----------
-    action, begin
-        (p,) code of the action, and its start. Its key is the start plus its delay.
-    first, least
-        (2 * leaves,) the rank with the smallest key, and this key, by subtree of a complete binary tree over
-        the ranks; the leaf of a rank is at ``leaves + rank``.
-    weights
-        (p, c) number of waiting W's.
-    ready
-        (p, 2 * c) arrival of the input of every chunk's next F, then of its next backward; inf while unknown.
-    slot
-        (2S,) column in ``ready`` of a position.
-    needs
-        (p, c, K) memory of one F on the chunk and on every later one, by kind of microbatch.
-    pace
-        (K,) largest load of a microbatch of every kind, relative to the mean.
-    """
-
-    action: IntArray
-    begin: FloatArray
-    first: IntArray
-    least: FloatArray
-    weights: IntArray
-    ready: FloatArray
-    slot: IntArray
-    needs: FloatArray
-    pace: FloatArray
-
-    @classmethod
-    def of(cls, tables: Tables) -> Choices:
-        """Empty choices."""
-        p, chunks = tables.pp_degree, tables.chunks
-        leaves = 1 << (p - 1).bit_length()
-        slot, needs = np.zeros(2 * p * chunks, np.int64), np.zeros((p, chunks, tables.kinds))
-        loads = tables.loads_by_kind().max(axis=0)
-        mean = float(loads[tables.kind].mean())
-        for chunk in range(chunks):
-            slot[tables.position[:, 4 * chunk + F]] = chunk
-            slot[tables.position[:, 4 * chunk + I]] = chunks + chunk
-            for later in range(chunk, chunks):
-                needs[:, chunk] += tables.delta[:, 4 * later + F]
-        return cls(
-            np.zeros(p, np.int64),
-            np.zeros(p),
-            np.concatenate([np.zeros(leaves, np.int64), np.arange(leaves)]),
-            np.full(2 * leaves, np.inf),
-            np.zeros((p, chunks), np.int64),
-            np.full((p, 2 * chunks), np.inf),
-            slot,
-            needs,
-            loads / mean if mean > 0 else np.ones_like(loads),
-        )
-
-
-class Marks(NamedTuple):
-    """What the board and the choices were when some microbatches were about to enter; kernels write into it.
-
-    An injection whose first difference from the last accepted one is the time of a later entry begins there.
-    Every mark has two copies: one of the last accepted injection, and one of the injection in progress.
-
-    Attributes
-    ----------
-    every
-        The marks are at the microbatches ``every``, ``2 * every`` and so on.
-    used
-        (marks,) the copy of the last accepted injection.
-    level, placed, length, weights
-        (2, marks, ...) as in :class:`Board` and :class:`Choices`.
-    first, least, begin, action, ready
-        (2, marks, ...) as in :class:`Choices`.
-    end
-        (2, marks, m) ends of the microbatches under way, in the order of positions.
-    """
-
-    every: int
-    used: IntArray
-    level: FloatArray
-    placed: IntArray
-    length: IntArray
-    weights: IntArray
-    first: IntArray
-    least: FloatArray
-    begin: FloatArray
-    action: IntArray
-    ready: FloatArray
-    end: FloatArray
-
-    @classmethod
-    def of(cls, tables: Tables, most: int) -> Marks:
-        """Up to ``most`` marks."""
-        m, p = tables.microbatches, tables.pp_degree
-        every = -(-m // (most + 1))
-        shape, leaves = (2, (m - 1) // every), 1 << (p - 1).bit_length()
-        return cls(
-            every,
-            np.zeros(shape[1], np.int64),
-            np.zeros((*shape, p, 4)),
-            np.zeros((*shape, len(tables.latency)), np.int64),
-            np.zeros((*shape, p), np.int64),
-            np.zeros((*shape, p, tables.chunks), np.int64),
-            np.zeros((*shape, 2 * leaves), np.int64),
-            np.zeros((*shape, 2 * leaves)),
-            np.zeros((*shape, p)),
-            np.zeros((*shape, p), np.int64),
-            np.zeros((*shape, p, 2 * tables.chunks)),
-            np.zeros((*shape, m)),
-        )
 
 
 class InjectionScheduler:
@@ -235,76 +124,26 @@ def inject(
     The rank with the smallest key places its choice. A rank chooses again when it has placed an action. When
     an input becomes known, the rank that waits for it compares only the action that needs it.
     """
-    level, placed, code, length = board.level, board.placed, board.code, board.length
-    p, positions, m = len(board.length), len(tables.latency), tables.microbatches
-    differ = tables.duration.shape[2] > 1
     # The choice of a mark already knows when its own microbatch enters.
-    mark = (same - 1) // marks.every - 1 if same > 0 else -1
-    if mark >= 0:
-        _return_to(board, choices, marks, mark)
+    marked = (same - 1) // marks.every - 1 if same > 0 else -1
+    if marked >= 0:
+        return_to(board, choices, marks, marked)
     else:
-        clear(tables, board)
-        choices.weights.fill(0)
-        choices.ready.fill(np.inf)
-        choices.least.fill(np.inf)
-        choices.ready[tables.host[0], choices.slot[0]] = injection.entry[0]
-        for rank in range(p):
-            _choose(tables, board, choices, injection, rank)
-    missing = positions * m
-    for here in range(positions):
-        missing -= placed[here]
-    following = (mark + 2) * marks.every
-    while True:
+        _begin(tables, board, choices, injection)
+    following = (marked + 2) * marks.every
+    while choices.least[1] < np.inf:
         rank = choices.first[1]
-        if choices.least[1] == np.inf:
-            break
-        action, begin, at = choices.action[rank], choices.begin[rank], length[rank]
+        action, begin = choices.action[rank], choices.begin[rank]
         here = tables.position[rank, action]
-        if here == 0 and placed[0] == following:
-            _mark(board, choices, marks, following // marks.every - 1)
+        if here == 0 and board.placed[0] == following:
+            mark(board, choices, marks, following // marks.every - 1)
             following += marks.every
-        if at == 0:
-            level[rank, FIRST] = begin
-        else:
-            level[rank, IDLE] += begin - level[rank, CLOCK]
-        # The rank takes at least the time since the first entry, its idle time and its least load.
-        if (0.0 if is_span else level[rank, FIRST] - injection.entry[0]) + level[rank, IDLE] + least_loads[
-            rank
-        ] > most:
+        if idle_until(board, rank, begin, injection.entry[0], is_span) + least_loads[rank] > most:
             return False
-        kind = next_kind(tables, board, rank, action)
-        level[rank, CLOCK] = begin + tables.duration[rank, action, kind]
-        level[rank, HELD] += tables.delta[rank, action, kind]
-        code[rank, at] = action
-        length[rank] = at + 1
-        if here < 0:
-            choices.weights[rank, action >> 2] -= 1
-            if differ:
-                board.splits[rank, action >> 2, FRONT] += 1
-            _choose(tables, board, choices, injection, rank)
-            continue
-        k = placed[here]
-        if action & 3 == I:
-            choices.weights[rank, action >> 2] += 1
-            if differ:
-                board.split[rank, action >> 2, board.splits[rank, action >> 2, BACK]] = k
-                board.splits[rank, action >> 2, BACK] += 1
-        missing -= 1
-        board.end[here, k] = level[rank, CLOCK]
-        k += 1
-        placed[here] = k
-        ready = np.inf
-        if here == 0:
-            if k < m:
-                ready = injection.entry[k]
-        elif placed[here - 1] > k:
-            ready = board.end[here - 1, k] + tables.latency[here, tables.kind[k]]
-        choices.ready[rank, choices.slot[here]] = ready
-        # Only the microbatch just placed can be the one that the next position lacks.
+        _place(tables, board, choices, rank, action, begin)
         waiting, slot = rank, 0
-        if here + 1 < positions and placed[here + 1] == k - 1:
-            waiting, slot = tables.host[here + 1], choices.slot[here + 1]
-            choices.ready[waiting, slot] = level[rank, CLOCK] + tables.latency[here + 1, kind]
+        if here >= 0:
+            waiting, slot = _pass_on(tables, board, choices, injection, rank, here)
         _choose(tables, board, choices, injection, rank)
         if waiting != rank:
             leaf = len(choices.first) // 2 + waiting
@@ -314,69 +153,79 @@ def inject(
             if key < choices.least[leaf]:
                 choices.begin[waiting], choices.action[waiting] = begin, action
                 enter(choices.first, choices.least, waiting, key)
-    for rank in range(p):
+    missing = len(tables.latency) * tables.microbatches
+    for here in range(len(tables.latency)):
+        missing -= board.placed[here]
+    for rank in range(len(board.length)):
         for chunk in range(choices.weights.shape[1]):
             missing += choices.weights[rank, chunk]
     return bool(missing == 0)
 
 
-@compiled_leaf
-def accept(marks: Marks, same: int) -> None:  # pragma: no cover - compiled
-    """Make the injection of the last call of :func:`inject`, which was complete, the last accepted one."""
-    for mark in range(max(0, (same - 1) // marks.every), len(marks.used)):
-        marks.used[mark] = 1 - marks.used[mark]
-
-
-@compiled_leaf
-def _mark(board: Board, choices: Choices, marks: Marks, mark: int) -> None:  # pragma: no cover - compiled
-    """Write the copy of a mark that belongs to the injection in progress."""
-    copy, way = 1 - marks.used[mark], 0
-    for rank in range(len(board.length)):
-        for column in range(board.level.shape[1]):
-            marks.level[copy, mark, rank, column] = board.level[rank, column]
-        for chunk in range(choices.weights.shape[1]):
-            marks.weights[copy, mark, rank, chunk] = choices.weights[rank, chunk]
-        marks.length[copy, mark, rank] = board.length[rank]
-        marks.begin[copy, mark, rank] = choices.begin[rank]
-        marks.action[copy, mark, rank] = choices.action[rank]
-        for slot in range(choices.ready.shape[1]):
-            marks.ready[copy, mark, rank, slot] = choices.ready[rank, slot]
-    for node in range(len(choices.first)):
-        marks.first[copy, mark, node] = choices.first[node]
-        marks.least[copy, mark, node] = choices.least[node]
-    for here in range(len(board.placed)):
-        marks.placed[copy, mark, here] = board.placed[here]
-    for here in range(len(board.placed) - 1):
-        for k in range(board.placed[here + 1], board.placed[here]):
-            marks.end[copy, mark, way] = board.end[here, k]
-            way += 1
-
-
-@compiled_leaf
-def _return_to(
-    board: Board, choices: Choices, marks: Marks, mark: int
+@compiled_inline
+def _begin(
+    tables: Tables, board: Board, choices: Choices, injection: Injection
 ) -> None:  # pragma: no cover - compiled
-    """Restore what :func:`_mark` wrote for the last accepted injection."""
-    copy, way = marks.used[mark], 0
+    """Empty the board, and let every rank choose."""
+    clear(tables, board)
+    choices.weights.fill(0)
+    choices.ready.fill(np.inf)
+    choices.least.fill(np.inf)
+    choices.ready[tables.host[0], choices.slot[0]] = injection.entry[0]
     for rank in range(len(board.length)):
-        for column in range(board.level.shape[1]):
-            board.level[rank, column] = marks.level[copy, mark, rank, column]
-        for chunk in range(choices.weights.shape[1]):
-            choices.weights[rank, chunk] = marks.weights[copy, mark, rank, chunk]
-        board.length[rank] = marks.length[copy, mark, rank]
-        choices.begin[rank] = marks.begin[copy, mark, rank]
-        choices.action[rank] = marks.action[copy, mark, rank]
-        for slot in range(choices.ready.shape[1]):
-            choices.ready[rank, slot] = marks.ready[copy, mark, rank, slot]
-    for node in range(len(choices.first)):
-        choices.first[node] = marks.first[copy, mark, node]
-        choices.least[node] = marks.least[copy, mark, node]
-    for here in range(len(board.placed)):
-        board.placed[here] = marks.placed[copy, mark, here]
-    for here in range(len(board.placed) - 1):
-        for k in range(board.placed[here + 1], board.placed[here]):
-            board.end[here, k] = marks.end[copy, mark, way]
-            way += 1
+        _choose(tables, board, choices, injection, rank)
+
+
+@compiled_inline
+def _place(
+    tables: Tables, board: Board, choices: Choices, rank: int, action: int, begin: float
+) -> None:  # pragma: no cover - compiled
+    """:func:`.board.place`, without the queue of W's: only their number counts, by chunk."""
+    level, at, chunk = board.level, board.length[rank], action >> 2
+    if at == 0:
+        level[rank, FIRST] = begin
+    else:
+        level[rank, IDLE] += begin - level[rank, CLOCK]
+    kind = next_kind(tables, board, rank, action)
+    level[rank, CLOCK] = begin + tables.duration[rank, action, kind]
+    level[rank, HELD] += tables.delta[rank, action, kind]
+    board.code[rank, at] = action
+    board.length[rank] = at + 1
+    differ, here = tables.duration.shape[2] > 1, tables.position[rank, action]
+    if here < 0:
+        choices.weights[rank, chunk] -= 1
+        if differ:
+            board.splits[rank, chunk, FRONT] += 1
+        return
+    k = board.placed[here]
+    if action & 3 == I:
+        choices.weights[rank, chunk] += 1
+        if differ:
+            board.split[rank, chunk, board.splits[rank, chunk, BACK]] = k
+            board.splits[rank, chunk, BACK] += 1
+    board.end[here, k] = level[rank, CLOCK]
+    board.placed[here] = k + 1
+
+
+@compiled_inline
+def _pass_on(
+    tables: Tables, board: Board, choices: Choices, injection: Injection, rank: int, here: int
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """Update inputs after an F or backward; returns the rank and slot whose input it is."""
+    placed, k = board.placed, board.placed[here]
+    ready = np.inf
+    if here == 0:
+        if k < tables.microbatches:
+            ready = injection.entry[k]
+    elif placed[here - 1] > k:
+        ready = board.end[here - 1, k] + tables.latency[here, tables.kind[k]]
+    choices.ready[rank, choices.slot[here]] = ready
+    # Only the microbatch just placed can be the one that the next position lacks.
+    if here + 1 == len(placed) or placed[here + 1] != k - 1:
+        return rank, 0
+    waiting, slot = tables.host[here + 1], choices.slot[here + 1]
+    choices.ready[waiting, slot] = board.end[here, k - 1] + tables.latency[here + 1, tables.kind[k - 1]]
+    return waiting, slot
 
 
 @compiled_inline

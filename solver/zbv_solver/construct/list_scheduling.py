@@ -9,73 +9,93 @@ memory, list scheduling still finds orders.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import (
     BACK,
     CLOCK,
-    FIRST,
     FRONT,
     HELD,
-    IDLE,
     Board,
+    admits_forward,
     arrival,
     enter,
+    idle_until,
     next_kind,
+    place,
     replay,
-    stays_safe,
 )
-from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes, sizes_of_kinds
+from zbv_solver.construct.entry_orders import sizes_of_kinds
+from zbv_solver.construct.rules import Rule, portfolio, simple_rule
 from zbv_solver.construct.tables import Tables, fuse_options, make_tables
-from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_inline
-from zbv_solver.problem.numeric import MEMORY_TOLERANCE, ROUNDING
+from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
+from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
+from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
 NOTHING = -1
-PHASES = 3
-"""Phases of a rank: before its first backward, until its last F of the first chunk, and after that."""
 POLL_EVERY = 4096
 """Number of actions between two checks of the halt flag."""
+START, END, PRIORITY, SIZE = range(4)
+"""Columns of ``Candidates.offer``."""
 
 
-class Rule(NamedTuple):
-    """A priority rule; smaller priorities go first.
+class Candidates(NamedTuple):
+    """What every rank could place next, and what it would place; kernels write into it.
 
     Attributes
     ----------
-    priority
-        (p, PHASES, 3 * chunks) float64, by chunk: forwards while the chunk has fewer than ``target``
-        microbatches in flight, forwards otherwise, and backwards.
-    target
-        (p, chunks) int64: microbatches in flight (F done, backward not) that a chunk should keep.
-    cap
-        (p, PHASES - 1) int64: most microbatches in flight on the first chunk, in the first two phases.
-    patience
-        (p, PHASES) float64: a W may start if it delays the next known arrival by at most this share of its
-        duration.
-    room
-        (p,) float64: most memory that a rank may hold after an F of the first chunk, where microbatches
-        differ, unless none is in flight there.
-    entry
-        (m,) the microbatch that enters as the k-th.
-    defer
-        (p,) float64, above 1: an action that would delay a known one, of a microbatch that is this many times
-        as large, does not start before it. With inf, the earliest start always wins.
+    action
+        (p,) code of the action that the rank would place if nothing else happened, or NOTHING.
+    first, start
+        (2 * leaves,) the rank that starts first, and its start, by subtree (:func:`~.board.enter`).
+    slot
+        (2S,) column in ``ready`` of a position.
+    ready
+        (p, 2 * chunks) arrival of the input of every chunk's next F, then of its next backward; inf while
+        unknown.
+    flight
+        (p, chunks) microbatches in flight.
+    again
+        (p + 1,) the ranks that must choose again.
+    code, offer
+        (2 * chunks,) and (2 * chunks, 4): the actions that one rank could run next, and their START, END,
+        PRIORITY, and the SIZE of their microbatch.
     """
 
-    priority: FloatArray
-    target: IntArray
-    cap: IntArray
-    patience: FloatArray
-    room: FloatArray
-    entry: IntArray
-    defer: FloatArray
+    action: IntArray
+    first: IntArray
+    start: FloatArray
+    slot: IntArray
+    ready: FloatArray
+    flight: IntArray
+    again: IntArray
+    code: IntArray
+    offer: FloatArray
+
+    @classmethod
+    def of(cls, tables: Tables) -> Candidates:
+        """Space for a problem."""
+        p, chunks = tables.pp_degree, tables.chunks
+        leaves = 1 << (p - 1).bit_length()
+        slot = np.zeros(2 * p * chunks, np.int64)
+        for chunk in range(chunks):
+            slot[tables.position[:, 4 * chunk + F]] = chunk
+            slot[tables.position[:, 4 * chunk + I]] = chunks + chunk
+        return cls(
+            np.full(p, NOTHING, np.int64),
+            np.concatenate([np.zeros(leaves, np.int64), np.arange(leaves)]),
+            np.full(2 * leaves, np.inf),
+            slot,
+            np.full((p, 2 * chunks), np.inf),
+            np.zeros((p, chunks), np.int64),
+            np.zeros(p + 1, np.int64),
+            np.zeros(2 * chunks, np.int64),
+            np.zeros((2 * chunks, 4)),
+        )
 
 
 class ListScheduler:
@@ -90,6 +110,7 @@ class ListScheduler:
         self.problem = problem
         self.tables = make_tables(problem, fuse)
         self.board = Board.of(self.tables, halt)
+        self.candidates = Candidates.of(self.tables)
         self.least_loads = self.tables.loads(least=True) * (1 - ROUNDING)
         self.size = sizes_of_kinds(problem)
         self.is_span = problem.objective == "span"
@@ -110,7 +131,9 @@ class ListScheduler:
             tables.enter(rule.entry, self.problem.arrays.kind_of)
         codes, until = (board.code, np.zeros_like(board.length)) if kept is None else kept
         replay(tables, board, codes, until)
-        complete = _schedule(tables, board, rule, self.size, self.least_loads, self.is_span, most)
+        complete = _schedule(
+            tables, board, self.candidates, rule, self.size, self.least_loads, self.is_span, most
+        )
         return board.value(self.problem) if complete else float("inf")
 
     @property
@@ -125,125 +148,14 @@ class ListScheduler:
         return Attempt.of(method, self.problem, self.tables, self.board, rule)
 
 
-PREFERENCES = {
-    "backward-deep": (I, "deep"),
-    "backward-shallow": (I, "shallow"),
-    "forward-deep": (F, "deep"),
-}
-"""The letter that goes first, and whether the later chunks (deep) or the earlier ones go first."""
-
-
-class EntryRule(NamedTuple):
-    """A rule for microbatches that differ: ``cap`` and ``room`` are shares of what memory allows."""
-
-    preference: str
-    patience: float
-    cap: float
-    room: float
-    peak: float
-    defer: float
-
-
-ENTRY_RULES = (
-    EntryRule("forward-deep", 0.5, 2.0, 0.85, 0.65, 1.4),
-    EntryRule("forward-deep", 0.5, 2.0, 0.85, 0.8, 1.4),
-    EntryRule("backward-deep", 0.5, 2.0, 0.85, 0.5, 1.4),
-    EntryRule("forward-deep", 1.0, 1.0, 1.0, 0.65, 2.0),
-    EntryRule("backward-deep", 1.0, 2.0, 0.85, 0.65, 2.0),
-    EntryRule("forward-deep", 0.5, 2.0, 0.85, 1.0, 1.4),
-    EntryRule("backward-deep", 0.5, 1.0, 1.0, 0.8, 2.0),
-    EntryRule("forward-deep", 0.5, 1.0, 1.0, 0.5, 1.4),
-    EntryRule("forward-deep", 0.5, 2.0, 0.85, 0.5, 2.0),
-    EntryRule("backward-deep", 0.5, 2.0, 0.85, 0.65, 2.0),
-    EntryRule("forward-deep", 0.5, 2.0, 1.0, 0.8, 1.4),
-    EntryRule("forward-deep", 1.0, 2.0, 0.85, 0.4, 2.0),
-    EntryRule("backward-deep", 1.0, 2.0, 0.85, 0.5, np.inf),
-    EntryRule("forward-deep", 0.5, 2.0, 0.85, 0.4, np.inf),
-    EntryRule("backward-deep", 1.0, 1.0, 1.0, 0.65, 1.4),
-    EntryRule("forward-deep", 0.5, 1.4, 1.0, 0.65, 6.0),
-)
-"""Together they were within 0.2 % of the best of 202 rules, on average over 53 problems. Each gains most over
-those before it. Without deference, the best 14 rules were 2.1 % behind."""
-
-
 def priority_schedules(problem: Problem, shares: tuple[float, ...] = (1.0, 0.75)) -> Iterator[Attempt]:
     """Orders of a small portfolio of rules; ``shares`` scale the caps that memory allows."""
-    if not problem.is_equal:
-        yield from _schedules_by_entry(problem)
-        return
     for fuse_name, fuse in fuse_options(problem):
         scheduler = ListScheduler(problem, fuse)
-        for name, share, patience in product(PREFERENCES, shares, (0.0, 0.5)):
-            rule = simple_rule(problem, name, share, patience)
-            method = f"list({name},cap={share:g},patience={patience:g},fuse={fuse_name})"
-            attempt = scheduler.attempt(rule, method)
+        for name, rule in portfolio(problem, shares):
+            attempt = scheduler.attempt(rule, f"list({name},fuse={fuse_name})")
             if attempt is not None:
                 yield attempt
-
-
-def _schedules_by_entry(problem: Problem) -> Iterator[Attempt]:
-    """Orders of the rules for microbatches that differ."""
-    for fuse_name, fuse in fuse_options(problem):
-        scheduler = ListScheduler(problem, fuse)
-        for each in ENTRY_RULES:
-            numbers = f"cap={each.cap:g},room={each.room:g},peak={each.peak:g},defer={each.defer:g}"
-            method = f"list({each.preference},{numbers},fuse={fuse_name})"
-            attempt = scheduler.attempt(entry_rule(problem, each), method)
-            if attempt is not None:
-                yield attempt
-
-
-def entry_rule(problem: Problem, rule: EntryRule) -> Rule:
-    """The parameters of a rule for microbatches that differ."""
-    arrays = problem.arrays
-    space = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
-    return simple_rule(problem, rule.preference, rule.cap, rule.patience)._replace(
-        room=arrays.static + rule.room * space,
-        entry=mountain(sizes(problem), rule.peak),
-        defer=np.full(problem.pp_degree, rule.defer),
-    )
-
-
-def first_rule(problem: Problem) -> Rule:
-    """The rule that is good most often, for a first order."""
-    if problem.is_equal:
-        return simple_rule(problem, "backward-deep", 1.0, 0.5)
-    return entry_rule(problem, ENTRY_RULES[0])
-
-
-def simple_rule(problem: Problem, preference: str, share: float, patience: float) -> Rule:
-    """The same priorities on all ranks and in all phases; caps are a share of what memory allows."""
-    letter, depth = PREFERENCES[preference]
-    p, chunks = problem.pp_degree, problem.placement.chunks
-    caps = np.repeat(in_flight_caps(problem)[:, None], PHASES - 1, axis=1)
-    chunk = np.arange(chunks, dtype=np.float64)
-    forward = (-chunk if depth == "deep" else chunk) + (0 if letter == F else 100)
-    backward = (chunk if depth == "deep" else -chunk) + (0 if letter == I else 100)
-    priority = np.concatenate([forward, forward, backward])
-    return Rule(
-        priority=np.broadcast_to(priority, (p, PHASES, 3 * chunks)).copy(),
-        target=np.zeros((p, chunks), np.int64),
-        cap=np.maximum(1, np.ceil(caps * share)).astype(np.int64),
-        patience=np.full((p, PHASES), patience),
-        room=np.full(p, np.inf),
-        entry=mountain(sizes(problem), PEAKS[0]),
-        defer=np.full(p, np.inf),
-    )
-
-
-def in_flight_caps(problem: Problem) -> NDArray[np.int64]:
-    """Most microbatches in flight per rank (p,): as many as memory allows, but at most 2p."""
-    stages = np.array(problem.placement.stages_of)
-    arrays = problem.arrays
-    average = arrays.delta[F] @ (arrays.count / problem.microbatches)
-    held = average[stages].sum(axis=1)
-    room = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
-    allowed = np.divide(room, held, out=np.full_like(room, np.inf), where=held > 0)
-    most = min(2 * problem.pp_degree, problem.microbatches)
-    # Rounding may put a quotient just above an integer; it then is that integer.
-    rounded_up = np.ceil(np.minimum(allowed, most) * (1 - MEMORY_TOLERANCE))
-    caps: NDArray[np.int64] = np.clip(rounded_up, 1, most).astype(np.int64)
-    return caps
 
 
 def serial(problem: Problem) -> Attempt:
@@ -256,10 +168,11 @@ def serial(problem: Problem) -> Attempt:
     return attempt
 
 
-@compiled
+@compiled_leaf
 def _schedule(
     tables: Tables,
     board: Board,
+    candidates: Candidates,
     rule: Rule,
     size: FloatArray,
     least_loads: FloatArray,
@@ -268,225 +181,193 @@ def _schedule(
 ) -> bool:  # pragma: no cover - compiled
     """Place all remaining actions; False if memory blocks them, if they exceed ``most``, or if halted.
 
-    The rule chooses the next action of every rank: NOTHING while no input is known; a W if the rank would
-    wait, as far as patience allows, or if memory blocks the actions that could start. A rank chooses again
-    when it has placed an action, or when the input that it waits for becomes known. The rank whose choice
-    starts first places it; a tournament tree over the ranks finds this rank in O(log p).
-
-    Invariants: ``ready`` and ``flight`` match the board; ``chosen`` and ``start`` are what each rank would
-    place next if nothing else happened.
+    The rank whose choice starts first places it; a tournament tree over the ranks finds this rank in
+    O(log p). A rank chooses again when it has placed an action, or when the input that it waits for becomes
+    known.
     """
-    position, duration, delta, latency = tables.position, tables.duration, tables.delta, tables.latency
-    host, limit, fuse = tables.host, tables.limit, tables.fuse
-    level, placed, end, queue, ends = board.level, board.placed, board.end, board.queue, board.ends
-    code, length = board.code, board.length
-    target, cap, patience = rule.target, rule.cap, rule.patience
-    p, positions = position.shape[0], len(latency)
-    chunks, m = position.shape[1] // 4, tables.microbatches
-    slot, ready, flight = _ready(tables, board)
-    is_equal, kind_of = duration.shape[2] == 1, tables.kind
-    # Of the actions that a rank could run next: code, start, end, priority and size of the microbatch.
-    option, offer = np.zeros(2 * chunks, np.int64), np.zeros((2 * chunks, 4))
-    wishes, innermost = rule.priority.reshape(-1), 4 * (chunks - 1)
-    # A complete binary tree: the leaf of a rank is at ``leaves + rank``, and the padding never starts (inf).
-    leaves = 1
-    while leaves < p:
-        leaves *= 2
-    chosen = np.full(p, NOTHING, np.int64)
-    first, start = np.zeros(2 * leaves, np.int64), np.full(2 * leaves, np.inf)
-    for rank in range(leaves):
-        first[leaves + rank] = rank
-    actions, changed, other = 0, 0, NOTHING
+    first, start = candidates.first, candidates.start
+    choosing, actions = _begin(tables, board, candidates), 0
     while True:
-        # Choose again: at first on all ranks, then on the one that placed and the one that waits for it.
-        while changed < p:
-            one, clock, held, room = changed, level[changed, CLOCK], level[changed, HELD], limit[changed]
-            begun, ended = placed[position[one, F]], placed[position[one, I]]
-            phase = 2 if begun >= m else (1 if placed[position[one, innermost + I]] > 0 else 0)
-            completes = placed[position[one, innermost + F]] > ended
-            kinds = (one * PHASES + phase) * 3 * chunks
-            best, best_start, best_wish = NOTHING, np.inf, np.inf
-            blocked, options, defers = False, 0, rule.defer[one] < np.inf
-            for chunk in range(chunks):
-                input_at, in_flight = ready[one * 2 * chunks + chunk], flight[one * chunks + chunk]
-                if input_at < np.inf and (chunk > 0 or in_flight < cap[one, min(phase, 1)]):
-                    # The rule of board.admits_forward.
-                    kind = ZERO if is_equal else kind_of[placed[position[one, 4 * chunk + F]]]
-                    needs = 0.0
-                    for later in range(chunk, chunks):
-                        needs += delta[one, 4 * later + F, kind]
-                    after = held + delta[one, 4 * chunk + F, kind]
-                    if (held + needs <= room or (after <= room and completes)) and (
-                        is_equal
-                        or (
-                            (chunk > 0 or after <= rule.room[one] or in_flight == 0)
-                            and stays_safe(tables, board, one, chunk)
-                        )
-                    ):
-                        begin = max(clock, input_at)
-                        # ``over`` selects the second group of priorities: forwards on a chunk that has
-                        # reached its target.
-                        over = 0 if in_flight < target[one, chunk] else chunks
-                        wish = wishes[kinds + over + chunk]
-                        # The earliest start wins, then the smallest priority, then the first candidate
-                        # examined.
-                        if begin < best_start or (begin == best_start and wish < best_wish):
-                            best, best_start, best_wish = 4 * chunk + F, begin, wish
-                        if defers:
-                            option[options], offer[options, 0] = 4 * chunk + F, begin
-                            offer[options, 1] = begin + duration[one, 4 * chunk + F, kind]
-                            offer[options, 2], offer[options, 3] = wish, size[kind]
-                            options += 1
-                    else:
-                        blocked = True
-                input_at = ready[one * 2 * chunks + chunks + chunk]
-                if input_at < np.inf:
-                    begin = max(clock, input_at)
-                    letter = B if fuse[one, chunk] else I
-                    kind = ZERO if is_equal else kind_of[placed[position[one, 4 * chunk + I]]]
-                    if letter == I and held + max(0.0, delta[one, 4 * chunk + I, kind]) > room:
-                        letter, blocked = B, True
-                    wish = wishes[kinds + 2 * chunks + chunk]
-                    if begin < best_start or (begin == best_start and wish < best_wish):
-                        best, best_start, best_wish = 4 * chunk + letter, begin, wish
-                    if defers:
-                        option[options], offer[options, 0] = 4 * chunk + letter, begin
-                        offer[options, 1] = begin + duration[one, 4 * chunk + letter, kind]
-                        offer[options, 2], offer[options, 3] = wish, size[kind]
-                        options += 1
-            if options > 1:
-                best, best_start = _undeferred(option[:options], offer, rule.defer[one])
-            if ends[one, FRONT] < ends[one, BACK]:
-                weight = 4 * queue[one, ends[one, FRONT]] + W
-                # Without any known input, ``best_start`` is inf and the overlap -inf, so a waiting W always
-                # runs. If memory blocks an action, a W runs instead of idling or fusing, because it may
-                # release memory.
-                takes = duration[one, weight, next_kind(tables, board, one, weight)]
-                overlap = clock + takes - best_start
-                allowed = patience[one, phase] * takes
-                if defers:
-                    weighs = size[next_kind(tables, board, one, weight)] * rule.defer[one]
-                    for each in range(options):
-                        if offer[each, 3] >= weighs and clock + takes > offer[each, 0]:
-                            allowed = min(allowed, 0.0)
-                fills = best_start > clock and overlap <= allowed
-                if fills or (blocked and (best_start > clock or best & 3 == B)):
-                    best_start, best = clock, weight
-            chosen[one] = best
-            enter(first, start, one, best_start)
-            # The first pass visits every rank. Later passes visit ``changed``, then ``other``, where p means
-            # none.
-            if actions == 0:
-                changed += 1
-            else:
-                changed, other = (other, p) if other >= 0 else (p, p)
-        rank = first[1]
-        begin = start[1]
+        for turn in range(choosing):
+            _choose(tables, board, candidates, rule, size, candidates.again[turn])
+        rank, begin = first[1], start[1]
         if begin == np.inf:
             break
-        action, at = chosen[rank], length[rank]
-        # What follows is board.place. A call would pass every field of every array, which took longer.
-        if at == 0:
-            level[rank, FIRST] = begin
-        else:
-            level[rank, IDLE] += begin - level[rank, CLOCK]
-        # The rank takes at least the time before its first start, its idle time and its least load.
-        if (0.0 if is_span else level[rank, FIRST]) + level[rank, IDLE] + least_loads[rank] > most:
+        if idle_until(board, rank, begin, 0.0, is_span) + least_loads[rank] > most:
             return False
-        kind = ZERO if is_equal else next_kind(tables, board, rank, action)
-        finish = begin + duration[rank, action, kind]
-        level[rank, CLOCK] = finish
-        level[rank, HELD] += delta[rank, action, kind]
-        code[rank, at] = action
-        length[rank] = at + 1
-        changed, other = rank, p
-        here = position[rank, action]
-        if here < 0:
-            ends[rank, FRONT] += 1  # a rule always takes the oldest W
-            board.splits[rank, action >> 2, FRONT] += 1
-        else:
-            k = placed[here]
-            end[here, k] = finish
-            if action & 3 == I:
-                queue[rank, ends[rank, BACK]] = action >> 2
-                ends[rank, BACK] += 1
-                board.split[rank, action >> 2, board.splits[rank, action >> 2, BACK]] = k
-                board.splits[rank, action >> 2, BACK] += 1
-            k += 1
-            placed[here] = k
-            flight[rank * chunks + (action >> 2)] += 1 if action & 3 == F else -1
-            arrives = np.inf
-            if k < m and (here == 0 or k < placed[here - 1]):
-                arrives = end[here - 1, k] + latency[here, kind_of[k]] if here > 0 else 0.0
-            ready[slot[here]] = arrives
-            # Only the microbatch just placed can be the one that the next position lacks. If that position is
-            # further behind, the arrival of its next input is known already.
-            if here + 1 < positions and placed[here + 1] == k - 1:
-                input_at = finish + latency[here + 1, kind]
-                ready[slot[here + 1]] = input_at
-                waiting = host[here + 1]
-                # No new choice is needed if that rank has an F or I to start at once.
-                busy = start[leaves + waiting] == level[waiting, CLOCK] and chosen[waiting] & 3 <= I
-                busy = busy and rule.defer[waiting] == np.inf
-                if waiting != rank and not (busy and input_at > start[leaves + waiting]):
-                    other = waiting
+        action = candidates.action[rank]
+        place(tables, board, rank, action, begin)
+        candidates.again[0], choosing = rank, 1
+        if action & 3 != W:
+            waiting = _pass_on(tables, board, candidates, rule, rank, action)
+            if waiting != NOTHING:
+                candidates.again[1], choosing = waiting, 2
         actions += 1
         if actions % POLL_EVERY == 0 and board.halt[0]:
             return False
-    waiting, missing = 0, 0
+    missing = 0
+    for rank in range(len(board.length)):
+        missing += board.ends[rank, BACK] - board.ends[rank, FRONT]
+    for here in range(len(board.placed)):
+        missing += tables.microbatches - board.placed[here]
+    return bool(missing == 0)
+
+
+@compiled_inline
+def _begin(tables: Tables, board: Board, candidates: Candidates) -> int:  # pragma: no cover - compiled
+    """Write what follows from the board, and let all ranks choose; returns their number."""
+    p, chunks = candidates.flight.shape
+    candidates.start.fill(np.inf)
     for rank in range(p):
-        waiting += ends[rank, BACK] - ends[rank, FRONT]
-    for here in range(positions):
-        missing += m - placed[here]
-    return bool(waiting + missing == 0)
+        candidates.again[rank] = rank
+        for chunk in range(chunks):
+            forward, back = 4 * chunk + F, 4 * chunk + I
+            candidates.ready[rank, chunk] = arrival(tables, board, rank, forward)
+            candidates.ready[rank, chunks + chunk] = arrival(tables, board, rank, back)
+            begun, ended = tables.position[rank, forward], tables.position[rank, back]
+            candidates.flight[rank, chunk] = board.placed[begun] - board.placed[ended]
+    return len(candidates.action)
+
+
+@compiled_inline
+def _pass_on(
+    tables: Tables, board: Board, candidates: Candidates, rule: Rule, rank: int, action: int
+) -> int:  # pragma: no cover - compiled
+    """Update inputs after an F or backward; returns the other rank that must choose again, or NOTHING."""
+    host, slot, ready, start = tables.host, candidates.slot, candidates.ready, candidates.start
+    here = tables.position[rank, action]
+    k = board.placed[here] - 1
+    candidates.flight[rank, action >> 2] += 1 if action & 3 == F else -1
+    ready[rank, slot[here]] = arrival(tables, board, rank, action)
+    # Only the microbatch just placed can be the one that the next position lacks. If that position is
+    # further behind, the arrival of its next input is known already.
+    if here + 1 == len(host) or board.placed[here + 1] != k:
+        return NOTHING
+    waiting = host[here + 1]
+    input_at = board.end[here, k] + tables.latency[here + 1, tables.kind[k]]
+    ready[waiting, slot[here + 1]] = input_at
+    if waiting == rank:
+        return NOTHING
+    # No new choice is needed if that rank has an F or I to start at once.
+    its_start = start[len(start) // 2 + waiting]
+    busy = its_start == board.level[waiting, CLOCK] and candidates.action[waiting] & 3 <= I
+    if busy and rule.defer[waiting] == np.inf and input_at > its_start:
+        return NOTHING
+    return int(waiting)
+
+
+@compiled_inline
+def _choose(
+    tables: Tables, board: Board, candidates: Candidates, rule: Rule, size: FloatArray, rank: int
+) -> None:  # pragma: no cover - compiled
+    """Choose the next action of a rank: NOTHING while no input is known.
+
+    A W if the rank would wait, as far as patience allows, or if memory blocks the actions that could start.
+    """
+    chunks, clock, phase = candidates.flight.shape[1], board.level[rank, CLOCK], _phase(tables, board, rank)
+    best, best_start, best_wish = NOTHING, np.inf, np.inf
+    blocked, options, defers = False, 0, rule.defer[rank] < np.inf
+    for chunk in range(chunks):
+        for half in range(2):
+            slot = chunk + half * chunks
+            action, begin, wish, is_blocked = _option(tables, board, candidates, rule, rank, phase, slot)
+            blocked |= is_blocked
+            if action == NOTHING:
+                continue
+            # The earliest start wins, then the smallest priority, then the first candidate examined.
+            if begin < best_start or (begin == best_start and wish < best_wish):
+                best, best_start, best_wish = action, begin, wish
+            if defers:
+                kind, offer = next_kind(tables, board, rank, action), candidates.offer[options]
+                candidates.code[options] = action
+                offer[START], offer[END] = begin, begin + tables.duration[rank, action, kind]
+                offer[PRIORITY], offer[SIZE] = wish, size[kind]
+                options += 1
+    if options > 1:
+        best, best_start = _undeferred(candidates.code[:options], candidates.offer, rule.defer[rank])
+    if board.ends[rank, FRONT] < board.ends[rank, BACK]:
+        weight = 4 * board.queue[rank, board.ends[rank, FRONT]] + W
+        kind = next_kind(tables, board, rank, weight)
+        takes = tables.duration[rank, weight, kind]
+        # Without any known input, ``best_start`` is inf and the overlap -inf, so a waiting W always runs. If
+        # memory blocks an action, a W runs instead of idling or fusing, because it may release memory.
+        overlap, allowed = clock + takes - best_start, rule.patience[rank, phase] * takes
+        for one in range(options):
+            is_larger = candidates.offer[one, SIZE] >= size[kind] * rule.defer[rank]
+            if is_larger and clock + takes > candidates.offer[one, START]:
+                allowed = min(allowed, 0.0)
+        fills = best_start > clock and overlap <= allowed
+        if fills or (blocked and (best_start > clock or best & 3 == B)):
+            best, best_start = weight, clock
+    candidates.action[rank] = best
+    enter(candidates.first, candidates.start, rank, best_start)
+
+
+@compiled_inline
+def _phase(tables: Tables, board: Board, rank: int) -> int:  # pragma: no cover - compiled
+    """See ``rules.PHASES``."""
+    innermost = tables.position.shape[1] - 4
+    if board.placed[tables.position[rank, F]] >= tables.microbatches:
+        return 2
+    return 1 if board.placed[tables.position[rank, innermost + I]] > 0 else 0
+
+
+@compiled_inline
+def _option(
+    tables: Tables, board: Board, candidates: Candidates, rule: Rule, rank: int, phase: int, slot: int
+) -> tuple[int, float, float, bool]:  # pragma: no cover - compiled
+    """The code, start and priority of the next F or backward of a chunk, and whether memory blocks it.
+
+    The code is NOTHING if its input is unknown, or for an F that does not fit or would exceed the cap. Where
+    an I does not fit, it is that of B.
+    """
+    chunks, input_at = candidates.flight.shape[1], candidates.ready[rank, slot]
+    begin = max(board.level[rank, CLOCK], input_at)
+    if input_at == np.inf:
+        return NOTHING, np.inf, np.inf, False
+    if slot < chunks:
+        in_flight = candidates.flight[rank, slot]
+        if slot == 0 and in_flight >= rule.cap[rank, min(phase, 1)]:
+            return NOTHING, np.inf, np.inf, False
+        if not _admits(tables, board, rule, rank, slot, in_flight):
+            return NOTHING, np.inf, np.inf, True
+        group = slot if in_flight < rule.target[rank, slot] else chunks + slot
+        return 4 * slot + F, begin, rule.priority[rank, phase, group], False
+    code = 4 * (slot - chunks)
+    letter, blocked = B, False
+    if not tables.fuse[rank, slot - chunks]:
+        grows = max(0.0, tables.delta[rank, code + I, next_kind(tables, board, rank, code + I)])
+        blocked = board.level[rank, HELD] + grows > tables.limit[rank]
+        letter = B if blocked else I
+    return code + letter, begin, rule.priority[rank, phase, chunks + slot], blocked
+
+
+@compiled_inline
+def _admits(
+    tables: Tables, board: Board, rule: Rule, rank: int, chunk: int, in_flight: int
+) -> bool:  # pragma: no cover - compiled
+    """Whether memory admits the next F of a chunk; where microbatches differ, the rule's room, too."""
+    if tables.duration.shape[2] > 1 and chunk == 0 and in_flight > 0:
+        kind = next_kind(tables, board, rank, 4 * chunk + F)
+        if board.level[rank, HELD] + tables.delta[rank, F, kind] > rule.room[rank]:
+            return False
+    return bool(admits_forward(tables, board, rank, chunk))
 
 
 @compiled_inline
 def _undeferred(
-    option: IntArray, offer: FloatArray, defer: float
+    code: IntArray, offer: FloatArray, defer: float
 ) -> tuple[int, float]:  # pragma: no cover - compiled
     """The action that starts first among those that delay none of a much larger microbatch, and its start.
 
     There is one, because actions of the largest microbatch never defer.
     """
     best, best_start, best_wish = NOTHING, np.inf, np.inf
-    for one in range(len(option)):
-        begin, wish, yields = offer[one, 0], offer[one, 2], False
-        for other in range(len(option)):
-            is_larger = offer[other, 3] >= defer * offer[one, 3]
-            yields |= is_larger and begin <= offer[other, 0] < offer[one, 1]
+    for one in range(len(code)):
+        begin, wish, yields = offer[one, START], offer[one, PRIORITY], False
+        for other in range(len(code)):
+            is_larger = offer[other, SIZE] >= defer * offer[one, SIZE]
+            yields |= is_larger and begin <= offer[other, START] < offer[one, END]
         if not yields and (begin < best_start or (begin == best_start and wish < best_wish)):
-            best, best_start, best_wish = option[one], begin, wish
+            best, best_start, best_wish = code[one], begin, wish
     return best, best_start
-
-
-@compiled
-def _ready(
-    tables: Tables, board: Board
-) -> tuple[IntArray, FloatArray, IntArray]:  # pragma: no cover - compiled
-    """The numbers that choices depend on, flat and by rank, so that a choice reads few adjacent numbers.
-
-    Returns
-    -------
-    slot
-        (2S,) index in ``ready`` of the next action at a position.
-    ready
-        (p * 2 * chunks,) arrival of the input of every chunk's next F, then of its next backward; inf while
-        unknown.
-    flight
-        (p * chunks,) microbatches in flight.
-    """
-    position, placed = tables.position, board.placed
-    p, chunks = position.shape[0], position.shape[1] // 4
-    slot = np.zeros(len(placed), np.int64)
-    ready = np.full(p * 2 * chunks, np.inf)
-    flight = np.zeros(p * chunks, np.int64)
-    for rank in range(p):
-        for chunk in range(chunks):
-            forward, back = position[rank, 4 * chunk + F], position[rank, 4 * chunk + I]
-            flight[rank * chunks + chunk] = placed[forward] - placed[back]
-            slot[forward] = rank * 2 * chunks + chunk
-            slot[back] = slot[forward] + chunks
-            ready[slot[forward]] = arrival(tables, board, rank, 4 * chunk + F)
-            ready[slot[back]] = arrival(tables, board, rank, 4 * chunk + I)
-    return slot, ready, flight

@@ -80,7 +80,9 @@ def refusal(error: ValidationError, document: Any) -> InvalidInput:
             "missing": "this key is required and absent.",
             "extra_forbidden": "unknown key; remove it or correct its spelling.",
             "model_type": "must be a JSON object.",
-        }.get(entry["type"], entry["msg"][0].lower() + entry["msg"][1:] + ".")
+        }.get(
+            entry["type"], entry["msg"][0].lower() + entry["msg"][1:].partition(" after validation")[0] + "."
+        )
         issues.append(Issue(pointer, found + rule))
     return InvalidInput(issues, len(entries) - len(issues), is_partial)
 

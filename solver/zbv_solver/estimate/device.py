@@ -40,11 +40,11 @@ class GroupLink:
         time = sent.scaled(MICROSECONDS / (self.bandwidth * GIGA)) + calls.scaled(self.latency)
         return (time + steps.scaled(self.step_latency)).scaled(1 - self.overlap)
 
-    def time(self, sent: float, calls: float = 1.0) -> float:
-        """Time of a number of bytes, with what compute hides."""
+    def time(self, sent: float, steps: float = 0.0) -> float:
+        """Time of a call that sends a number of bytes in some steps of a ring, with what compute hides."""
         if self.bandwidth is None or not sent:
             return 0.0
-        return sent * MICROSECONDS / (self.bandwidth * GIGA) + calls * self.latency
+        return sent * MICROSECONDS / (self.bandwidth * GIGA) + self.latency + steps * self.step_latency
 
 
 @dataclass(frozen=True)

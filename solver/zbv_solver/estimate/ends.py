@@ -123,7 +123,8 @@ class Head:
             parameters=self.parameters(shapes),
             products=(product,) * self.predictions,
             tensors=tuple(self.tensors(shapes)),
-            moved=self.traffic(shapes),
+            moved=PerAction(2 * shapes.hidden, 3 * shapes.hidden),
+            streamed=self.loss_traffic(shapes),
             exchanges=(exchange,) * self.predictions,
             workspace=max(extra, 2 * shapes.whole, table + shapes.whole + logits - kept),
             output_bytes=0,
@@ -156,12 +157,18 @@ class Head:
         ]
         return norm_tensors(shapes, "final norm") + once * self.predictions
 
-    def traffic(self, shapes: Shapes) -> PerAction:
-        """Norm and loss: logits are read twice (maximum, sum) and written in float32; their gradient."""
-        logits = shapes.divided(self.vocabulary)
-        kept = self.kept_logits(shapes)
-        loss = PerAction(2 * logits + kept, kept + logits)
-        return PerAction(2 * shapes.hidden, 3 * shapes.hidden) + loss.scaled(self.predictions)
+    def loss_traffic(self, shapes: Shapes) -> PerAction:
+        """Memory traffic of the loss.
+
+        Fused, it reads the logits twice and writes their gradient. Otherwise each operation on the logits in
+        float32 is a kernel: F casts them, reads them for the maximum, subtracts it, takes exponentials, reads
+        them for the sum, and divides by it; I scales the softmax, and casts it (Megatron-LM,
+        ``tensor_parallel/cross_entropy.py``).
+        """
+        logits, kept = shapes.divided(self.vocabulary), self.kept_logits(shapes)
+        if self.fused_loss:
+            return PerAction(2 * logits + kept, kept + logits).scaled(self.predictions)
+        return PerAction(logits + 9 * kept, 3 * kept + logits).scaled(self.predictions)
 
     def exchange(self, shapes: Shapes) -> Exchange:
         """The gradient of the head's input is summed in I; sums of the loss over the group are left out."""

@@ -165,6 +165,8 @@ class Part:
         Tensors that are kept.
     moved
         Memory traffic of everything but matrix products, in bytes.
+    streamed
+        The same of large tensors, which reaches more of the memory's bandwidth.
     modules
         What selective recomputation may repeat.
     is_flash
@@ -185,6 +187,7 @@ class Part:
     workspace: int
     output_bytes: int
     core: PerAction = NONE
+    streamed: PerAction = NONE
     modules: tuple[Module, ...] = ()
     is_flash: bool = False
     is_misaligned: bool = False

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import InvalidInput
 
 SECTIONS = ("model", "parallel", "device")
@@ -49,7 +50,7 @@ def preset(name: str, pointer: str = "") -> Preset:
     """
     if name not in preset_names():
         known = ", ".join(preset_names())
-        raise InvalidInput.at(pointer, f"found {name!r}; not a preset. Use one of {known}.")
+        raise InvalidInput.at(pointer, f"found {quoted(name)}; not a preset. Use one of {known}.")
     text = files(__package__).joinpath("presets", f"{name}.json").read_text(encoding="utf-8")
     return Preset.model_validate(json.loads(text))
 

@@ -69,13 +69,13 @@ def step_times(
     """What a layer costs per step."""
     reduction = gathering = moved = 0.0
     for each in groups:
-        share = (each.replicas - 1) / each.replicas
-        exposed = 1 - each.link.overlap
+        steps = each.replicas - 1
+        sent, exposed = steps / each.replicas * each.count, 1 - each.link.overlap
         if zero_stage < 2:
             passes = 1 if zero_stage else 2
-            reduction += exposed * each.link.time(passes * share * each.count * state.gradients)
+            reduction += exposed * each.link.time(passes * sent * state.gradients, passes * steps)
         if 0 < zero_stage < 3:
-            gathering += exposed * each.link.time(share * each.count * state.parameters)
+            gathering += exposed * each.link.time(sent * state.parameters, steps)
         updated = each.count / (each.replicas if zero_stage else 1)
         held = each.count / (each.replicas if zero_stage >= 2 else 1)
         moved += updated * update_bytes(state) + held * state.gradients
@@ -103,7 +103,8 @@ def microbatch_times(
     def exposed(size: float, hiding: float) -> float:
         found = 0.0
         for each in groups:
-            time = each.link.time((each.replicas - 1) / each.replicas * each.count * size)
+            steps = each.replicas - 1
+            time = each.link.time(steps / each.replicas * each.count * size, steps)
             found += max(time * (1 - each.link.overlap), time - hiding)
         return found
 

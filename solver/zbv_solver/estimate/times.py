@@ -87,7 +87,7 @@ def compute_times(
     products, core = NONE, core_times(part, device)
     for product in part.products:
         products += product_times(product, stream, device, accumulated)
-    moved, launches = traffic_times(part.moved, device), KERNELS.scaled(device.launch_time)
+    moved, launches = traffic_times(part, device), KERNELS.scaled(device.launch_time)
     shares = TimeShares(products.total, core.total, moved.total, launches.total)
     return core + moved + products + launches, shares
 
@@ -175,9 +175,9 @@ def filled_share(rows: float, columns: float, groups: int, device: Device) -> fl
     return best
 
 
-def traffic_times(moved: PerAction, device: Device) -> PerAction:
-    """Memory traffic; 0 if no bandwidth is given."""
-    return moved.scaled(device.moving(1.0))
+def traffic_times(part: Part, device: Device) -> PerAction:
+    """Memory traffic of everything but matrix products; 0 if no bandwidth is given."""
+    return part.moved.scaled(device.moving(1.0)) + part.streamed.scaled(device.streaming(1.0))
 
 
 def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> tuple[PerAction, TimeShares]:

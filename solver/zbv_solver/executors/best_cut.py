@@ -9,6 +9,7 @@ added, until no cut below the best known one is left: then that one is optimal.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -105,6 +106,7 @@ def best_cut(
     also: Iterable[Boundaries] = (),
     effort: Effort = "standard",
     seed: int = 0,
+    time_limit: float | None = None,
 ) -> BestCut:
     """The best cut for the fixed orders of an executor.
 
@@ -122,6 +124,8 @@ def best_cut(
         Name of the first layer that must lie on the last chunk of its rank (Megatron-LM's MTP layers).
     also
         Boundaries, as layer indices, of cuts that the result must not be worse than.
+    time_limit
+        Seconds until the best cut so far is the answer, with the bounds that are proved; None for no limit.
 
     Raises
     ------
@@ -134,12 +138,20 @@ def best_cut(
         at = "/devices" if problem.devices else "/costs/link"
         detail = "cuts for the order of an executor are searched for equal ranks and links. Remove this key."
         raise InvalidInput.at(at, f"found one value per rank; {detail}")
+    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     own = OwnUnit.of(problem)
-    searches = []
+    searches: list[OrderSearch] = []
     for schedule in schedules:
         for stages in _variants(recompute, schedule.placement.n_stages, problem):
             made = order_search(
-                own, schedule, stages, allow_empty=allow_empty, late=late, effort=effort, seed=seed
+                own,
+                schedule,
+                stages,
+                allow_empty=allow_empty,
+                late=late,
+                effort=effort,
+                seed=seed,
+                deadline=deadline,
             )
             if made is not None:
                 searches.append(made)
@@ -149,11 +161,15 @@ def best_cut(
             f"found {problem.n_atoms} separable layers, which none of the {len(schedules)} schedules can cut "
             f"into its stages. Use fewer ranks or virtual stages, or give finer layers.",
         )
-    for each in searches:
-        each.screen(also)
+    for number, each in enumerate(searches):
+        # Without time, simple cuts of every schedule are timed until one fits.
+        if not each.is_over or all(other.best is None for other in searches[:number]):
+            each.screen(also)
     searches.sort(key=lambda each: each.value)
     for number, each in enumerate(searches):
         below = min(other.value for other in searches)
+        if each.is_over:
+            break
         if math.isinf(below) or each.bound < below * (1 - OPTIMAL_GAP):
             each.finish(below, 1.0 if number < FINALISTS[effort] else min(0.25, REST / len(searches)))
     searches.sort(key=lambda each: each.value)
@@ -172,12 +188,13 @@ def order_search(
     late: str | None,
     effort: Effort,
     seed: int = 0,
+    deadline: float = math.inf,
 ) -> OrderSearch | None:
     """The search for cuts under one schedule, not yet begun; None if the model has too few layers."""
     placed = _placed(own.problem, schedule, allow_empty)
     if placed is None:
         return None
-    return OrderSearch(placed, schedule, recompute, _latest(placed, schedule, late), effort, seed)
+    return OrderSearch(placed, schedule, recompute, _latest(placed, schedule, late), effort, seed, deadline)
 
 
 def _placed(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) -> LayeredProblem | None:

@@ -129,11 +129,10 @@ class CountModel:
         tables = [(self.counts, slope)] + ([(self.again, row.again)] if self.fixed is None else [])
         variables, factors = [], []
         for rows, values in tables:
-            for own, steps in zip(rows, np.floor(values * scale).astype(np.int64).tolist(), strict=True):
-                for variable, step in zip(own, steps, strict=True):
-                    if step:
-                        variables.append(variable)
-                        factors.append(step)
+            steps = np.floor(values * scale).astype(np.int64)
+            for one, other in np.argwhere(steps).tolist():
+                variables.append(rows[one][other])
+                factors.append(int(steps[one, other]))
         return cp_model.LinearExpr.weighted_sum(variables, factors) + math.floor(row.fixed * scale)
 
     def add(self, terms: Terms) -> None:
@@ -172,10 +171,10 @@ class CountModel:
                     model.add(largest >= int(steps[1, run])).only_enforce_if(has, chosen)
         return largest
 
-    def solve(self, below: float, effort: float, seed: int) -> Proposal:
+    def solve(self, below: float, effort: float, seed: int, seconds: float | None = None) -> Proposal:
         """Search the cut with the least objective under the known terms, up to ``below``."""
         self.model.proto.variables[self.objective.index].domain[1] = math.floor(below * self.scale)
-        solver = make_solver(effort, None, seed)
+        solver = make_solver(effort, seconds, seed)
         solver.parameters.linearization_level = 2
         watch = _Watch(self)
         status = solver.solve(self.model, watch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from functools import cached_property
 from random import Random
 
@@ -33,6 +34,8 @@ class CutDescent:
         The cut with the least memory beyond the limits, and that excess as a share of the limit.
     left
         Actions that may still be timed.
+    deadline
+        When descents end, by ``time.monotonic``.
     """
 
     def __init__(self, runs: Runs, order: FixedOrder, actions: int, seed: int, may_recompute: bool):
@@ -41,6 +44,11 @@ class CutDescent:
         self.best: Choice | None = None
         self.value = self.excess = math.inf
         self.closest: Choice | None = None
+        self.deadline = math.inf
+
+    def may_go_on(self) -> bool:
+        """Whether actions and time are left."""
+        return self.left > 0 and time.monotonic() < self.deadline
 
     @cached_property
     def moves(self) -> list[tuple[int, int]]:
@@ -74,7 +82,7 @@ class CutDescent:
     def run(self, start: Choice) -> None:
         """Descend, and again from random changes of the best cut, until that rarely helps."""
         current, failed = self._descended(start, self.consider(start)), 0
-        while self.left > 0 and self.moves and failed < MOST_FAILED:
+        while self.may_go_on() and self.moves and failed < MOST_FAILED:
             before = current[1]
             changed = current[0]
             for _ in range(KICKS):
@@ -87,7 +95,7 @@ class CutDescent:
     def _descended(self, choice: Choice, at: tuple[float, float]) -> tuple[Choice, tuple[float, float]]:
         """A cut that no single move improves, if the actions suffice, with its excess and objective."""
         is_better = True
-        while is_better and self.left > 0:
+        while is_better and self.may_go_on():
             is_better = False
             self.random.shuffle(self.moves)
             for move in self.moves:
@@ -98,7 +106,7 @@ class CutDescent:
                 found = self.consider(moved)
                 if found[0] < at[0] or found[1] < at[1] * (1 - ROUNDING):
                     choice, at, is_better = moved, found, True
-                if self.left <= 0:
+                if not self.may_go_on():
                     break
         return choice, at
 

@@ -21,6 +21,7 @@ from zbv_solver.executors.schedules import (
 )
 from zbv_solver.executors.torchtitan_settings import write_settings
 from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.limits import MAX_CHUNKS
 from zbv_solver.search.options import Effort
 
 Executor = Literal["megatron", "torch", "torchtitan"]
@@ -64,6 +65,7 @@ def cut_for_executor(
     also: Sequence[tuple[int, ...]] = (),
     effort: Effort = "standard",
     seed: int = 0,
+    time_limit: float | None = None,
 ) -> ExecutorCut:
     """The best cut of layers for an executor that keeps its own order.
 
@@ -83,6 +85,8 @@ def cut_for_executor(
         As in :meth:`~zbv_solver.executors.letters.Modules.of`.
     also
         Boundaries, as layer indices, of cuts that the result must not be worse than.
+    time_limit
+        As in :func:`~zbv_solver.executors.best_cut.best_cut`.
 
     Raises
     ------
@@ -95,6 +99,10 @@ def cut_for_executor(
         raise InvalidInput.at("", f"found executor {executor!r}; must be one of {', '.join(EXECUTORS)}.")
     if virtual_stages is not None and min(virtual_stages, default=1) < 1:
         raise InvalidInput.at("", f"found {min(virtual_stages)} virtual stages; must be at least 1.")
+    if virtual_stages and max(virtual_stages) > MAX_CHUNKS:
+        raise InvalidInput.at(
+            "", f"found {max(virtual_stages)} virtual stages; must be at most {MAX_CHUNKS}."
+        )
     modules = None if executor == "torch" else Modules.of(problem.model, letters)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)
     best = best_cut(
@@ -106,6 +114,7 @@ def cut_for_executor(
         also=also,
         effort=effort,
         seed=seed,
+        time_limit=time_limit,
     )
     if modules is None:
         return ExecutorCut(executor, best, None, None, "PyTorch's runtime has no settings of a cut.")

@@ -85,6 +85,11 @@ class FixedOrder:
         )
 
     @cached_property
+    def kind(self) -> IntArray:
+        """(n,) number of letter and stage: the index in a flat (4, S)."""
+        return self.letter * self.hosted.size + self.stage
+
+    @cached_property
     def boundary(self) -> IntArray:
         """(n,) the boundary that the remote input of an action crosses, or -1."""
         crossed = np.where(self.letter == F, self.stage - 1, self.stage)
@@ -152,14 +157,10 @@ class FixedOrder:
     def _terms(self, graph: Graph, paths: list[tuple[IntArray, FloatArray, int]]) -> Terms:
         """Count the terms of longest paths, each given by a sweep and its last action."""
         stages = self.hosted.size
-        count, transfers = np.zeros((4, stages)), np.zeros(max(0, stages - 1))
+        count, transfers = np.zeros(4 * stages), np.zeros(max(0, stages - 1))
         for origin, length, last in paths:
-            path = np.array(_walk(graph, origin, length, last))
-            np.add.at(count, (self.letter[path], self.stage[path]), 1)
-            # An action received its input from elsewhere if the path does not come from its rank's previous.
-            is_received = np.append(path[:-1] != path[1:] + 1, False)
-            np.add.at(transfers, self.boundary[path[is_received]], 1)
-        return Terms(count, transfers, len(paths))
+            sweeps.tally(graph, (origin, length), last, self.kind, self.boundary, count, transfers)
+        return Terms(count.reshape(4, stages), transfers, len(paths))
 
     def moments(self) -> tuple[IntArray, FloatArray]:
         """What ranks hold at local peaks: ranks (n,), and numbers (n, 2, chunks) of microbatches.
@@ -203,22 +204,6 @@ def _swept(graph: Graph, release: FloatArray) -> tuple[IntArray, FloatArray]:
     origin, length = np.empty(len(graph.source), np.int32), np.empty(len(graph.source))
     sweeps.sweep(graph, release, origin, length)
     return origin, length
-
-
-def _walk(graph: Graph, origin: IntArray, length: FloatArray, last: int) -> list[int]:
-    """The actions of the longest path to an action, backwards."""
-    rank = int(origin[last])
-    # Like the sweep: a path along the rank stays on a tie.
-    along = np.append(-np.inf, np.where(origin[:-1] == rank, length[:-1], -np.inf))
-    along[graph.offset[:-1]] = -np.inf
-    along[graph.offset[rank]] = 0.0
-    feed = np.maximum(graph.source, 0)
-    across = np.where((graph.source >= 0) & (origin[feed] == rank), length[feed] + graph.latency, -np.inf)
-    before = np.where(across > along, graph.source, np.arange(len(along)) - 1).tolist()
-    first, path = int(graph.offset[rank]), [last]
-    while path[-1] != first:
-        path.append(before[path[-1]])
-    return path
 
 
 def _maximal(rows: FloatArray) -> FloatArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -60,9 +61,10 @@ class OrderSearch:
         latest: dict[int, int],
         effort: Effort,
         seed: int,
+        deadline: float = math.inf,
     ):
         self.problem, self.schedule, self.recompute = problem, schedule, recompute
-        self.effort, self.seed = effort, seed
+        self.effort, self.seed, self.deadline = effort, seed, deadline
         tables = CutTables.of(problem)
         self.space = CutSpace(problem, schedule.placement, tables)
         self.runs = Runs.of(self.space, latest)
@@ -73,6 +75,7 @@ class OrderSearch:
         self.local = CutDescent(
             self.runs, self.order, SCREENED[effort], seed, may_recompute=recompute is None
         )
+        self.local.deadline = deadline
         self.bound = max(least_worst_load(problem, tables), self._mean_load()) * problem.microbatches
         self.even = math.inf
         self.terms: dict[bytes, Terms] = {}
@@ -134,8 +137,11 @@ class OrderSearch:
             relaxed = relax(self.runs, self.order, (start, self.plain), 0, self.recompute is not None, False)
             self._take(relaxed)
 
-    def estimate(self) -> None:
-        """A bound and a good cut with little effort: few programs, the last one's solution, few moves."""
+    def estimate(self, below: float = math.inf) -> None:
+        """A bound and a good cut with little effort: few programs, the last one's solution, few moves.
+
+        No cut is sought if the bound reaches ``below``.
+        """
         start = self.runs.repaired(self.simple[-1])
         if start is not None:
             rounds = max(2, min(FEW_ROUNDS, FEW_SWEPT // (len(self.order.orders) * self.problem.pp_degree)))
@@ -146,7 +152,7 @@ class OrderSearch:
                 rounded = self.runs.repaired(tuple(np.rint(relaxed.counts.sum(axis=1)).astype(int).tolist()))
                 if rounded is not None:
                     self.local.consider((rounded, self.plain))
-        if math.isinf(self.bound):
+        if math.isinf(self.bound) or self.bound >= below:
             return
         best = () if self.best is None else (self._at(self.best[0]),)
         self.screen(best)
@@ -173,7 +179,8 @@ class OrderSearch:
             return
         each = len(self.order.orders) * self.problem.pp_degree
         rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / each))
-        relaxed = relax(self.runs, self.order, self._best(), rounds, self.recompute is not None)
+        is_fixed = self.recompute is not None
+        relaxed = relax(self.runs, self.order, self._best(), rounds, is_fixed, deadline=self.deadline)
         self._take(relaxed)
         if share >= 1 and self._target(below) > self.bound:
             self.local.left = ACTIONS[self.effort]
@@ -186,6 +193,16 @@ class OrderSearch:
             return self.problem.limit or ()
         return tuple(self.runs.peaks(self.order, self.local.closest).tolist())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline is over."""
+        return time.monotonic() >= self.deadline
+
+    @property
+    def _seconds(self) -> float | None:
+        """Seconds until the deadline; None without one."""
+        return None if math.isinf(self.deadline) else self.deadline - time.monotonic()
+
     def _best(self) -> Choice:
         if self.best is None:
             raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
@@ -194,7 +211,7 @@ class OrderSearch:
     def _make_fit(self) -> bool:
         """Find a cut that fits with CP-SAT; False if there is none, or none was found."""
         model = CountModel(self.runs, self.order, self._serial(), 0.0, self.recompute)
-        proposal = model.solve(self._serial(), EXACT[self.effort], self.seed)
+        proposal = model.solve(self._serial(), EXACT[self.effort], self.seed, self._seconds)
         if proposal.is_exhausted:
             self.bound = math.inf
         for choice in proposal.choices:
@@ -216,8 +233,8 @@ class OrderSearch:
         model = CountModel(self.runs, self.order, self.value, self.bound, self.recompute)
         for terms in self.terms.values():
             model.add(terms)
-        while left > 0 and self._target(below) > self.bound:
-            proposal = model.solve(self._target(below), left, self.seed)
+        while left > 0 and self._target(below) > self.bound and not self.is_over:
+            proposal = model.solve(self._target(below), left, self.seed, self._seconds)
             left -= max(LEAST_EFFORT, proposal.effort)
             if proposal.is_exhausted:
                 self.bound = min(self.value, below)

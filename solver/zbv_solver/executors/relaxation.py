@@ -9,6 +9,8 @@ limit is allowed, but costs more than any objective.
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +53,13 @@ class Relaxed:
 
 
 def relax(
-    runs: Runs, order: FixedOrder, start: Choice, rounds: int, is_fixed: bool, does_fit: bool = True
+    runs: Runs,
+    order: FixedOrder,
+    start: Choice,
+    rounds: int,
+    is_fixed: bool,
+    does_fit: bool = True,
+    deadline: float = math.inf,
 ) -> Relaxed:
     """Bound the objective of all cuts that fit the memory limit from below. Lemma 56.
 
@@ -66,6 +74,8 @@ def relax(
         Whether stages are recomputed as in ``start``; otherwise every share of every stage may be.
     does_fit
         Whether ``start`` fits.
+    deadline
+        When no further program is solved, by ``time.monotonic``.
     """
     value = runs.value(order, start)
     if value <= 0:
@@ -95,7 +105,7 @@ def relax(
 
     learn(*runs.costs(*best), 0.0, None)
     for _ in range(rounds):
-        solved = program.solve()
+        solved = program.solve() if time.monotonic() < deadline else None
         if solved is None:
             break
         bound, counts, again = solved

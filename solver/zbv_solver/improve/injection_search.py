@@ -18,7 +18,8 @@ import numpy as np
 
 from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.board import CLOCK, FIRST, Board
-from zbv_solver.construct.injection import Choices, Injection, InjectionScheduler, Marks, accept, inject
+from zbv_solver.construct.injection import Injection, InjectionScheduler, inject
+from zbv_solver.construct.injection_state import Choices, Marks, accept
 from zbv_solver.construct.tables import Tables, fuse_options, swap
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray

@@ -18,14 +18,8 @@ import numpy as np
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.entry_orders import PEAKS, changed, mountain, sizes
 from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
-from zbv_solver.construct.list_scheduling import (
-    ENTRY_RULES,
-    PHASES,
-    ListScheduler,
-    Rule,
-    entry_rule,
-    in_flight_caps,
-)
+from zbv_solver.construct.list_scheduling import ListScheduler
+from zbv_solver.construct.rules import ENTRY_RULES, PHASES, Rule, entry_rule, in_flight_caps
 from zbv_solver.construct.tables import fuse_options
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.problem import Problem

@@ -19,18 +19,8 @@ import numpy as np
 
 from zbv_solver.construct.attempt import from_orders
 from zbv_solver.construct.tables import Tables, make_tables
-from zbv_solver.improve.annealing import (
-    CRITICAL_SHARE,
-    PROPOSALS,
-    REACH,
-    Move,
-    Round,
-    apply_move,
-    delimit,
-    is_overtaking,
-    rotate,
-    window_starts,
-)
+from zbv_solver.improve.annealing import PROPOSALS, Round, is_overtaking, window_starts
+from zbv_solver.improve.moves import REACH, Move, apply_move, delimit, draw, rotate
 from zbv_solver.improve.order_repair import spread
 from zbv_solver.improve.order_state import Kept, State, compute_all, keep, objective, sum_memory
 from zbv_solver.improve.scenario_state import (
@@ -181,12 +171,7 @@ def _round(
     lowest, applied, looked = value, 0, 0
     while applied < budget.moves and looked < budget.moves * PROPOSALS and not halt[0]:
         looked += 1
-        if np.random.random() < CRITICAL_SHARE:
-            chosen = np.random.randint(size)
-            rank, at = path[chosen, 0], path[chosen, 1]
-        else:
-            rank = np.random.randint(len(length))
-            at = np.random.randint(length[rank])
+        rank, at = draw(path, size, length)
         reach = 1 + np.random.randint(REACH)
         earlier = np.random.random() < 0.5
         _show(tables, scenarios, state, ways, lane, rank, at)

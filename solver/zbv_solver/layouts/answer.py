@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 from zbv_solver.layouts.composition import composition
-from zbv_solver.layouts.estimated_layout import EVERYWHERE, recomputed
 from zbv_solver.layouts.executor_answer import executor_json
+from zbv_solver.layouts.layer_costs import EVERYWHERE, recomputed
 from zbv_solver.layouts.measured_layers import ORIGINS, Origin, Origins
 from zbv_solver.layouts.points import points_json
 from zbv_solver.layouts.request import Request

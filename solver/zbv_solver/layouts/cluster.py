@@ -16,6 +16,8 @@ from zbv_solver.estimate.presets import preset
 from zbv_solver.problem.cut import Link
 
 MAX_GROUPS = 4
+MAX_DEVICES = 1_000_000
+"""Of a group: the number of layouts grows with the divisors."""
 
 
 class LinkConfig(ConfigSection):
@@ -140,6 +142,23 @@ class Cluster:
         found = self.in_node if self.is_in_node(stride, size) else self.between_nodes
         return replace(found, overlap=overlap)
 
+    def ring(self, near: int, size: int, overlap: float = 0.0) -> GroupLink:
+        """The link of a ring of ``size`` devices with ``near`` of them on each of its nodes.
+
+        It leaves a node by as many links, unless the link inside the node is slower. A step takes the latency
+        between nodes where it leaves one, so a step around the ring takes the mean of both (NCCL,
+        ``src/graph/tuning.cc``).
+        """
+        if near == size:
+            return replace(self.in_node, overlap=overlap)
+        inside, across = self.in_node, self.between_nodes
+        bandwidth = None if across.bandwidth is None else near * across.bandwidth
+        if near > 1 and bandwidth is not None and inside.bandwidth is not None:
+            bandwidth = min(bandwidth, inside.bandwidth)
+        nodes = size // near
+        steps = (nodes - 1) * across.latency + (size - nodes) * inside.step_latency
+        return GroupLink(bandwidth, across.latency, overlap, steps / (size - 1))
+
     def is_in_node(self, stride: int, size: int) -> bool:
         """Whether every group of ``size`` devices that are ``stride`` apart is on one node."""
         return size == 1 or self.gpus_per_node % (stride * size) == 0
@@ -223,6 +242,11 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
     in_node = _in_node(device) if inside is None else GroupLink(inside.bandwidth, inside.latency)
     between = between or _between_nodes(device)
     issues = []
+    if (devices := config.nodes * config.gpus_per_node) > MAX_DEVICES:
+        issues.append(Issue(f"{at}/nodes", f"found {devices:,} devices; must be at most {MAX_DEVICES:,}."))
+    if config.reserve is not None and memory is not None and config.reserve >= memory > 0:
+        detail = f"found {config.reserve:g}; must be less than the {memory:g} bytes of a device."
+        issues.append(Issue(f"{at}/reserve", detail))
     if memory is None:
         detail = "this key is absent, and the device says nothing about it. Give the bytes of a device."
         issues.append(Issue(f"{at}/memory", detail))
@@ -233,7 +257,7 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
         )
         # In a cluster of groups, the link between nodes is not a key of the group.
         issues.append(Issue("/links" if at and between is None else f"{at}/links", detail))
-    if in_node is None or between is None or memory is None:
+    if issues or in_node is None or between is None or memory is None:
         raise InvalidInput(issues)
     return Cluster(
         nodes=config.nodes,

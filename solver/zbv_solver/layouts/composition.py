@@ -8,7 +8,7 @@ import numpy as np
 
 from zbv_solver.estimate.layers import LayerEstimate
 from zbv_solver.estimate.times import TimeShares
-from zbv_solver.layouts.estimated_layout import EVERYWHERE, recomputed
+from zbv_solver.layouts.layer_costs import EVERYWHERE, recomputed
 from zbv_solver.layouts.search import PlannedLayout
 from zbv_solver.plans.plan import Plan
 from zbv_solver.timing.start_times import execution_graph, span_start_times

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain, combinations, permutations, product
-from math import factorial, prod
+from math import factorial, isqrt, prod
 
 from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.shapes import Degrees
@@ -125,7 +125,14 @@ def _orders(data: int, pipeline: int, fixed: Fixed) -> tuple[Order, ...]:
     return ORDERS if data > 1 and pipeline > 1 else ORDERS[:1]
 
 
-def _divisors(number: int, fixed: int | None = None) -> list[int]:
+def _divisors(number: int, fixed: int | None = None) -> tuple[int, ...]:
     """The divisors in ascending order, or the fixed one if it divides."""
-    candidates = range(1, number + 1) if fixed is None else (fixed,)
-    return [divisor for divisor in candidates if number % divisor == 0]
+    if fixed is not None:
+        return (fixed,) if number % fixed == 0 else ()
+    return _all_divisors(number)
+
+
+@lru_cache(maxsize=4096)
+def _all_divisors(number: int) -> tuple[int, ...]:
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))

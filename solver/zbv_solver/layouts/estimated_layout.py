@@ -11,24 +11,23 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.estimate.device import GroupLink, GroupLinks
-from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Running, Training
+from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Training
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.layouts.cluster import AnyCluster, Cluster, transfer
+from zbv_solver.layouts.layer_costs import EVERYWHERE, least_work_of, problem_layer, recomputed, row_of
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.measured_layers import LayerConditions, Measured, Origins
 from zbv_solver.partition.cut_tables import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking
-from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
+from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Units
 
 SECONDS = 1e-6
 """In a microsecond."""
-EVERYWHERE = ("selective", "full")
-"""Kinds of recomputation that every stage has."""
 UNITS = Units("us", "bytes")
 KINDS = ("tp", "cp", "dp", "pp")
 
@@ -198,7 +197,7 @@ class EstimatedLayout:
     def mean_bound(self) -> float:
         """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work. Lemma 60."""
         m = self.layout.microbatches
-        work, speed = self._shared(self._table(lambda layer: m * _least_work(layer) + layer.step.total))
+        work, speed = self._shared(self._table(lambda layer: m * least_work_of(layer) + layer.step.total))
         return float(work.sum()) / speed * SECONDS
 
     @cached_property
@@ -222,7 +221,9 @@ class EstimatedLayout:
 
     @cached_property
     def memory_bound(self) -> float:
-        """Lower bound of the step in seconds from memory times time: Lemmas 54 and 60 of bounds/PROOFS.md.
+        """Lower bound of the step in seconds from the path of a microbatch, and from memory times time.
+
+        Lemmas 54 and 60 of bounds/PROOFS.md.
 
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.
@@ -230,9 +231,9 @@ class EstimatedLayout:
         layers = [each for each in self.layers for _ in range(each[0].copies)]
         recompute = self.layout.recompute
         # (K, n, 4): F, I, W and memory.
-        plain = np.array([[_row(layer.plain) for layer in each] for each in layers]).swapaxes(0, 1)
+        plain = np.array([[row_of(layer.plain) for layer in each] for each in layers]).swapaxes(0, 1)
         again = np.array(
-            [[_row(recomputed(layer, recompute) or layer.plain) for layer in each] for each in layers]
+            [[row_of(recomputed(layer, recompute) or layer.plain) for layer in each] for each in layers]
         ).swapaxes(0, 1)
         if recompute == "none":
             again = plain
@@ -250,7 +251,7 @@ class EstimatedLayout:
         saved = np.maximum(held - again[..., 3].min(axis=0) * lasts, 0.0)
         extra = np.maximum(of_again - work, 0.0)
         least = _balanced(work.sum() / speed, held.sum() / room, extra / speed, saved / room)
-        return least * self.layout.microbatches * SECONDS + self.least_once
+        return max(least * self.layout.microbatches, float(lasts[0])) * SECONDS + self.least_once
 
     @cached_property
     def problem(self) -> LayeredProblem:
@@ -263,7 +264,7 @@ class EstimatedLayout:
         own = self.setting.links(layout.in_group(first), first)[0].pipeline
         names = [f"{cluster.groups[each].preset or 'group'}-{each}" for each in layout.used_groups]
         return LayeredProblem(
-            model=Model(tuple(_layer(each, names, layout.recompute) for each in self.layers)),
+            model=Model(tuple(problem_layer(each, names, layout.recompute) for each in self.layers)),
             pp_degree=ranks,
             microbatches=layout.microbatches,
             static=tuple(group.reserve for group in groups),
@@ -341,7 +342,7 @@ def _least_works(
     )
     at = (setting.model, degrees, cluster.device, links_of_groups, setting.training, size)
     estimated = setting.estimate(LayerConditions(*at)).estimate
-    return [_least_work(layer) * layer.copies for layer in estimated.layers]
+    return [least_work_of(layer) * layer.copies for layer in estimated.layers]
 
 
 def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) -> float:
@@ -356,55 +357,3 @@ def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) 
         share = min(1.0, (wanted - load) / (extra[item] + saved[item]))
         load, wanted = load + share * extra[item], wanted - share * saved[item]
     return max(load, wanted)
-
-
-def _row(running: Running) -> tuple[float, float, float, float]:
-    times = running.shortest
-    return times.forward, times.backward_input, times.backward_weight, running.after_forward
-
-
-def _least_work(layer: LayerEstimate) -> float:
-    variants = [layer.plain] if layer.recomputed is None else [layer.plain, layer.recomputed]
-    return min(running.shortest.total for running in variants)
-
-
-def recomputed(layer: LayerEstimate, recompute: str) -> Running | None:
-    """A layer's costs where its stage is recomputed; None if it then has no other costs."""
-    return layer.selective if recompute == "selective" else layer.recomputed
-
-
-def _layer(layers: tuple[LayerEstimate, ...], devices: list[str], recompute: str) -> Layer:
-    """A layer, from its estimates on several devices."""
-    layer, costs = layers[0], [_both_costs(each, recompute) for each in layers]
-    return Layer(
-        layer.name,
-        *costs[0],
-        layer.static.parameters,
-        layer.output_bytes,
-        layer.repeat,
-        tuple(OnDevice(device, *each) for device, each in zip(devices[1:], costs[1:], strict=True)),
-    )
-
-
-def _both_costs(layer: LayerEstimate, recompute: str) -> tuple[LayerCosts, LayerCosts | None]:
-    plain, again = layer.plain, recomputed(layer, recompute)
-    if recompute in EVERYWHERE and again is not None:
-        plain, again = again, None
-    return _costs(plain, layer), None if again is None or recompute == "none" else _costs(again, layer)
-
-
-def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:
-    times = running.times
-    return LayerCosts(
-        times.forward,
-        times.backward_input,
-        times.backward_weight,
-        running.fused,
-        LayerMemory(
-            running.after_forward,
-            running.after_input - running.after_forward,
-            -running.after_input,
-            layer.static.total,
-            running.workspace,
-        ),
-    )

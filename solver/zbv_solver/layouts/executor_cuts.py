@@ -66,12 +66,12 @@ class SharedSearch:
     steps: int = 0
     is_finished: bool = False
 
-    def advance(self) -> None:
-        """First, bound the loads; then, estimate the objective."""
+    def advance(self, below: float) -> None:
+        """First, bound the loads; then, estimate the objective, if it may be below a value."""
         if self.steps == 0:
             self.search.bound_loads()
         else:
-            self.search.estimate()
+            self.search.estimate(below)
         self.steps += 1
 
 
@@ -169,10 +169,16 @@ class Scheduled:
     def _stages_of(self) -> tuple[tuple[int, ...], ...]:
         return self.schedule.placement.stages_of
 
-    def advanced(self) -> Scheduled:
-        """The node with a tighter bound."""
+    @property
+    def size(self) -> int:
+        """Actions times ranks: what it takes to find the longest path from every rank to every other one."""
+        orders = self.shared.search.order.orders
+        return len(orders) * self.schedule.placement.pp_degree
+
+    def advanced(self, below: float = inf) -> Scheduled:
+        """The node with a tighter bound; a cut is sought only if its step may be below this, in seconds."""
         if self.shared.steps == self.steps:
-            self.shared.advance()
+            self.shared.advance((below - self.variant.least_once) / self._seconds)
         return replace(self, steps=self.steps + 1)
 
     def finish(self, below: float) -> None:

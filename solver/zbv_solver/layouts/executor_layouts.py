@@ -32,6 +32,12 @@ from zbv_solver.search.search_state import Cancelled
 
 FULL_SEARCHES = {"quick": 8, "standard": 24, "thorough": 200}
 """Cuts that are searched in full in the end, by effort."""
+LARGE = 5_000_000
+"""Actions times ranks of large orders: their bounds take seconds, and find few cuts."""
+MOST_BOUNDED = {"quick": 1.5e9, "standard": 6e9, "thorough": 60e9}
+"""Actions times ranks that the bounds of large orders may time in all, by effort."""
+ESTIMATE = 10.0
+"""What an estimate of the objective costs, in bounds of the loads of ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +104,8 @@ def executor_layouts(
     candidates = list(starmap(ExecutorCandidate, found))
     search = _ExecutorSearch(setting, options, cancelled, report, len(candidates), top)
     search.run(candidates)
-    if not search.found and not search.queue:
-        raise NoLayoutFits(len(candidates), setting.cluster.memory)
+    if not search.found and not search.queue and not (search.late and search.is_cancelled()):
+        raise NoLayoutFits(len(candidates), setting.cluster.memory, search.open_candidates())
     search.finish()
     return search.ranking()
 
@@ -116,6 +122,10 @@ class _ExecutorSearch:
         All planned nodes, with lower bounds.
     unresolved
         Nodes without a cut that fits, and without a proof that there is none.
+    late
+        A heap of nodes with large orders, which wait until a smaller one with a shorter step cannot be found.
+    left
+        Actions times ranks that the bounds of these may still time.
     """
 
     setting: Setting
@@ -127,22 +137,27 @@ class _ExecutorSearch:
     queue: list[_Node] = field(default_factory=list)
     found: list[_Node] = field(default_factory=list)
     unresolved: list[_Node] = field(default_factory=list)
+    late: list[_Node] = field(default_factory=list)
+    left: float = 0.0
     made: int = 0
     best: float = inf
     news: News = field(default_factory=News)
 
     def __post_init__(self) -> None:
         self.effort = "quick" if self.options is None else self.options.effort
+        self.left = MOST_BOUNDED[self.effort]
         self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort)
-        self.free = LayoutSearch(self.setting)
+        self.free = LayoutSearch(self.setting, self.cancelled)
 
     def run(self, candidates: list[ExecutorCandidate]) -> None:
         """Bound and cut, best first, until the best ``top`` candidates are planned."""
         for each in candidates:
             self._push(self.setting.least_work(each.layout), each, each)
         ended: set[ExecutorCandidate] = set()
-        while self.queue and len(ended) < self.top and not self._is_cancelled():
-            node = heapq.heappop(self.queue)
+        while len(ended) < self.top and not self.is_cancelled():
+            node = self._next()
+            if node is None:
+                return
             if node.is_planned:
                 ended.add(node.candidate)
             elif node.candidate.executor == FREE:
@@ -150,6 +165,17 @@ class _ExecutorSearch:
             else:
                 self._refine(node)
             self._tell()
+
+    def _next(self) -> _Node | None:
+        """The node with the least bound; one with a large order only if it is less than a planned step."""
+        first = self.queue[0] if self.queue else None
+        is_due = first is None or (first.is_planned and self.late and self.late[0].bound < first.bound)
+        if self.late and self.left > 0 and is_due:
+            node = heapq.heappop(self.late)
+            is_estimate = isinstance(node.of, Scheduled) and node.of.steps > 0
+            self.left -= _size(node.of) * (ESTIMATE if is_estimate else 1.0)
+            return node
+        return heapq.heappop(self.queue) if self.queue else None
 
     def _tell(self) -> None:
         """Report what is known, if it is time."""
@@ -172,7 +198,9 @@ class _ExecutorSearch:
         of: LayoutVariant | Scheduled | ExecutorCandidate,
         tight: bool = False,
     ) -> None:
-        heapq.heappush(self.queue, _Node(bound, self.made, candidate, of, tight))
+        is_large = _size(of) > LARGE and (tight or not isinstance(of, LayoutVariant))
+        heap = self.late if is_large else self.queue
+        heapq.heappush(heap, _Node(bound, self.made, candidate, of, tight))
         self.made += 1
 
     def _plan(self, node: _Node, step_time: float) -> None:
@@ -208,7 +236,7 @@ class _ExecutorSearch:
             for scheduled in self.schedules.scheduled(of):
                 self._push(max(bound, scheduled.bound), candidate, scheduled)
         elif isinstance(of, Scheduled):
-            fresh = of.advanced()
+            fresh = of.advanced(self._longest() if _size(of) > LARGE else inf)
             tighter = max(bound, fresh.bound)
             if tighter == inf:
                 return
@@ -229,7 +257,7 @@ class _ExecutorSearch:
             ]
         most = FULL_SEARCHES[self.effort] if self.found else 0
         for number in range(most):
-            longest = self._steps()[: self.top][-1][0]
+            longest = self._longest()
             open_cuts = [
                 node.of
                 for node in self.found
@@ -237,13 +265,18 @@ class _ExecutorSearch:
                 and node.of.is_open
                 and _bound(node) < longest * (1 - OPTIMAL_GAP)
             ]
-            if not open_cuts or self._is_cancelled():
+            if not open_cuts or self.is_cancelled():
                 return
             is_first = 2 * number < most
             chosen = min(open_cuts, key=lambda each: each.step_time if is_first else each.bound)
             chosen.finish(longest)
             self.best = min(self.best, chosen.step_time)
             self._tell()
+
+    def _longest(self) -> float:
+        """The longest step that an answer would list now."""
+        steps = self._steps()
+        return steps[self.top - 1][0] if len(steps) >= self.top else inf
 
     def _steps(self) -> list[tuple[float, _Node]]:
         """Step and best node of every planned candidate, best first."""
@@ -259,7 +292,10 @@ class _ExecutorSearch:
         steps, bounds = self._steps(), self._bounds()
         best = tuple(self._answer(node, bounds[node.candidate]) for _, node in steps[: self.top])
         below = min([*bounds.values(), *(each.step_time for each in best)])
-        return Ranking(best, self.considered, len(steps), below)
+        planned = {node.candidate for _, node in steps}
+        shortest = self._longest() * (1 - OPTIMAL_GAP)
+        unsettled = sum(bound < shortest for each, bound in bounds.items() if each not in planned)
+        return Ranking(best, self.considered, len(steps), below, unsettled=unsettled)
 
     def _bounds(self) -> dict[ExecutorCandidate, float]:
         """The lower bound of every candidate that may fit."""
@@ -272,6 +308,7 @@ class _ExecutorSearch:
         """Nodes that together have every candidate that fits."""
         yield from self.found
         yield from self.unresolved
+        yield from self.late
         yield from (node for node in self.queue if not node.is_planned)
 
     def _answer(self, node: _Node, bound: float) -> PlannedLayout:
@@ -298,15 +335,28 @@ class _ExecutorSearch:
 
     def _free_plan(self, layout: Layout) -> PlannedLayout | None:
         """The same layout in any order."""
-        if self._is_cancelled():
+        if self.is_cancelled():
             return None
         try:
-            return plan_layout(EstimatedLayout.of(layout, self.setting), self.options)
+            return plan_layout(EstimatedLayout.of(layout, self.setting), self.options, self.cancelled)
         except InfeasibleMemory:
             return None
 
-    def _is_cancelled(self) -> bool:
+    def open_candidates(self) -> int:
+        """Number of candidates without a proof that they do not fit."""
+        return len(self._bounds())
+
+    def is_cancelled(self) -> bool:
+        """Whether the search should end."""
         return self.cancelled is not None and self.cancelled()
+
+
+def _size(of: ExecutorCandidate | LayoutVariant | Scheduled | EstimatedLayout | PlannedLayout) -> int:
+    """Actions times ranks of an order, of the smallest one if there are several."""
+    if isinstance(of, Scheduled):
+        return of.size
+    layout = of.estimated.layout if isinstance(of, LayoutVariant) else of.layout
+    return 2 * layout.microbatches * layout.pipeline_parallel**2
 
 
 def _bound(node: _Node) -> float:

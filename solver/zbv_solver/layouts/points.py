@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from zbv_solver.estimate.layers import LayerEstimate
-from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting, recomputed
+from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
+from zbv_solver.layouts.layer_costs import recomputed
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.search import PlannedLayout, Ranking
 

@@ -72,6 +72,8 @@ class Ranking:
         Number of layouts that were enumerated.
     planned
         Of these, layouts whose pipeline was planned.
+    unsettled
+        Of these, other layouts that may have a shorter step than the best ones: the search ended before.
     no_layout_below
         Seconds; no layout has a shorter step under the model of costs.
     waiting, too_large
@@ -85,11 +87,12 @@ class Ranking:
     every: tuple[PlannedLayout, ...] = ()
     waiting: tuple[Waiting, ...] = ()
     too_large: tuple[Waiting, ...] = ()
+    unsettled: int = 0
 
     @property
     def pruned(self) -> int:
         """Layouts that were ruled out without a plan: too slow, or too large for the memory."""
-        return self.considered - self.planned
+        return self.considered - self.planned - self.unsettled
 
 
 def best_layouts(
@@ -120,7 +123,7 @@ def best_layouts(
     NoLayoutFits
         When no layout fits in memory.
     """
-    search = LayoutSearch(setting)
+    search = LayoutSearch(setting, cancelled)
     queue = [
         Waiting(setting.least_work(layout), number, layout, False) for number, layout in enumerate(layouts)
     ]
@@ -152,6 +155,7 @@ class LayoutSearch:
     """The state of a search: plans by what they depend on, because layouts often differ in nothing else."""
 
     setting: Setting
+    cancelled: Cancelled | None = None
     planned: list[PlannedLayout] = field(default_factory=list)
     known: dict[Hashable, PlannedLayout] = field(default_factory=dict)
     best: float = math.inf
@@ -193,7 +197,7 @@ class LayoutSearch:
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
         key = (estimated.problem, estimated.estimate, estimated.others)
         if key not in self.known:
-            self.known[key] = plan_layout(estimated)
+            self.known[key] = plan_layout(estimated, cancelled=self.cancelled)
         return replace(self.known[key], estimated=estimated)
 
     def ranked(self, options: SearchOptions | None, cancelled: Cancelled | None) -> list[PlannedLayout]:
@@ -226,7 +230,9 @@ def plan_layout(
     Raises :class:`InfeasibleMemory` when no cut fits.
     """
     problem = estimated.problem
-    plan = first_plan(problem) if options is None else plan_layers(problem, options, None, cancelled)
+    plan = (
+        first_plan(problem, cancelled) if options is None else plan_layers(problem, options, None, cancelled)
+    )
     model, placement = plan.problem.model, plan.problem.placement
     if model is None or plan.cut is None:  # for type checkers: layers have both
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")

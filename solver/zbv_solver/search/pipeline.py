@@ -10,13 +10,8 @@ from functools import partial
 from zbv_solver.bounds import BoundEffort, lower_bound
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import (
-    ListScheduler,
-    first_rule,
-    in_flight_caps,
-    priority_schedules,
-    serial,
-)
+from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial
+from zbv_solver.construct.rules import first_rule, in_flight_caps
 from zbv_solver.improve.annealing_rounds import COOLER, LEVELS, anneal_in_rounds
 from zbv_solver.improve.injection_search import injection_search
 from zbv_solver.improve.overtaking_search import large_ones, overtaking_search
@@ -112,7 +107,8 @@ class Pipeline(SearchState):
         """Compute the full lower bound."""
         effort: BoundEffort = "full" if self.options.effort == "quick" else "thorough"
         enough = math.inf if self.found is None else self.found.value
-        self._raise_bound(lower_bound(self.problem, effort, enough).value, "bounds")
+        bound = lower_bound(self.problem, effort, enough, lambda: bool(self.halt.flag[0]))
+        self._raise_bound(bound.value, "bounds")
 
     def _construct(self) -> None:
         """Construct greedy and list-scheduled orders alternately."""

@@ -130,6 +130,40 @@ def sweep(
 
 
 @compiled
+def tally(
+    graph: Graph,
+    paths: tuple[IntArray, FloatArray],
+    last: int,
+    kind: IntArray,
+    boundary: IntArray,
+    count: FloatArray,
+    crossed: FloatArray,
+) -> None:  # pragma: no cover - compiled
+    """Count the actions and the transfers of the longest path to ``last``, which :func:`sweep` found.
+
+    ``count`` grows at the kinds (n,) of the path's actions, ``crossed`` at the boundaries (n,) over which
+    they received their inputs, if the path came from there. ``paths`` are ``origin`` and ``length``.
+    """
+    origin, length = paths
+    offset, rank = graph.offset, origin[last]
+    at = last
+    begin = offset[np.searchsorted(offset, at, side="right") - 1]  # of the rank that hosts `at`
+    while True:
+        count[kind[at]] += 1.0
+        if at == offset[rank]:
+            break
+        along = length[at - 1] if at > begin and origin[at - 1] == rank else -np.inf
+        feed = graph.source[at]
+        # Like the sweep: a path along the rank stays on a tie.
+        if feed >= 0 and origin[feed] == rank and length[feed] + graph.latency[at] > along:
+            crossed[boundary[at]] += 1.0
+            at = feed
+            begin = offset[np.searchsorted(offset, at, side="right") - 1]
+        else:
+            at -= 1
+
+
+@compiled
 def policy_iteration(
     graph: Graph, release: FloatArray, tolerance: float
 ) -> float:  # pragma: no cover - compiled

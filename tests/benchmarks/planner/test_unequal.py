@@ -8,6 +8,7 @@ from zbv_solver.search.options import SearchOptions
 from benchmarks.errors import WrongInput
 from benchmarks.lengths.distributions import MADE
 from benchmarks.lengths.instances import PlanningInstance
+from benchmarks.planner.exact_cases import ExactCase, exact_findings, exact_table
 from benchmarks.planner.unequal import (
     HEADER,
     Rival,
@@ -54,3 +55,22 @@ def test_unknown_instances_are_refused() -> None:
     assert len(instances("tail-p8-*")) == 18
     with pytest.raises(WrongInput, match="matches none of the 120 instances"):
         instances("p9")
+
+
+def test_small_problems_show_whether_the_plan_or_the_bound_is_weak() -> None:
+    lines: list[str] = []
+    instance = PlanningInstance(MADE[2], 4, 3, 0.6, "max")
+    findings = exact_table([instance], 1.0, SearchOptions("quick"), lines.append)
+    assert len(lines) == 2
+    load, bound, proved, found = map(float, lines[1].split()[2:])
+    assert load <= bound <= proved <= found <= 0
+    assert findings[0].value in (0, 1)
+
+
+def test_only_solved_problems_count_as_optima() -> None:
+    solved = ExactCase("solved", 0, load=0.5, bound=0.8, proved=0.98, found=0.98)
+    other = ExactCase("other", 1, load=0.5, bound=0.8, proved=0.9, found=1.0)
+    count, mean, largest, below = exact_findings([solved, other])
+    assert (count.value, other.is_solved) == (1, False)
+    assert mean.value == largest.value == pytest.approx(100 * (1 / 0.98 - 1))
+    assert below.value == pytest.approx(100 * (1 - 0.8 / 0.98))

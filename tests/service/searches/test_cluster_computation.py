@@ -75,8 +75,16 @@ async def test_the_error_of_a_dask_task_is_translated(
 
 async def test_a_search_that_does_not_stop_is_given_up_as_a_crash() -> None:
     computation = a_computation()
+    computation.place = "a worker"
     computation.kill()
     with pytest.raises(SearchCrashed, match="did not stop"):
+        await computation.outcome
+
+
+async def test_a_search_that_no_worker_has_begun_did_not_crash() -> None:
+    computation = a_computation()
+    computation.kill()
+    with pytest.raises(SearchLost, match="no worker has begun"):
         await computation.outcome
 
 

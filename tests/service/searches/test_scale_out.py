@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ from support.dask_cluster import DaskCluster
 from support.databases import PostgresDatabases
 from support.paths import TESTS
 from support.serving import DEADLINE, PROBLEM
-from zbv_service.client import Client, Search
+from zbv_service.client import Client, LayoutSearch, Search
 from zbv_service.database.url import async_url
+from zbv_service.documents.layouts import LayoutRequest, read_layouts
+from zbv_solver.layouts.answer import ranking_json
+from zbv_solver.layouts.executor_layouts import executor_layouts
+from zbv_solver.layouts.search import best_layouts
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify
@@ -41,6 +46,16 @@ LONG: dict[str, Any] = {
     },
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 13},
 }
+LAYOUTS: dict[str, Any] = {
+    "model": {"presets": ["llama-3.1-8b"]},
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h200"},
+    "global_batch": 16,
+    "top": 2,
+}
+TORCH_LAYOUTS = {**LAYOUTS, "fixed": {"pipeline_parallel": 2}, "executor": "torch"}
+EIGHT_GPUS = {"nodes": 1, "gpus_per_node": 8, "device": "h100"}
+MANY_LAYOUTS = {**LAYOUTS, "cluster": EIGHT_GPUS, "top": 20, "options": {"effort": "thorough"}}
+"""Plans a layout at once, and then takes minutes."""
 LEASE_SECONDS = 2.0
 # Services, the scheduler and workers import the searches from there.
 ENVIRONMENT = {
@@ -156,6 +171,47 @@ def begun(site: Site, seed: int) -> Search:
     return client.search(search_id)
 
 
+def begun_layouts(site: Site) -> LayoutSearch:
+    """A long search for layouts that has planned one and continues."""
+    client = site.services[0].client
+    search_id = client.submit_layouts(MANY_LAYOUTS).id
+    until(lambda: client.layouts(search_id).objective is not None, f"a layout of {search_id}")
+    return client.layouts(search_id)
+
+
+def seen_by(client: Client, asked: Search) -> Search:
+    """The state of a search of either kind."""
+    return client.layouts(asked.id) if isinstance(asked, LayoutSearch) else client.search(asked.id)
+
+
+def cancel(client: Client, asked: Search) -> None:
+    """Cancel a search of either kind."""
+    (client.cancel_layouts if isinstance(asked, LayoutSearch) else client.cancel)(asked.id)
+
+
+def ended_by_cancellation(client: Client, asked: Search) -> Search:
+    """The end of a cancelled search of either kind."""
+    wait = client.wait_layouts if isinstance(asked, LayoutSearch) else client.wait
+    ended: Search = wait(asked.id, timeout=DEADLINE)
+    assert ended.state == "cancelled"
+    verify(client.plan(str(ended.plan_id)))
+    return ended
+
+
+def expected_answer(body: dict[str, Any]) -> dict[str, Any]:
+    """The answer of the solver, in this process."""
+    request = read_layouts(LayoutRequest.model_validate(body))
+    top = body["top"]
+    if "executor" in body:
+        ranking = executor_layouts(request.layouts, request.setting, body["executor"], top)
+    else:
+        ranking = best_layouts(request.layouts, request.setting, top)
+    answer = ranking_json(ranking, request, with_plans=False)
+    for layout, planned in zip(answer["layouts"], ranking.best, strict=True):
+        layout["plan_id"] = planned.plan.plan_id
+    return answer
+
+
 def test_services_share_the_work_and_find_the_plans_of_the_solver(site: Site) -> None:
     until(lambda: all(service.readiness()[0] == 200 for service in site.services), "readiness")
     clients = [service.client for service in site.services]
@@ -166,24 +222,36 @@ def test_services_share_the_work_and_find_the_plans_of_the_solver(site: Site) ->
         assert (done.state, done.plan_id) == ("done", expected.plan_id)
 
 
-def test_any_service_cancels_a_search_of_another_one_on_a_remote_worker(site: Site) -> None:
-    running = begun(site, 0)
+def test_layouts_searched_on_workers_are_those_of_the_solver(site: Site) -> None:
+    clients, bodies = [service.client for service in site.services], (LAYOUTS, TORCH_LAYOUTS)
+    asked = [client.submit_layouts(body) for client, body in zip(clients, bodies, strict=True)]
+    for found, client, body in zip(asked, reversed(clients), bodies, strict=True):
+        expected = expected_answer(body)
+        done = client.wait_layouts(found.id, timeout=DEADLINE)
+        assert (done.state, done.answer) == ("done", expected)
+        assert done.plan_id == expected["layouts"][0]["plan_id"]
+        *kinds, end = [event.kind for event in client.layout_events(found.id)]
+        assert end == "end"
+        assert {"state", "improvement"} <= set(kinds) <= {"state", "improvement", "progress"}
+
+
+@pytest.mark.parametrize("kind", ["plans", "layouts"])
+def test_any_service_cancels_a_search_of_another_one_on_a_remote_worker(site: Site, kind: str) -> None:
+    running = begun(site, 0) if kind == "plans" else begun_layouts(site)
     owner = site.owner_of(running.id)
     other = next(service for service in site.services if service.process.pid != owner)
     began = time.monotonic()
-    other.client.cancel(running.id)
-    ended = other.client.wait(running.id, timeout=DEADLINE)
-    assert (ended.state, ended.attempts) == ("cancelled", 1)
-    assert time.monotonic() - began < 60.0  # its time limit is ten minutes
-    verify(other.client.plan(str(ended.plan_id)))
+    cancel(other.client, running)
+    assert ended_by_cancellation(other.client, running).attempts == 1
+    assert time.monotonic() - began < 60.0  # it would take minutes
 
 
 def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: Site) -> None:
-    before = [begun(site, seed) for seed in (1, 2)]
+    before = [begun(site, 1), begun_layouts(site)]
     first, second = site.services
 
     def states() -> list[str]:
-        return sorted(first.client.search(found.id).state for found in before)
+        return sorted(seen_by(first.client, found).state for found in before)
 
     # A worker that receives SIGTERM gives its search back; this is no crash.
     site.workers[0].send_signal(signal.SIGTERM)
@@ -208,20 +276,24 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
     site.workers[0].send_signal(signal.SIGKILL)
 
     def is_back(found: Search) -> bool:
-        seen = survivor.client.search(found.id)
-        return seen.state == "running" and site.owner_of(found.id) == survivor.process.pid
+        seen = seen_by(survivor.client, found)
+        is_ours = site.owner_of(found.id) == survivor.process.pid
+        return seen.state == "running" and is_ours and seen.objective is not None
 
     # One worker remains, so the two searches run one after the other.
     until(lambda: any(map(is_back, before)), "a search in the other service")
+    plan, layouts = before
+    cancel(survivor.client, plan)
+    # A cancelled search for layouts has those of its last attempt.
+    until(partial(is_back, layouts), "a layout")
+    cancel(survivor.client, layouts)
     for found in before:
-        survivor.client.cancel(found.id)
-    for found in before:
-        ended = survivor.client.wait(found.id, timeout=DEADLINE)
-        assert (ended.state, ended.attempts >= 2) == ("cancelled", True)
-        assert ended.objective is not None
-        assert found.objective is not None
-        assert ended.objective <= found.objective * (1 + 1e-9)
-        verify(survivor.client.plan(str(ended.plan_id)))
+        ended = ended_by_cancellation(survivor.client, found)
+        assert ended.attempts >= 2
+        if found is plan:
+            assert ended.objective is not None
+            assert found.objective is not None
+            assert ended.objective <= found.objective * (1 + 1e-9)
     assert sum(site.crashes(found.id) for found in before) <= 1
     expected = search(parse_problem(PROBLEM), SearchOptions("quick", seed=9))
     asked = survivor.client.submit(PROBLEM, {"effort": "quick", "seed": 9})

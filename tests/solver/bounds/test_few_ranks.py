@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 
 import numpy as np
 import pytest
@@ -106,6 +106,16 @@ def test_too_few_pairs_prove_nothing() -> None:
     assert value == 0.0
     assert used < 2000
     assert np.isclose(few_ranks_bound(few, 8, PAIRS)[0], 1068)
+
+
+def test_a_stopped_bound_is_the_best_so_far() -> None:
+    problem = parse_problem(TIGHT)
+    asked = count()
+    stopped = lower_bound(problem, "thorough", is_stopped=lambda: next(asked) >= 20)
+    assert next(asked) < 30, "it goes on after the stop"
+    known = lower_bound(problem).value
+    assert known <= stopped.value < lower_bound(problem, "thorough").value
+    assert lower_bound(problem, "thorough", is_stopped=lambda: True).value == known
 
 
 @pytest.mark.parametrize("p2p", [0, 3])

@@ -47,6 +47,15 @@ def test_the_best_cut_is_printed_and_is_a_plan(tmp_path: Path, capsys: Capture) 
     assert main(["export", plan, "--format", "torch-csv", "-o", str(tmp_path / "plan.csv")]) == 0
 
 
+def test_a_time_limit_ends_the_search_with_what_is_known(tmp_path: Path, capsys: Capture) -> None:
+    model = written(tmp_path / "model.json", MODEL)
+    flags = ["--executor", "megatron", "--effort", "thorough", "--json", "--no-free-order"]
+    assert main(["cut", model, *flags, "--time-limit", "0.001"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["lower_bound"] <= found["objective"]
+    assert found["objective"] >= 20
+
+
 def test_the_summary_has_the_settings(tmp_path: Path, capsys: Capture) -> None:
     model = written(tmp_path / "model.json", MODEL)
     flags = ["--executor", "torchtitan", "--effort", "quick", "--virtual-stages", "1", "--no-free-order"]
@@ -61,6 +70,9 @@ def test_the_summary_has_the_settings(tmp_path: Path, capsys: Capture) -> None:
     ("changes", "flags", "status", "message"),
     [
         ({}, ["--virtual-stages", "0"], 2, "found 0 virtual stages"),
+        ({}, ["--virtual-stages", "999999999"], 2, "must be at most 64"),
+        ({}, ["--time-limit", "0"], 2, "--time-limit"),
+        ({}, ["--time-limit", "nan"], 2, "--time-limit"),
         ({}, ["--group-size", "9", "--virtual-stages", "2"], 2, "found group size 9"),
         ({"memory": {"limit": 3}}, [], 3, "the closest cut would need"),
         ({"layers": [layer("head", 1), layer("block", 1, repeat=4)]}, [], 2, "found layers with the letters"),

@@ -239,8 +239,8 @@ def test_embedding_and_head_move_tables_and_logits() -> None:
     assert embedding.forward == pytest.approx(2 * row * per_byte)
     assert embedding.backward_weight == pytest.approx((2 * row + table * (2 * 2 + 2 * 4)) * per_byte)
     product = head.backward_weight
-    assert head.forward - product == pytest.approx((2 * row + (2 * 2 + 4) * logits) * per_byte)
-    assert head.backward_input - product == pytest.approx((3 * row + (4 + 2) * logits) * per_byte)
+    assert head.forward - product == pytest.approx((2 * row + (2 + 9 * 4) * logits) * per_byte)
+    assert head.backward_input - product == pytest.approx((3 * row + (3 * 4 + 2) * logits) * per_byte)
 
 
 def test_norms_of_queries_and_keys_add_memory_traffic() -> None:

@@ -51,6 +51,8 @@ def test_a_fused_loss_keeps_logits_in_their_own_type() -> None:
     plain, fused = layers()["head"].plain, layers(fused_loss=True)["head"].plain
     assert plain.after_forward - fused.after_forward == logits
     assert fused.workspace < plain.workspace
+    assert fused.times.forward < plain.times.forward
+    assert fused.times.backward_input < plain.times.backward_input
 
 
 def test_a_pattern_gives_every_layer_its_kind() -> None:

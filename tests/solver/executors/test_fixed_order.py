@@ -30,6 +30,9 @@ def test_terms_are_exact_for_their_costs_and_bounds_for_others(
     terms = list(order.critical(duration, latency))
     assert np.isclose(terms[0].value(duration, latency), value, rtol=1e-9)
     assert max(each.value(duration, latency) for each in terms) <= value * (1 + 1e-9)
+    paths = [order.path_of(rank, duration, latency) for rank in range(len(order.hosted))]
+    assert {each.key for each in paths} <= {each.key for each in terms} or problem.objective == "makespan"
+    assert max(each.value(duration, latency) for each in paths) <= value * (1 + 1e-9)
     # Other costs: every stage takes up to ten times as long, or as short.
     scale = factor ** np.linspace(-1, 1, duration.shape[1])
     other = order.value(duration * scale, latency)

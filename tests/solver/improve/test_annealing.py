@@ -10,7 +10,8 @@ from support.problems import differing_problems, limited, limited_problems, unif
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.construct.tables import make_tables
-from zbv_solver.improve.annealing import Move, Round, _round, anneal, is_overtaking, trial_of, window_starts
+from zbv_solver.improve.annealing import Round, _round, anneal, is_overtaking, trial_of, window_starts
+from zbv_solver.improve.moves import Move
 from zbv_solver.improve.order_state import Kept, State, compute_all, critical_path
 from zbv_solver.plans.orders import Orders, in_entry_order
 from zbv_solver.problem.problem import Problem

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, limited_problems, rough_problems, uniform
 from zbv_solver.bounds import lower_bound
-from zbv_solver.construct.injection import Injection, InjectionScheduler, accept
+from zbv_solver.construct.injection import Injection, InjectionScheduler
+from zbv_solver.construct.injection_state import accept
 from zbv_solver.improve.injection_search import injection_search, smoothed
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import earliest_start_values

@@ -16,6 +16,7 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor
 from zbv_solver.executors.megatron_layout import parse_layout
 from zbv_solver.executors.torchtitan_settings import parse_settings
+from zbv_solver.layouts import executor_layouts as executor_module
 from zbv_solver.layouts.answer import ranking_json, recomputation
 from zbv_solver.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
@@ -282,6 +283,21 @@ def test_a_cancelled_search_bounds_all_layouts() -> None:
     ranking = executor_layouts(request.layouts, request.setting, "megatron", cancelled=lambda: True)
     assert ranking.best == ()
     assert 0 < ranking.no_layout_below < inf
+
+
+@pytest.mark.parametrize("budget", [0.0, 1e9])
+def test_large_orders_wait_and_may_stay_unsettled(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_of(MODEL, cluster_of(1, 4), 8, microbatch_size=1)
+    settled = executor_layouts(request.layouts, request.setting, "megatron", top=2)
+    monkeypatch.setattr(executor_module, "LARGE", 64)
+    monkeypatch.setitem(executor_module.MOST_BOUNDED, "quick", budget)
+    found = executor_layouts(request.layouts, request.setting, "megatron", top=2)
+    assert found.considered == settled.considered == found.planned + found.pruned + found.unsettled
+    assert found.no_layout_below <= settled.best[0].step_time
+    assert (found.unsettled > 0) == (budget == 0)
+    if budget:
+        assert found.best[0].step_time == pytest.approx(settled.best[0].step_time, rel=1e-9)
+        assert found.no_layout_below == pytest.approx(settled.no_layout_below, rel=1e-9)
 
 
 def test_reports_lead_to_the_ranking() -> None:

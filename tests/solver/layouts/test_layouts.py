@@ -15,7 +15,7 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.layouts.answer import ranking_json
 from zbv_solver.layouts.cluster import Cluster, equal_cluster, parse_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, _balanced
-from zbv_solver.layouts.layout import Fixed, Layout, Recompute
+from zbv_solver.layouts.layout import Fixed, Layout, Order, Recompute
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import best_layouts, plan_layout
@@ -89,12 +89,37 @@ def test_groups_use_the_link_that_they_cross() -> None:
     assert (near.tensor.bandwidth, near.data.bandwidth, near.pipeline.bandwidth) == (300, 300, 25)
     far = replace(layout, placement="tp-cp-pp-dp").links(cluster)
     assert (far.tensor.bandwidth, far.data.bandwidth, far.pipeline.bandwidth) == (300, 25, 300)
-    assert (
-        replace(layout, tensor_parallel=8, data_parallel=1, pipeline_parallel=1)
-        .links(cluster)
-        .tensor.bandwidth
-        == 25
-    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tensor", "context", "data", "expert", "placement", "bandwidths"),
+    [
+        (2, 1, 1, 8, 1, "tp-cp-dp-pp", (300, 100, 100)),
+        (2, 2, 1, 4, 1, "tp-cp-dp-pp", (300, 50, 100)),
+        (2, 2, 2, 2, 2, "tp-cp-dp-pp", (300, 50, 50)),
+        (2, 4, 1, 2, 4, "tp-cp-dp-pp", (300, 25, 25)),
+        (2, 8, 1, 1, 1, "tp-cp-dp-pp", (100, 300, 100)),
+        (2, 1, 1, 8, 2, "tp-cp-dp-pp", (300, 100, 50)),
+        (2, 1, 1, 8, 8, "tp-cp-dp-pp", (300, 100, 300)),
+        (4, 1, 1, 8, 1, "tp-cp-pp-dp", (300, 50, 50)),
+    ],
+)
+def test_rings_leave_a_node_by_a_link_for_each_of_their_devices_there(
+    nodes: int, tensor: int, context: int, data: int, expert: int, placement: Order,
+    bandwidths: tuple[float, float, float],
+) -> None:  # fmt: skip
+    ranks = 4 * nodes // (tensor * context * data)
+    layout = Layout(tensor, context, expert, data, ranks, 1, 8, 1, "per-stage", placement)
+    links = layout.links(cluster_of(nodes, 4))
+    assert (links.tensor.bandwidth, links.data.bandwidth, links.expert_data.bandwidth) == bandwidths
+
+
+def test_a_ring_is_not_faster_than_the_link_inside_its_nodes() -> None:
+    cluster = cluster_of(2, 4)
+    slow = replace(cluster, in_node=replace(cluster.in_node, bandwidth=60.0))
+    layout = Layout(1, 1, 1, 8, 1, 1, 8, 1, "per-stage", "tp-cp-dp-pp")
+    assert layout.links(slow).data.bandwidth == 60
+    assert replace(layout, tensor_parallel=4, data_parallel=2).links(slow).data.bandwidth == 25
 
 
 def test_rings_on_a_node_have_the_latency_of_a_step_unless_the_link_is_given() -> None:
@@ -105,7 +130,9 @@ def test_rings_on_a_node_have_the_latency_of_a_step_unless_the_link_is_given() -
     assert layout.links(equal_cluster(document)).tensor.step_latency == 3.4
     assert layout.links(equal_cluster(given)).tensor.step_latency == 0
     across = replace(layout, tensor_parallel=16, data_parallel=1, pipeline_parallel=1)
-    assert across.links(equal_cluster(document)).tensor.step_latency == 0
+    found = across.links(equal_cluster(document)).tensor
+    # One of 15 steps leaves a node.
+    assert found.step_latency == pytest.approx((14 * 3.4 + 20) / 15)
 
 
 LOADS = st.lists(st.tuples(st.floats(0.01, 1e3), st.floats(0.01, 1e3)), max_size=5)
@@ -237,6 +264,8 @@ def test_a_model_without_the_modules_has_no_selective_layout() -> None:
     ("change", "pointer"),
     [
         ({"nodes": 0}, "/nodes"),
+        ({"nodes": 100_000_000, "gpus_per_node": 100_000_000}, "/nodes"),
+        ({"reserve": 1e9}, "/reserve"),
         ({"device": "llama-3.1-8b"}, "/device"),
         ({"device": "h1000"}, "/device"),
         ({"device": {"achieved_tflops": -1}}, "/device/achieved_tflops"),
@@ -250,6 +279,20 @@ def test_wrong_clusters_are_refused(change: dict[str, Any], pointer: str) -> Non
     with pytest.raises(InvalidInput) as error:
         parse_cluster({**document, "memory": 1e9, **change})
     assert [issue.pointer for issue in error.value.issues] == [pointer]
+
+
+def test_huge_numbers_are_enumerated_quickly() -> None:
+    """By their divisors: counting up to them would take hours."""
+    model = {**MODEL, "experts": 99_999_989, "experts_per_token": 1}
+    assert len(request_of(model, cluster_of(1, 2), 99_999_989).layouts) < 100
+
+
+def test_a_microbatch_alone_takes_the_time_of_all_layers() -> None:
+    request = request_of(MODEL, cluster_of(1, 4), 1, Fixed(pipeline_parallel=4, tensor_parallel=1))
+    (layout,) = request.layouts
+    alone = EstimatedLayout.of(layout, request.setting)
+    assert alone.memory_bound > 2 * alone.mean_bound
+    assert alone.memory_bound <= plan_layout(alone).step_time
 
 
 def test_the_memory_of_a_cluster_may_be_that_of_its_device() -> None:

@@ -190,7 +190,7 @@ def test_measured_links_replace_those_of_nodes() -> None:
     links, latency = one.links(layout)
     assert links.data.bandwidth == pytest.approx(0.5)
     assert (links.data.latency, latency) == (0.0, 90.0)
-    assert two.links(layout)[0].data.bandwidth == 25
+    assert two.links(layout)[0].data.bandwidth == 50
     half = replace(layout, pipeline_parallel=2, data_parallel=2)
     assert two.links(half)[0].data.bandwidth == pytest.approx(1.0)
     sharded, latency = two.links(replace(half, zero_stage=1))

@@ -73,7 +73,7 @@ def too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     true = Bound(1.0, "quick")
     monkeypatch.setattr(
         "zbv_solver.search.pipeline.lower_bound",
-        lambda problem, effort="full", _enough=None: true if effort == "quick" else Bound(1e6, "wrong"),
+        lambda problem, effort="full", *_rest: true if effort == "quick" else Bound(1e6, "wrong"),
     )
 
 

@@ -18,7 +18,8 @@ from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
 from zbv_solver.construct.attempt import Attempt, from_orders
-from zbv_solver.construct.list_scheduling import ListScheduler, serial, simple_rule
+from zbv_solver.construct.list_scheduling import ListScheduler, serial
+from zbv_solver.construct.rules import simple_rule
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem

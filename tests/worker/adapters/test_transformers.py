@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from zbv_solver.search.search import SearchOptions, search
 from zbv_worker.adapters import safetensors_folder
 from zbv_worker.adapters.causal_language_model import pipeline_model
-from zbv_worker.adapters.transformers import SUPPORTED, TransformersLayers, from_transformers
+from zbv_worker.adapters.transformers import TransformersLayers, from_transformers
+from zbv_worker.adapters.transformers_source import SUPPORTED
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model import Layered, PipelineModel, Tied, Weighted

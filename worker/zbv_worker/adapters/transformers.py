@@ -8,8 +8,6 @@ downloaded.
 from __future__ import annotations
 
 import copy
-import importlib.metadata
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,26 +27,16 @@ from zbv_worker.adapters.decoder_layers import (
 from zbv_worker.adapters.routing import RoutedBlock, RoutedEmbedding, RoutedHead, Routing
 from zbv_worker.adapters.safetensors_folder import read_tensors, write_index, write_tensors
 from zbv_worker.adapters.split_modules import split_modules
-from zbv_worker.errors import InvalidRun, describe_error
-from zbv_worker.model.layer_list import stacked, whole_name
-
-SUPPORTED = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "llama",
-    "mistral",
-    "mixtral",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
+from zbv_worker.adapters.transformers_source import (
+    dtype_of,
+    on_meta,
+    require_language_model,
+    require_transformers,
+    resolved,
+    supported,
 )
-"""The model types that tests compare with the unsplit model."""
+from zbv_worker.errors import InvalidRun
+from zbv_worker.model.layer_list import stacked, whole_name
 
 IGNORED = -100
 """The label of tokens that the loss ignores, as in transformers."""
@@ -84,16 +72,16 @@ def from_transformers(
     InvalidRun
         If transformers is missing, the source cannot be read, or its family is not supported.
     """
-    _require_transformers()
+    require_transformers()
     from transformers import PreTrainedModel
 
     if isinstance(source, PreTrainedModel):
-        _require_language_model(type(source), _supported(source.config))
+        require_language_model(type(source), supported(source.config))
         return TransformersLayers(
-            _on_meta(type(source), source.config, source.dtype, attention), seed, own=source
+            on_meta(type(source), source.config, source.dtype, attention), seed, own=source
         )
-    model_class, config, folder = _resolved(source)
-    model = _on_meta(model_class, config, dtype or _dtype_of(config), attention)
+    model_class, config, folder = resolved(source)
+    model = on_meta(model_class, config, dtype or dtype_of(config), attention)
     return TransformersLayers(model, seed, folder=folder)
 
 
@@ -302,114 +290,3 @@ class TransformersLayers:
                 if name.startswith(f"{path}."):
                     return f"{layer}.{child}.{name.removeprefix(f'{path}.')}"
         raise InvalidRun(f"found the parameter {name}, which belongs to no layer.")
-
-
-def _require_transformers() -> None:
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise InvalidRun(
-            f"found no module {error.name!r}; models of transformers need it. Install it with: "
-            f"pip install 'zbv[transformers]'."
-        ) from None
-    version = importlib.metadata.version("transformers")
-    if int(version.partition(".")[0]) < 5:
-        raise InvalidRun(
-            f"found transformers {version}; zbv needs 5 or later. Install it with: "
-            f"pip install 'transformers>=5'."
-        )
-
-
-def _resolved(source: Any) -> tuple[Any, Any, Path | None]:
-    """The model class, the configuration, and the folder with tensors."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
-
-    folder = None
-    config: Any
-    if isinstance(source, type) and issubclass(source, PreTrainedModel):
-        made: Any = source
-        if made.config_class is None:
-            raise InvalidRun(
-                f"from_transformers: found the class {made.__name__}, which has no configuration. "
-                f"Pass a class as LlamaForCausalLM, or a configuration."
-            )
-        config = _supported(made.config_class())
-        _require_language_model(made, config)
-        return made, config, None
-    if isinstance(source, str | Path):
-        path = Path(source)
-        folder = path if path.is_dir() else None
-        config = _read_config(path / "config.json" if path.is_dir() else path)
-    elif isinstance(source, PreTrainedConfig):
-        config = source
-    else:
-        raise InvalidRun(
-            f"from_transformers: found a {type(source).__name__}; must be a configuration, a model, a model "
-            f"class, a folder, or the path of a config.json."
-        )
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(_supported(config))], config, folder
-
-
-def _require_language_model(model_class: type, config: Any) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    needed = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not issubclass(model_class, needed):
-        raise InvalidRun(
-            f"from_transformers: found a {model_class.__name__}, which is no causal language model. Use "
-            f"{needed.__name__}, or pass the layers as a list of modules."
-        )
-
-
-def _read_config(path: Path) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidRun(
-            f"from_transformers: found no {path}; must be a folder with a config.json, or that file. Nothing "
-            f"is downloaded: download the model first."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise InvalidRun(f"{path}: cannot be read as JSON ({error}). Copy the file again.") from None
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    _require_supported(kind)
-    try:
-        return CONFIG_MAPPING[kind].from_dict(values)
-    except Exception as error:  # transformers raises classes of several libraries
-        raise InvalidRun(f"{path}: transformers rejects it: {describe_error(error)}.") from None
-
-
-def _supported(config: Any) -> Any:
-    _require_supported(config.model_type)
-    return config
-
-
-def _require_supported(kind: object) -> None:
-    if kind not in SUPPORTED:
-        raise InvalidRun(
-            f"found a configuration with model_type {kind!r}; zbv splits the families "
-            f"{', '.join(SUPPORTED)}. Pass the layers of other models as a list of modules."
-        )
-
-
-def _dtype_of(config: Any) -> torch.dtype:
-    found = getattr(config, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.float32
-
-
-def _on_meta(model_class: Any, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
-    """The whole model without memory for its parameters."""
-    options = {} if attention is None else {"attn_implementation": attention}
-    config = copy.deepcopy(_supported(config))
-    config.use_cache = False
-    try:
-        with torch.device("meta"):
-            model = model_class._from_config(config, dtype=dtype, **options)
-    except Exception as error:  # transformers raises classes of several libraries
-        raise InvalidRun(
-            f"transformers cannot build a {model_class.__name__} from this configuration: "
-            f"{describe_error(error)}. Correct the configuration."
-        ) from error
-    return model.train()

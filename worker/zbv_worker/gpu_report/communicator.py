@@ -26,7 +26,8 @@ from zbv_worker.gpu_report.check import (
 )
 from zbv_worker.gpu_report.streams import DELAY, Bench, GpuBench, is_filled
 from zbv_worker.transport.communicators import CHANNEL_OPTIONS
-from zbv_worker.transport.control import ControlPlane, GlooControl
+from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.torch_api import NcclApi, NcclGroup, NcclWork, TorchNccl
 from zbv_worker.transport.torch_errors import first_line
 

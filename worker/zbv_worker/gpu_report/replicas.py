@@ -36,7 +36,7 @@ from zbv_worker.stage.stage import Stage
 from zbv_worker.training.gradients import Gradients, SummedGradients
 from zbv_worker.training.replicas import DataOfReplica
 from zbv_worker.transport.channels import key_of
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.world import Backend
 
 REPLICAS = 2

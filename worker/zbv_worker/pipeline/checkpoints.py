@@ -15,7 +15,7 @@ from zbv_worker.pipeline.failures import Failures
 from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
 from zbv_worker.training.checkpoint_state import TrainedState
 from zbv_worker.training.ties import Ties
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 
 
 class Stateful(Protocol):

@@ -14,7 +14,8 @@ from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.stage.precision import Precision
 from zbv_worker.stage.program import Program
 from zbv_worker.transport.connect import open_transport
-from zbv_worker.transport.control import ConnectedTransport, GlooControl
+from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.world import Backend, Layout, World, select_device
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError, describe_error
-from zbv_worker.transport.control import ABORT_SECONDS, ConnectedTransport
+from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport
 from zbv_worker.transport.failure_watch import FailureNotes, Loss
 
 _READ_SECONDS, _POLL_SECONDS = 1.0, 0.05

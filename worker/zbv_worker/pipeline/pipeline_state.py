@@ -16,7 +16,7 @@ from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.pipeline.state import gather_state, load_state, named_parameters, state_of
 from zbv_worker.training.checkpoint import DEFAULT_KEPT, DEFAULT_TIMEOUT, CheckpointOptions
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 
 
 class PipelineState:

@@ -20,7 +20,7 @@ from zbv_worker.pipeline.failures import Failures
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training.fully_sharded import FullySharded
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 
 _LEAVE_SECONDS = 10.0
 """How long a process that ends waits for its peers to receive what it sent."""

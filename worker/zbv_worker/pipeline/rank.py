@@ -32,7 +32,7 @@ from zbv_worker.training.batch_loss import BatchLoss
 from zbv_worker.training.gradients import Gradients, gradients_of, multiply, trained_by
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.values.structure import Structure
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from zbv_worker.errors import Disagreement, InvalidRun
 from zbv_worker.stage.layers import Keywords
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 
 Call = Literal["step", "evaluate"]
 Shapes = tuple[int, ...]

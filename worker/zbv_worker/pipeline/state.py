@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.stage.dtensors import is_dtensor
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 
 Modules = Mapping[int, nn.Module]
 """A rank's modules, by stage."""

@@ -32,7 +32,7 @@ from zbv_worker.execution.rank_plan import RankPlan, by_microbatch
 from zbv_worker.pipeline.packed import lengths_of
 from zbv_worker.pipeline.planner_client import PlannerClient
 from zbv_worker.pipeline.step_plan import StepPlan, Values, answer_of, key_of_values
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.messages import MAX_BYTES
 
 PER_STEP = "per-step"

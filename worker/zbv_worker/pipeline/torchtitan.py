@@ -29,7 +29,7 @@ from zbv_worker.pipeline.plan_schedule import PlanSchedule
 from zbv_worker.pipeline.plans import PlanLike, rank_plan
 from zbv_worker.pipeline.preparing import open_channels, starting_together
 from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.world import Layout
 
 _V_SCHEDULE = "ZBVZeroBubble"

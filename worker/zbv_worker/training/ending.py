@@ -18,7 +18,8 @@ from typing import NoReturn
 from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, WorkerError
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress, progress_of_error
 from zbv_worker.host.leaving import leave
-from zbv_worker.transport.control import ABORT_SECONDS, ConnectedTransport, ControlPlane
+from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport
+from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.failure_watch import BEAT_SECONDS, FailureNotes, Loss
 from zbv_worker.transport.rendezvous import lives_in_rank_0, say
 

@@ -6,8 +6,9 @@ from zbv_worker.errors import ChannelTimeout
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.training.ending import Ending
 from zbv_worker.training.startup import Startup
-from zbv_worker.transport.control import ConnectedTransport, GlooControl
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.failure_watch import SILENT_SECONDS, FailureNotes, FailureWatch
+from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.rendezvous import say
 
 

@@ -28,7 +28,8 @@ from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.connect import open_transport
-from zbv_worker.transport.control import ABORT_SECONDS, ConnectedTransport, GlooControl
+from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport
+from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.rendezvous import refuse
 from zbv_worker.transport.world import Layout, World, select_device
 

@@ -42,7 +42,7 @@ from zbv_worker.training.gradients import Gradients, squares
 from zbv_worker.training.shards import Holders, ShardBucket, Unit, unit_of
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.channels import Transport
-from zbv_worker.transport.control import ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 
 
 class ShardedGradients(Gradients):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from zbv_worker.transport.control import ConnectedTransport, ControlPlane, GlooControl
+from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.gloo import GlooTransport
+from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.transport.torch_api import HostClock, TorchNccl, torch_cuda
 from zbv_worker.transport.world import Backend, Layout, World

@@ -30,7 +30,8 @@ from zbv_worker.transport import nccl_environment
 from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
 from zbv_worker.transport.communicators import CHANNEL_OPTIONS, MAX_COMMUNICATORS, SUM_OPTIONS, greeting_order
-from zbv_worker.transport.control import ConnectedTransport, ControlPlane
+from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.gloo import Summed
 from zbv_worker.transport.nccl_operations import Operations, StreamReceive, StreamSender, StreamSum
 from zbv_worker.transport.rendezvous import say

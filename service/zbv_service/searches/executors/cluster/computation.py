@@ -59,7 +59,10 @@ class DaskComputation:
 
     def kill(self) -> None:
         """Give the search up, because its thread cannot be killed. It occupies the thread until it stops."""
-        self.fail(SearchCrashed("it did not stop on request and was given up"))
+        if self.is_under_way:
+            self.fail(SearchCrashed("it did not stop on request and was given up"))
+        else:  # it waits in a queue of Dask, because a worker has died since it was submitted
+            self.fail(SearchLost("no worker has begun it."))
 
     @property
     def is_under_way(self) -> bool:

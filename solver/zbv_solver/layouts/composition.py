@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from zbv_solver.estimate.times import TimeShares
 from zbv_solver.layouts.layer_costs import EVERYWHERE, recomputed
 from zbv_solver.layouts.search import PlannedLayout
 from zbv_solver.plans.plan import Plan
-from zbv_solver.timing.start_times import execution_graph, span_start_times
+from zbv_solver.timing.start_times import evaluate
 
 SECONDS = 1e-6
 """In a microsecond."""
@@ -33,9 +33,9 @@ class Composition:
     tensor_parallel, context_parallel, expert_parallel, data_parallel
         Exchanges in every microbatch that compute does not hide.
     transfers
-        The rank waits for data that another rank has sent.
+        How much shorter the step would be in the same order if transfers between ranks took no time.
     idle
-        The rank waits for another rank to compute: the bubble.
+        The rank waits even so, for another rank to compute: the bubble.
     gradient_reduction, parameter_gathering, optimizer, table_reduction
         Work once per step; ``table_reduction`` sums the gradients of a shared embedding.
     """
@@ -102,7 +102,7 @@ def composition(planned: PlannedLayout) -> Composition:
     for name in ("backward_input", "backward_weight") if backward > 0 else ():
         of_microbatches[name] -= saved * of_microbatches[name] / backward
     waiting = plan.metrics.span * SECONDS - sum(of_microbatches.values())
-    transfers = min(_transfers(plan, rank) * SECONDS, max(waiting, 0.0))
+    transfers = (plan.metrics.span - _span_without_transfers(plan)) * SECONDS
     steps = [
         [own[name].step for s in stages for name in model.partition[s]]
         for stages, own in ((stages, _layers_on(planned, rank)) for rank, stages in enumerate(hosted))
@@ -137,13 +137,8 @@ def _row(*values: float) -> np.ndarray:
     return np.array(values)
 
 
-def _transfers(plan: Plan, rank: int) -> float:
-    """How long a rank waits for data that has been sent but has not arrived."""
-    graph = execution_graph(plan.problem, plan.orders)
-    start = span_start_times(plan.problem, plan.orders)
-    end = start + graph.duration
-    part = plan.orders.slice_of(rank)
-    source, began = graph.source[part], start[part]
-    free = np.concatenate((began[:1], end[part][:-1]))
-    sent = np.where(source >= 0, end[source], began)
-    return float(np.maximum(began - np.maximum(free, sent), 0.0).sum())
+def _span_without_transfers(plan: Plan) -> float:
+    """The span of the plan's order if every transfer took no time."""
+    problem = plan.problem
+    costs = replace(problem.costs, p2p=(0.0,) * (problem.n_stages - 1))
+    return evaluate(replace(problem, costs=costs, model=None), plan.orders).span

@@ -294,7 +294,7 @@ class _ExecutorSearch:
         below = min([*bounds.values(), *(each.step_time for each in best)])
         planned = {node.candidate for _, node in steps}
         shortest = self._longest() * (1 - OPTIMAL_GAP)
-        unsettled = sum(bound < shortest for each, bound in bounds.items() if each not in planned)
+        unsettled = sum(1 for each, bound in bounds.items() if each not in planned and bound < shortest)
         return Ranking(best, self.considered, len(steps), below, unsettled=unsettled)
 
     def _bounds(self) -> dict[ExecutorCandidate, float]:

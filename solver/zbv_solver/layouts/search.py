@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Settin
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress, News
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search_state import Cancelled
@@ -152,12 +153,12 @@ def best_layouts(
 
 @dataclass
 class LayoutSearch:
-    """The state of a search: plans by what they depend on, because layouts often differ in nothing else."""
+    """The state of a search. Layouts often have the same pipeline, and other exchanges once per step."""
 
     setting: Setting
     cancelled: Cancelled | None = None
     planned: list[PlannedLayout] = field(default_factory=list)
-    known: dict[Hashable, PlannedLayout] = field(default_factory=dict)
+    known: dict[LayeredProblem, Plan] = field(default_factory=dict)
     best: float = math.inf
     news: News = field(default_factory=News)
 
@@ -195,10 +196,10 @@ class LayoutSearch:
         return Waiting(found.step_time, number, found, True)
 
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
-        key = (estimated.problem, estimated.estimate, estimated.others)
-        if key not in self.known:
-            self.known[key] = plan_layout(estimated, cancelled=self.cancelled)
-        return replace(self.known[key], estimated=estimated)
+        problem = estimated.problem
+        if problem not in self.known:
+            self.known[problem] = first_plan(problem, self.cancelled)
+        return _with_plan(estimated, self.known[problem])
 
     def ranked(self, options: SearchOptions | None, cancelled: Cancelled | None) -> list[PlannedLayout]:
         """The planned layouts, best first; with options, the most promising ones are planned again."""
@@ -206,20 +207,23 @@ class LayoutSearch:
         if options is None or not ranked:
             return ranked
         longest = ranked[0].step_time * (1 + PROMISING)
-        again: dict[int, PlannedLayout] = {}  # by the plan, which layouts share
+        again: dict[LayeredProblem, Plan] = {}
         for each in ranked:
             if each.step_time > longest or len(again) == MOST_PROMISING or (cancelled and cancelled()):
                 break
-            if id(each.plan) not in again:
-                again[id(each.plan)] = plan_layout(each.estimated, options, cancelled)
-        found = [_better(each, again[id(each.plan)]) if id(each.plan) in again else each for each in ranked]
+            problem = each.estimated.problem
+            if problem not in again:
+                again[problem] = plan_layers(problem, options, None, cancelled)
+        found = [_better(each, again.get(each.estimated.problem)) for each in ranked]
         return sorted(found, key=lambda each: each.step_time)
 
 
-def _better(planned: PlannedLayout, again: PlannedLayout) -> PlannedLayout:
+def _better(planned: PlannedLayout, plan: Plan | None) -> PlannedLayout:
     """A layout with the plan of a fuller search; every bound that was proved holds."""
-    bound = max(planned.lower_bound, again.lower_bound)
-    return replace(again, estimated=planned.estimated, lower_bound=bound)
+    if plan is None:
+        return planned
+    again = _with_plan(planned.estimated, plan)
+    return replace(again, lower_bound=max(planned.lower_bound, again.lower_bound))
 
 
 def plan_layout(
@@ -233,6 +237,11 @@ def plan_layout(
     plan = (
         first_plan(problem, cancelled) if options is None else plan_layers(problem, options, None, cancelled)
     )
+    return _with_plan(estimated, plan)
+
+
+def _with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
+    """A layout with a plan of its pipeline: adds what happens once per step."""
     model, placement = plan.problem.model, plan.problem.placement
     if model is None or plan.cut is None:  # for type checkers: layers have both
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")

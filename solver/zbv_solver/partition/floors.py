@@ -26,8 +26,7 @@ def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
     their speeds, and parts are packed into them. Lemmas 31, 32, 33, 37, 60 and 61 of bounds/PROOFS.md.
     """
     mean = max(_least_total(tables) / float(tables.speeds.sum()), _most_parts(problem.pp_degree, tables))
-    if len(problem.kinds) > 1:
-        mean = max(mean, _packed_load(problem, mean))
+    mean = max(mean, _packed_load(problem, mean))
     above = []
     for device in problem.kinds:
         sums = _possible_loads(problem, device)

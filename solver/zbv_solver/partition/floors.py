@@ -26,7 +26,7 @@ def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
     their speeds, and parts are packed into them. Lemmas 31, 32, 33, 37, 60 and 61 of bounds/PROOFS.md.
     """
     mean = max(_least_total(tables) / float(tables.speeds.sum()), _most_parts(problem.pp_degree, tables))
-    mean = max(mean, _packed_load(problem, mean))
+    mean = max(mean, _packed_load(problem))
     above = []
     for device in problem.kinds:
         sums = _possible_loads(problem, device)
@@ -52,8 +52,8 @@ def _most_parts(p: int, tables: CutTables) -> float:
     return float(max(parts[0], crowded.max(initial=0.0))) * (1 - ROUNDING)
 
 
-def _packed_load(problem: LayeredProblem, least: float) -> float:
-    """The largest load of a rank if parts were packed into ranks of several devices, in any order.
+def _packed_load(problem: LayeredProblem) -> float:
+    """The least load of the most loaded rank if parts were packed into ranks in any order: Lemma 61.
 
     Of the parts, only the kind with the most copies and the largest `MOST_OTHERS` others count.
     """
@@ -88,8 +88,7 @@ def _packed_load(problem: LayeredProblem, least: float) -> float:
             most = grown
         return bool(most[-1] >= count)
 
-    loads = (block[:, None, None] * np.arange(count + 1) + of_set[:, :, None]).ravel()
-    loads = np.unique(loads[loads >= least * (1 - ROUNDING)])
+    loads = np.unique(block[:, None, None] * np.arange(count + 1) + of_set[:, :, None])
     at = bisect_left(loads, x=True, key=fits)
     return float(loads[at]) * (1 - ROUNDING) if at < len(loads) else 0.0
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from zbv_solver.bounds import lower_bound
+from zbv_solver.bounds import BoundEffort, lower_bound
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
@@ -246,9 +246,10 @@ class _LayersSearch:
         finalists = [*entrants[:most], *histograms]
         for number, entrant in enumerate(finalists):
             best, problem = self.best, entrant.problem
+            bound: BoundEffort = "quick" if self.is_first else "full"
             if best is not None and (
                 self._is_over(SEARCH_SHARE)
-                or lower_bound(problem).value >= best.objective * (1 - OPTIMAL_GAP)
+                or lower_bound(problem, bound).value >= best.objective * (1 - OPTIMAL_GAP)
             ):
                 continue
             share = (SEARCH_SHARE - self._spent()) / (len(finalists) - number)

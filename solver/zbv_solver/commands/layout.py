@@ -228,8 +228,7 @@ def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
 
 def _verdict(ranking: Ranking) -> str:
     open_ones = (
-        f" The search ended before {ranking.unsettled:,} others were planned or ruled out; a higher --effort "
-        f"goes on for longer."
+        f" The search ended before {ranking.unsettled:,} others were planned or ruled out."
         if ranking.unsettled
         else ""
     )

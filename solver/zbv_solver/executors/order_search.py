@@ -137,11 +137,8 @@ class OrderSearch:
             relaxed = relax(self.runs, self.order, (start, self.plain), 0, self.recompute is not None, False)
             self._take(relaxed)
 
-    def estimate(self, below: float = math.inf) -> None:
-        """A bound and a good cut with little effort: few programs, the last one's solution, few moves.
-
-        No cut is sought if the bound reaches ``below``.
-        """
+    def estimate(self) -> None:
+        """A bound with little effort: few programs, and the last one's solution as a cut."""
         start = self.runs.repaired(self.simple[-1])
         if start is not None:
             rounds = max(2, min(FEW_ROUNDS, FEW_SWEPT // (len(self.order.orders) * self.problem.pp_degree)))
@@ -152,8 +149,9 @@ class OrderSearch:
                 rounded = self.runs.repaired(tuple(np.rint(relaxed.counts.sum(axis=1)).astype(int).tolist()))
                 if rounded is not None:
                     self.local.consider((rounded, self.plain))
-        if math.isinf(self.bound) or self.bound >= below:
-            return
+
+    def seek_cut(self) -> None:
+        """A good cut with little effort: few moves, and CP-SAT if nothing else fits."""
         best = () if self.best is None else (self._at(self.best[0]),)
         self.screen(best)
         if self.best is None:

@@ -40,7 +40,9 @@ def ranking_json(
     document: dict[str, Any] = {
         "layouts": [_layout(each, request, with_plans) for each in ranking.best],
         "considered": ranking.considered,
+        "planned": ranking.planned,
         "pruned": ranking.pruned,
+        "unsettled": ranking.unsettled,
         "proof": {"no_layout_below": ranking.no_layout_below},
     }
     if with_points:

@@ -111,8 +111,9 @@ def composition(planned: PlannedLayout) -> Composition:
     return Composition(
         **of_microbatches,
         transfers=transfers,
-        idle=waiting - transfers,
-        gradient_reduction=sum(each.gradient_reduction for each in busiest) * SECONDS,
+        idle=max(0.0, waiting - transfers),
+        gradient_reduction=(sum(each.gradient_reduction for each in busiest) + planned.estimated.latency)
+        * SECONDS,
         parameter_gathering=sum(each.parameter_gathering for each in busiest) * SECONDS,
         optimizer=sum(each.optimizer for each in busiest) * SECONDS,
         table_reduction=estimate.table_reduction * SECONDS,

@@ -58,21 +58,30 @@ class SharedSearch:
     ----------
     steps
         How often it was advanced.
+    has_sought
+        Whether a good cut was sought.
     is_finished
         Whether it was searched in full.
     """
 
     search: OrderSearch
     steps: int = 0
+    has_sought: bool = False
     is_finished: bool = False
 
-    def advance(self, below: float) -> None:
-        """First, bound the loads; then, estimate the objective, if it may be below a value."""
+    def advance(self) -> None:
+        """First, bound the loads; then, bound the objective."""
         if self.steps == 0:
             self.search.bound_loads()
         else:
-            self.search.estimate(below)
+            self.search.estimate()
         self.steps += 1
+
+    def seek(self, below: float) -> None:
+        """Seek a good cut if the objective may be below a value, which differs between layouts."""
+        if not self.has_sought and self.search.bound < below:
+            self.has_sought = True
+            self.search.seek_cut()
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +187,9 @@ class Scheduled:
     def advanced(self, below: float = inf) -> Scheduled:
         """The node with a tighter bound; a cut is sought only if its step may be below this, in seconds."""
         if self.shared.steps == self.steps:
-            self.shared.advance((below - self.variant.least_once) / self._seconds)
+            self.shared.advance()
+        if self.steps > 0:
+            self.shared.seek((below - self.variant.least_once) / self._seconds)
         return replace(self, steps=self.steps + 1)
 
     def finish(self, below: float) -> None:

@@ -24,7 +24,7 @@ from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
 from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress, News
-from zbv_solver.layouts.search import LayoutSearch, PlannedLayout, Ranking, plan_layout
+from zbv_solver.layouts.search import LayoutSearch, PlannedLayout, Ranking, Waiting, plan_layout
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import SearchOptions
@@ -172,8 +172,8 @@ class _ExecutorSearch:
         is_due = first is None or (first.is_planned and self.late and self.late[0].bound < first.bound)
         if self.late and self.left > 0 and is_due:
             node = heapq.heappop(self.late)
-            is_estimate = isinstance(node.of, Scheduled) and node.of.steps > 0
-            self.left -= _size(node.of) * (ESTIMATE if is_estimate else 1.0)
+            if isinstance(node.of, Scheduled):
+                self.left -= node.of.size * (ESTIMATE if node.of.steps > 0 else 1.0)
             return node
         return heapq.heappop(self.queue) if self.queue else None
 
@@ -198,7 +198,7 @@ class _ExecutorSearch:
         of: LayoutVariant | Scheduled | ExecutorCandidate,
         tight: bool = False,
     ) -> None:
-        is_large = _size(of) > LARGE and (tight or not isinstance(of, LayoutVariant))
+        is_large = (tight or isinstance(of, Scheduled)) and _size(of) > LARGE
         heap = self.late if is_large else self.queue
         heapq.heappush(heap, _Node(bound, self.made, candidate, of, tight))
         self.made += 1
@@ -213,7 +213,11 @@ class _ExecutorSearch:
         """Replace a node of a free order by one with a tighter bound."""
         of = node.of.layout if isinstance(node.of, ExecutorCandidate) else node.of
         if isinstance(of, Layout | EstimatedLayout):
-            tighter = self.free.tighter(node.bound, node.number, of, node.is_tight)
+            try:
+                tighter = self.free.tighter(Waiting(node.bound, node.number, of, node.is_tight))
+            except InfeasibleMemory:
+                self.unresolved.append(node)
+                return
             if tighter is None:
                 return
             if isinstance(tighter.of, PlannedLayout):

@@ -121,10 +121,10 @@ class Layout:
         inside = GroupLink(cluster.in_node.bandwidth, cluster.in_node.latency, cluster.expert_overlap)
         across = cluster.between_nodes
         # Devices that share sequences have the same parameters, so they reduce gradients, too.
-        near = self._near(cluster, "cp") * self._near(cluster, "dp")
+        near = self._near(cluster, "cp", "dp")
         # Devices with the same experts are as far apart as an expert-parallel group is long.
         experts = self._of_rank // self.expert_parallel
-        near_experts = gcd(experts, max(1, near * self._near(cluster, "tp") // self.expert_parallel))
+        near_experts = gcd(experts, max(1, self._near(cluster, "tp", "cp", "dp") // self.expert_parallel))
         replicas = self.context_parallel * self.data_parallel
         return GroupLinks(
             tensor=cluster.ring(self._near(cluster, "tp"), self.tensor_parallel, cluster.tensor_overlap),
@@ -136,10 +136,18 @@ class Layout:
             pipeline=of("pp", 0.0),
         )
 
-    def _near(self, cluster: Cluster, kind: str) -> int:
-        """Devices that a group of a kind has on every node that it uses."""
-        stride, on_node = self.stride(kind), cluster.gpus_per_node
-        return 1 if on_node % stride else gcd(self._sizes[kind], on_node // stride)
+    def _near(self, cluster: Cluster, *kinds: str) -> int:
+        """Devices that a group of some kinds together has on every node that it uses."""
+        found, size = 1, 1
+        for number, kind in enumerate(kinds):
+            size *= self._sizes[kind]
+            following = kinds[number + 1] if number + 1 < len(kinds) else None
+            if following is not None and self.stride(following) == self.stride(kind) * self._sizes[kind]:
+                continue  # the devices of both are numbered one after another
+            stride, on_node = self.stride(kind) * self._sizes[kind] // size, cluster.gpus_per_node
+            found *= 1 if on_node % stride else gcd(size, on_node // stride)
+            size = 1
+        return found
 
     @property
     def _of_rank(self) -> int:

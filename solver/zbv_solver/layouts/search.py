@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress, News
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search_state import Cancelled
@@ -130,35 +131,48 @@ def best_layouts(
     ]
     heapq.heapify(queue)
     considered, ended, is_cancelled = len(queue), 0, False
-    too_large: list[Waiting] = []
     while queue and ended < top and not is_cancelled:
-        bound, number, of, is_tight = heapq.heappop(queue)
-        if isinstance(of, PlannedLayout):
+        first = heapq.heappop(queue)
+        if isinstance(first.of, PlannedLayout):
             ended += 1
-        elif (tighter := search.tighter(bound, number, of, is_tight)) is not None:
+        elif (tighter := search.pursue(first)) is not None:
             heapq.heappush(queue, tighter)
-        else:
-            too_large.append(Waiting(bound, number, of, is_tight))
         if report is not None and queue and search.news.has(search.best):
             report(search.progress(considered, queue, top))
         is_cancelled = (cancelled is not None and cancelled()) or len(search.known) == most_plans
-    if not search.planned and not (is_cancelled and queue):
-        raise NoLayoutFits(considered, setting.cluster.memory)
-    below = [each.lower_bound for each in search.planned]
-    waiting = tuple(each for each in queue if not isinstance(each.of, PlannedLayout))
-    below += [each.bound for each in waiting]
+    waiting = tuple(search.waiting(queue))
+    if not search.planned and not (is_cancelled and waiting):
+        raise NoLayoutFits(considered, setting.cluster.memory, len(search.unresolved))
+    below = min([*(each.lower_bound for each in search.planned), *(each.bound for each in waiting)])
     every = tuple(search.ranked(options, cancelled))
-    return Ranking(every[:top], considered, len(every), min(below), every, waiting, tuple(too_large))
+    longest = every[top - 1].step_time if len(every) >= top else math.inf
+    unsettled = sum(1 for each in waiting if each.bound < longest * (1 - OPTIMAL_GAP))
+    too_large = tuple(search.too_large)
+    return Ranking(every[:top], considered, len(every), below, every, waiting, too_large, unsettled)
 
 
 @dataclass
 class LayoutSearch:
-    """The state of a search. Layouts often have the same pipeline, and other exchanges once per step."""
+    """The state of a search.
+
+    Attributes
+    ----------
+    planned
+        Layouts with plans.
+    known
+        Plans by pipeline, because layouts often differ in the exchanges once per step only.
+    too_large, unresolved
+        Layouts that do not fit, and those without a cut that fits and without a proof that there is none.
+    best
+        Seconds of the shortest step.
+    """
 
     setting: Setting
     cancelled: Cancelled | None = None
     planned: list[PlannedLayout] = field(default_factory=list)
     known: dict[LayeredProblem, Plan] = field(default_factory=dict)
+    too_large: list[Waiting] = field(default_factory=list)
+    unresolved: list[Waiting] = field(default_factory=list)
     best: float = math.inf
     news: News = field(default_factory=News)
 
@@ -167,29 +181,51 @@ class LayoutSearch:
         self.news.told(self.best)
         steps = sorted(each.step_time for each in self.planned)
         longest = steps[top - 1] if len(steps) >= top else math.inf
-        waiting = [each.bound for each in queue if not isinstance(each.of, PlannedLayout)]
+        waiting = [each.bound for each in self.waiting(queue)]
         left = sum(1 for bound in waiting if bound < longest)
         below = min([*waiting, *(each.lower_bound for each in self.planned)])
         best = steps[0] if steps else None
         return LayoutProgress(considered, considered - len(steps) - left, len(steps), best, float(below))
 
-    def tighter(
-        self, bound: float, number: int, of: Layout | EstimatedLayout, is_tight: bool
-    ) -> Waiting | None:
-        """The layout with a better bound or planned; None if it does not fit."""
+    def waiting(self, queue: Iterable[Waiting]) -> Iterator[Waiting]:
+        """The layouts without plans, other than those that are too large."""
+        yield from (each for each in queue if not isinstance(each.of, PlannedLayout))
+        yield from self.unresolved
+
+    def pursue(self, first: Waiting) -> Waiting | None:
+        """A layout from the queue with a better bound, or planned; None if it leaves the queue."""
         try:
-            if isinstance(of, Layout):
-                estimated = EstimatedLayout.of(of, self.setting)
-                if not estimated.has_room_for_states:
-                    return None
-                bound = max(bound, estimated.mean_bound, estimated.memory_bound)
-                return Waiting(bound, number, estimated, False)
-            if not is_tight:
-                bound = max(bound, of.load_bound)
-                return None if bound == math.inf else Waiting(bound, number, of, True)
-            found = self._planned(of)
+            tighter = self.tighter(first)
         except InfeasibleMemory:
+            self.unresolved.append(first)
             return None
+        if tighter is None:
+            self.too_large.append(first)
+        return tighter
+
+    def tighter(self, first: Waiting) -> Waiting | None:
+        """A layout with a better bound, or planned; None if it does not fit.
+
+        Raises :class:`InfeasibleMemory` when no cut was found that fits, without a proof that there is none.
+        """
+        bound, number, of, is_tight = first
+        if isinstance(of, Layout):
+            estimated = EstimatedLayout.of(of, self.setting)
+            if not estimated.has_room_for_states:
+                return None
+            bound = max(bound, estimated.mean_bound, estimated.memory_bound)
+            return Waiting(bound, number, estimated, False)
+        if not isinstance(of, EstimatedLayout):
+            return first
+        if not is_tight:
+            bound = max(bound, of.load_bound)
+            return None if bound == math.inf else Waiting(bound, number, of, True)
+        try:
+            found = self._planned(of)
+        except InfeasibleMemory as error:
+            if error.is_proved:
+                return None
+            raise
         found = replace(found, lower_bound=max(bound, found.lower_bound))
         self.planned.append(found)
         self.best = min(self.best, found.step_time)
@@ -223,7 +259,8 @@ def _better(planned: PlannedLayout, plan: Plan | None) -> PlannedLayout:
     if plan is None:
         return planned
     again = _with_plan(planned.estimated, plan)
-    return replace(again, lower_bound=max(planned.lower_bound, again.lower_bound))
+    bound = max(planned.lower_bound, again.lower_bound)
+    return replace(min(planned, again, key=lambda each: each.step_time), lower_bound=bound)
 
 
 def plan_layout(

@@ -102,6 +102,8 @@ def test_groups_use_the_link_that_they_cross() -> None:
         (2, 1, 1, 8, 2, "tp-cp-dp-pp", (300, 100, 50)),
         (2, 1, 1, 8, 8, "tp-cp-dp-pp", (300, 100, 300)),
         (4, 1, 1, 8, 1, "tp-cp-pp-dp", (300, 50, 50)),
+        (3, 1, 3, 4, 1, "tp-cp-dp-pp", (300, 100, 100)),
+        (3, 6, 1, 2, 1, "tp-cp-dp-pp", (50, 25, 100)),
     ],
 )
 def test_rings_leave_a_node_by_a_link_for_each_of_their_devices_there(
@@ -203,7 +205,7 @@ def test_reports_lead_to_the_ranking_and_a_stopped_search_keeps_its_plans() -> N
     assert reports[-1].no_layout_below <= ranking.no_layout_below * (1 + 1e-12)
     assert {each.considered for each in reports} == {ranking.considered}
     at_once = best_layouts(request.layouts, request.setting, options=SearchOptions(), cancelled=lambda: True)
-    assert (at_once.best, at_once.planned) == ((), 0)
+    assert (at_once.best, at_once.planned, at_once.pruned) == ((), 0, 0)
     assert 0 < at_once.no_layout_below <= ranking.no_layout_below
     first: list[LayoutProgress] = []
     stopped = best_layouts(
@@ -214,6 +216,8 @@ def test_reports_lead_to_the_ranking_and_a_stopped_search_keeps_its_plans() -> N
         report=first.append,
     )
     assert len(stopped.best) == 1
+    assert stopped.considered == stopped.planned + stopped.pruned + stopped.unsettled
+    assert stopped.unsettled > 0 == ranking.unsettled
     assert stopped.no_layout_below <= ranking.no_layout_below * (1 + 1e-12)
 
 

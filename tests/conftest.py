@@ -69,8 +69,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure durations where the reports of all processes arrive, and import the tests faster."""
-    # Imports and collected tests are never garbage: looking for it takes a fifth of the collection.
-    gc.disable()
+    is_controller = config.getoption("numprocesses", 0) and not hasattr(config, "workerinput")
+    if not is_controller:  # it collects no tests
+        # Imports and collected tests are never garbage: looking for it takes a fifth of the collection.
+        gc.disable()
     if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_StoredDurations())
 

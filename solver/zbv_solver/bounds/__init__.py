@@ -25,7 +25,7 @@ from zbv_solver.bounds.away_prices import FULL, THOROUGH, away_bounds
 from zbv_solver.bounds.differing import differing_machine_bounds
 from zbv_solver.bounds.directions import directions
 from zbv_solver.bounds.few_ranks import few_ranks_bounds
-from zbv_solver.bounds.overtaking import overtaking_bounds, pair_bounds
+from zbv_solver.bounds.overtaking import passing_of_ranks
 from zbv_solver.bounds.priced import priced_bounds
 from zbv_solver.bounds.quick import one_machine_bounds
 from zbv_solver.bounds.ramps import Window, machine_bound, other_rank_bound, ramp_bound
@@ -89,10 +89,11 @@ def _best(
 
 
 def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
-    for rank, value in enumerate(overtaking_bounds(problem)):
-        yield Bound(value, f"one microbatch and those that pass it, on rank {rank}")
-    for rank, value in enumerate(pair_bounds(problem)):
-        yield Bound(value, f"two microbatches and those that pass them, on rank {rank}")
+    ranks = passing_of_ranks(problem)
+    for rank, passing in enumerate(ranks):
+        yield Bound(passing.alone(), f"one microbatch and those that pass it, on rank {rank}")
+    for rank, passing in enumerate(ranks):
+        yield Bound(passing.of_pairs(), f"two microbatches and those that pass them, on rank {rank}")
     ramps = differing_ramps.THOROUGH if effort == "thorough" else differing_ramps.FULL
     for rank, value in differing_ramps.ramp_bounds(problem, ramps):
         yield Bound(value, f"load and ramps of rank {rank}, with memory")

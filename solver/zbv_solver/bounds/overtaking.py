@@ -6,7 +6,7 @@ of any rank. The proofs are in PROOFS.md, sections 9 and 14.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,16 +21,6 @@ KINDS = 24
 """Kinds of microbatches that pairs are made of: those with the strongest bounds alone."""
 TURNS = 3
 """Turns that pairs are looked at; a placement V has no more."""
-
-
-def overtaking_bounds(problem: Problem) -> list[float]:
-    """Bound of every rank's window by one microbatch, the one that proves most, and all others: Lemma 52."""
-    return [passing.alone() for passing in _of_ranks(problem)]
-
-
-def pair_bounds(problem: Problem) -> list[float]:
-    """Bound of every rank's window by two microbatches, those that prove most, and all others: Lemma 62."""
-    return [passing.of_pairs() for passing in _of_ranks(problem)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,18 +91,18 @@ class Passing:
         one, two = np.meshgrid(strongest, strongest, indexing="ij")
         others = self.cost @ self.count - self.cost[one] - self.cost[two]
         leads = np.minimum(
-            np.minimum(self._leaves_last(one, two), self._overtakes(one, two)), self._leads(one, two)
+            np.minimum(self.leaves_last(one, two), self.overtakes(one, two)), self.leads(one, two)
         )
         bound = np.minimum(leads, leads.T) + others
         return float(bound[(one != two) | (self.count[one] > 1)].max(initial=0.0))
 
-    def _leaves_last(self, one: IntArray, two: IntArray) -> FloatArray:
+    def leaves_last(self, one: IntArray, two: IntArray) -> FloatArray:
         """Bound where ``one`` comes first and leaves last."""
         path_of_two = self.path(two, self.first, self.last) + self.rest[two]
         path_of_one = self.path(one, self.first, self.last) + self.rest[one]
         return np.maximum(self.forward[one] + path_of_two + self.after[one], path_of_one + self.delay[two])
 
-    def _overtakes(self, one: IntArray, two: IntArray) -> FloatArray:
+    def overtakes(self, one: IntArray, two: IntArray) -> FloatArray:
         """Bound where ``one`` comes and leaves first, but is behind somewhere."""
         path_of_one, path_of_two = (self.path(each, self.first, self.last) for each in (one, two))
         return np.maximum(
@@ -120,32 +110,33 @@ class Passing:
             self.forward[one] + path_of_two + self.delay[one] + self.rest[two],
         )
 
-    def _leads(self, one: IntArray, two: IntArray) -> FloatArray:
+    def leads(self, one: IntArray, two: IntArray) -> FloatArray:
         """Bound where ``one`` is first everywhere, over all sets of turns at which ``two`` comes between."""
-        length, least = self.paths.length, np.full(one.shape, np.inf)
+        least = np.full(one.shape, np.inf)
         for chosen in product((False, True), repeat=len(self.turns)):
-            within = [turn for turn, comes_between in zip(self.turns, chosen, strict=True) if comes_between]
-            path_of_one = self.path(one, self.first, self.last) + self.rest[one] + self.after[two]
-            path_of_two = self.forward[one] + self.path(two, self.first, self.last) + self.rest[two]
-            longest = np.maximum(
-                path_of_one + sum(length[turn, two] for turn in within),
-                path_of_two + sum(length[turn + 1, one] for turn in within),
-            )
-            for change in set(self.turns) - set(within):
-                both = (
-                    self.path(one, self.first, change + 1)
-                    + self.path(two, change, self.last)
-                    + self.rest[two]
-                )
-                before = sum(length[turn, two] for turn in within if turn < change)
-                behind = sum(length[turn + 1, one] for turn in within if turn > change)
-                longest = np.maximum(longest, both + before + behind)
-            least = np.minimum(least, longest)
+            within = tuple(turn for turn, is_within in zip(self.turns, chosen, strict=True) if is_within)
+            least = np.minimum(least, self.leads_within(one, two, within))
         return least
 
+    def leads_within(self, one: IntArray, two: IntArray, within: Collection[int]) -> FloatArray:
+        """Bound where ``one`` is first everywhere, and ``two`` comes between at some of the turns."""
+        length = self.paths.length
+        path_of_one = self.path(one, self.first, self.last) + self.rest[one] + self.after[two]
+        path_of_two = self.forward[one] + self.path(two, self.first, self.last) + self.rest[two]
+        longest: FloatArray = np.maximum(
+            path_of_one + sum(length[turn, two] for turn in within),
+            path_of_two + sum(length[turn + 1, one] for turn in within),
+        )
+        for change in set(self.turns) - set(within):
+            both = self.path(one, self.first, change + 1) + self.path(two, change, self.last) + self.rest[two]
+            before = sum(length[turn, two] for turn in within if turn < change)
+            behind = sum(length[turn + 1, one] for turn in within if turn > change)
+            longest = np.maximum(longest, both + before + behind)
+        return longest
 
-def _of_ranks(problem: Problem) -> list[Passing]:
-    """Of every rank."""
+
+def passing_of_ranks(problem: Problem) -> list[Passing]:
+    """What microbatches need to pass another one, by rank: Lemmas 52 and 62."""
     paths, n = MicrobatchPaths.of(problem), problem.n_stages
     count = np.bincount(problem.arrays.kind_of)
     host = np.concatenate([problem.arrays.rank_of, problem.arrays.rank_of[::-1]])

@@ -101,9 +101,10 @@ def test_every_rank_of_a_zero_bubble_schedule_has_the_memory_of_the_first() -> N
     steps = {
         name: predict(PUBLISHED[f"zb-iclr-1.5B-{name}-m24"]).step_time for name in ("1F1B", "ZB-1p", "ZB-2p")
     }
-    # Their ratio is what memory decides; that to 1F1B also depends on how long its transfers take.
+    # Memory decides the ratio of both. 1F1B also depends on its transfers, which are predicted less well.
     assert steps["ZB-2p"] / steps["ZB-1p"] == pytest.approx(0.814 / 0.915, rel=0.02)
     assert steps["ZB-2p"] / steps["1F1B"] == pytest.approx(0.814, rel=0.025)
+    assert steps["ZB-1p"] / steps["1F1B"] == pytest.approx(0.915, rel=0.035)
 
 
 def test_repeated_runs_of_a_layout_count_once() -> None:

@@ -78,7 +78,7 @@ def test_the_floor_is_a_sum_of_whole_layers() -> None:
 
 
 def test_the_floor_is_no_sum_of_a_few_kinds_of_layers() -> None:
-    """Two ranks can have 39 and 37. The four kinds of layers that are packed have no set with a load of 39."""
+    """Two ranks can have 39 and 37. The kinds of layers that are packed have no set with a load of 39."""
     layers = [
         {"name": name, "forward": cost, "backward_input": 0, "backward_weight": 0, "repeat": copies}
         for name, cost, copies in (("a", 8, 1), ("b", 9, 4), ("c", 10, 1), ("d", 8, 1), ("e", 7, 2))

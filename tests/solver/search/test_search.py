@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
@@ -17,6 +17,7 @@ from support.orders import random_orders
 from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
+from zbv_solver.bounds import Bound, BoundEffort, lower_bound
 from zbv_solver.construct.attempt import Attempt, from_orders
 from zbv_solver.construct.list_scheduling import ListScheduler, serial
 from zbv_solver.construct.rules import simple_rule
@@ -311,6 +312,27 @@ def test_the_end_of_a_turn_stops_its_kernels() -> None:
     with Pipeline(uniform(2, 2), SearchOptions(time_limit=0.1), None, None) as pipeline:
         pipeline._race(chain_of, 0.8)
     assert stopped == [0, 1]
+
+
+def test_the_bound_ends_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    ended: list[bool] = []
+
+    def slow(
+        problem: Problem, effort: BoundEffort, _enough: float = 0.0, is_stopped: Callable[[], bool] = bool
+    ) -> Bound:
+        if effort == "quick":
+            return lower_bound(problem, effort)
+        begun.append(effort)
+        until = time.monotonic() + 60
+        while not is_stopped() and time.monotonic() < until:
+            time.sleep(0.01)
+        ended.append(is_stopped())
+        return Bound(0.0, "none")
+
+    monkeypatch.setattr("zbv_solver.search.pipeline.lower_bound", slow)
+    search(limited(uniform(4, 8), 2.0), cancelled=lambda: bool(begun))
+    assert ended == [True]
 
 
 def test_a_cancelled_search_keeps_its_incumbent() -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from math import isinf
 
 from rich.table import Table
 
@@ -28,6 +29,8 @@ LEAST_SECONDS = 0.01
 """What the search of a free order may take at least."""
 MOST_ROWS = 12
 """Schedules that a summary shows."""
+UNSEARCHED = "–"
+"""Instead of the objectives of a schedule that was not searched."""
 
 
 def cut(arguments: argparse.Namespace) -> None:
@@ -93,9 +96,9 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
             str(each.schedule.placement.chunks),
             str(each.schedule.group or ""),
             each.recompute,
-            f"{each.objective:.6g}",
+            f"{each.objective:.6g}" if each.is_searched else UNSEARCHED,
             f"{each.lower_bound:.6g}",
-            f"{each.even:.6g}",
+            f"{each.even:.6g}" if each.is_searched else UNSEARCHED,
         )
     if free is not None:
         bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
@@ -110,11 +113,16 @@ def _summary(found: ExecutorCut, free: Plan | None) -> str:
     proof = "proved optimal for this schedule" if best.is_optimal else f"at most {gap:.2%} above the optimum"
     model = best.problem.model
     sizes = [] if model is None else [str(len(stage)) for stage in model.partition]
+    gain = "" if isinf(best.even) else f", {1 - best.objective / best.even:.1%} below the even cut"
     lines = [
-        f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}), "
-        f"{1 - best.objective / best.even:.1%} below the even cut",
+        f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}){gain}",
         f"layers per stage: {' '.join(sizes)}",
     ]
+    if best.unsearched:
+        lines.append(
+            f"The time limit ended the search before {best.unsearched} of {len(best.results)} schedules were "
+            f"tried; a longer --time-limit tries them."
+        )
     if free is not None and free.objective < best.objective:
         lines.append(f"A free order gains {1 - free.objective / best.objective:.1%} more: see zbv plan.")
     lines += ["", found.settings.rstrip()] if found.settings else [found.remark]

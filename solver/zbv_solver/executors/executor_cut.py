@@ -231,6 +231,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
                 "recompute": each.recompute,
                 "objective": _number(each.objective),
                 "lower_bound": _number(each.lower_bound),
+                "searched": each.is_searched,
             }
             for each in best.results
         ],

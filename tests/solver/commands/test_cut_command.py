@@ -56,6 +56,32 @@ def test_a_time_limit_ends_the_search_with_what_is_known(tmp_path: Path, capsys:
     assert found["objective"] >= 20
 
 
+def test_schedules_that_the_time_limit_left_out_are_named(tmp_path: Path, capsys: Capture) -> None:
+    model = written(tmp_path / "model.json", MODEL)
+    flags = ["--executor", "megatron", "--no-free-order", "--time-limit", "1e-9"]
+    assert main(["cut", model, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "The time limit ended the search before 6 of 7 schedules were tried" in out
+    assert out.count(" – ") == 2 * 6  # the best cut and the even cut
+    assert "inf" not in out
+    assert main(["cut", model, *flags, "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "Infinity" not in text
+    (first, *others) = json.loads(text)["schedules"]
+    assert (first["searched"], first["objective"]) == (True, json.loads(text)["objective"])
+    assert [(each["searched"], each["objective"]) for each in others] == [(False, None)] * 6
+
+
+def test_without_a_fitting_cut_the_time_limit_is_named(tmp_path: Path, capsys: Capture) -> None:
+    model = written(tmp_path / "model.json", MODEL | {"memory": {"limit": 15}})
+    flags = ["--executor", "megatron", "--effort", "quick", "--no-free-order"]
+    assert main(["cut", model, *flags, "--time-limit", "1e-9"]) == 3
+    err = capsys.readouterr().err
+    assert "It is not proved that no other cut fits. The time limit ended the search" in err
+    assert "give a longer --time-limit" in err
+    assert main(["cut", model, *flags]) == 0
+
+
 def test_the_summary_has_the_settings(tmp_path: Path, capsys: Capture) -> None:
     model = written(tmp_path / "model.json", MODEL)
     flags = ["--executor", "torchtitan", "--effort", "quick", "--virtual-stages", "1", "--no-free-order"]

@@ -11,7 +11,7 @@ from math import isinf
 
 from rich.table import Table
 
-from zbv_solver.commands.messages import named_flags
+from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output
@@ -25,6 +25,8 @@ from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
+FLAGS = ("virtual_stages", "group_size", "schedule")
+"""Flags that restrict the schedules."""
 LEAST_SECONDS = 0.01
 """What the search of a free order may take at least."""
 MOST_ROWS = 12
@@ -46,17 +48,7 @@ def cut(arguments: argparse.Namespace) -> None:
         ).found_in(file_label(arguments.problem))
     began = time.monotonic()
     with spinner("searching the best cut") as say:
-        found = cut_for_executor(
-            problem,
-            arguments.executor,
-            virtual_stages=arguments.virtual_stages,
-            group=arguments.group_size,
-            schedules=arguments.schedule or (),
-            recompute=arguments.recompute,
-            effort=arguments.effort,
-            seed=arguments.seed,
-            time_limit=options.time_limit,
-        )
+        found = _best(problem, arguments)
         if options.time_limit is not None:
             left = options.time_limit - (time.monotonic() - began)
             options = replace(options, time_limit=max(left, LEAST_SECONDS))
@@ -71,6 +63,29 @@ def cut(arguments: argparse.Namespace) -> None:
         return
     print_whole(_table(found, free))
     sys.stdout.write(_summary(found, free))
+
+
+def _best(problem: LayeredProblem, arguments: argparse.Namespace) -> ExecutorCut:
+    """The best cut; raises :class:`InvalidInput` naming the file or the flags."""
+    try:
+        return cut_for_executor(
+            problem,
+            arguments.executor,
+            virtual_stages=arguments.virtual_stages,
+            group=arguments.group_size,
+            schedules=arguments.schedule or (),
+            recompute=arguments.recompute,
+            effort=arguments.effort,
+            seed=arguments.seed,
+            time_limit=arguments.time_limit,
+        )
+    except InvalidInput as error:
+        pointers = {issue.pointer for issue in error.issues}
+        if pointers <= {f"/{name}" for name in FLAGS}:
+            raise named_flags(error) from None
+        given = ", ".join(flag_of(name) for name in FLAGS if getattr(arguments, name) is not None)
+        source = given if given and pointers == {""} else file_label(arguments.problem)
+        raise error.found_in(source) from None
 
 
 def _plan(found: ExecutorCut) -> Plan:

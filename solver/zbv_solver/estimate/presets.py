@@ -43,6 +43,11 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(each.name.removesuffix(".json") for each in listed if each.name.endswith(".json")))
 
 
+def model_presets() -> tuple[str, ...]:
+    """The names of the presets of models."""
+    return tuple(name for name in preset_names() if preset(name).model)
+
+
 def preset(name: str, pointer: str = "") -> Preset:
     """A preset by name.
 

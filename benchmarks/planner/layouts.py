@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from zbv_solver.commands.cli import useful_workers
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout
@@ -32,7 +33,7 @@ def layouts_table(cases: int, seed: int, write: Callable[[str], object]) -> list
     cluster = parse_cluster({"nodes": nodes, "gpus_per_node": 8, "device": "h100"})
     request = parse_request({"presets": [name], "global_batch": batch}, cluster)
     began = time.perf_counter()
-    found = best_layouts(request.layouts, request.setting)
+    found = best_layouts(request.layouts, request.setting, workers=useful_workers())
     seconds = time.perf_counter() - began
     best = found.best[0]
     write(f"{name}, {cluster.devices} devices: {best.layout}\n")

@@ -109,8 +109,10 @@ class InfeasibleMemory(ZbvError):
         Whether the problem was given by layers: ``smallest`` then belongs to the cut that comes closest to
         fitting.
     is_proved
-        Whether it is proved that no plan exists. False only for layers on the loop placement, where the
-        search for a fitting cut is not exhaustive.
+        Whether it is proved that no plan exists. False only for layers: on the loop placement, where the
+        search for a fitting cut is not exhaustive, and where a time limit ended the search.
+    ended_early
+        Whether a time limit ended the search.
     """
 
     def __init__(
@@ -119,11 +121,12 @@ class InfeasibleMemory(ZbvError):
         limits: tuple[float, ...],
         of_cut: bool = False,
         is_proved: bool = True,
+        ended_early: bool = False,
     ):
         self.smallest, self.limits = smallest, limits
-        self.of_cut, self.is_proved = of_cut, is_proved
+        self.of_cut, self.is_proved, self.ended_early = of_cut, is_proved, ended_early
         self.ranks = tuple(r for r, (s, limit) in enumerate(zip(smallest, limits, strict=True)) if limit < s)
-        super().__init__(smallest, limits, of_cut, is_proved)
+        super().__init__(smallest, limits, of_cut, is_proved, ended_early)
 
     def __str__(self) -> str:
         found = "no plan fits" if self.is_proved else "found no plan that fits"
@@ -134,6 +137,8 @@ class InfeasibleMemory(ZbvError):
             need = "the closest cut would need, per rank,"
         smallest = ", ".join(f"{value:.15g}" for value in self.smallest)
         end = "" if self.is_proved else " It is not proved that no other cut fits."
+        if self.ended_early and not self.is_proved:
+            end += " The time limit ended the search; give a longer --time-limit."
         return (
             f"{found} memory.limit ({', '.join(pairs)}{more}). A rank must hold its static memory and the "
             f"forwards of one microbatch on all of its stages; {need} [{smallest}].{end}"

@@ -106,6 +106,7 @@ def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         "/model": parsed.model or "--preset",
         "/cluster": parsed.cluster,
         **{f"/{name}": flag_of(name) for name in _REQUEST},
+        "/fixed": ", ".join(map(flag_of, fixed)),
         **{f"/fixed/{name}": flag_of(name) for name in FLAGS},
         **{f"/options/{name}": flag_of(name) for name in options},
     }

@@ -7,10 +7,11 @@ import json
 import sys
 import time
 from dataclasses import replace
+from math import isinf
 
 from rich.table import Table
 
-from zbv_solver.commands.messages import named_flags
+from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output
@@ -24,10 +25,14 @@ from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
+FLAGS = ("virtual_stages", "group_size", "schedule")
+"""Flags that restrict the schedules."""
 LEAST_SECONDS = 0.01
 """What the search of a free order may take at least."""
 MOST_ROWS = 12
 """Schedules that a summary shows."""
+UNSEARCHED = "–"
+"""Instead of the objectives of a schedule that was not searched."""
 
 
 def cut(arguments: argparse.Namespace) -> None:
@@ -43,17 +48,7 @@ def cut(arguments: argparse.Namespace) -> None:
         ).found_in(file_label(arguments.problem))
     began = time.monotonic()
     with spinner("searching the best cut") as say:
-        found = cut_for_executor(
-            problem,
-            arguments.executor,
-            virtual_stages=arguments.virtual_stages,
-            group=arguments.group_size,
-            schedules=arguments.schedule or (),
-            recompute=arguments.recompute,
-            effort=arguments.effort,
-            seed=arguments.seed,
-            time_limit=options.time_limit,
-        )
+        found = _best(problem, arguments)
         if options.time_limit is not None:
             left = options.time_limit - (time.monotonic() - began)
             options = replace(options, time_limit=max(left, LEAST_SECONDS))
@@ -68,6 +63,29 @@ def cut(arguments: argparse.Namespace) -> None:
         return
     print_whole(_table(found, free))
     sys.stdout.write(_summary(found, free))
+
+
+def _best(problem: LayeredProblem, arguments: argparse.Namespace) -> ExecutorCut:
+    """The best cut; raises :class:`InvalidInput` naming the file or the flags."""
+    try:
+        return cut_for_executor(
+            problem,
+            arguments.executor,
+            virtual_stages=arguments.virtual_stages,
+            group=arguments.group_size,
+            schedules=arguments.schedule or (),
+            recompute=arguments.recompute,
+            effort=arguments.effort,
+            seed=arguments.seed,
+            time_limit=arguments.time_limit,
+        )
+    except InvalidInput as error:
+        pointers = {issue.pointer for issue in error.issues}
+        if pointers <= {f"/{name}" for name in FLAGS}:
+            raise named_flags(error) from None
+        given = ", ".join(flag_of(name) for name in FLAGS if getattr(arguments, name) is not None)
+        source = given if given and pointers == {""} else file_label(arguments.problem)
+        raise error.found_in(source) from None
 
 
 def _plan(found: ExecutorCut) -> Plan:
@@ -93,9 +111,9 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
             str(each.schedule.placement.chunks),
             str(each.schedule.group or ""),
             each.recompute,
-            f"{each.objective:.6g}",
+            f"{each.objective:.6g}" if each.is_searched else UNSEARCHED,
             f"{each.lower_bound:.6g}",
-            f"{each.even:.6g}",
+            f"{each.even:.6g}" if each.is_searched else UNSEARCHED,
         )
     if free is not None:
         bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
@@ -110,11 +128,16 @@ def _summary(found: ExecutorCut, free: Plan | None) -> str:
     proof = "proved optimal for this schedule" if best.is_optimal else f"at most {gap:.2%} above the optimum"
     model = best.problem.model
     sizes = [] if model is None else [str(len(stage)) for stage in model.partition]
+    gain = "" if isinf(best.even) else f", {1 - best.objective / best.even:.1%} below the even cut"
     lines = [
-        f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}), "
-        f"{1 - best.objective / best.even:.1%} below the even cut",
+        f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}){gain}",
         f"layers per stage: {' '.join(sizes)}",
     ]
+    if best.unsearched:
+        lines.append(
+            f"The time limit ended the search before {best.unsearched} of {len(best.results)} schedules were "
+            f"tried; a longer --time-limit tries them."
+        )
     if free is not None and free.objective < best.objective:
         lines.append(f"A free order gains {1 - free.objective / best.objective:.1%} more: see zbv plan.")
     lines += ["", found.settings.rstrip()] if found.settings else [found.remark]

@@ -20,7 +20,7 @@ from zbv_solver.commands.layout_details import (
     sensitivity_table,
 )
 from zbv_solver.commands.layout_flags import FLAGS
-from zbv_solver.commands.messages import flag_of
+from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
@@ -50,23 +50,25 @@ EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
 
 def layout(arguments: argparse.Namespace) -> None:
     """Search the best layouts; print a table, and write them if asked."""
+    options = _options(arguments)
     request = _request(arguments)
     try:
         layouts, setting = request.layouts, request.setting
     except InvalidInput as error:
-        raise InvalidInput(
-            [_named(each, arguments.model, arguments.cluster) for each in error.issues]
-        ) from None
-    options = None if arguments.effort is None else SearchOptions(arguments.effort, workers=arguments.workers)
+        raise InvalidInput([_named(each, arguments) for each in error.issues]) from None
+
+    top, workers = arguments.top, arguments.workers
 
     def search(stop: Callable[[], bool]) -> Ranking:
         def tell(found: LayoutProgress) -> None:
             say(_news(found))
 
         if arguments.executor == FREE:
-            return best_layouts(layouts, setting, arguments.top, options, stop, tell)
+            return best_layouts(layouts, setting, top, options, stop, tell, workers=workers)
         try:
-            return executor_layouts(layouts, setting, arguments.executor, arguments.top, options, stop, tell)
+            return executor_layouts(
+                layouts, setting, arguments.executor, top, options, stop, tell, workers=workers
+            )
         except InvalidInput as error:
             raise error.found_in("--executor") from None
 
@@ -110,6 +112,15 @@ def _news(found: LayoutProgress) -> str:
     )
 
 
+def _options(arguments: argparse.Namespace) -> SearchOptions | None:
+    """The options of full searches; None without --effort."""
+    try:
+        options = SearchOptions(arguments.effort or "quick", workers=arguments.workers)
+    except InvalidInput as error:
+        raise named_flags(error) from None
+    return None if arguments.effort is None else options
+
+
 def _request(arguments: argparse.Namespace) -> Request:
     for flag, value in _given_numbers(arguments):
         is_stage = flag == "--zero-stage"
@@ -143,7 +154,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         )
         return replace(request, profiles=profiles)
     except InvalidInput as error:
-        issues = [_named(issue, arguments.model, arguments.cluster) for issue in error.issues]
+        issues = [_named(issue, arguments) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
 
 
@@ -152,15 +163,21 @@ def _given_numbers(arguments: argparse.Namespace) -> list[tuple[str, int]]:
     return [(flag, value) for flag, value in values if isinstance(value, int)]
 
 
-def _named(issue: Issue, model: str | None, cluster: str) -> Issue:
-    """An issue that names the file, or the flag if there is none."""
+def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:
+    """An issue that names the file, or the flags if they are wrong or there is no file."""
+    model: str | None = arguments.model
+    if issue.pointer.startswith("--"):
+        return Issue("", issue.detail, issue.pointer)
+    if issue.pointer == "/fixed":
+        given = (flag_of(name) for name in FLAGS if getattr(arguments, name) is not None)
+        return Issue("", issue.detail, ", ".join(given))
     flags = {"/model": "--preset", "/global_batch": "--global-batch", "/model/sequence": "--sequence-length"}
     if issue.source:
         return issue
     if model is None and issue.pointer in flags:
         return Issue("", issue.detail, flags[issue.pointer])
     is_of_cluster = issue.pointer == "/groups" or (model is None and not issue.pointer)
-    path = cluster if is_of_cluster else model
+    path = arguments.cluster if is_of_cluster else model
     return issue if path is None else replace(issue, source=file_label(path))
 
 

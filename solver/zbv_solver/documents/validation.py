@@ -17,6 +17,16 @@ _SHOWN = 60
 
 
 class _Text(reprlib.Repr):
+    """Values as a JSON document has them."""
+
+    def repr_NoneType(self, x: None, level: int) -> str:
+        """JSON has null."""
+        return "null"
+
+    def repr_bool(self, x: bool, level: int) -> str:
+        """JSON has true and false."""
+        return "true" if x else "false"
+
     def repr_int(self, x: int, level: int) -> str:
         """Python refuses to print an integer of thousands of digits."""
         try:

@@ -43,6 +43,11 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(each.name.removesuffix(".json") for each in listed if each.name.endswith(".json")))
 
 
+def model_presets() -> tuple[str, ...]:
+    """The names of the presets of models."""
+    return tuple(name for name in preset_names() if preset(name).model)
+
+
 def preset(name: str, pointer: str = "") -> Preset:
     """A preset by name.
 
@@ -62,7 +67,7 @@ def with_presets(document: Any, names: list[str], overrides: dict[str, Section])
     ``presets``, then those of ``names``, then the document, then the overrides. Values are not validated.
     """
     if not isinstance(document, dict):
-        raise InvalidInput.at("", f"found {document!r:.60}; a configuration must be a JSON object.")
+        raise InvalidInput.at("", f"found {quoted(document)}; a configuration must be a JSON object.")
     own = {key: value for key, value in document.items() if key != "presets"}
     merged: dict[str, Any] = {}
     for layer in (*_preset_layers(_named(document)), *_preset_layers(names, "--preset"), own, overrides):
@@ -76,7 +81,7 @@ def with_presets(document: Any, names: list[str], overrides: dict[str, Section])
 def _named(document: dict[str, Any]) -> list[str]:
     named = document.get("presets", [])
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise InvalidInput.at("/presets", f"found {named!r:.60}; must be a list of names.")
+        raise InvalidInput.at("/presets", f"found {quoted(named)}; must be a list of names.")
     return named
 
 

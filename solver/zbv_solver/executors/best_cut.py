@@ -47,11 +47,13 @@ class OrderResult:
     recompute
         ``none``, ``all`` or ``per-stage``.
     objective
-        inf if no cut was found that fits the memory limit.
+        inf if no cut was found that fits the memory limit, or none was tried.
     lower_bound
         A proven bound over all cuts under this schedule.
     even
-        The objective of the even cut, without the memory limit.
+        The objective of the even cut, without the memory limit; inf if it was not tried.
+    is_searched
+        Whether any cuts were tried. The time limit may end the search before.
     """
 
     schedule: Schedule
@@ -59,6 +61,7 @@ class OrderResult:
     objective: float
     lower_bound: float
     even: float
+    is_searched: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +77,7 @@ class BestCut:
     even
         The objective of the even cut under this schedule, without the memory limit.
     results
-        All schedules that were tried, the best first.
+        All schedules, the best first and those that were not searched last.
     """
 
     schedule: Schedule
@@ -87,8 +90,13 @@ class BestCut:
 
     @property
     def bound_of_all(self) -> float:
-        """A proven bound over all cuts under all schedules that were tried."""
+        """A proven bound over all cuts under all schedules, also those that were not searched."""
         return min(result.lower_bound for result in self.results)
+
+    @property
+    def unsearched(self) -> int:
+        """How many schedules were not searched, because the time limit ended the search."""
+        return sum(not result.is_searched for result in self.results)
 
     @property
     def is_optimal(self) -> bool:
@@ -172,7 +180,7 @@ def best_cut(
             break
         if math.isinf(below) or each.bound < below * (1 - OPTIMAL_GAP):
             each.finish(below, 1.0 if number < FINALISTS[effort] else min(0.25, REST / len(searches)))
-    searches.sort(key=lambda each: each.value)
+    searches.sort(key=lambda each: (each.value, not each.is_searched))
     best = searches[0]
     if best.best is None:
         raise _infeasible(searches, own.given)
@@ -245,6 +253,7 @@ def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) 
             each.value * own.length,
             min(each.bound, each.value) * own.length,
             each.even * own.length,
+            each.is_searched,
         )
         for each in searches
     ]
@@ -273,4 +282,5 @@ def _infeasible(searches: Sequence[OrderSearch], problem: LayeredProblem) -> Inf
         problem.limit or (),
         of_cut=True,
         is_proved=all(each.is_infeasible for each in searches),
+        ended_early=any(each.is_over for each in searches),
     )

@@ -18,6 +18,7 @@ from zbv_solver.executors.schedules import (
     megatron_groups,
     megatron_schedule,
     torch_schedule,
+    torch_schedule_name,
 )
 from zbv_solver.executors.torchtitan_settings import write_settings
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -91,18 +92,15 @@ def cut_for_executor(
     Raises
     ------
     InvalidInput
-        When the executor cannot run such a problem.
+        When the executor cannot run such a problem. Pointers are into the problem, or name a flag of
+        ``zbv cut``: ``/virtual_stages``, ``/group_size`` or ``/schedule``; empty if the numbers do not fit
+        together.
     InfeasibleMemory
         When no cut fits the memory limit.
     """
     if executor not in EXECUTORS:
         raise InvalidInput.at("", f"found executor {executor!r}; must be one of {', '.join(EXECUTORS)}.")
-    if virtual_stages is not None and min(virtual_stages, default=1) < 1:
-        raise InvalidInput.at("", f"found {min(virtual_stages)} virtual stages; must be at least 1.")
-    if virtual_stages and max(virtual_stages) > MAX_CHUNKS:
-        raise InvalidInput.at(
-            "", f"found {max(virtual_stages)} virtual stages; must be at most {MAX_CHUNKS}."
-        )
+    _check_request(executor, virtual_stages or (), group, schedules)
     modules = None if executor == "torch" else Modules.of(problem.model, letters)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)
     best = best_cut(
@@ -123,6 +121,38 @@ def cut_for_executor(
         return ExecutorCut(executor, best, stages, _settings(executor, best, stages))
     except InvalidInput as error:
         return ExecutorCut(executor, best, stages, None, str(error.issues[0].detail))
+
+
+def _check_request(
+    executor: str, virtual_stages: Sequence[int], group: int | None, schedules: Sequence[str]
+) -> None:
+    """Raise :class:`InvalidInput` for a value that no problem allows; pointers name flags of ``zbv cut``."""
+    for count in virtual_stages:
+        if not 1 <= count <= MAX_CHUNKS:
+            rule = "must be at least 1" if count < 1 else f"must be at most {MAX_CHUNKS}"
+            raise InvalidInput.at("/virtual_stages", f"found {count} virtual stages; {rule}.")
+    if group is not None:
+        if executor != "megatron":
+            detail = f"found it and executor {executor}; only megatron has group sizes. Leave it out."
+            raise InvalidInput.at("/group_size", detail)
+        if group < 1:
+            raise InvalidInput.at("/group_size", f"found {group}; must be at least 1.")
+        if virtual_stages and max(virtual_stages) == 1:
+            detail = (
+                f"found group size {group} with one virtual stage; only several take turns. Leave it out."
+            )
+            raise InvalidInput.at("/group_size", detail)
+    if schedules and executor == "megatron":
+        detail = (
+            "found it and executor megatron, which has its own schedules; it is for torch and torchtitan. "
+            "Leave it out."
+        )
+        raise InvalidInput.at("/schedule", detail)
+    try:
+        for name in schedules:
+            torch_schedule_name(name)
+    except InvalidInput as error:
+        raise error.below("/schedule") from None
 
 
 def stage_letters(best: BestCut, modules: Modules) -> Stages:
@@ -174,10 +204,12 @@ def schedules_of(
 
     if executor == "megatron":
         for each in chunks:
-            if group is not None and each > 1:
+            if each == 1:
+                # A given group size is for several virtual stages.
+                if group is None or virtual_stages is not None:
+                    offer(megatron_schedule, p, m, 1)
+            elif group is not None:
                 offer(megatron_schedule, p, m, each, group)
-            elif each == 1 and (group is None or virtual_stages is not None):
-                offer(megatron_schedule, p, m, 1)
             else:
                 sizes = _tried_groups(p, m, each)
                 for size in sizes:
@@ -231,6 +263,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
                 "recompute": each.recompute,
                 "objective": _number(each.objective),
                 "lower_bound": _number(each.lower_bound),
+                "searched": each.is_searched,
             }
             for each in best.results
         ],

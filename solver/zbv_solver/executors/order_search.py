@@ -51,6 +51,8 @@ class OrderSearch:
         A lower bound over all cuts; inf if it is proved that none fits.
     even
         The objective of the even cut, without the memory limit; inf if the rules do not allow it.
+    is_searched
+        Whether any cuts were tried.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class OrderSearch:
         self.local.deadline = deadline
         self.bound = max(least_worst_load(problem, tables), self._mean_load()) * problem.microbatches
         self.even = math.inf
+        self.is_searched = False
         self.terms: dict[bytes, Terms] = {}
         self.simple = (even_cut(self.space), histogram_cut(self.space), level)
 
@@ -113,6 +116,7 @@ class OrderSearch:
 
     def screen(self, also: Iterable[Boundaries] = ()) -> None:
         """A short local search from the usual cuts, and from others with boundaries in layers."""
+        self.is_searched = True
         places = {int(place): part for part, place in enumerate(self.problem.places)}
         given = [tuple(places.get(bound, -1) for bound in bounds) for bounds in also]
         starts = []
@@ -152,6 +156,7 @@ class OrderSearch:
 
     def seek_cut(self) -> None:
         """A good cut with little effort: few moves, and CP-SAT if nothing else fits."""
+        self.is_searched = True
         best = () if self.best is None else (self._at(self.best[0]),)
         self.screen(best)
         if self.best is None:

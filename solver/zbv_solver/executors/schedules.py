@@ -117,6 +117,14 @@ def megatron_groups(p: int, m: int, chunks: int) -> tuple[int | None, ...]:
     return tuple(size for size in range(p, m + 1) if not 0 < m % size < p)
 
 
+def torch_schedule_name(name: str) -> str:
+    """PyTorch's spelling of a schedule's name; raises :class:`InvalidInput` for an unknown one."""
+    known = {each.lower(): each for each in TORCH_SCHEDULES}
+    if name.lower() not in known:
+        raise InvalidInput.at("", f"found schedule {name!r}; must be one of {', '.join(TORCH_SCHEDULES)}.")
+    return known[name.lower()]
+
+
 def torch_schedule(name: str, p: int, m: int, chunks: int | None = None) -> Schedule:
     """A schedule of ``torch.distributed.pipelining``, by the name that ``get_schedule_class`` takes.
 
@@ -130,10 +138,7 @@ def torch_schedule(name: str, p: int, m: int, chunks: int | None = None) -> Sche
     InvalidInput
         When there is no such schedule, or PyTorch refuses these numbers.
     """
-    known = {each.lower(): each for each in TORCH_SCHEDULES}
-    if name.lower() not in known:
-        raise InvalidInput.at("", f"found schedule {name!r}; must be one of {', '.join(TORCH_SCHEDULES)}.")
-    name = known[name.lower()]
+    name = torch_schedule_name(name)
     kind = _KINDS.get(name, "loop")
     placement = Placement.of(kind, p, chunks)
     stages, rounds = placement.n_stages, max(1, m // p)

@@ -34,8 +34,8 @@ class LinksConfig(ConfigSection):
     between_nodes: LinkConfig
 
 
-def _name_or_section(value: Any) -> str:
-    return "name" if isinstance(value, str) else "section"
+def _name_or_section(value: Any) -> str | None:
+    return "name" if isinstance(value, str) else "section" if isinstance(value, dict) else None
 
 
 class NodesConfig(ConfigSection):
@@ -45,7 +45,11 @@ class NodesConfig(ConfigSection):
     gpus_per_node: Size = Field(description="devices of a node")
     device: Annotated[
         Annotated[str, Tag("name")] | Annotated[dict[str, Any], Tag("section")],
-        Discriminator(_name_or_section),
+        Discriminator(
+            _name_or_section,
+            custom_error_type="name_or_section",
+            custom_error_message="must be the name of a preset or a JSON object",
+        ),
     ] = Field(description="a preset, or the section device of an estimate's configuration")
     memory: Amount | None = Field(None, description="bytes of a device; null: as the device says")
     reserve: Amount | None = Field(
@@ -247,6 +251,9 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
     if config.reserve is not None and memory is not None and config.reserve >= memory > 0:
         detail = f"found {config.reserve:g}; must be less than the {memory:g} bytes of a device."
         issues.append(Issue(f"{at}/reserve", detail))
+    if memory == 0:
+        key = "device/memory_limit" if config.memory is None else "memory"
+        issues.append(Issue(f"{at}/{key}", "found 0 bytes; must be above 0."))
     if memory is None:
         detail = "this key is absent, and the device says nothing about it. Give the bytes of a device."
         issues.append(Issue(f"{at}/memory", detail))

@@ -80,6 +80,7 @@ def executor_layouts(
     options: SearchOptions | None = None,
     cancelled: Cancelled | None = None,
     report: Callable[[LayoutProgress], None] | None = None,
+    workers: int = 1,
 ) -> Ranking:
     """The ``top`` layouts with the shortest steps under the orders of an executor, or of all (``any``).
 
@@ -90,7 +91,7 @@ def executor_layouts(
     options
         Their effort says how many cuts are searched in full, and how long. Without them, it is quick, and
         free orders are constructed only.
-    cancelled, report
+    cancelled, report, workers
         As in :func:`~zbv_solver.layouts.search.best_layouts`.
 
     Raises
@@ -102,7 +103,7 @@ def executor_layouts(
     """
     found = layouts_of_executors(executor, setting.model, setting.cluster, layouts)
     candidates = list(starmap(ExecutorCandidate, found))
-    search = _ExecutorSearch(setting, options, cancelled, report, len(candidates), top)
+    search = _ExecutorSearch(setting, options, cancelled, report, len(candidates), top, workers)
     search.run(candidates)
     if not search.found and not search.queue and not (search.late and search.is_cancelled()):
         raise NoLayoutFits(len(candidates), setting.cluster.memory, search.open_candidates())
@@ -134,6 +135,7 @@ class _ExecutorSearch:
     report: Callable[[LayoutProgress], None] | None
     considered: int
     top: int
+    workers: int
     queue: list[_Node] = field(default_factory=list)
     found: list[_Node] = field(default_factory=list)
     unresolved: list[_Node] = field(default_factory=list)
@@ -147,7 +149,7 @@ class _ExecutorSearch:
         self.effort = "quick" if self.options is None else self.options.effort
         self.left = MOST_BOUNDED[self.effort]
         self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort)
-        self.free = LayoutSearch(self.setting, self.cancelled)
+        self.free = LayoutSearch(self.setting, self.cancelled, self.workers)
 
     def run(self, candidates: list[ExecutorCandidate]) -> None:
         """Bound and cut, best first, until the best ``top`` candidates are planned."""

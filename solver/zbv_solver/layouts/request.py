@@ -12,7 +12,7 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config import EstimateConfig, parse_config
 from zbv_solver.estimate.config_fields import ConfigSection, Size
-from zbv_solver.estimate.presets import with_presets
+from zbv_solver.estimate.presets import model_presets, with_presets
 from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_solver.layouts.cluster import AnyCluster, Cluster
 from zbv_solver.layouts.enumeration import enumerate_layouts
@@ -69,7 +69,7 @@ class Request:
     def layouts(self) -> list[Layout]:
         """Every layout.
 
-        Raises :class:`InvalidInput` when there is none.
+        Raises :class:`InvalidInput` when there is none, at ``/fixed`` if the fixed parts are the reason.
         """
         is_selective = self.setting.is_selective
         if self.fixed.recompute == "selective" and not is_selective:
@@ -82,8 +82,9 @@ class Request:
         found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed, is_selective))
         if not found:
             fixed = ", ".join(f"{name} {value}" for name, value in self.fixed.given())
+            others = enumerate_layouts(model, self.cluster, self.global_batch, Fixed(), is_selective)
             raise InvalidInput.at(
-                "",
+                "" if next(others, None) is None else "/fixed",
                 f"no layout divides {self.cluster.devices} devices, the model and a global batch of "
                 f"{self.global_batch}{f' with {fixed}' if fixed else ''}. Change the global batch or the "
                 f"number of devices{', or leave these parts to the search' if fixed else ''}.",
@@ -115,6 +116,8 @@ def parse_request(
         model = {"model": from_transformers(model)}
     own = {key: value for key, value in model.items() if key not in BatchConfig.model_fields}
     merged = with_presets(own, list(presets), {})
+    if merged.get("model", {}) == {}:
+        raise _without_model(own.get("presets", []), presets)
     given = {key: model[key] for key in BatchConfig.model_fields if key in model}
     sizes = validated(BatchConfig, given | {key: value for key, value in batch.items() if value is not None})
     sections = _sections(merged, sizes.sequence_length)
@@ -135,9 +138,6 @@ def _sections(merged: Document, sequence_length: int | None) -> Document:
     if not isinstance(model, dict) or not isinstance(parallel, dict):
         wrong = "/model" if not isinstance(model, dict) else "/parallel"
         raise InvalidInput.at(wrong, f"found {quoted(merged[wrong[1:]])}; must be a JSON object.")
-    if not model:
-        detail = "this section is absent. Give the sizes of a model, or name the preset of a model."
-        raise InvalidInput.at("/model", detail)
     if sequence_length is not None:
         model = {**model, "sequence": sequence_length}
     unknown = [key for key in merged if key not in ("model", "parallel", "device")]
@@ -151,6 +151,19 @@ def _sections(merged: Document, sequence_length: int | None) -> Document:
             **{key: parallel[key] for key in KEPT if key in parallel},
         },
     }
+
+
+def _without_model(own: list[str], further: tuple[str, ...]) -> InvalidInput:
+    """The error of a document without a model; ``further`` are presets that the caller names."""
+    if not own and not further:
+        detail = "this section is absent. Give the sizes of a model, or name the preset of a model."
+        return InvalidInput.at("/model", detail)
+    named = (*own, *further)
+    kind = "a preset of a device" if len(named) == 1 else "presets of devices"
+    detail = (
+        f"found {', '.join(named)}, {kind}. Name a preset of a model: one of {', '.join(model_presets())}."
+    )
+    return InvalidInput.at("--preset" if further else "/presets", detail)
 
 
 def _leftover(config: EstimateConfig) -> list[Issue]:

@@ -105,6 +105,7 @@ def best_layouts(
     cancelled: Cancelled | None = None,
     report: Callable[[LayoutProgress], None] | None = None,
     most_plans: int | None = None,
+    workers: int = 1,
 ) -> Ranking:
     """The ``top`` layouts with the shortest steps, proved.
 
@@ -119,13 +120,15 @@ def best_layouts(
         Called for every better layout, and otherwise from time to time.
     most_plans
         Different pipelines to plan; the search then ends like a cancelled one.
+    workers
+        Threads for the plan of a pipeline.
 
     Raises
     ------
     NoLayoutFits
         When no layout fits in memory.
     """
-    search = LayoutSearch(setting, cancelled)
+    search = LayoutSearch(setting, cancelled, workers)
     queue = [
         Waiting(setting.least_work(layout), number, layout, False) for number, layout in enumerate(layouts)
     ]
@@ -169,6 +172,7 @@ class LayoutSearch:
 
     setting: Setting
     cancelled: Cancelled | None = None
+    workers: int = 1
     planned: list[PlannedLayout] = field(default_factory=list)
     known: dict[LayeredProblem, Plan] = field(default_factory=dict)
     too_large: list[Waiting] = field(default_factory=list)
@@ -234,7 +238,7 @@ class LayoutSearch:
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
         problem = estimated.problem
         if problem not in self.known:
-            self.known[problem] = first_plan(problem, self.cancelled)
+            self.known[problem] = first_plan(problem, self.cancelled, self.workers)
         return _with_plan(estimated, self.known[problem])
 
     def ranked(self, options: SearchOptions | None, cancelled: Cancelled | None) -> list[PlannedLayout]:

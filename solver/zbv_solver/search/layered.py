@@ -8,8 +8,10 @@ out. GPipe's histogram cut is always a finalist, so the plan is never worse than
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -46,6 +48,8 @@ JUDGE_SHARE, SEARCH_SHARE = 0.25, 0.85
 """Shares of a time limit at which estimating cuts and searching finalists end; the rest is for baselines."""
 LEAST_SECONDS = 0.01
 Starts = dict[str, Start]
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +96,14 @@ def plan_layers(
         raise ContradictedBound(layered_json(problem), objective, bound, error.source) from None
 
 
-def first_plan(problem: LayeredProblem, cancelled: Cancelled | None = None) -> Plan:
+def first_plan(problem: LayeredProblem, cancelled: Cancelled | None = None, workers: int = 1) -> Plan:
     """A verified plan in less than a second, to compare many problems: orders are constructed for the best of
     the first cuts; cuts are not improved, and baselines are left out.
 
     Raises :class:`InfeasibleMemory` when no cut has a plan that fits the memory limit.
     """
     own = OwnUnit.of(problem)
-    options = SearchOptions("quick", without=STAGES)
+    options = SearchOptions("quick", without=STAGES, workers=workers)
     return own.plan(_LayersSearch(own.problem, options, None, cancelled, is_first=True).run(None))
 
 
@@ -140,8 +144,13 @@ class _LayersSearch:
 
     def feasible(self) -> list[tuple[CutSpace, Starts]]:
         """First cuts on every placement with a cut that fits; also computes the bounds over all cuts."""
-        starts = [(space, self._starts(space, level_cut(space))) for space in self.spaces]
+        starts = self._each(self.spaces, lambda space: (space, self._starts(space, level_cut(space))))
         return [(space, found) for space, found in starts if found] or self._hard_starts()
+
+    def _each(self, items: Iterable[S], function: Callable[[S], T]) -> list[T]:
+        """Call a function for every item, in threads, because kernels run without the GIL."""
+        with ThreadPoolExecutor(self.options.workers) as threads:
+            return list(threads.map(function, items))
 
     def run(self, incumbent: Plan | None) -> Plan:
         self.best = incumbent
@@ -201,13 +210,14 @@ class _LayersSearch:
     def _entrants(self, feasible: list[tuple[CutSpace, Starts]]) -> list[_Entrant]:
         """The candidates for the full search, the most promising first."""
         judges = [Judge(space) for space, _ in feasible]
-        judged = [
-            [
-                Candidate(name, bounds, recompute, judge.value(bounds, recompute))
-                for name, bounds, recompute in self._judged(space, found)
+
+        def estimates(number: int) -> list[Candidate]:
+            return [
+                Candidate(name, bounds, recompute, judges[number].value(bounds, recompute))
+                for name, bounds, recompute in self._judged(*feasible[number])
             ]
-            for judge, (space, found) in zip(judges, feasible, strict=True)
-        ]
+
+        judged = self._each(range(len(judges)), estimates)
         lowest = min(candidate.value for candidates in judged for candidate in candidates)
         climbing = [
             number for number, (space, _) in enumerate(feasible) if self.floors[space.placement] < lowest

@@ -208,6 +208,11 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
         (known, 2, "--global-batch: this key is"),
         ([*known, "--global-batch", "0"], 2, "--global-batch: found 0"),
         ([*known, "--global-batch", "2", "--zero-stage", "7"], 2, "--zero-stage: found 7"),
+        (
+            [*known, "--global-batch", "2", "--tensor-parallel", "3"],
+            2,
+            "--tensor-parallel: no layout divides",
+        ),
         (["layout", str(model), *flags], 2, f"{model}: /model/layers: found 0"),
         (["layout", str(tmp_path / "none.json"), *flags], 2, "cannot read"),
     ):

@@ -216,7 +216,7 @@ WRONG: list[tuple[Any, str]] = [
     ({**SMALL, "cluster": {**CLUSTER, "nodes": 10**5}}, "/cluster"),
     ({**SMALL, "cluster": {**CLUSTER, "nodes": 10**6}}, "/cluster/nodes"),
     ({**SMALL, "fixed": {"tensor_parallel": 0}}, "/fixed/tensor_parallel"),
-    ({**SMALL, "fixed": {"tensor_parallel": 3}}, ""),
+    ({**SMALL, "fixed": {"tensor_parallel": 3}}, "/fixed"),
     ({**SMALL, "fixed": {"zero_stage": 4}}, "/fixed/zero_stage"),
     ({**SMALL, "fixed": {"recompute": "some"}}, "/fixed/recompute"),
     ({**SMALL, "fixed": {"pipelines": 2}}, "/fixed/pipelines"),

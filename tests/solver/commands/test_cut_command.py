@@ -56,6 +56,32 @@ def test_a_time_limit_ends_the_search_with_what_is_known(tmp_path: Path, capsys:
     assert found["objective"] >= 20
 
 
+def test_schedules_that_the_time_limit_left_out_are_named(tmp_path: Path, capsys: Capture) -> None:
+    model = written(tmp_path / "model.json", MODEL)
+    flags = ["--executor", "megatron", "--no-free-order", "--time-limit", "1e-9"]
+    assert main(["cut", model, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "The time limit ended the search before 6 of 7 schedules were tried" in out
+    assert out.count(" – ") == 2 * 6  # the best cut and the even cut
+    assert "inf" not in out
+    assert main(["cut", model, *flags, "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "Infinity" not in text
+    (first, *others) = json.loads(text)["schedules"]
+    assert (first["searched"], first["objective"]) == (True, json.loads(text)["objective"])
+    assert [(each["searched"], each["objective"]) for each in others] == [(False, None)] * 6
+
+
+def test_without_a_fitting_cut_the_time_limit_is_named(tmp_path: Path, capsys: Capture) -> None:
+    model = written(tmp_path / "model.json", MODEL | {"memory": {"limit": 15}})
+    flags = ["--executor", "megatron", "--effort", "quick", "--no-free-order"]
+    assert main(["cut", model, *flags, "--time-limit", "1e-9"]) == 3
+    err = capsys.readouterr().err
+    assert "It is not proved that no other cut fits. The time limit ended the search" in err
+    assert "give a longer --time-limit" in err
+    assert main(["cut", model, *flags]) == 0
+
+
 def test_the_summary_has_the_settings(tmp_path: Path, capsys: Capture) -> None:
     model = written(tmp_path / "model.json", MODEL)
     flags = ["--executor", "torchtitan", "--effort", "quick", "--virtual-stages", "1", "--no-free-order"]
@@ -69,13 +95,28 @@ def test_the_summary_has_the_settings(tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("changes", "flags", "status", "message"),
     [
-        ({}, ["--virtual-stages", "0"], 2, "found 0 virtual stages"),
-        ({}, ["--virtual-stages", "999999999"], 2, "must be at most 64"),
+        ({}, ["--virtual-stages", "0"], 2, "--virtual-stages: found 0 virtual stages"),
+        ({}, ["--virtual-stages", "2", "-3"], 2, "--virtual-stages: found -3 virtual stages"),
+        ({}, ["--virtual-stages", "999999999"], 2, "--virtual-stages: found 999999999 virtual stages; must"),
+        ({}, ["--group-size", "0"], 2, "--group-size: found 0; must be at least 1"),
+        ({}, ["--group-size", "-4"], 2, "--group-size: found -4; must be at least 1"),
+        ({}, ["--group-size", "9"], 2, "--group-size: found group size 9"),
+        ({}, ["--group-size", "2", "--virtual-stages", "1"], 2, "--group-size: found group size 2 with one"),
+        ({}, ["--schedule", "1F1B"], 2, "--schedule: found it and executor megatron"),
+        ({}, ["--executor", "torch", "--group-size", "5"], 2, "--group-size: found it and executor torch"),
+        ({}, ["--executor", "torch", "--schedule", "Foo"], 2, "--schedule: found schedule 'Foo'; must be"),
+        (
+            {},
+            ["--executor", "torch", "--schedule", "ZBVZeroBubble", "--virtual-stages", "3"],
+            2,
+            "--virtual-stages, --schedule: found 4 microbatches and 3 stages",
+        ),
+        ({}, ["--executor", "torch", "--virtual-stages", "9"], 2, "model.json: /layers: found 8 separable"),
         ({}, ["--time-limit", "0"], 2, "--time-limit"),
         ({}, ["--time-limit", "nan"], 2, "--time-limit"),
-        ({}, ["--group-size", "9", "--virtual-stages", "2"], 2, "found group size 9"),
+        ({}, ["--group-size", "9", "--virtual-stages", "2"], 2, "found group size 9; Megatron-LM needs"),
         ({"memory": {"limit": 3}}, [], 3, "the closest cut would need"),
-        ({"layers": [layer("head", 1), layer("block", 1, repeat=4)]}, [], 2, "found layers with the letters"),
+        ({"layers": [layer("head", 1), layer("block", 1, repeat=4)]}, [], 2, "/layers: found layers with"),
         (
             {"layers": None, "costs": {"forward": 1, "backward_input": 1, "backward_weight": 1}},
             [],

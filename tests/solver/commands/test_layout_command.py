@@ -85,10 +85,39 @@ def test_mistakes_are_named(files: list[str], tmp_path: Path, capsys: Capture) -
     assert "model, --preset: found neither" in says(files[1:])
     assert "--preset: found 'gpt-5'; not a preset" in says([*files[1:], "--preset", "gpt-5"])
     device = says([*files[1:], "--preset", "h100", "--global-batch", "8"])
-    assert "--preset: this section is absent" in device
+    assert "--preset: found h100, a preset of a device. Name a preset of a model: one of" in device
+    assert "llama-3.1-8b" in device
+    assert "a100" not in device
     assert "--global-batch: this key is required" in says([*files[1:], "--preset", "llama-3.1-8b"])
-    assert "no layout divides 2 devices" in says([*files, "--tensor-parallel", "3"])
+    divided = says([*files, "--tensor-parallel", "3", "--zero-stage", "0"])
+    assert "zbv: --tensor-parallel, --zero-stage: no layout divides 2 devices" in divided
+    odd = says([*files, "--global-batch", "5", "--data-parallel", "2", "--top", "1"])
+    assert "zbv: --data-parallel: no layout divides" in odd
+    for effort in ([], ["--effort", "quick"]):
+        assert "--workers: found 0; must be at least 1" in says([*files, "--workers", "0", *effort])
     (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "memory": 1e6}))
     assert "no layout fits" in says(files, 3)
-    (tmp_path / "cluster.json").write_text("[]")
-    assert "must be a JSON object" in says(files)
+    for wrong, message in (
+        ([], "cluster.json: found []; must be a JSON object"),
+        (None, "cluster.json: found null; must be a JSON object"),
+        (
+            {**CLUSTER, "device": 7},
+            "cluster.json: /device: found 7; must be the name of a preset or a JSON object.",
+        ),
+        ({**CLUSTER, "memory": 0}, "cluster.json: /memory: found 0 bytes; must be above 0"),
+    ):
+        (tmp_path / "cluster.json").write_text(json.dumps(wrong))
+        assert message in says(files)
+
+
+def test_presets_in_the_model_are_named_in_the_file(
+    files: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "model.json").write_text(json.dumps({"presets": ["h100", "a100"], "global_batch": 8}))
+    assert main(["layout", *files]) == 2
+    assert "model.json: /presets: found h100, a100, presets of devices." in capsys.readouterr().err
+    (tmp_path / "model.json").write_text(json.dumps({"global_batch": 8}))
+    assert main(["layout", *files]) == 2
+    assert "model.json: /model: this section is absent" in capsys.readouterr().err
+    assert main(["layout", *files, "--preset", "gpt-5"]) == 2
+    assert "zbv: --preset: found 'gpt-5'; not a preset" in capsys.readouterr().err

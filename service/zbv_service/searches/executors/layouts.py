@@ -43,12 +43,15 @@ def rank_layouts(
         report(progress)
 
     request, effort = read_layouts(asked), claim.options["effort"]
-    options = None if effort is None else SearchOptions(effort, workers=claim.options["workers"])
+    workers = claim.options["workers"]
+    options = None if effort is None else SearchOptions(effort, workers=workers)
     if asked.executor == FREE:
-        ranking = best_layouts(request.layouts, request.setting, asked.top, options, ends, tell)
+        ranking = best_layouts(
+            request.layouts, request.setting, asked.top, options, ends, tell, workers=workers
+        )
     else:
         ranking = executor_layouts(
-            request.layouts, request.setting, asked.executor, asked.top, options, ends, tell
+            request.layouts, request.setting, asked.executor, asked.top, options, ends, tell, workers=workers
         )
     found = list(outcomes(ranking, request, ends)) if asked.sensitivity and ranking.best else None
     document = ranking_json(ranking, request, with_plans=False, with_points=asked.points, sensitivity=found)

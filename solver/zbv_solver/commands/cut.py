@@ -16,10 +16,12 @@ from zbv_solver.commands.searching import spinner
 from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output
 from zbv_solver.errors import InvalidInput
+from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.reading import load_problem
 from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.options import SearchOptions
@@ -31,6 +33,7 @@ LEAST_SECONDS = 0.01
 """What the search of a free order may take at least."""
 MOST_ROWS = 12
 """Schedules that a summary shows."""
+NONE_FITS = "none fits"
 UNSEARCHED = "–"
 """Instead of the objectives of a schedule that was not searched."""
 
@@ -111,9 +114,9 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
             str(each.schedule.placement.chunks),
             str(each.schedule.group or ""),
             each.recompute,
-            f"{each.objective:.6g}" if each.is_searched else UNSEARCHED,
-            f"{each.lower_bound:.6g}",
-            f"{each.even:.6g}" if each.is_searched else UNSEARCHED,
+            _value(each.objective) if each.is_searched else UNSEARCHED,
+            _value(each.lower_bound),
+            UNSEARCHED if isinf(each.even) else f"{each.even:.6g}",
         )
     if free is not None:
         bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
@@ -122,15 +125,28 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
     return table
 
 
+def _value(objective: float) -> str:
+    return NONE_FITS if isinf(objective) else f"{objective:.6g}"
+
+
+def _gain(best: BestCut) -> str:
+    """The comparison with the even cut. Only one that does not fit may be shorter."""
+    if isinf(best.even):
+        return ""
+    gain = 1 - best.objective / best.even
+    if gain < -OPTIMAL_GAP:
+        return f", {-gain:.1%} above the even cut, which does not fit"
+    return f", {gain:.1%} below the even cut"
+
+
 def _summary(found: ExecutorCut, free: Plan | None) -> str:
     best = found.best
     gap = gap_of(best.objective, best.lower_bound)
     proof = "proved optimal for this schedule" if best.is_optimal else f"at most {gap:.2%} above the optimum"
     model = best.problem.model
     sizes = [] if model is None else [str(len(stage)) for stage in model.partition]
-    gain = "" if isinf(best.even) else f", {1 - best.objective / best.even:.1%} below the even cut"
     lines = [
-        f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}){gain}",
+        f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}){_gain(best)}",
         f"layers per stage: {' '.join(sizes)}",
     ]
     if best.unsearched:

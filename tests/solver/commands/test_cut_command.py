@@ -53,7 +53,10 @@ def test_a_time_limit_ends_the_search_with_what_is_known(tmp_path: Path, capsys:
     assert main(["cut", model, *flags, "--time-limit", "0.001"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["lower_bound"] <= found["objective"]
-    assert found["objective"] >= 20
+    assert found["status"] == "feasible"
+    assert main(["cut", model, *flags]) == 0
+    without_limit = json.loads(capsys.readouterr().out)
+    assert (without_limit["status"], without_limit["objective"] < found["objective"]) == ("optimal", True)
 
 
 def test_schedules_that_the_time_limit_left_out_are_named(tmp_path: Path, capsys: Capture) -> None:
@@ -70,6 +73,18 @@ def test_schedules_that_the_time_limit_left_out_are_named(tmp_path: Path, capsys
     (first, *others) = json.loads(text)["schedules"]
     assert (first["searched"], first["objective"]) == (True, json.loads(text)["objective"])
     assert [(each["searched"], each["objective"]) for each in others] == [(False, None)] * 6
+
+
+def test_an_even_cut_that_does_not_fit_is_no_comparison(tmp_path: Path, capsys: Capture) -> None:
+    held = {"memory": {"forward": 10, "backward_input": -10, "backward_weight": 0}}
+    layers = [layer("embedding", 1) | held, layer("block", 2, repeat=6), layer("head", 1)]
+    model = written(tmp_path / "model.json", {**MODEL, "layers": layers, "memory": {"limit": 28}})
+    flags = ["--executor", "torch", "--schedule", "1F1B", "GPipe", "--no-free-order"]
+    assert main(["cut", model, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "% above the even cut, which does not fit" in out
+    assert "inf" not in out
+    assert out.count("none fits") == 2  # the best cut and the bound of GPipe, which holds all microbatches
 
 
 def test_without_a_fitting_cut_the_time_limit_is_named(tmp_path: Path, capsys: Capture) -> None:

@@ -197,6 +197,14 @@ def test_every_preset_names_its_source_and_is_valid(name: str) -> None:
         assert parse_config(with_presets(document(), [], {"device": found.device})).device.memory_limit
 
 
+@pytest.mark.parametrize(
+    "name", [each for each in preset_names() if "achieved_tflops" in preset(each).device]
+)
+def test_no_device_reaches_the_rate_of_its_data_sheet(name: str) -> None:
+    device = preset(name).device
+    assert device["achieved_tflops"] < device["peak_tflops"]
+
+
 def test_all_documented_presets_exist() -> None:
     promised = {
         "gpt-1.5b",

@@ -35,7 +35,7 @@ TEXTS = {
     "context_parallel": "context-parallel exchanges",
     "expert_parallel": "expert-parallel exchanges",
     "data_parallel": "data-parallel exchanges in every microbatch",
-    "transfers": "waiting for transfers between ranks",
+    "transfers": "transfers between ranks",
     "idle": "waiting for other ranks to compute",
     "gradient_reduction": "reducing gradients",
     "parameter_gathering": "gathering parameters",

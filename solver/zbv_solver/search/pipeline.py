@@ -23,7 +23,7 @@ from zbv_solver.search.options import SearchOptions, budgets_of
 from zbv_solver.search.search_state import CHAINS, Cancelled, Found, OnProgress, SearchState
 from zbv_solver.timing.start_times import objective_of
 
-OVERTAKE_SHARE = 0.5
+OVERTAKE_SHARE = 0.375
 """Placements of the search with overtaking, as a share of those of the search for injections."""
 REST_SHARE = 0.5
 """Share of the tuning budget that is spent on suffix search."""

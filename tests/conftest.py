@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
 import signal
 import sys
 from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from functools import wraps
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
+from support.shares import Shares, share_of
 
 # `make explore` runs the property tests with the second profile and a random seed.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=40)
@@ -42,20 +46,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
+STATUS = Path("/proc/self/status")
 DURATIONS = TESTS / "durations.json"
 _LONG_SECONDS = 4
-_SHARES = {
-    # They share a service, which has already loaded its planner.
-    "browser": ("web/",),
-    # They wait for agents, ranks and timeouts. If all processes wait at the same time, the cores are idle.
-    "waiting": (
-        "service/compute/test_processes.py",
-        "worker/agent/",
-        "worker/training/test_lost_ranks.py",
-        "worker/training/test_run.py",
-    ),
-}
-"""Files and folders that one process runs. Every other file is one share."""
+_ASYNC_SECONDS = 360.0
+"""Less than pytest's ``timeout``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,16 +78,35 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares | Non
     return Shares(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-class Shares(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-    """Gives one process all tests of a share."""
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Cancel an asynchronous test that takes too long.
 
-    def _split_scope(self, nodeid: str) -> str:
-        return share_of(nodeid.partition("::")[0].removeprefix("tests/"))
+    The exception that pytest-timeout raises ends the event loop, but not the test in it. The next
+    asynchronous fixture then waits for that test forever.
+    """
+    if isinstance(item, pytest.Function) and iscoroutinefunction(item.obj):
+        item.obj = _cancelled_late(item.obj)
 
 
-def share_of(name: str) -> str:
-    """The share of a file: the name of a share, or of the file."""
-    return next((share for share, names in _SHARES.items() if name.startswith(names)), name)
+def _cancelled_late(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    @wraps(test)
+    async def cancelled_late(*given: Any, **named: Any) -> None:
+        async with asyncio.timeout(_ASYNC_SECONDS):
+            await test(*given, **named)
+
+    return cancelled_late
+
+
+@pytest.fixture(scope="module", autouse=True)
+def python_handles_ctrl_c() -> Iterator[None]:
+    """No test may leave the system's handler, which CP-SAT does unless told otherwise.
+
+    The next test of Ctrl-C would kill its process.
+    """
+    yield
+    if STATUS.exists():
+        (caught,) = (line.split()[1] for line in STATUS.read_text().splitlines() if line.startswith("SigCgt"))
+        assert int(caught, 16) >> (signal.SIGINT - 1) & 1, "SIGINT now has the system's handler"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

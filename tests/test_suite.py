@@ -1,0 +1,75 @@
+"""What the test suite does when a test hangs or kills its process: it names the test, and goes on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PASSING = "def test_one(): pass\ndef test_two(): pass\n"
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """A folder with this suite's settings."""
+    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    (tmp_path / "durations.json").write_text("{}")
+    return tmp_path
+
+
+def run(suite: Path, *flags: str) -> str:
+    settings = ("-p", "no:cacheprovider", "-o", f"pythonpath={TESTS}", "--import-mode=importlib", "-v")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *settings, *flags, str(suite)],
+        cwd=suite,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_all_tests_behind_one_that_kills_its_process_run_once(suite: Path) -> None:
+    for number in range(4):
+        (suite / f"test_early_{number}.py").write_text(PASSING)
+        (suite / f"test_late_{number}.py").write_text(PASSING)
+    (suite / "test_fatal.py").write_text(
+        "import os\n" + PASSING + "def test_fatal(): os._exit(3)\n" + "def test_three(): pass\n"
+    )
+    out = run(suite, "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    assert "1 failed, 19 passed" in out
+    assert re.findall(r"crashed while running '(.*)'", out)[0].endswith("test_fatal.py::test_fatal")
+
+
+def test_the_fixtures_of_an_asynchronous_test_that_hangs_end(suite: Path) -> None:
+    conftest = suite / "conftest.py"
+    text = conftest.read_text()
+    assert "_ASYNC_SECONDS = 360.0" in text
+    conftest.write_text(text.replace("_ASYNC_SECONDS = 360.0", "_ASYNC_SECONDS = 0.1"))
+    (suite / "test_hanging.py").write_text(
+        "import asyncio, pytest\n"
+        "pytestmark = pytest.mark.anyio\n"
+        "@pytest.fixture\n"
+        "def anyio_backend(): return 'asyncio'\n"
+        "@pytest.fixture\n"
+        "async def service():\n"
+        "    yield\n"
+        "    print('the service', 'ends')\n"
+        "async def test_hanging(service): await asyncio.Event().wait()\n"
+    )
+    out = run(suite)
+    assert "1 failed" in out
+    assert "the service ends" in out
+
+
+def test_a_test_that_leaves_the_systems_handler_of_ctrl_c_is_an_error(suite: Path) -> None:
+    (suite / "test_handler.py").write_text(
+        "import signal\ndef test_handler(): signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    )
+    assert "SIGINT now has the system's handler" in run(suite)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.anyio
 SMALL: dict[str, Any] = {
     "model": {"presets": ["llama-3.1-8b"]},
     "cluster": {"nodes": 1, "gpus_per_node": 8, "device": "h100"},
-    "global_batch": 16,
-    "fixed": {"zero_stage": 1},
+    "global_batch": 8,
+    "fixed": {"zero_stage": 1, "context_parallel": 1},
     "top": 2,
 }
 LONG = {**SMALL, "fixed": {}, "top": 20}
@@ -85,7 +85,7 @@ async def test_a_search_has_the_answer_of_the_solver_and_its_plans(
     counts = {"considered": len(request.layouts), "ruled_out": ranking.pruned, "planned": ranking.planned}
     assert found["progress"] == counts
     assert found["summary"] == {
-        **{"model": "llama-3.1-8b", "device": "h100", "devices": 8, "global_batch": 16},
+        **{"model": "llama-3.1-8b", "device": "h100", "devices": 8, "global_batch": 8},
         **{"sequence_length": 8192, "layouts": len(request.layouts)},
     }
     assert [event["event"] for event in events[:2]] == ["state", "state"]
@@ -159,11 +159,11 @@ async def test_an_executor_gets_its_settings_and_the_step_of_a_free_order(servin
         found = await once(service, await submitted(service, {**SMALL, "executor": "megatron"}), "done")
         layout = found["answer"]["layouts"][0]
         assert layout["executor"] == "megatron"
-        assert "--global-batch-size 16" in layout["settings"]
+        assert "--global-batch-size 8" in layout["settings"]
         assert found["lower_bound"] <= layout["step_time"] == found["objective"]
         assert layout["free_order"]["step_time"] > 0
         page = await service.http.get(f"/layouts/{found['id']}", headers={"Accept": "text/html"})
-        assert "--global-batch-size 16" in page.text
+        assert "--global-batch-size 8" in page.text
 
 
 async def test_a_model_that_fits_nowhere_is_infeasible(serving: Serving) -> None:

@@ -308,7 +308,7 @@ class _LayersSearch:
         provenance = replace(best.provenance, seconds=time.monotonic() - self.began, extra=extra)
         return replace(
             best,
-            baselines=(*best.baselines, *beside),
+            baselines=(*compare(best.problem), *beside),
             cut=CutCertificate(self.method, certificate.lower_bound, certificate.gap),
             provenance=provenance,
         )
@@ -377,4 +377,4 @@ def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:
         raise InvalidPlan(f"the incumbent is not a plan of these layers: {error}") from None
     require_same_problem(cut, incumbent.problem)
     plan = make_plan(cut, incumbent.orders, method=incumbent.provenance.method)
-    return replace(plan, baselines=compare(cut), provenance=incumbent.provenance)
+    return replace(plan, provenance=incumbent.provenance)

@@ -8,6 +8,7 @@ the search early; the plan's provenance records that.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
@@ -91,5 +92,5 @@ def search(
         if incumbent is not None:
             pipeline.resume_from(incumbent)
         pipeline.run()
-        plan = pipeline.finish()
+        plan = replace(pipeline.finish(), baselines=compare(problem))
     return for_jitter(plan, options, began=began, cancelled=cancelled)

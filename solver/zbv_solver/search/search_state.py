@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
 from typing import Self
@@ -22,7 +22,7 @@ from zbv_solver.plans.orders import Orders, first_in_first_out, in_entry_order
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.halt import Halt, Turn
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search_unit import in_search_unit
@@ -135,7 +135,7 @@ class SearchState:
         self._take(Found(objective_of(self.problem, orders), orders, "resumed"))
 
     def finish(self) -> Plan:
-        """The verified plan of the incumbent, with baselines.
+        """The verified plan of the incumbent, without baselines.
 
         Raises
         ------
@@ -150,7 +150,7 @@ class SearchState:
             extra["without"] = list(self.options.without)
         if self.halt.reason is not None:
             extra["cut"] = self.halt.reason
-        plan = make_plan(
+        return make_plan(
             self.given,
             without_useless_splits(self.given, best.orders),
             method=best.method,
@@ -160,7 +160,6 @@ class SearchState:
             seconds=time.monotonic() - self.began,
             extra=extra,
         )
-        return replace(plan, baselines=compare(self.given))
 
     def best(self) -> Found | None:
         """The best order so far, whether or not every stage of the search can improve it."""

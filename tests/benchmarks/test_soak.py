@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from zbv_solver import bounds
+from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.layouts.estimated_layout import EstimatedLayout
 from zbv_solver.problem.problem import Problem
 
@@ -84,6 +86,30 @@ def test_a_wrong_bound_of_layouts_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(EstimatedLayout, "mean_bound", 1.0)
     with pytest.raises(Contradiction, match="bound of mean"):
         checks.check("mixed layouts, zbv", document, "0", Coverage(), scaling=False)
+
+
+@pytest.mark.parametrize(("short", "is_wrong"), [(0.0, True), (5e-10, False), (1e-3, False)])
+def test_a_search_may_refuse_layers_that_fit_only_for_the_tolerance(
+    short: float, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deltas = {"forward": 300.0, "backward_input": -100.0, "backward_weight": -200.0}
+    layer = {
+        **{"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "backward": 3.0},
+        "memory": {**deltas, "static": 0.0, "workspace": 0.0},
+    }
+    document: dict[str, Any] = {
+        **{"pp_degree": 1, "microbatches": 1, "placement": "v", "objective": "span"},
+        "layers": [{"name": name, **layer, "output_bytes": 0.0} for name in ("one", "other")],
+        "cut": {"allow_empty": False, "together": []},
+        **{"costs": {"p2p": 0.0}, "memory": {"static": 0.0, "limit": 600.0 * (1 - short)}},
+    }
+
+    def refuse(*_: object) -> NoReturn:
+        raise InfeasibleMemory((600.0,), (600.0 * (1 - short),), of_cut=True)
+
+    monkeypatch.setattr(checks, "search", refuse)
+    with pytest.raises(Contradiction, match="1 of 1 cuts fit") if is_wrong else nullcontext():
+        checks.check("layers, ties", document, "0", Coverage(), scaling=False)
 
 
 def test_enumeration_and_cp_sat_agree_on_the_optimum() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PASSING = "def test_one(): pass\ndef test_two(): pass\n"
 
 
 @pytest.fixture
@@ -36,14 +35,15 @@ def run(suite: Path, *flags: str) -> str:
 
 
 def test_all_tests_behind_one_that_kills_its_process_run_once(suite: Path) -> None:
-    for number in range(4):
-        (suite / f"test_early_{number}.py").write_text(PASSING)
-        (suite / f"test_late_{number}.py").write_text(PASSING)
+    names = [f"test_{number}.py" for number in range(12)]
+    for name in names:
+        (suite / name).write_text("def test_one(): pass\n")
+    # The last share, so that only shares of the dead process are left.
     (suite / "test_fatal.py").write_text(
-        "import os\n" + PASSING + "def test_fatal(): os._exit(3)\n" + "def test_three(): pass\n"
+        "import os\ndef test_one(): pass\ndef test_fatal(): os._exit(3)\ndef test_three(): pass\n"
     )
     out = run(suite, "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-    assert "1 failed, 19 passed" in out
+    assert f"1 failed, {len(names) + 2} passed" in out
     assert re.findall(r"crashed while running '(.*)'", out)[0].endswith("test_fatal.py::test_fatal")
 
 

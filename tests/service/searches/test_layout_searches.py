@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {
     "top": 2,
 }
 LONG = {**SMALL, "fixed": {}, "top": 20}
-"""Takes 18 s; the first layout is planned at once."""
+"""Plans many layouts after the first one."""
 
 
 async def submitted(service: Service, body: dict[str, Any] = SMALL) -> str:

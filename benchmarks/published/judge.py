@@ -23,7 +23,7 @@ MOST_MEMORY_ERROR = 10.0
 NEAR, LEAST_NEAR = 0.25, 90.0
 LEAST_OUT_OF_MEMORY = 80.0
 GIGA = 1e9
-NOT_OF_A_LAYOUT = {"id", "source", "step_time_s", "step_time_from", "model_tflops"}
+NOT_OF_A_LAYOUT = {"id", "source", "held_out", "step_time_s", "step_time_from", "model_tflops"}
 NOT_OF_A_LAYOUT |= {"memory_gb", "memory_kind", "memory_rank"}
 """Keys of a run that do not say what ran."""
 
@@ -103,7 +103,22 @@ def models_table(judged: Sequence[Judged]) -> Table:
 def findings(judged: Sequence[Judged], refused: Sequence[Refused]) -> list[Finding]:
     """All numbers with targets, and the distribution by system."""
     found = [*_time_findings(judged), *_memory_findings(judged), *_room_findings(judged)]
+    found += _held_out_findings([each for each in judged if each.run.held_out])
     return [*found, Finding("runs without a prediction", len(refused))]
+
+
+def _held_out_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
+    """The same targets for the runs that no rule was chosen by."""
+    if ranks := _ranks(judged):
+        what = f"held out: rank correlation of throughput, mean of {len(ranks)} models"
+        yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))
+    if times := _times(judged):
+        what = f"held out: step time, median error of {len(times)} runs"
+        yield Finding(what, _error(times), "%", at_most(MOST_TIME_ERROR))
+    if memory := _memory(judged):
+        what = f"held out: memory, median error of {len(memory)} runs"
+        yield Finding(what, _error(memory), "%", at_most(MOST_MEMORY_ERROR))
+        yield Finding("held out:   within 25 %", _near(memory), "%", at_least(LEAST_NEAR))
 
 
 def _time_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
@@ -111,8 +126,7 @@ def _time_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
     if not times:
         return
     groups = _throughputs(judged)
-    ranks = [rank for runs in groups.values() if (rank := of_runs(runs)) is not None]
-    if ranks:
+    if ranks := _ranks(judged):
         what = f"rank correlation of throughput, mean of {len(ranks)} models"
         yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))
         if most := ceilings(groups):
@@ -143,8 +157,7 @@ def _memory_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
         yield Finding(
             f"memory, median error of {len(memory)} runs", _error(memory), "%", at_most(MOST_MEMORY_ERROR)
         )
-        near = 100 * mean(abs(each - 1) <= NEAR for each in memory)
-        yield Finding("  within 25 %", near, "%", at_least(LEAST_NEAR))
+        yield Finding("  within 25 %", _near(memory), "%", at_least(LEAST_NEAR))
 
 
 def _room_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
@@ -179,6 +192,11 @@ def _throughputs(judged: Sequence[Judged]) -> dict[tuple[str, str], list[Through
     }
 
 
+def _ranks(judged: Sequence[Judged]) -> list[float]:
+    """Rank correlation of every system and model that has one."""
+    return [rank for runs in _throughputs(judged).values() if (rank := of_runs(runs)) is not None]
+
+
 def _times(group: Sequence[Judged]) -> list[float]:
     return [each.time_ratio for each in group if each.time_ratio is not None]
 
@@ -190,3 +208,8 @@ def _memory(group: Sequence[Judged]) -> list[float]:
 def _error(ratios: Sequence[float]) -> float:
     """Median distance from 1, in percent."""
     return 100 * median(abs(ratio - 1) for ratio in ratios)
+
+
+def _near(ratios: Sequence[float]) -> float:
+    """Share of ratios that are near 1, in percent."""
+    return 100 * mean(abs(ratio - 1) <= NEAR for ratio in ratios)

@@ -39,6 +39,9 @@ class MeasuredRun(ConfigSection):
 
     id: str = Field(description="unique name")
     source: str = Field(description="who measured it: paper and table, or repository, commit and file")
+    held_out: Flag = Field(
+        False, description="whether no rule and no constant was chosen with this run in view"
+    )
     system: str = Field(description="the program; the report has a row per system and model")
     name: str = Field(description="the model's name in the report")
     model: str = Field(description="a preset, or a model of benchmarks/published/models.json")

@@ -37,7 +37,7 @@ def own(**changes: Any) -> MeasuredRun:
 
 
 def test_every_published_run_has_a_source_and_a_result() -> None:
-    assert len(PUBLISHED) > 250
+    assert len(PUBLISHED) > 450
     for run in PUBLISHED.values():
         assert run.source
         assert run.out_of_memory or run.memory_gb or published_step(run)
@@ -118,6 +118,23 @@ def test_repeated_runs_of_a_layout_count_once() -> None:
     found = {each.what.strip(): each.value for each in findings(runs, [])}
     assert found["of layouts, repeated ones with their median, 1 models"] == pytest.approx(1)
     assert found["rank correlation of throughput, mean of 1 models"] < 0.9
+
+
+def test_held_out_runs_are_also_counted_by_themselves() -> None:
+    def judged(batch: int, ratio: float, held_out: bool) -> Judged:
+        run = own(id=str(batch), global_batch=batch, step_time_s=1.0, memory_gb=1.0, held_out=held_out)
+        return Judged(run, 1.0, Prediction(ratio, ratio * 1e9, False, "none"))
+
+    # Throughput is predicted in the measured order for runs held out, and in reverse for the others.
+    held_out = [judged(8, 1.1, True), judged(16, 1.1, True), judged(24, 1.1, True)]
+    others = [judged(32, 3.0, False), judged(40, 6.0, False), judged(48, 12.0, False)]
+    found = {each.what: each.value for each in findings(held_out + others, [])}
+    assert found["held out: rank correlation of throughput, mean of 1 models"] == pytest.approx(1)
+    assert found["rank correlation of throughput, mean of 1 models"] < 0.5
+    assert found["held out: step time, median error of 3 runs"] == pytest.approx(10)
+    assert found["held out: memory, median error of 3 runs"] == pytest.approx(10)
+    assert found["held out:   within 25 %"] == 100
+    assert not any("held out" in each.what for each in findings(others, []))
 
 
 def test_flops_of_the_model_stand_for_a_step() -> None:

@@ -123,11 +123,21 @@ def first_rule(problem: Problem) -> Rule:
     return entry_rule(problem, ENTRY_RULES[0])
 
 
-def simple_rule(problem: Problem, preference: str, share: float, patience: float) -> Rule:
-    """The same priorities on all ranks and in all phases; caps are a share of what memory allows."""
+def simple_rule(
+    problem: Problem,
+    preference: str,
+    share: float,
+    patience: float,
+    allowed: NDArray[np.int64] | None = None,
+) -> Rule:
+    """The same priorities on all ranks and in all phases; caps are a share of what memory allows.
+
+    ``allowed`` (p,) are the :func:`in_flight_caps`, if they are known.
+    """
     letter, depth = PREFERENCES[preference]
     p, chunks = problem.pp_degree, problem.placement.chunks
-    caps = np.repeat(in_flight_caps(problem)[:, None], PHASES - 1, axis=1)
+    allowed = in_flight_caps(problem) if allowed is None else allowed
+    caps = np.repeat(allowed[:, None], PHASES - 1, axis=1)
     chunk = np.arange(chunks, dtype=np.float64)
     forward = (-chunk if depth == "deep" else chunk) + (0 if letter == F else 100)
     backward = (chunk if depth == "deep" else -chunk) + (0 if letter == I else 100)

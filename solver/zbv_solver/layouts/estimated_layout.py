@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.estimate.device import GroupLink, GroupLinks
-from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Training
+from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Running, Training
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.kernels.arrays import FloatArray
@@ -193,6 +193,11 @@ class EstimatedLayout:
         """(K, n): a number of every layer with all of its copies, by group in use."""
         return np.array([[of(layer) * layer.copies for layer in each] for each in self.layers]).T
 
+    def _rows(self, of: Callable[[LayerEstimate], Running]) -> FloatArray:
+        """(K, n, 4): F, I, W and memory of every copy of every layer, by group in use."""
+        rows = np.array([[row_of(of(layer)) for layer in each] for each in self.layers])
+        return np.repeat(rows, [each[0].copies for each in self.layers], axis=0).swapaxes(0, 1)
+
     @cached_property
     def mean_bound(self) -> float:
         """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work. Lemma 60."""
@@ -228,13 +233,9 @@ class EstimatedLayout:
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.
         """
-        layers = [each for each in self.layers for _ in range(each[0].copies)]
         recompute = self.layout.recompute
-        # (K, n, 4): F, I, W and memory.
-        plain = np.array([[row_of(layer.plain) for layer in each] for each in layers]).swapaxes(0, 1)
-        again = np.array(
-            [[row_of(recomputed(layer, recompute) or layer.plain) for layer in each] for each in layers]
-        ).swapaxes(0, 1)
+        plain = self._rows(lambda layer: layer.plain)
+        again = self._rows(lambda layer: recomputed(layer, recompute) or layer.plain)
         if recompute == "none":
             again = plain
         if recompute in EVERYWHERE:
@@ -246,7 +247,7 @@ class EstimatedLayout:
         chain = np.minimum(plain[..., :2].sum(axis=2), again[..., :2].sum(axis=2)).min(axis=0)
         # From the start of a layer's F to the end of its I, all later layers run both.
         lasts = np.cumsum(chain[::-1])[::-1]
-        room = self.room - sum(min(layer.static.total for layer in each) for each in layers)
+        room = self.room - float(self._table(lambda layer: layer.static.total).min(axis=0).sum())
         held = plain[..., 3].min(axis=0) * lasts
         saved = np.maximum(held - again[..., 3].min(axis=0) * lasts, 0.0)
         extra = np.maximum(of_again - work, 0.0)

@@ -50,7 +50,7 @@ class Balanced:
     worst: float
 
 
-def balanced_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
+def balanced_cut(space: CutSpace, reference: Boundaries, least: float = 0.0) -> Balanced | None:
     """The cut that fits the memory limit and whose most loaded rank has the least load; None if none fits.
 
     The load of a rank is the sum of its forwards and its cheaper backwards for one microbatch, as in
@@ -62,8 +62,10 @@ def balanced_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
     ----------
     reference
         Of several best cuts, one near these boundaries is returned.
+    least
+        A lower bound that is known of the worst load, which saves time.
     """
-    return _least_worst(space, reference, LOAD)
+    return _least_worst(space, reference, LOAD, least)
 
 
 def smallest_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
@@ -71,7 +73,7 @@ def smallest_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
     return _least_worst(space, reference, EXCESS)
 
 
-def _least_worst(space: CutSpace, reference: Boundaries, mode: int) -> Balanced | None:
+def _least_worst(space: CutSpace, reference: Boundaries, mode: int, least: float = 0.0) -> Balanced | None:
     """Bisect for the smallest ``most`` that some cut keeps."""
     tables, p = space.tables, space.placement.pp_degree
     question = _Question(
@@ -81,7 +83,8 @@ def _least_worst(space: CutSpace, reference: Boundaries, mode: int) -> Balanced 
     reached = np.zeros((p, tables.n + 1, tables.n + 1), np.uint8)
     best = None
     if mode == LOAD:
-        scale = low = float(tables.cheapest[-1]) / float(tables.speeds.sum())
+        scale = float(tables.cheapest[-1]) / float(tables.speeds.sum())
+        low = max(scale, least)
         # The reference is often near the best cut, so it saves sweeps as a first one.
         recompute = space.fitting(reference)
         if recompute is not None:

@@ -9,11 +9,10 @@ import numpy as np
 
 from zbv_solver.construct.greedy_v import GREEDY_COST, get_v_schedule
 from zbv_solver.construct.list_scheduling import ListScheduler
-from zbv_solver.construct.rules import simple_rule
+from zbv_solver.construct.rules import in_flight_caps, simple_rule
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.roomy_cuts import with_room
-from zbv_solver.problem.cut import Cut
-from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem
 
 FEW, FEWER = 2, 1
 """Microbatches of the orders that estimate a cut, in multiples of p. More would only repeat the steady state.
@@ -45,7 +44,7 @@ class Judge:
         self.space, self.placed = space, 0
         p, microbatches = space.problem.pp_degree, space.problem.microbatches
         self.few = replace(space.problem, microbatches=min(max(FEW * p, 8), microbatches))
-        self.fewer = replace(space.problem, microbatches=min(max(FEWER * p, 4), microbatches))
+        self.fewer = min(max(FEWER * p, 4), microbatches)
         self.known: dict[tuple[Boundaries, tuple[bool, ...]], float] = {}
         self.roomy = with_room(space, np.full((2, space.tables.n), max(1.0, ENOUGH * p)))
 
@@ -61,24 +60,24 @@ class Judge:
         return self.known[key]
 
     def _construct(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
-        cut, problem = self.space.cut(bounds, recompute), self.space.problem
-        value, each = self._best(self.few, cut), self.space.worst_load(bounds, recompute)
-        more = problem.microbatches - self.few.microbatches
+        problem = self.few.cut_into(self.space.placement, self.space.cut(bounds, recompute))
+        value, each = self._best(problem), self.space.worst_load(bounds, recompute)
+        more = self.space.problem.microbatches - problem.microbatches
         if more > 0 and self.roomy.excess(bounds, recompute) > 0 and np.isfinite(value):
-            between = self.few.microbatches - self.fewer.microbatches
-            each = max(each, (value - self._best(self.fewer, cut)) / between)
+            between = problem.microbatches - self.fewer
+            each = max(each, (value - self._best(replace(problem, microbatches=self.fewer))) / between)
         return float(value + more * each)
 
-    def _best(self, layered: LayeredProblem, cut: Cut) -> float:
+    def _best(self, problem: Problem) -> float:
         """The best objective of a few orders of a cut; inf if no order was constructed."""
-        problem = layered.cut_into(self.space.placement, cut)
         best = np.inf
         if problem.placement.kind == "v":
             for attempt in islice(get_v_schedule(problem), GREEDY_ORDERS):
                 best = min(best, attempt.value)
             self.placed += GREEDY_ORDERS * GREEDY_COST * problem.max_actions
-        scheduler = ListScheduler(problem)
+        scheduler, caps = ListScheduler(problem), in_flight_caps(problem)
         for preference, share, patience in RULES:
-            best = min(best, scheduler.value(simple_rule(problem, preference, share, patience), most=best))
+            rule = simple_rule(problem, preference, share, patience, caps)
+            best = min(best, scheduler.value(rule, most=best))
         self.placed += len(RULES) * problem.max_actions
         return float(best)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,20 +26,30 @@ NEVER = 1e12
 """A multiple of a part's activations for which no rank has room."""
 
 
-def roomy_cuts(space: CutSpace, start: Boundaries) -> Iterator[tuple[Boundaries, tuple[bool, ...]]]:
+def roomy_cuts(
+    space: CutSpace, start: Boundaries, least: float = 0.0
+) -> Iterator[tuple[Boundaries, tuple[bool, ...]]]:
     """Boundaries and recomputed stages of the most even cuts with room for several microbatches.
 
     In some of them, all stages have room for the same number of microbatches. In others, early stages have
     room for more than late ones, because they hold an activation longer (Qi et al. 2024, "Pipeline
     Parallelism with Controllable Memory", section 3: the lifespan of a stage). In others again, early stages
     are recomputed, and all have room for one microbatch.
+
+    ``least`` is a known lower bound of the worst load of every cut that fits.
     """
     if not np.isfinite(space.tables.room).all():
         return
+    known: list[tuple[FloatArray, float]] = []
     for times in rooms(space):
-        found = _most_even(with_room(space, times), start)
+        # A cut with this much room has room for less, too.
+        least_with_room = max([least, *(worst for less, worst in known if (less <= times).all())])
+        if least_with_room == np.inf:
+            continue
+        found = _most_even(with_room(space, times), start, least_with_room)
+        known.append((times, np.inf if found is None else found.worst))
         if found is not None:
-            yield found
+            yield found.bounds, found.recompute
 
 
 def rooms(space: CutSpace) -> Iterator[FloatArray]:
@@ -63,10 +74,20 @@ def with_room(space: CutSpace, times: FloatArray) -> CutSpace:
     return replace(space, tables=replace(tables, sums=sums))
 
 
-def _most_even(space: CutSpace, start: Boundaries) -> tuple[Boundaries, tuple[bool, ...]] | None:
+class _Roomy(NamedTuple):
+    """A cut, and a lower bound of the worst load of every cut with this much room."""
+
+    bounds: Boundaries
+    recompute: tuple[bool, ...]
+    worst: float
+
+
+def _most_even(space: CutSpace, start: Boundaries, least: float) -> _Roomy | None:
     """Under loop the bounds stay as they are: they were settled, and will be moved."""
     if space.placement.kind != "loop":
-        balanced = balanced_cut(space, start)
-        return None if balanced is None else (space.bounds_of(balanced.cut), balanced.cut.recompute)
+        balanced = balanced_cut(space, start, least)
+        if balanced is None:
+            return None
+        return _Roomy(space.bounds_of(balanced.cut), balanced.cut.recompute, balanced.worst)
     recompute = space.fitting(start)
-    return None if recompute is None else (start, recompute)
+    return None if recompute is None else _Roomy(start, recompute, least)

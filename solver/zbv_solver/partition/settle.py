@@ -27,7 +27,8 @@ class _Settling(NamedTuple):
 
     ``unit`` (p,) measures every rank's excess; ``stages`` (p, chunks) and ``rank_of`` (S,) are the placement;
     ``lower`` and ``upper`` (S+1,) are the ranges of boundaries; ``least`` is the fewest parts of a stage;
-    ``mean`` is the mean load of a rank.
+    ``mean`` is the mean load of a rank. ``costs`` (2, chunks, 4) is space for those of a rank's stages: F,
+    backward, memory and workspace, plain and recomputed.
     """
 
     mode: int
@@ -39,6 +40,7 @@ class _Settling(NamedTuple):
     least: int
     mean: float
     warmest: float
+    costs: FloatArray
 
 
 def settled_cut(space: CutSpace, start: Boundaries, seed: int = 0) -> Boundaries:
@@ -68,6 +70,7 @@ def _annealed(space: CutSpace, start: Boundaries, mode: int, seed: int) -> Bound
         space.least,
         mean,
         WARMEST[mode],
+        np.empty((tables.variants, space.placement.chunks, 4)),
     )
     moves = min(MOVES_PER_STAGE * space.n_stages, MOST_SHIFTS // space.n_stages)
     bounds = _settle(tables.for_kernels(), settling, np.array(start), moves, seed)
@@ -83,11 +86,18 @@ def _energy(
     In mode LOAD it is a high power of the load, so that the most loaded ranks govern the sum. In mode EXCESS
     it is the memory beyond the rank's room, so that the sum is 0 when all ranks fit.
     """
-    kind = tables.kind_of[rank]
-    sums, workspace = tables.sums[kind], tables.workspace[kind]
-    room, variants = tables.room, tables.variants
-    stages, unit = settling.stages, settling.unit
+    kind, variants = tables.kind_of[rank], tables.variants
+    sums, workspace, room = tables.sums[kind], tables.workspace[kind], tables.room[rank]
+    stages, unit, costs = settling.stages, settling.unit, settling.costs
     chunks = stages.shape[1]
+    for chunk in range(chunks):
+        begin, end = bounds[stages[rank, chunk]], bounds[stages[rank, chunk] + 1]
+        for at in range(variants):
+            costs[at, chunk, 0] = sums[at, 0, end] - sums[at, 0, begin]
+            split, fused = sums[at, 1, end] - sums[at, 1, begin], sums[at, 2, end] - sums[at, 2, begin]
+            costs[at, chunk, 1] = min(split, fused)
+            costs[at, chunk, 2] = sums[at, 3, end] - sums[at, 3, begin]
+            costs[at, chunk, 3] = workspace[at, begin, end]
     best, excess = np.inf, np.inf
     tries_all = chunks <= MOST_TRIED
     choices = 1
@@ -97,14 +107,13 @@ def _energy(
         load, held, largest = 0.0, 0.0, 0.0
         for chunk in range(chunks):
             at = (choice >> chunk) & 1 if tries_all else int(chunk < choice)
-            begin, end = bounds[stages[rank, chunk]], bounds[stages[rank, chunk] + 1]
-            load += sums[at, 0, end] - sums[at, 0, begin]
-            load += min(sums[at, 1, end] - sums[at, 1, begin], sums[at, 2, end] - sums[at, 2, begin])
-            held += sums[at, 3, end] - sums[at, 3, begin]
-            largest = max(largest, workspace[at, begin, end])
-        if held + largest <= room[rank]:
+            load += costs[at, chunk, 0]
+            load += costs[at, chunk, 1]
+            held += costs[at, chunk, 2]
+            largest = max(largest, costs[at, chunk, 3])
+        if held + largest <= room:
             best = min(best, load)
-        excess = min(excess, held + largest - room[rank])
+        excess = min(excess, held + largest - room)
     if settling.mode == EXCESS:
         return max(0.0, excess) / float(unit[rank])
     return (best / settling.mean) ** 8
@@ -120,7 +129,7 @@ def _settle(
     np.random.seed(seed)
     bounds, best = start.copy(), start.copy()
     p = len(tables.room)
-    energy = np.empty(p)
+    energy, fresh = np.empty(p), np.empty(p)
     for rank in range(p):
         energy[rank] = _energy(tables, settling, bounds, rank)
     total = energy.sum()
@@ -146,14 +155,19 @@ def _settle(
             continue
         for bound in range(low + 1, high + 1):
             bounds[bound] += step
-        fresh = energy.copy()
-        for stage in range(low, high + 1):
-            rank = rank_of[stage]
-            fresh[rank] = _energy(tables, settling, bounds, rank)
+        fresh[:] = energy
+        # All of the ranks may be concerned more than once.
+        if high - low >= p:
+            for rank in range(p):
+                fresh[rank] = _energy(tables, settling, bounds, rank)
+        else:
+            for stage in range(low, high + 1):
+                rank = rank_of[stage]
+                fresh[rank] = _energy(tables, settling, bounds, rank)
         changed = fresh.sum() - total
         temperature = warmest * (COLDEST / warmest) ** (move / moves)
         if changed <= 0 or np.random.random() < np.exp(-changed / temperature):
-            energy, total = fresh, total + changed
+            energy, fresh, total = fresh, energy, total + changed
             if total < lowest * (1 - ROUNDING):
                 lowest = total
                 best = bounds.copy()

@@ -107,13 +107,13 @@ class CutModel:
         totals = []
         devices = self.devices or (None,) * len(self.static)
         for own, device, stages in zip(self.static, devices, hosted, strict=True):
-            of_layers = [
-                layer.costs_when(self.cut.recompute[stage], device).memory
-                for stage in stages
-                for layer in self.model.each[self.cut.bounds[stage] : self.cut.bounds[stage + 1]]
-            ]
-            held = sum(memory.static for memory in of_layers)
-            totals.append(own + held + max((memory.workspace for memory in of_layers), default=0.0))
+            held, largest = 0.0, 0.0
+            for stage in stages:
+                layers = slice(self.cut.bounds[stage], self.cut.bounds[stage + 1])
+                columns = self.model.columns(self.cut.recompute[stage], device)
+                held = sum(columns.static[layers], held)
+                largest = max(largest, *columns.workspace[layers], 0.0)
+            totals.append(own + held + largest)
         return tuple(totals)
 
     def merged(self, chunks: int) -> CutModel | None:

@@ -6,9 +6,10 @@ copies, named ``block.0``, ``block.1``, ….
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.limits import MAX_LAYERS
@@ -123,6 +124,35 @@ class Layer:
         )
 
 
+class LayerColumns(NamedTuple):
+    """Costs of all layers (n,), by kind; ``is_fused`` says which have a duration of their own for B."""
+
+    forward: list[float]
+    backward_input: list[float]
+    backward_weight: list[float]
+    fused: list[float]
+    is_fused: list[bool]
+    after_forward: list[float]
+    after_input: list[float]
+    after_weight: list[float]
+    static: list[float]
+    workspace: list[float]
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerCosts]) -> LayerColumns:
+        """The costs of these layers."""
+        rows = (
+            (
+                *(each.forward, each.backward_input, each.backward_weight, each.fused),
+                each.backward is not None,
+                *(each.memory.forward, each.memory.backward_input, each.memory.backward_weight),
+                *(each.memory.static, each.memory.workspace),
+            )
+            for each in layers
+        )
+        return cls(*map(list, zip(*rows, strict=True)))
+
+
 @dataclass(frozen=True)
 class Model:
     """Layers in model order.
@@ -164,6 +194,17 @@ class Model:
     def can_recompute(self) -> bool:
         """Whether any layer can be recomputed."""
         return any(layer.recompute is not None for layer in self.layers)
+
+    def columns(self, recomputed: bool, device: str | None = None) -> LayerColumns:
+        """Costs of all layers in stages that are recomputed, or in others, on a device."""
+        if (recomputed, device) not in self._columns:
+            costs = [layer.costs_when(recomputed, device) for layer in self.each]
+            self._columns[recomputed, device] = LayerColumns.of(costs)
+        return self._columns[recomputed, device]
+
+    @cached_property
+    def _columns(self) -> dict[tuple[bool, str | None], LayerColumns]:
+        return {}
 
 
 def _count_issues(model: Model) -> Iterator[Issue]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice, pairwise, starmap
 from typing import Literal
 
 import numpy as np
@@ -155,21 +155,17 @@ class LayeredProblem:
     def cut_into(self, placement: Placement, cut: Cut) -> Problem:
         """The problem by stages that a cut results in."""
         model = CutModel(self.model, cut, self.rules, self.link, self.static, self.devices, self.links)
-        rank_of, kinds = placement.rank_of, self.kinds
-        stages = [
-            [layer.costs_when(recomputed, kinds[self.kind_of[rank]]) for layer in self.model.each[begin:end]]
-            for (begin, end), recomputed, rank in zip(
-                pairwise(cut.bounds), cut.recompute, rank_of, strict=True
-            )
+        rank_of = placement.rank_of
+        costs = [
+            self.model.columns(recomputed, self.kinds[self.kind_of[rank]])
+            for recomputed, rank in zip(cut.recompute, rank_of, strict=True)
         ]
+        stages = [*zip(costs, starmap(slice, pairwise(cut.bounds)), strict=True)]
 
         def total(of: str) -> tuple[float, ...]:
-            return tuple(float(sum(getattr(costs, of) for costs in stage)) for stage in stages)
+            return tuple(float(sum(getattr(columns, of)[layers])) for columns, layers in stages)
 
-        def held(of: str) -> tuple[float, ...]:
-            return tuple(float(sum(getattr(costs.memory, of) for costs in stage)) for stage in stages)
-
-        has_fused = any(costs.backward is not None for stage in stages for costs in stage)
+        has_fused = any(any(columns.is_fused[layers]) for columns, layers in stages)
         return Problem(
             placement=placement,
             microbatches=self.microbatches,
@@ -181,9 +177,9 @@ class LayeredProblem:
                 total("fused") if has_fused else None,
             ),
             memory=Memory(
-                held("forward"),
-                held("backward_input"),
-                held("backward_weight"),
+                total("after_forward"),
+                total("after_input"),
+                total("after_weight"),
                 model.static_of(placement.stages_of),
                 self.limit,
             ),

@@ -7,7 +7,7 @@ units of time and memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -80,6 +80,14 @@ def broken_rule(value: float, signed: bool = False) -> str | None:
         size = " in size" if signed else ""
         return f"found {value:.15g}; must be 0 or at least {least:g}{size}. Use a smaller unit."
     return None
+
+
+def are_numbers(values: Sequence[float], signed: bool = False) -> bool:
+    """Whether all are valid and none is 0: faster than :func:`broken_rule` for each, and mostly true."""
+    sizes = [*map(abs, values)] if signed else values
+    least = MIN_DELTA if signed else MIN_NUMBER
+    # A sum with a number that is not finite is not finite, and minima may overlook one that is not a number.
+    return len(sizes) == 0 or (math.isfinite(sum(sizes)) and least <= min(sizes) and max(sizes) <= MAX_NUMBER)
 
 
 def delta_rule(

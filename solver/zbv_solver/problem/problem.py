@@ -24,6 +24,7 @@ from zbv_solver.problem.numeric import (
     FEASIBLE_MEMORY,
     MAX_NUMBER,
     MEMORY_TOLERANCE,
+    are_numbers,
     broken_rule,
     delta_rule,
     exceeds,
@@ -261,6 +262,8 @@ def _number_rules(problem: Problem) -> Iterator[Issue]:
 def _wrong_value(pointer: str, values: Sequence[float], length: int, signed: bool) -> Issue | None:
     if len(values) != length:
         return Issue(pointer, f"found {len(values)} values; must be {length}.")
+    if are_numbers(values, signed):
+        return None
     for index, value in enumerate(values):
         rule = broken_rule(value, signed)
         if rule is not None:

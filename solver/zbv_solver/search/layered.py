@@ -244,7 +244,8 @@ class _LayersSearch:
         for name, (bounds, recompute) in found.items():
             yield name, bounds, recompute
         start, _ = next(iter(found.values()))
-        for bounds, recompute in roomy_cuts(space, start):
+        least = self.floors[space.placement] / self.problem.microbatches
+        for bounds, recompute in roomy_cuts(space, start, least):
             if self._is_over(JUDGE_SHARE):
                 return
             yield "roomy", bounds, recompute
@@ -266,8 +267,11 @@ class _LayersSearch:
             with Pipeline(problem, self._limited(share), self._hear, self.cancelled) as pipeline:
                 if best is not None and best.problem == problem:
                     pipeline.resume_from(best.orders)
-                pipeline.run()
-                plan = pipeline.finish()
+                if self.is_first:
+                    plan = pipeline.first_plan(np.inf if best is None else best.objective)
+                else:
+                    pipeline.run()
+                    plan = pipeline.finish()
             self._take(entrant.name, plan)
 
     def _take(self, name: str, plan: Plan) -> None:

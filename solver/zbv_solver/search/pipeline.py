@@ -17,6 +17,7 @@ from zbv_solver.improve.injection_search import injection_search
 from zbv_solver.improve.overtaking_search import large_ones, overtaking_search
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
+from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.halt import Turn
 from zbv_solver.search.options import SearchOptions, budgets_of
@@ -87,6 +88,15 @@ class Pipeline(SearchState):
                 # The later stages may have left the one order of entry, which the first ones need.
                 self._set_aside(self.found)
                 self.found = before
+
+    def first_plan(self, enough: float) -> Plan:
+        """A plan from constructed orders alone; it has a full bound if it is shorter than ``enough``."""
+        self._run(("begin", self._begin), ("construct", self._construct))
+        plan = self.finish()
+        if plan.objective >= enough:
+            return plan
+        self._run(("bound", self._bound))
+        return self.finish()
 
     def _run(self, *stages: tuple[str, Callable[[], None]]) -> None:
         """Run stages that the options do not leave out, until the search is over."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.cuts import every_cut, layered, layered_problems, worst_load
 from zbv_solver.partition.balance import balanced_cut, smallest_cut
 from zbv_solver.partition.cut_space import CutSpace
@@ -36,6 +37,16 @@ def test_the_balanced_cut_is_the_best_of_all(problem: LayeredProblem) -> None:
     made.require_feasible()
     assert worst_load(made) == pytest.approx(best)
     assert space.allows(space.bounds_of(found.cut))
+
+
+@settings(max_examples=30)
+@given(layered_problems(most_layers=8, memory={"limit": 12}), st.floats(0, 1))
+def test_a_known_bound_does_not_change_the_least_load(problem: LayeredProblem, share: float) -> None:
+    space = space_of(problem)
+    found = balanced_cut(space, level_cut(space))
+    worst = None if found is None else found.worst
+    with_bound = balanced_cut(space, level_cut(space), least=share * (worst or 1.0))
+    assert (None if with_bound is None else with_bound.worst) == pytest.approx(worst)
 
 
 def test_a_rank_that_can_pass_on_more_than_the_others_can_take_is_no_dead_end() -> None:

@@ -17,6 +17,8 @@ from zbv_solver.problem.costs import Memory
 from zbv_solver.problem.numeric import (
     FEASIBLE_MEMORY,
     MEMORY_TOLERANCE,
+    are_numbers,
+    broken_rule,
     clean_deltas,
     exceeds,
     integer_scale,
@@ -52,6 +54,15 @@ def test_costs_with_a_common_unit_become_integers(
     scale = integer_scale([value * factor for value in values], MANY)
     assert scale is not None
     assert [value * factor * scale for value in values] == pytest.approx(integers, rel=1e-12)
+
+
+@given(st.lists(st.floats() | st.integers(-3, 3).map(float), max_size=5), st.booleans())
+def test_numbers_are_valid_together_if_each_of_them_is(values: list[float], signed: bool) -> None:
+    broken = [value for value in values if broken_rule(value, signed) is not None]
+    if are_numbers(values, signed):
+        assert not broken
+    else:
+        assert broken or 0.0 in values
 
 
 @pytest.mark.parametrize("values", [[], [0.0], [0.0, 0.0]])

@@ -76,6 +76,15 @@ def test_cuts_with_room_to_spare_fit_and_keep_the_rules(problem: LayeredProblem)
         assert space.excess(bounds, recompute) <= 0
 
 
+@settings(max_examples=30)
+@given(layered_problems(placements=("v", "single"), memory={"limit": 12}))
+def test_what_is_known_of_less_room_saves_work_and_changes_no_load(problem: LayeredProblem) -> None:
+    space = space_of(problem)
+    found = [space.worst_load(bounds, recompute) for bounds, recompute in roomy_cuts(space, level_cut(space))]
+    alone = [balanced_cut(with_room(space, times), level_cut(space)) for times in rooms(space)]
+    assert found == pytest.approx([each.worst for each in alone if each is not None])
+
+
 def test_without_a_limit_there_is_room_everywhere() -> None:
     space = space_of(short_of_memory(None))
     assert list(roomy_cuts(space, level_cut(space))) == []

@@ -203,6 +203,18 @@ def test_weaker_bounds_are_ignored_and_not_reported() -> None:
         assert (pipeline.bound, pipeline.source, len(heard)) == (4.0, "cp-sat", told + 1)
 
 
+def test_only_a_first_plan_that_is_short_enough_gets_a_full_bound() -> None:
+    problem = limited(uniform(4, 12), 2.5)
+    quick, full = lower_bound(problem, "quick").value, lower_bound(problem).value
+    assert quick < full
+    plans = []
+    for enough in (np.inf, 0.0):
+        with Pipeline(problem, SearchOptions("quick", without=STAGES), None, None) as pipeline:
+            plans.append(pipeline.first_plan(enough))
+    assert plans[0].objective == plans[1].objective
+    assert [plan.metrics.lower_bound for plan in plans] == pytest.approx([full, quick])
+
+
 def test_a_resumed_search_is_never_worse_than_its_incumbent() -> None:
     problem = limited(uniform(3, 6, p2p=1), 1.0)
     best = search(problem, SearchOptions(without=("tune", "anneal", "windows")))

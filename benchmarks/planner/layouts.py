@@ -33,7 +33,8 @@ def layouts_table(cases: int, seed: int, write: Callable[[str], object]) -> list
     cluster = parse_cluster({"nodes": nodes, "gpus_per_node": 8, "device": "h100"})
     request = parse_request({"presets": [name], "global_batch": batch}, cluster)
     began = time.perf_counter()
-    found = best_layouts(request.layouts, request.setting, workers=useful_workers())
+    workers = useful_workers()
+    found = best_layouts(request.layouts, request.setting, workers=workers, processes=workers)
     seconds = time.perf_counter() - began
     best = found.best[0]
     write(f"{name}, {cluster.devices} devices: {best.layout}\n")

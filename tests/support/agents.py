@@ -187,14 +187,6 @@ def until(holds: Callable[[], object], story: Callable[[], str] = str) -> None:
         time.sleep(0.25)  # a request costs the service as much CPU time as a step costs a rank
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def read_losses(folder: Path) -> list[float] | None:
     """The losses of the rank with the last stage; None for another rank."""
     (path,) = folder.glob("rank-*.json")

@@ -287,7 +287,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     layout_flags.add_arguments(layout)
     layout.add_argument(
-        "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
+        "--workers",
+        type=int,
+        default=useful_workers(),
+        metavar="N",
+        help="threads, or processes for a thousand layouts and more; their number changes no result "
+        "(default: %(default)s)",
     )
     return parser
 

@@ -64,7 +64,9 @@ def layout(arguments: argparse.Namespace) -> None:
             say(_news(found))
 
         if arguments.executor == FREE:
-            return best_layouts(layouts, setting, top, options, stop, tell, workers=workers)
+            return best_layouts(
+                layouts, setting, top, options, stop, tell, workers=workers, processes=workers
+            )
         try:
             return executor_layouts(
                 layouts, setting, arguments.executor, top, options, stop, tell, workers=workers

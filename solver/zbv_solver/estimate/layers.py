@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zbv_solver.estimate.amounts import PerAction
-from zbv_solver.estimate.device import Device, GroupLinks
+from zbv_solver.estimate.device import Device, GroupLink, GroupLinks
 from zbv_solver.estimate.parameters import StateBytes, StaticBytes, static_of
 from zbv_solver.estimate.part import Part
-from zbv_solver.estimate.shapes import Degrees, Shapes, Stream
+from zbv_solver.estimate.shapes import Degrees, Shapes
 from zbv_solver.estimate.step import (
     StepTimes,
     gathered_bytes,
@@ -35,6 +35,7 @@ CORE = frozenset(("core_attn",))
 NO_STEP = StepTimes()
 NO_TIME = TimeShares()
 NO_TIMES = PerAction()
+NO_LINK = GroupLink()
 MIXED = StateBytes()
 """Adam in mixed precision."""
 
@@ -186,14 +187,19 @@ def estimate_model(
     expert-parallel degree, and that must divide the devices of all replicas of a stage.
     """
     layers: list[LayerEstimate] = []
-    conditions = Conditions(degrees, device, links, training)
     # Parts do not depend on replicas, so layouts that differ only in these share them.
+    inside = Inside(
+        device,
+        replace(links, data=NO_LINK, expert_data=NO_LINK, pipeline=NO_LINK),
+        training.modules,
+        training.state.gradients,
+        training.fused_gradients,
+    )
     of_parts = replace(degrees, data=1, zero_stage=0)
-    accumulated = accumulated_bytes(training.state.gradients) if training.fused_gradients else 0.0
     for kind in model.layers(training.state.gradients, training.ends_share_rank):
         shapes = model.shapes(kind, of_parts, sequences)
-        parts = [_computed(half, shapes, device, accumulated) for _, half in kind.halves]
-        found = [_layer(part, conditions, kind.can_recompute) for part in parts]
+        parts = [_computed(half, shapes, inside) for _, half in kind.halves]
+        found = [_layer(part, degrees, device, links, training, kind.can_recompute) for part in parts]
         if training.by_halves and len(found) > 1:
             layers += _apart(kind, found)
         else:
@@ -203,42 +209,80 @@ def estimate_model(
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """What all layers of an estimate have in common."""
+class Inside:
+    """What the time of a part depends on, besides its shapes.
 
-    degrees: Degrees
+    Attributes
+    ----------
+    links
+        Those inside a stage of a replica.
+    modules
+        What selective recomputation repeats.
+    gradient_bytes, fused_gradients
+        As in :class:`Training`.
+    """
+
     device: Device
     links: GroupLinks
-    training: Training
+    modules: frozenset[str]
+    gradient_bytes: float
+    fused_gradients: bool
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A part with the time of its compute, which other parts and links do not change."""
+    """A part with what other parts and replicas do not change.
+
+    Attributes
+    ----------
+    times
+        Compute and exchanges.
+    exchanged
+        Of these, exchanges.
+    dropped, again
+        Bytes that selective recomputation drops, and how much longer I takes.
+    """
 
     part: Part
-    stream: Stream
     times: PerAction
+    exchanged: PerAction
     shares: TimeShares
+    dropped: int
+    again: float
 
 
 @lru_cache(maxsize=8192)
-def _computed(half: Kind, shapes: Shapes, device: Device, accumulated: float) -> Computed:
-    part = half.part(shapes)
-    return Computed(part, shapes.stream, *compute_times(part, shapes.stream, device, accumulated))
-
-
-def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> LayerEstimate:
-    """One part as a layer."""
-    part, degrees, device = computed.part, conditions.degrees, conditions.device
-    state, recompute = conditions.training.state, conditions.training.recompute
-    groups = replicated(part.parameters, degrees, conditions.links)
-    exchanged, of_exchanges = exchange_times(part.exchanges, conditions.links)
-    compute = computed.times + exchanged
+def _computed(half: Kind, shapes: Shapes, inside: Inside) -> Computed:
+    part, stream, device = half.part(shapes), shapes.stream, inside.device
+    accumulated = accumulated_bytes(inside.gradient_bytes) if inside.fused_gradients else 0.0
+    compute, shares = compute_times(part, stream, device, accumulated)
+    exchanged, of_exchanges = exchange_times(part.exchanges, inside.links)
     added = NO_TIMES
-    if not conditions.training.fused_gradients:
-        added = adding_time(part, state.gradients, computed.stream, device)
-        compute += added
+    if not inside.fused_gradients:
+        added = adding_time(part, inside.gradient_bytes, stream, device)
+    dropped = part.dropped_bytes(inside.modules)
+    again = repeated_time(part, inside.modules, stream, device, inside.links) if dropped else 0.0
+    return Computed(
+        part,
+        compute + exchanged + added,
+        exchanged,
+        shares + of_exchanges + TimeShares(memory_traffic=added.total),
+        dropped,
+        again,
+    )
+
+
+def _layer(
+    computed: Computed,
+    degrees: Degrees,
+    device: Device,
+    links: GroupLinks,
+    training: Training,
+    can_recompute: bool,
+) -> LayerEstimate:
+    """One part as a layer."""
+    part, compute, state, recompute = computed.part, computed.times, training.state, training.recompute
+    groups = replicated(part.parameters, degrees, links)
     replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
     plain = Running(
         compute + replicas,
@@ -252,7 +296,7 @@ def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> L
         twice = plain.times + PerAction(backward_input=compute.forward)
         full = Running(twice, part.input_bytes, plain.after_input, _whole_again(plain, part.input_bytes))
     if can_recompute and recompute in ("selective", "both"):
-        selective = _selective(computed, plain, conditions)
+        selective = _selective(computed, plain)
     return LayerEstimate(
         name="",
         flops=part.flops,
@@ -262,26 +306,21 @@ def _layer(computed: Computed, conditions: Conditions, can_recompute: bool) -> L
         static=static_of(part.parameters, state, degrees),
         output_bytes=part.output_bytes,
         step=step_times(groups, state, degrees.zero_stage, device),
-        shares=computed.shares
-        + of_exchanges
-        + TimeShares(memory_traffic=added.total, data_parallel=replicas.total),
-        exchanged=exchanged + replicas,
+        shares=computed.shares + TimeShares(data_parallel=replicas.total),
+        exchanged=computed.exchanged + replicas,
         selective=selective if recompute == "both" else None,
     )
 
 
-def _selective(computed: Computed, plain: Running, conditions: Conditions) -> Running | None:
+def _selective(computed: Computed, plain: Running) -> Running | None:
     """What is dropped exists during I only (Korthikanti et al. 2022, §5)."""
-    modules = conditions.training.modules
-    dropped = computed.part.dropped_bytes(modules)
-    if not dropped:
+    if not computed.dropped:
         return None
-    again = repeated_time(computed.part, modules, computed.stream, conditions.device, conditions.links)
     return Running(
-        plain.times + PerAction(backward_input=again),
-        plain.after_forward - dropped,
+        plain.times + PerAction(backward_input=computed.again),
+        plain.after_forward - computed.dropped,
         plain.after_input,
-        plain.workspace + dropped,
+        plain.workspace + computed.dropped,
     )
 
 

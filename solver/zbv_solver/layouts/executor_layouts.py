@@ -22,6 +22,7 @@ from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_solver.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, Scheduled, ScheduleSource
 from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
 from zbv_solver.layouts.executor_settings import layout_settings
+from zbv_solver.layouts.first_plans import FirstPlans
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress, News
 from zbv_solver.layouts.search import LayoutSearch, PlannedLayout, Ranking, Waiting, plan_layout
@@ -149,7 +150,7 @@ class _ExecutorSearch:
         self.effort = "quick" if self.options is None else self.options.effort
         self.left = MOST_BOUNDED[self.effort]
         self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort)
-        self.free = LayoutSearch(self.setting, self.cancelled, self.workers)
+        self.free = LayoutSearch(self.setting, self.cancelled, FirstPlans(self.workers))
 
     def run(self, candidates: list[ExecutorCandidate]) -> None:
         """Bound and cut, best first, until the best ``top`` candidates are planned."""

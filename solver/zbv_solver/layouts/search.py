@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
+from zbv_solver.layouts.first_plans import FirstPlans
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress, News
 from zbv_solver.plans.plan import Plan
@@ -28,6 +29,8 @@ from zbv_solver.search.search_state import Cancelled
 PROMISING = 0.05
 """Layouts whose first plan is longer than the best by at most this share get a full search."""
 MOST_PROMISING = 4
+MANY_LAYOUTS = 1_000
+"""Layouts for which it is worthwhile to start processes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +109,7 @@ def best_layouts(
     report: Callable[[LayoutProgress], None] | None = None,
     most_plans: int | None = None,
     workers: int = 1,
+    processes: int = 1,
 ) -> Ranking:
     """The ``top`` layouts with the shortest steps, proved.
 
@@ -120,29 +124,30 @@ def best_layouts(
         Called for every better layout, and otherwise from time to time.
     most_plans
         Different pipelines to plan; the search then ends like a cancelled one.
-    workers
-        Threads for the plan of a pipeline.
+    workers, processes
+        Threads for the plan of a pipeline; processes that plan pipelines, if there are many layouts.
 
     Raises
     ------
     NoLayoutFits
         When no layout fits in memory.
     """
-    search = LayoutSearch(setting, cancelled, workers)
     queue = [
         Waiting(setting.least_work(layout), number, layout, False) for number, layout in enumerate(layouts)
     ]
     heapq.heapify(queue)
-    considered, ended, is_cancelled = len(queue), 0, False
-    while queue and ended < top and not is_cancelled:
-        first = heapq.heappop(queue)
-        if isinstance(first.of, PlannedLayout):
-            ended += 1
-        elif (tighter := search.pursue(first)) is not None:
-            heapq.heappush(queue, tighter)
-        if report is not None and queue and search.news.has(search.best):
-            report(search.progress(considered, queue, top))
-        is_cancelled = (cancelled is not None and cancelled()) or len(search.known) == most_plans
+    considered = len(queue)
+    with FirstPlans(workers, processes if considered >= MANY_LAYOUTS else 1) as plans:
+        search, ended, is_cancelled = LayoutSearch(setting, cancelled, plans), 0, False
+        while queue and ended < top and not is_cancelled:
+            first = heapq.heappop(queue)
+            if isinstance(first.of, PlannedLayout):
+                ended += 1
+            elif (tighter := search.pursue(first, queue)) is not None:
+                heapq.heappush(queue, tighter)
+            if report is not None and queue and search.news.has(search.best):
+                report(search.progress(considered, queue, top))
+            is_cancelled = (cancelled is not None and cancelled()) or len(plans.known) == most_plans
     waiting = tuple(search.waiting(queue))
     if not search.planned and not (is_cancelled and waiting):
         raise NoLayoutFits(considered, setting.cluster.memory, len(search.unresolved))
@@ -160,10 +165,10 @@ class LayoutSearch:
 
     Attributes
     ----------
+    plans
+        Makes the plans of pipelines.
     planned
         Layouts with plans.
-    known
-        Plans by pipeline, because layouts often differ in the exchanges once per step only.
     too_large, unresolved
         Layouts that do not fit, and those without a cut that fits and without a proof that there is none.
     best
@@ -172,9 +177,8 @@ class LayoutSearch:
 
     setting: Setting
     cancelled: Cancelled | None = None
-    workers: int = 1
+    plans: FirstPlans = field(default_factory=FirstPlans)
     planned: list[PlannedLayout] = field(default_factory=list)
-    known: dict[LayeredProblem, Plan] = field(default_factory=dict)
     too_large: list[Waiting] = field(default_factory=list)
     unresolved: list[Waiting] = field(default_factory=list)
     best: float = math.inf
@@ -196,8 +200,14 @@ class LayoutSearch:
         yield from (each for each in queue if not isinstance(each.of, PlannedLayout))
         yield from self.unresolved
 
-    def pursue(self, first: Waiting) -> Waiting | None:
-        """A layout from the queue with a better bound, or planned; None if it leaves the queue."""
+    def pursue(self, first: Waiting, queue: list[Waiting] | None = None) -> Waiting | None:
+        """A layout with a better bound, or planned; None if it leaves the queue.
+
+        Before it is planned, plans of the next ones in the queue begin.
+        """
+        if first.is_tight and queue is not None and isinstance(first.of, EstimatedLayout):
+            self.plans.begin(first.of.problem)
+            self._look_ahead(queue)
         try:
             tighter = self.tighter(first)
         except InfeasibleMemory:
@@ -206,6 +216,21 @@ class LayoutSearch:
         if tighter is None:
             self.too_large.append(first)
         return tighter
+
+    def _look_ahead(self, queue: list[Waiting]) -> None:
+        """Begin plans of the layouts that are probably next, once their bounds are tight."""
+        begun = []
+        while self.plans.can_begin and queue and queue[0].bound < self.best:
+            if isinstance(queue[0].of, PlannedLayout) or (self.cancelled is not None and self.cancelled()):
+                break
+            first = heapq.heappop(queue)
+            if first.is_tight and isinstance(first.of, EstimatedLayout):
+                self.plans.begin(first.of.problem)
+                begun.append(first)
+            elif (tighter := self.pursue(first)) is not None:
+                heapq.heappush(queue, tighter)
+        for each in begun:
+            heapq.heappush(queue, each)
 
     def tighter(self, first: Waiting) -> Waiting | None:
         """A layout with a better bound, or planned; None if it does not fit.
@@ -236,10 +261,7 @@ class LayoutSearch:
         return Waiting(found.step_time, number, found, True)
 
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
-        problem = estimated.problem
-        if problem not in self.known:
-            self.known[problem] = first_plan(problem, self.cancelled, self.workers)
-        return _with_plan(estimated, self.known[problem])
+        return _with_plan(estimated, self.plans.plan(estimated.problem, self.cancelled))
 
     def ranked(self, options: SearchOptions | None, cancelled: Cancelled | None) -> list[PlannedLayout]:
         """The planned layouts, best first; with options, the most promising ones are planned again."""

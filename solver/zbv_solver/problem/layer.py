@@ -125,7 +125,7 @@ class Layer:
 
 
 class LayerColumns(NamedTuple):
-    """Costs of all layers (n,), by kind; ``is_fused`` says which have a duration of their own for B."""
+    """Costs of all layers (n,), by kind; ``is_fused`` says which layers give the duration of B."""
 
     forward: list[float]
     backward_input: list[float]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import is_alive
 from support.serving import DEADLINE, until
 from zbv_service.compute import computations
 from zbv_service.compute.computations import LARGE, LIGHT_BYTES, Computations, is_light
@@ -57,15 +58,6 @@ def refuse(_argument: object) -> None:
 
 def double(content: Any) -> bytes:
     return bytes(content) * 2
-
-
-def is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    # A zombie is dead.
-    return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 async def test_a_computation_past_its_deadline_is_killed_with_its_process(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.processes import is_alive
 from support.refusals import refusal
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.client import Client, Search, tokens
@@ -115,14 +116,6 @@ def children_of(process_id: int) -> list[int]:
     return [below for child in children for below in (child, *children_of(child))]
 
 
-def is_running(process_id: int) -> bool:
-    try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie has ended
-
-
 def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Path) -> None:
     """Three services, one after the other, with one directory, port, search and client."""
     port = free_port()
@@ -140,7 +133,7 @@ def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Pa
         status = served.ended_with(number)
         assert status == (-number if number == signal.SIGKILL else 0)
         deadline = time.monotonic() + DEADLINE
-        while alive := [process_id for process_id in below if is_running(process_id)]:
+        while alive := [process_id for process_id in below if is_alive(process_id)]:
             assert time.monotonic() < deadline, f"orphans: {alive}"
             time.sleep(0.05)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.fake_service import fake_service
+from support.processes import is_alive
 from support.serving import DEADLINE, PROBLEM, Serving
 from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.documents.packing import pack
@@ -59,10 +60,6 @@ def started_in(directory: Path) -> list[int]:
 def workers_in(directory: Path) -> list[str]:
     """The thread counts of the processes that started a search."""
     return sorted(path.read_text() for path in directory.glob("started-*"))
-
-
-def is_alive(process_id: int) -> bool:
-    return Path(f"/proc/{process_id}").exists()
 
 
 async def test_a_search_that_always_crashes_fails(serving: Serving, directory: Path) -> None:

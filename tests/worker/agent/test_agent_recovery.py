@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import DEADLINE, FACTORY, MODEL, AgentProcess, Cluster, a_plan, cluster, is_alive, until
+from support.agents import DEADLINE, FACTORY, MODEL, AgentProcess, Cluster, a_plan, cluster, until
+from support.processes import is_alive
 from zbv_service.client import NotFound, Run
 from zbv_solver.plans.plan import plan_json
 from zbv_worker.host.local_ranks import LocalRanks, python_command

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import is_alive
+from support.processes import is_alive
 from zbv_service.client import NodeWork
 from zbv_worker.agent import generation as generation_module
 from zbv_worker.agent.generation import Generation

@@ -108,7 +108,7 @@ def findings(judged: Sequence[Judged], refused: Sequence[Refused]) -> list[Findi
 
 
 def _held_out_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
-    """The same targets for the runs that no rule was chosen by."""
+    """The same targets for runs that played no part in choosing rules."""
     if ranks := _ranks(judged):
         what = f"held out: rank correlation of throughput, mean of {len(ranks)} models"
         yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))

@@ -231,7 +231,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Computed:
-    """A part with what other parts and replicas do not change.
+    """A part, and what does not depend on other parts or on replicas.
 
     Attributes
     ----------

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from ctypes import c_bool
 from multiprocessing import get_context, parent_process
-from multiprocessing.synchronize import Event
 from types import TracebackType
 from typing import Self
 
@@ -28,17 +29,18 @@ SMALL = LayeredProblem(
 
 
 class FirstPlans:
-    """Plans every pipeline once: layouts often differ in what they exchange once per step only.
+    """Plans every pipeline once: layouts often differ only in what they exchange once per step.
 
     With several processes, pipelines are planned ahead. Planning is mostly Python, so threads gain little.
-    A context manager.
+    If these processes fail, this one plans alone. A context manager.
 
     Parameters
     ----------
     workers
         Threads of a plan in this process.
     processes
-        Other processes that plan, if at least 2. The caller's main module must then be importable.
+        Other processes that plan, if at least 2; at most as many as there are cores. They import the main
+        module, so a script needs ``if __name__ == "__main__"``.
 
     Attributes
     ----------
@@ -47,38 +49,41 @@ class FirstPlans:
     """
 
     def __init__(self, workers: int = 1, processes: int = 1):
-        self.workers, self.processes = workers, processes
+        self.workers, self.processes = workers, min(processes, os.cpu_count() or 1)
         self.known: dict[LayeredProblem, Plan] = {}
         self._begun: dict[LayeredProblem, Future[Plan]] = {}
         self._pool: ProcessPoolExecutor | None = None
+        self._is_broken = False
 
     def __enter__(self) -> Self:
         if self.processes > 1:
             # A fork would copy locks that other threads hold.
             context = get_context("spawn")
-            self._stop = context.Event()
+            # Without a lock, which a killed process may keep.
+            self._stop = context.RawValue(c_bool, False)
             self._pool = ProcessPoolExecutor(self.processes, context, _begin_process, (self._stop,))
             for _ in range(self.processes):  # they load kernels while the search computes its first bounds
-                self._pool.submit(_planned, SMALL)
+                self._submit(SMALL)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pool is not None:
-            self._stop.set()
+            self._stop.value = True
             self._pool.shutdown(cancel_futures=True)
 
     @property
     def can_begin(self) -> bool:
         """Whether another plan may begin: one more than there are processes, so that none of them waits."""
-        return self._pool is not None and len(self._begun) <= self.processes
+        return self._pool is not None and not self._is_broken and len(self._begun) <= self.processes
 
     def begin(self, problem: LayeredProblem) -> None:
         """Plan a pipeline ahead, if there are other processes."""
-        if self._pool is not None and problem not in self.known and problem not in self._begun:
-            with suppress(BrokenExecutor):
-                self._begun[problem] = self._pool.submit(_planned, problem)
+        if problem not in self.known and problem not in self._begun:
+            future = self._submit(problem)
+            if future is not None:
+                self._begun[problem] = future
 
     def plan(self, problem: LayeredProblem, cancelled: Cancelled | None = None) -> Plan:
         """The plan of a pipeline; raises :class:`InfeasibleMemory` when no cut fits."""
@@ -87,26 +92,47 @@ class FirstPlans:
             self.known[problem] = plan or first_plan(problem, cancelled, self.workers)
         return self.known[problem]
 
+    def _submit(self, problem: LayeredProblem) -> Future[Plan] | None:
+        if self._pool is None or self._is_broken:
+            return None
+        try:
+            with _without_interrupts():
+                return self._pool.submit(_planned, problem)
+        except (BrokenExecutor, OSError):
+            self._is_broken = True
+            return None
+
     def _ahead(self, future: Future[Plan] | None, cancelled: Cancelled | None) -> Plan | None:
         """The plan of another process; None without one, after a cancellation, or if a process was killed."""
         while future is not None and not (cancelled is not None and cancelled()):
             try:
-                return future.result(POLL_SECONDS)
+                return future.result(None if future.done() else POLL_SECONDS)
             except TimeoutError:
-                continue
+                if future.done():
+                    raise
             except BrokenExecutor:
+                self._is_broken = True
                 return None
         return None
 
 
-_stop: Event
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that start here never see Ctrl-C, which is for the search."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_process(stop: Event) -> None:
-    """Leave Ctrl-C to the search, and end with its process."""
+_stop: c_bool
+
+
+def _begin_process(stop: c_bool) -> None:
+    """End with the process of the search."""
     global _stop
     _stop = stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
@@ -117,5 +143,11 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
+def _is_stopped() -> bool:
+    return bool(_stop.value)
+
+
 def _planned(problem: LayeredProblem) -> Plan:
-    return first_plan(problem, _stop.is_set)
+    if _is_stopped():
+        raise CancelledError
+    return first_plan(problem, _is_stopped)

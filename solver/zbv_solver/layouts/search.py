@@ -125,7 +125,8 @@ def best_layouts(
     most_plans
         Different pipelines to plan; the search then ends like a cancelled one.
     workers, processes
-        Threads for the plan of a pipeline; processes that plan pipelines, if there are many layouts.
+        Threads for the plan of a pipeline; processes that plan pipelines, if there are many layouts. With
+        these, a script needs ``if __name__ == "__main__"``.
 
     Raises
     ------
@@ -171,6 +172,8 @@ class LayoutSearch:
         Layouts with plans.
     too_large, unresolved
         Layouts that do not fit, and those without a cut that fits and without a proof that there is none.
+    ahead
+        What looking ahead computed, by a layout's number and whether it was not estimated before.
     best
         Seconds of the shortest step.
     """
@@ -181,6 +184,7 @@ class LayoutSearch:
     planned: list[PlannedLayout] = field(default_factory=list)
     too_large: list[Waiting] = field(default_factory=list)
     unresolved: list[Waiting] = field(default_factory=list)
+    ahead: dict[tuple[int, bool], Waiting | None] = field(default_factory=dict)
     best: float = math.inf
     news: News = field(default_factory=News)
 
@@ -218,19 +222,24 @@ class LayoutSearch:
         return tighter
 
     def _look_ahead(self, queue: list[Waiting]) -> None:
-        """Begin plans of the layouts that are probably next, once their bounds are tight."""
-        begun = []
-        while self.plans.can_begin and queue and queue[0].bound < self.best:
-            if isinstance(queue[0].of, PlannedLayout) or (self.cancelled is not None and self.cancelled()):
-                break
-            first = heapq.heappop(queue)
+        """Begin plans of the layouts that are probably next, once their bounds are tight.
+
+        The queue stays as it is, so a search with other processes finds the same bounds.
+        """
+        ahead = list(queue)
+        while self.plans.can_begin and ahead and ahead[0].bound < self.best:
+            first = heapq.heappop(ahead)
+            if isinstance(first.of, PlannedLayout) or (self.cancelled is not None and self.cancelled()):
+                return
             if first.is_tight and isinstance(first.of, EstimatedLayout):
                 self.plans.begin(first.of.problem)
-                begun.append(first)
-            elif (tighter := self.pursue(first)) is not None:
-                heapq.heappush(queue, tighter)
-        for each in begun:
-            heapq.heappush(queue, each)
+                continue
+            key = first.number, isinstance(first.of, Layout)
+            if key not in self.ahead:
+                self.ahead[key] = self._bounded(first)
+            tighter = self.ahead[key]
+            if tighter is not None:
+                heapq.heappush(ahead, tighter)
 
     def tighter(self, first: Waiting) -> Waiting | None:
         """A layout with a better bound, or planned; None if it does not fit.
@@ -238,17 +247,11 @@ class LayoutSearch:
         Raises :class:`InfeasibleMemory` when no cut was found that fits, without a proof that there is none.
         """
         bound, number, of, is_tight = first
-        if isinstance(of, Layout):
-            estimated = EstimatedLayout.of(of, self.setting)
-            if not estimated.has_room_for_states:
-                return None
-            bound = max(bound, estimated.mean_bound, estimated.memory_bound)
-            return Waiting(bound, number, estimated, False)
+        if not is_tight:
+            key = number, isinstance(of, Layout)
+            return self.ahead.pop(key) if key in self.ahead else self._bounded(first)
         if not isinstance(of, EstimatedLayout):
             return first
-        if not is_tight:
-            bound = max(bound, of.load_bound)
-            return None if bound == math.inf else Waiting(bound, number, of, True)
         try:
             found = self._planned(of)
         except InfeasibleMemory as error:
@@ -259,6 +262,20 @@ class LayoutSearch:
         self.planned.append(found)
         self.best = min(self.best, found.step_time)
         return Waiting(found.step_time, number, found, True)
+
+    def _bounded(self, first: Waiting) -> Waiting | None:
+        """A layout with the next better bound; None if it does not fit."""
+        bound, number, of, _ = first
+        if isinstance(of, Layout):
+            estimated = EstimatedLayout.of(of, self.setting)
+            if not estimated.has_room_for_states:
+                return None
+            bound = max(bound, estimated.mean_bound, estimated.memory_bound)
+            return Waiting(bound, number, estimated, False)
+        if isinstance(of, PlannedLayout):
+            return first
+        bound = max(bound, of.load_bound)
+        return None if bound == math.inf else Waiting(bound, number, of, True)
 
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
         return _with_plan(estimated, self.plans.plan(estimated.problem, self.cancelled))

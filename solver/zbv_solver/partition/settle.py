@@ -27,8 +27,8 @@ class _Settling(NamedTuple):
 
     ``unit`` (p,) measures every rank's excess; ``stages`` (p, chunks) and ``rank_of`` (S,) are the placement;
     ``lower`` and ``upper`` (S+1,) are the ranges of boundaries; ``least`` is the fewest parts of a stage;
-    ``mean`` is the mean load of a rank. ``costs`` (2, chunks, 4) is space for those of a rank's stages: F,
-    backward, memory and workspace, plain and recomputed.
+    ``mean`` is the mean load of a rank. ``costs`` (variants, chunks, 4) is space for the costs of a rank's
+    stages: F, backward, memory and workspace, plain and recomputed.
     """
 
     mode: int
@@ -156,7 +156,7 @@ def _settle(
         for bound in range(low + 1, high + 1):
             bounds[bound] += step
         fresh[:] = energy
-        # All of the ranks may be concerned more than once.
+        # Some ranks would be computed twice.
         if high - low >= p:
             for rank in range(p):
                 fresh[rank] = _energy(tables, settling, bounds, rank)

@@ -107,13 +107,14 @@ class CutModel:
         totals = []
         devices = self.devices or (None,) * len(self.static)
         for own, device, stages in zip(self.static, devices, hosted, strict=True):
-            held, largest = 0.0, 0.0
+            held: list[float] = []
+            largest = 0.0
             for stage in stages:
                 layers = slice(self.cut.bounds[stage], self.cut.bounds[stage + 1])
                 columns = self.model.columns(self.cut.recompute[stage], device)
-                held = sum(columns.static[layers], held)
+                held += columns.static[layers]
                 largest = max(largest, *columns.workspace[layers], 0.0)
-            totals.append(own + held + largest)
+            totals.append(own + sum(held) + largest)
         return tuple(totals)
 
     def merged(self, chunks: int) -> CutModel | None:

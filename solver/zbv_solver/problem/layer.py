@@ -197,10 +197,11 @@ class Model:
 
     def columns(self, recomputed: bool, device: str | None = None) -> LayerColumns:
         """Costs of all layers in stages that are recomputed, or in others, on a device."""
-        if (recomputed, device) not in self._columns:
+        known = self._columns
+        if (recomputed, device) not in known:
             costs = [layer.costs_when(recomputed, device) for layer in self.each]
-            self._columns[recomputed, device] = LayerColumns.of(costs)
-        return self._columns[recomputed, device]
+            known[recomputed, device] = LayerColumns.of(costs)
+        return known[recomputed, device]
 
     @cached_property
     def _columns(self) -> dict[tuple[bool, str | None], LayerColumns]:

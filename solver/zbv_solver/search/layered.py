@@ -280,7 +280,11 @@ class _LayersSearch:
         if (
             best is None
             or plan.objective < best.objective * (1 - OPTIMAL_GAP)
-            or (plan.problem == best.problem and plan.objective <= best.objective)
+            or (
+                plan.problem == best.problem
+                and plan.objective <= best.objective
+                and plan.metrics.lower_bound >= best.metrics.lower_bound
+            )
         ):
             self.best, self.method = plan, name
 

@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from typing import NoReturn
 
 import pytest
 from support.processes import is_alive
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.layouts import search
+from zbv_solver.layouts import first_plans, search
 from zbv_solver.layouts.cluster import equal_cluster
 from zbv_solver.layouts.first_plans import SMALL, FirstPlans
 from zbv_solver.layouts.request import parse_request
-from zbv_solver.layouts.search import Ranking, best_layouts
+from zbv_solver.layouts.search import Ranking, Waiting, best_layouts
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.layered import first_plan
 
@@ -47,6 +49,14 @@ def found(ranking: Ranking) -> list[tuple[object, float, float]]:
     return [(each.layout, each.step_time, each.lower_bound) for each in ranking.every]
 
 
+def others(waiting: Sequence[Waiting]) -> list[tuple[int, float, bool]]:
+    return sorted((each.number, each.bound, each.is_tight) for each in waiting)
+
+
+def refuse(*_: object) -> NoReturn:
+    raise AssertionError("planned in this process")
+
+
 def test_a_search_with_other_processes_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     device = {"achieved_tflops": 300, "memory_bandwidth": 1500}
     links = {name: {"latency": 20, "bandwidth": 25} for name in ("in_node", "between_nodes")}
@@ -58,7 +68,17 @@ def test_a_search_with_other_processes_finds_the_same(monkeypatch: pytest.Monkey
     assert len(alone.every) > 3
     assert found(with_others) == found(alone)
     assert with_others.no_layout_below == alone.no_layout_below
+    assert others(with_others.waiting) == others(alone.waiting)
+    assert others(with_others.too_large) == others(alone.too_large)
     assert not multiprocessing.active_children()
+
+
+def test_another_process_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = first_plan(SMALL)
+    monkeypatch.setattr(first_plans, "first_plan", refuse)
+    with FirstPlans(processes=2) as plans:
+        plans.begin(SMALL)
+        assert plans.plan(SMALL).orders == expected.orders
 
 
 def test_plans_survive_the_processes_that_make_them() -> None:
@@ -73,6 +93,7 @@ def test_plans_survive_the_processes_that_make_them() -> None:
         for problem in problems[1:]:
             plans.begin(problem)
             assert plans.plan(problem).orders == first_plan(problem).orders
+        assert not plans.can_begin  # a search would look ahead for nothing
 
 
 def test_a_pipeline_that_does_not_fit_fails_alone() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, layered, layered_problems
+from zbv_solver.bounds import lower_bound
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import CutSpace
@@ -18,6 +19,7 @@ from zbv_solver.partition.judge import Judge
 from zbv_solver.partition.roomy_cuts import NEVER, rooms, roomy_cuts, with_room
 from zbv_solver.partition.simple_cuts import level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.search.layered import first_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
@@ -83,6 +85,12 @@ def test_what_is_known_of_less_room_saves_work_and_changes_no_load(problem: Laye
     found = [space.worst_load(bounds, recompute) for bounds, recompute in roomy_cuts(space, level_cut(space))]
     alone = [balanced_cut(with_room(space, times), level_cut(space)) for times in rooms(space)]
     assert found == pytest.approx([each.worst for each in alone if each is not None])
+
+
+@pytest.mark.parametrize("limit", [None, 32, 40])
+def test_the_first_plan_of_layers_has_the_full_bound_of_its_stages(limit: float | None) -> None:
+    plan = first_plan(short_of_memory(limit))
+    assert plan.metrics.lower_bound == pytest.approx(lower_bound(plan.problem).value)
 
 
 def test_without_a_limit_there_is_room_everywhere() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from random import Random
 from typing import Any
 
@@ -40,6 +41,19 @@ def test_a_seed_determines_the_bodies() -> None:
     once, again, other = ([malformed(random) for _ in range(50)] for random in map(Random, (1, 1, 2)))
     assert once == again != other
     assert len({made.content for made in once}) > 40
+
+
+@pytest.mark.parametrize("limit", [2_000, 5_000])
+def test_the_bodies_do_not_depend_on_the_recursion_limit(limit: int) -> None:
+    before = sys.getrecursionlimit()
+    usual, again = Random(1), Random(1)
+    expected = [malformed(usual) for _ in range(300)]
+    sys.setrecursionlimit(limit)
+    try:
+        found = [malformed(again) for _ in range(300)]
+    finally:
+        sys.setrecursionlimit(before)
+    assert found == expected
 
 
 async def test_no_malformed_body_causes_a_server_error(serving: Serving) -> None:

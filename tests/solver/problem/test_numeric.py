@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.problems import decades, rough_problems, uniform
 from zbv_solver.documents.text import decode_json
@@ -56,6 +56,7 @@ def test_costs_with_a_common_unit_become_integers(
     assert [value * factor * scale for value in values] == pytest.approx(integers, rel=1e-12)
 
 
+@example([1.0, math.nan], False)
 @given(st.lists(st.floats() | st.integers(-3, 3).map(float), max_size=5), st.booleans())
 def test_numbers_are_valid_together_if_each_of_them_is(values: list[float], signed: bool) -> None:
     broken = [value for value in values if broken_rule(value, signed) is not None]

@@ -16,18 +16,26 @@ import pytest
 import torch
 import transformers
 import zbv_worker as zbv
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.plans import unit_problem
+from support.split_check import HOOKS, ON_PARAMETERS, check, strided
 from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.pytorch_utils import Conv1D
 from zbv_solver.search.search import SearchOptions, search
 from zbv_worker.adapters import safetensors_folder
 from zbv_worker.adapters.causal_language_model import pipeline_model
+from zbv_worker.adapters.split_modules import split_modules
 from zbv_worker.adapters.transformers import TransformersLayers, from_transformers
 from zbv_worker.adapters.transformers_source import SUPPORTED
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.model.layer_list import whole_name
+from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import WeightGrads
 
 CPU = torch.device("cpu")
 VOCABULARY, BATCH, LENGTH = 48, 2, 7
@@ -461,3 +469,82 @@ class TestPipelineModel:
         Path("wide").write_bytes(b"\xff" * 200)
         with pytest.raises(InvalidRun, match=message):
             pipeline_model(config_of("llama", vocab_size=200), **arguments)
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+@given(data=st.data())
+def test_conv1d_computes_what_autograd_computes(data: st.DataObject) -> None:
+    draw = data.draw
+    dtype = draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.complex64)), "dtype")
+    rows = draw(st.lists(st.integers(0, 3), max_size=3), "rows")
+    inner, outer = draw(st.integers(1, 4), "width"), draw(st.integers(1, 4), "nf")
+    layer = Conv1D(outer, inner)
+    for name, parameter in list(layer.named_parameters()):
+        number = torch.randn(parameter.shape, dtype=dtype)
+        setattr(layer, name, nn.Parameter(number, requires_grad=draw(st.booleans(), f"trained {name}")))
+    strides = draw(st.sampled_from(("contiguous", "transposed", "expanded", "gaps")), "strides")
+    needs_gradient = draw(st.booleans(), "gradient of the input")
+    hooks = draw(st.sampled_from(sorted(set(HOOKS) - {"full backward"})), "hooks")
+    check(
+        layer,
+        [lambda: (strided((*rows, inner), strides, dtype).requires_grad_(needs_gradient),)] * 2,
+        hooks=hooks,
+        uses=draw(st.integers(1, 3), "uses"),
+        autocast=draw(st.sampled_from((None, torch.bfloat16)), "autocast")
+        if dtype is torch.float32
+        else None,
+        prepare=split_modules,
+        is_split=None if hooks in ON_PARAMETERS else not dtype.is_complex,
+    )
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+@given(data=st.data())
+def test_experts_compute_what_autograd_computes(data: st.DataObject) -> None:
+    draw = data.draw
+    dtype = draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16)), "dtype")
+    tokens, experts = draw(st.integers(1, 5), "tokens"), draw(st.integers(1, 4), "experts")
+    sizes = {"num_local_experts": experts, "hidden_size": 8, "intermediate_size": 8}
+    layer = MixtralExperts(transformers.MixtralConfig(**sizes)).to(dtype)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+        parameter.requires_grad_(draw(st.booleans(), "trained"))
+    needs_gradient = draw(st.booleans(), "gradient of the input")
+    hooks = draw(st.sampled_from(sorted(set(HOOKS) - {"full backward"})), "hooks")
+    chosen = draw(st.integers(1, experts), "experts per token")
+
+    def make() -> tuple[Tensor, ...]:
+        index = torch.stack([torch.randperm(experts)[:chosen] for _ in range(tokens)])
+        hidden = torch.randn(tokens, 8, dtype=dtype).requires_grad_(needs_gradient)
+        return hidden, index, torch.rand(tokens, chosen, dtype=dtype).requires_grad_(needs_gradient)
+
+    check(
+        layer,
+        [make] * 2,
+        hooks=hooks,
+        uses=draw(st.integers(1, 2), "uses"),
+        prepare=split_modules,
+        is_split=None if hooks in ON_PARAMETERS else True,
+    )
+
+
+def test_experts_without_tokens_have_no_gradients() -> None:
+    layer = MixtralExperts(
+        transformers.MixtralConfig(num_local_experts=2, hidden_size=8, intermediate_size=8)
+    )
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    module = nn.ModuleList([layer])
+    split_modules(module)
+    queue = WeightGrads()
+    x, index = torch.randn(0, 8, requires_grad=True), torch.zeros(0, 2, dtype=torch.long)
+    with defer_weight_gradients(module).into(queue):
+        output = layer(x, index, torch.rand(0, 2))
+    assert output.shape == x.shape
+    output.sum().backward()
+    queue.run()
+    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -123,8 +124,21 @@ def test_without_the_planner_every_rank_learns_how_to_get_one(monkeypatch: pytes
         planned(layers_of(3))
 
 
-def test_a_pipeline_without_a_plan_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    layers = nn.Sequential(*layers_of(3))
+def writers() -> list[nn.Module]:
+    """Layers that write to their inputs. Each is measured singly, with several microbatches at once."""
+    return [
+        nn.ReLU(inplace=True),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Dropout(0.0, inplace=True),
+        nn.ReLU(inplace=True),
+    ]
+
+
+@pytest.mark.parametrize("more", [list, writers])
+def test_a_pipeline_without_a_plan_trains(
+    more: Callable[[], list[nn.Module]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = nn.Sequential(*more(), *layers_of(3))
     before = copy.deepcopy(layers).eval()
     with Pipeline(None, layers, nn.functional.mse_loss, microbatches=2, example=EXAMPLE) as pipe:
         x, y = torch.rand(8, WIDTH), torch.rand(8, WIDTH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 from typing import Any
 
@@ -285,3 +286,36 @@ def test_the_example_of_a_sequential_trains(capsys: pytest.CaptureFixture[str]) 
     assert losses[-1] < 0.6 * losses[0]
     code = example.read_text().partition("batches = ")[2].splitlines()[1:]
     assert len([line for line in code if line]) <= 10
+
+
+class Complex(nn.Module):
+    """A layer with complex numbers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.linear(torch.complex(x, x.cos())).abs()
+        return output
+
+
+def test_where_w_has_little_to_do_the_pipeline_says_so_once(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), Complex(), Complex())
+    reference = copy.deepcopy(layers)
+    inputs, targets = torch.randn(4, 3), torch.randn(4, 4)
+    torch.autograd.backward(nnf.mse_loss(reference(inputs), targets))
+    with zbv.Pipeline(plan, layers, loss=nnf.mse_loss) as pipe:
+        for _ in range(2):
+            layers.zero_grad()
+            pipe.step(inputs, targets)
+        for own, expected in zip(layers.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, expected.grad)
+    said = [line for line in capsys.readouterr().err.splitlines() if "of the weight gradients" in line]
+    assert len(said) == 1
+    assert "linear (Linear)" in said[0]
+    assert [type(layer) for layer in layers] == [nn.Linear, nn.Linear, Complex, Complex]
+    assert type(layers) is nn.Sequential

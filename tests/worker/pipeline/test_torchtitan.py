@@ -62,7 +62,7 @@ def test_ranks_have_their_ends_of_the_v_and_only_their_parameters(seen: Seen) ->
 
 
 def test_subclasses_of_linear_are_split_also_if_fully_shard_was_applied_to_them(seen: Seen) -> None:
-    assert set(seen[0]["float32"]["split"]) == {"QueueingLinear", "FSDPQueueingLinear"}
+    assert set(seen[0]["float32"]["split"]) == {"Linear", "FSDPLinear"}
 
 
 def test_configurations_that_do_not_fit_the_plan_are_refused_with_the_remedy(seen: Seen) -> None:

@@ -164,8 +164,9 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch: pytest.
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
     stage = Stage(1, 3, Block(), 1, is_compiled=True)
+    stage.forward(0, torch.ones(1, WIDTH), split=False)  # the first one runs uncompiled
     with pytest.raises(ModelError, match=r"compile failed for a Block: no such operator\. Correct"):
-        stage.forward(0, torch.ones(1, WIDTH), split=False)
+        stage.forward(1, torch.ones(1, WIDTH), split=False)
 
 
 def test_recomputed_stages_and_evaluations_run_uncompiled() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from support.plans import unit_problem
 from support.selfcheck import HardModel, random_orders, reference_gradients, run_in_threads
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from zbv_solver.plans.orders import first_in_first_out
 from zbv_solver.problem.placement import PlacementKind
@@ -193,18 +193,23 @@ def test_an_optimizer_in_the_backward_takes_the_same_steps_as_under_autograd() -
         assert mine.grad is theirs.grad is None
 
 
-def test_a_used_module_can_be_copied_and_saved() -> None:
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert len(split(other, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
-
-
 def test_distributed_data_parallel_in_a_stage_is_refused() -> None:
     module = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(module)
     with pytest.raises(ModelError, match="found a DistributedDataParallel in a stage"):
         defer_weight_gradients(nn.Sequential(module))
+
+
+class Delayed(nn.Linear):
+    """A Linear as TransformerEngine builds it with ``delay_wgrad_compute``."""
+
+    def need_backward_dw(self) -> bool:
+        return True
+
+
+def test_modules_that_defer_their_weight_gradients_by_themselves_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"found a Delayed .* only in backward_dw\(\)"):
+        defer_weight_gradients(nn.Sequential(nn.Linear(WIDTH, WIDTH), Delayed(WIDTH, WIDTH)))
 
 
 def test_hooks_on_shared_parameters_of_a_recomputed_stage_are_refused() -> None:
@@ -289,12 +294,17 @@ def test_the_gradient_of_a_queued_weight_itself_is_refused() -> None:
         torch.autograd.grad(module(torch.randn(2, WIDTH)).sum(), module.get_parameter("0.weight"))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own
 def test_functional_transforms_go_through_a_prepared_module() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     x = torch.randn(4, WIDTH)
     expected = torch.vmap(module)(x)
     with defer_weight_gradients(module).into(WeightGrads()):
         torch.testing.assert_close(torch.vmap(module)(x), expected)
+        with forward_ad.dual_level():
+            output = module(forward_ad.make_dual(x, torch.ones_like(x)))  # type: ignore[no-untyped-call]
+            tangent = forward_ad.unpack_dual(output).tangent  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(tangent, torch.ones_like(x) @ module.get_parameter("0.weight").t())
 
 
 # Weights that are used more than once
@@ -303,9 +313,10 @@ def test_functional_transforms_go_through_a_prepared_module() -> None:
 class Tied(nn.Module):
     """An embedding and a head with one weight, in one stage; ``direct`` adds a direct use of the weight."""
 
-    def __init__(self, direct: bool):
+    def __init__(self, direct: bool, *, sparse: bool = False):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 7, bias=False)
+        self.embedding = nn.Embedding(7, WIDTH, sparse=sparse)
+        self.head = nn.Linear(WIDTH, 7, bias=False)
         self.middle = nn.Linear(WIDTH, WIDTH)
         self.head.weight = self.embedding.weight
         self._direct = direct
@@ -338,6 +349,7 @@ class Twice(nn.Module):
     [
         lambda: Tied(False),
         lambda: Tied(True),
+        lambda: Tied(False, sparse=True),
         lambda: Twice("module"),
         lambda: Twice("direct"),
     ],

@@ -34,7 +34,6 @@ from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.torch_runtime.executor import TorchExecutor, check, load, refuse_compiled
-from zbv_worker.training.options import require_own_gradients
 from zbv_worker.training.report import read_reports, summarise
 
 TOLERANCE = 1e-5
@@ -316,22 +315,6 @@ def test_compiled_stages_whose_backward_is_split_are_refused(
     with pytest.raises(InvalidRun, match=rf"stage 3 is compiled{where}, .*I and W.*without torch\.compile"):
         refuse_compiled({2: nn.Linear(2, 2), 3: build()})
     refuse_compiled({2: nn.Linear(2, 2)})
-
-
-class Delayed(nn.Linear):
-    """A Linear as TransformerEngine builds it with ``delay_wgrad_compute``."""
-
-    def need_backward_dw(self) -> bool:
-        return True
-
-    def backward_dw(self) -> None:
-        """Compute the weight's gradient."""
-
-
-def test_modules_that_leave_weight_gradients_to_backward_dw_are_refused() -> None:
-    with pytest.raises(InvalidRun, match=r"stage 3 has .*only in backward_dw\(\).*delay_wgrad_compute"):
-        require_own_gradients({2: nn.Linear(2, 2), 3: nn.Sequential(Delayed(2, 2))})
-    require_own_gradients({2: nn.Linear(2, 2)})
 
 
 def test_the_runtimes_loaded_lists_are_checked() -> None:

@@ -6,14 +6,13 @@ expert got and the gradients of its output.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbv_worker.stage.queueing_functions import is_accumulating
-from zbv_worker.stage.recorder import Queueing, queue_for
+from zbv_worker.stage.recorder import Queueing, ordinary_forward, queue_for, queueing_class
 from zbv_worker.stage.split_backward import queued_linear
 from zbv_worker.stage.weight_grads import GroupedGrad, WeightGrads
 
@@ -30,9 +29,9 @@ def split_modules(module: nn.Module) -> None:
     for child in module.modules():
         kind: Any = type(child)
         if kind is Conv1D:
-            child.__class__ = _queueing_conv1d(kind)
+            child.__class__ = queueing_class(_QueueingConv1D, kind)
         elif _is_experts(child):
-            child.__class__ = _queueing_experts(kind)
+            child.__class__ = queueing_class(_QueueingExperts, kind)
 
 
 def _is_experts(module: Any) -> bool:
@@ -45,32 +44,25 @@ def _is_experts(module: Any) -> bool:
     return is_plain and all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
 
 
-@cache
-def _queueing_conv1d(base: type[Any]) -> type[Any]:
-    class QueueingConv1D(base, Queueing):  # type: ignore[misc]  # transformers is not typed here
-        """A Conv1D, a Linear with a transposed weight, whose weight gradient can be queued."""
+class _QueueingConv1D(Queueing):
+    """A Conv1D, a Linear with a transposed weight, whose weight gradient can be queued."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            output = queued_linear(self, x, self.weight, self.bias, is_transposed=True)
-            found: Tensor = super().forward(x) if output is None else output
+    def forward(self: Any, x: Tensor) -> Tensor:
+        output = queued_linear(self, x, self.weight, self.bias, is_transposed=True)
+        found: Tensor = ordinary_forward(self, x) if output is None else output
+        return found
+
+
+class _QueueingExperts(Queueing):
+    """Experts whose weight gradients can be queued."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Hidden states (tokens, width) and the choice of experts (tokens, k) to (tokens, width)."""
+        recorder = getattr(self, "recorder", None)
+        if recorder is None or recorder.tapping is not None:  # compiled code, or no longer a part of a stage
+            found: Tensor = ordinary_forward(self, hidden_states, top_k_index, top_k_weights)
             return found
-
-    return QueueingConv1D
-
-
-@cache
-def _queueing_experts(base: type[Any]) -> type[Any]:
-    class QueueingExperts(base, Queueing):  # type: ignore[misc]  # transformers is not typed here
-        """Experts whose weight gradients can be queued."""
-
-        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            """Hidden states (tokens, width) and the choice of experts (tokens, k) to (tokens, width)."""
-            if self.recorder is not None and self.recorder.tapping is not None:  # compiled code
-                found: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
-                return found
-            return _routed(self, hidden_states, top_k_index, top_k_weights)
-
-    return QueueingExperts
+        return _routed(self, hidden_states, top_k_index, top_k_weights)
 
 
 def _routed(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -82,13 +74,13 @@ def _routed(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     rows = x[order // chosen].to(module.gate_up_proj.dtype)
     inner = module._apply_gate(_grouped(module, rows, module.gate_up_proj, ends))
     outer = _grouped(module, inner, module.down_proj, ends) * weights.reshape(-1)[order].unsqueeze(-1)
-    found: Tensor = outer[order.argsort()].view(*index.shape, -1).sum(1).to(x.dtype)
+    found: Tensor = outer[order.argsort()].view(*index.shape, outer.shape[-1]).sum(1).to(x.dtype)
     return found
 
 
 def _grouped(module: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    queue = queue_for(module.recorder, weight)
-    if queue is None or not weight.requires_grad:
+    queue = queue_for(module, x, weight)
+    if queue is None:
         return _products(x, weight.transpose(-2, -1), ends)
     output: Tensor = _GroupedFunction.apply(x, weight, ends, queue)  # type: ignore[no-untyped-call]  # torch's own
     return output
@@ -108,7 +100,7 @@ class _GroupedFunction(torch.autograd.Function):
         (grad_output,) = grad_outputs
         x, weight, ends = ctx.saved_tensors
         if is_accumulating(ctx, (1,)):
-            ctx.queue.append(GroupedGrad(ctx.weight, x.detach(), grad_output.detach(), ends))
+            ctx.queue.append(GroupedGrad(x.detach(), grad_output.detach(), ctx.weight, ends))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         return _products(grad_output.contiguous(), weight, ends), None, None, None

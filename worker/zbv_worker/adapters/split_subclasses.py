@@ -8,12 +8,12 @@ adapter asks for them here.
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
 from typing import Any
 
 from torch import nn
 
-from zbv_worker.stage.split_backward import QUEUEING
+from zbv_worker.stage.recorder import queueing_class
+from zbv_worker.stage.split_backward import QueueingEmbedding, QueueingLinear
 
 
 def split_subclasses(module: nn.Module, *, without: Collection[str] = ()) -> None:
@@ -32,18 +32,15 @@ def split_subclasses(module: nn.Module, *, without: Collection[str] = ()) -> Non
         kind: Any = type(child)
         queueing = _BY_FORWARD.get(kind.forward)
         if queueing is not None and child not in excluded:
-            child.__class__ = _queueing(kind, queueing)
+            child.__class__ = queueing_class(queueing, kind)
 
 
-_BY_FORWARD: dict[Any, Any] = dict(zip((nn.Linear.forward, nn.Embedding.forward), QUEUEING, strict=True))
+_BY_FORWARD: dict[Any, Any] = {
+    nn.Linear.forward: QueueingLinear,
+    nn.Embedding.forward: QueueingEmbedding,
+}
 
 
 def _children(module: nn.Module, name: str) -> list[nn.Module]:
     found = getattr(module, name, None)
     return list(found.modules()) if isinstance(found, nn.Module) else []
-
-
-@cache
-def _queueing(kind: type[Any], queueing: type[Any]) -> type[Any]:
-    """A subclass of both; the library's own attributes come before those of torch's class."""
-    return type(f"Queueing{kind.__name__}", (queueing, kind), {})

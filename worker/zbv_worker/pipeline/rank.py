@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -86,7 +87,7 @@ class PipelineRank:
         self.steps = 0
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
             self.ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
-        self._modules = prepared.modules
+        self._modules, self._stages = prepared.modules, stages
         self._accumulation = Accumulation(self._gradients_of(trained_by(prepared.modules)))
         self._batch_loss = BatchLoss(
             stages.values(), plan.microbatches, transport, place.device, options.timeout
@@ -188,7 +189,16 @@ class PipelineRank:
         self._accumulation.end(factor)
         launched.end()
         self.steps += 1
+        if self.steps == 1:
+            self._say_what_is_unsplit()
         return launched, loss
+
+    def _say_what_is_unsplit(self) -> None:
+        """Name the stages that the plan splits and whose W has little to compute: bubbles stay."""
+        for index, stage in self._stages.items():
+            share = stage.split_share
+            if share is not None and share.is_small:
+                print(f"zbv: stage {index}: {share}", file=sys.stderr, flush=True)  # noqa: T201 - a rank's log
 
     def _side_effects(self) -> Callable[[], None]:
         """How to undo a step's changes of buffers, such as running means, and of random numbers."""

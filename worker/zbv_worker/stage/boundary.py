@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import ModelError
@@ -17,8 +18,14 @@ Gradient = Tensor | tuple[Tensor, ...]
 """Of a value that is one floating tensor, one tensor; otherwise one per tensor that requires a gradient."""
 
 
+Written = Sequence[tuple[Tensor, int]]
+"""Tensors, and their versions before layers could write to them."""
+
+
 def enter(value: Any, *, is_data: bool) -> tuple[Any, list[Tensor]]:
     """Detach a value, in new containers; returns it and those of its tensors that require a gradient.
+
+    No layer can write to the latter in place, because they are leaves: see :func:`enter_to_write`.
 
     Parameters
     ----------
@@ -39,6 +46,68 @@ def enter(value: Any, *, is_data: bool) -> tuple[Any, list[Tensor]]:
         return leaf
 
     return map_tensors(detached, value), leaves
+
+
+def enter_to_write(value: Any, *, is_data: bool) -> tuple[Any, list[Tensor], Written]:
+    """:func:`enter` for layers that may write to their input; also returns what :func:`note_writes` needs.
+
+    Data are copied, because they belong to the user. Other tensors keep their memory, but are not leaves, and
+    no views of leaves: autograd forbids writing to both. They keep their version too. So if the stage before
+    has saved that memory for its backward, autograd raises an error there, as it does within one graph.
+    """
+    x, leaves = enter(value, is_data=is_data)
+    x = map_tensors(Tensor.clone if is_data else _writable, x)
+    return x, leaves, [(tensor, _version(tensor)) for tensor in tensors_of(x)]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # those of the inference mode have none
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    other = tensor.detach()
+    with _unsafe_preserve_version_counter(other):
+        _Writable.apply(other, tensor)  # type: ignore[no-untyped-call]  # torch's own
+    return other
+
+
+class _Writable(torch.autograd.Function):
+    """Makes a tensor the output of an operator whose gradient is that of a leaf; computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, leaf: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
+
+
+def note_writes(written: Written, output: Any, *, is_data: bool) -> bool:
+    """Whether layers wrote to what :func:`enter_to_write` returned, or pass data on to be written to.
+
+    Raises :class:`ModelError` if they wrote to memory that the input has in several places, whose gradients
+    would miss the write.
+    """
+    if is_data and any(_shares(tensor, data) for tensor in tensors_of(output) for data, _ in written):
+        return True
+    changed = [tensor for tensor, version in written if _version(tensor) != version]
+    for tensor in [] if is_data else changed:
+        if sum(_shares(tensor, other) for other, _ in written) > 1:
+            raise ModelError(
+                f"found a layer that writes to its input, a tensor {list(tensor.shape)} that the layer "
+                f"before has returned in several places. Return a copy in one of them (tensor.clone())."
+            )
+    return bool(changed)
+
+
+def _shares(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have memory of one allocation."""
+    found: bool = torch._C._is_alias_of(tensor, other)  # type: ignore[attr-defined]
+    return found
 
 
 def leave(output: Any) -> tuple[Any, list[GradientEdge]]:

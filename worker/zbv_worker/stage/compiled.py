@@ -28,8 +28,7 @@ from zbv_worker.errors import ModelError
 from zbv_worker.stage.auxiliary_loss import leave_uncompiled
 from zbv_worker.stage.layers import NO_KEYWORDS, call
 from zbv_worker.stage.queueing_functions import is_accumulating
-from zbv_worker.stage.recorder import Call, Recorder, Tapping
-from zbv_worker.stage.split_backward import QUEUEING
+from zbv_worker.stage.recorder import Call, Queueing, Recorder, Tapping
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.values.structure import Structure, device_of
 
@@ -72,7 +71,7 @@ class CompiledLayer:
             self._calls[signature] = tuple(seen)
             tapped = {each.module for each in seen}
             for module in self._layer.modules():
-                if isinstance(module, QUEUEING):
+                if isinstance(module, Queueing):
                     module.is_tapped = module in tapped
             return output
         return self._tapped(x, keywords, calls, recorder.queue)

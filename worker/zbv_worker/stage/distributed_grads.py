@@ -23,14 +23,23 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zbv_worker.stage.dtensors import is_dtensor, local_of
-from zbv_worker.stage.main_gradients import add_product_to, dtype_of_sum, gradient_of, product, set_gradient
+from zbv_worker.stage.main_gradients import (
+    add_product_to,
+    dtype_of_sum,
+    gradient_of,
+    product,
+    rows_of,
+    set_gradient,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 
-def add_linear_gradients(weight: Tensor, bias: Tensor | None, x: DTensor, grad_output: DTensor) -> bool:
+def add_linear_gradients(
+    weight: Tensor | None, bias: Tensor | None, x: DTensor, grad_output: DTensor
+) -> bool:
     """Add the gradients of a call of a Linear to its parameters'; runs under ``no_grad``.
 
     Returns False, and adds nothing, if the local parts do not suffice.
@@ -39,8 +48,8 @@ def add_linear_gradients(weight: Tensor, bias: Tensor | None, x: DTensor, grad_o
     of_weight = _placements(grad_output.placements, x.placements, features)
     if of_weight is None or x.device_mesh != mesh:
         return False
-    grad, rows = _rows(local_of(grad_output)), _rows(local_of(x))
-    if weight.requires_grad:
+    grad, rows = rows_of(local_of(grad_output)), rows_of(local_of(x))
+    if weight is not None and weight.requires_grad:
         _add(weight, mesh, of_weight, grad.t(), rows)
     if bias is not None and bias.requires_grad:
         _add(bias, mesh, _placements_of_bias(grad_output.placements, features), grad.sum(0))
@@ -75,10 +84,6 @@ def _placements_of_bias(grads: Sequence[Placement], features: int) -> tuple[Plac
 
     kept = {Shard(features): Shard(0), Replicate(): Replicate()}
     return tuple(kept.get(grad, Partial()) for grad in grads)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _add(

@@ -19,6 +19,17 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_distributed_kind(kind: type) -> bool:
+    """Whether a class of tensors is one that tensor parallelism has: DTensors, and results that may be on
+    their way.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and kind is module.DTensor:
+        return True
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and kind is module.AsyncCollectiveTensor
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, in the same memory; without a graph."""
     if not is_dtensor(tensor):

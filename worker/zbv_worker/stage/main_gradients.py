@@ -102,6 +102,15 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return found
 
 
+def _dense_gradient_of(parameter: Tensor) -> Tensor | None:
+    """:func:`gradient_of`, made dense if a sparse embedding has left a sparse one, as autograd does."""
+    total = gradient_of(parameter)
+    if total is not None and total.is_sparse:
+        total = total.to_dense()
+        set_gradient(parameter, total)
+    return total
+
+
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Make this tensor the sum of a parameter's gradients; None: the first gradient creates it."""
     if has_main_gradient(parameter):
@@ -111,9 +120,14 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
         parameter.grad = gradient
 
 
+def rows_of(tensor: Tensor) -> Tensor:
+    """A tensor (..., n) as (rows, n); either may be zero."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Add a gradient, possibly of a smaller dtype, without converting a copy of it first."""
-    total = gradient_of(parameter)
+    total = _dense_gradient_of(parameter)
     if total is not None:
         total.add_(gradient)
     else:
@@ -126,7 +140,7 @@ def add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     If the sum is in float32 and the factors are in half precision, a GPU accumulates in one operator. Other
     devices have no such operator in torch 2.13 (``addmm.dtype_out``): they compute blocks of rows.
     """
-    total = gradient_of(parameter)
+    total = _dense_gradient_of(parameter)
     if total is not None:  # most calls
         add_product_to(total, left, right)
     else:
@@ -143,7 +157,7 @@ def add_grouped_products(parameter: Tensor, left: Tensor, right: Tensor, ends: T
     ends
         The end of each group's rows, an integer tensor (groups,). To read it waits for a GPU.
     """
-    total = gradient_of(parameter)
+    total = _dense_gradient_of(parameter)
     if total is None:
         total = torch.zeros(parameter.shape, dtype=dtype_of_sum(parameter), device=left.device)
         set_gradient(parameter, total)
@@ -170,14 +184,12 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_product_to(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a matrix product to a sum, in place."""
-    if total.is_sparse:
-        total.add_(left.mm(right))
-    elif total.dtype == left.dtype:
+    if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif _is_fused(total.dtype, left):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        rows = max(1, _BLOCK_ELEMENTS // total.shape[1])
+        rows = max(1, _BLOCK_ELEMENTS // max(1, total.shape[1]))
         for at in range(0, len(total), rows):
             total[at : at + rows].add_(left[at : at + rows].mm(right))
 
@@ -198,10 +210,10 @@ def add_rows(parameter: Tensor, indices: Tensor, rows: Tensor, ignored: int) -> 
         An index whose rows are not added; -1 for none.
     """
     dtype = dtype_of_sum(parameter)
-    flat, some = indices.reshape(-1), rows.reshape(-1, rows.shape[-1]).to(dtype)
+    flat, some = indices.reshape(-1), rows_of(rows).to(dtype)
     if ignored >= 0:
         some = some.masked_fill((flat == ignored).unsqueeze(-1), 0)
-    total = gradient_of(parameter)
+    total = _dense_gradient_of(parameter)
     if total is None:
         total = torch.zeros(parameter.shape, dtype=dtype, device=rows.device)
         set_gradient(parameter, total)

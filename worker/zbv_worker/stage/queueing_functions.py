@@ -32,7 +32,8 @@ class QueueingLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         # saved_tensors may return other tensors than were saved (checkpointing, offloading), but the gradient
         # must reach the parameter itself.
-        ctx.weight, ctx.bias = weight, bias
+        ctx.weight = weight if weight.requires_grad else None
+        ctx.bias = bias if bias is not None and bias.requires_grad else None
         ctx.queue, ctx.is_transposed = queue, is_transposed
         if is_transposed:
             weight = weight.t()
@@ -56,7 +57,7 @@ class QueueingLinearFunction(torch.autograd.Function):
         if is_accumulating(ctx, (1, 2)):
             # Detached: the queue must not keep the graph of x alive.
             ctx.queue.append(
-                LinearGrad(ctx.weight, ctx.bias, x.detach(), grad_output.detach(), ctx.is_transposed)
+                LinearGrad(x.detach(), grad_output.detach(), ctx.weight, ctx.bias, ctx.is_transposed)
             )
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
@@ -84,7 +85,7 @@ class QueueingEmbeddingFunction(torch.autograd.Function):
         """Integers (...) to (..., embedding_dim)."""
         ctx.save_for_backward(indices)
         ctx.parameter = weight
-        ctx.padding_idx = -1 if padding_idx is None else padding_idx
+        ctx.padding_idx = padding_idx
         ctx.scale_by_frequency = scale_by_frequency
         ctx.queue = queue
         return nnf.embedding(indices, weight, padding_idx)
@@ -97,7 +98,7 @@ class QueueingEmbeddingFunction(torch.autograd.Function):
         if is_accumulating(ctx, (1,)):
             ctx.queue.append(
                 EmbeddingGrad(
-                    ctx.parameter, indices, grad_output.detach(), ctx.padding_idx, ctx.scale_by_frequency
+                    indices, grad_output.detach(), ctx.parameter, ctx.padding_idx, ctx.scale_by_frequency
                 )
             )
         return None, None, None, None, None

@@ -47,12 +47,15 @@ class _Kept(NamedTuple):
     ----------
     random
         None if it drew no random numbers.
+    versions
+        Those of the input's tensors.
     flags
         For each tensor of its output, whether its gradient comes back.
     """
 
     segment: Segment
     input: Any
+    versions: tuple[int, ...]
     random: tuple[Tensor, ...] | None
     flags: tuple[bool, ...]
 
@@ -91,7 +94,7 @@ class Recomputed:
                 output = segment(given)
                 drew = _differ(before, _states(generators))
                 output = marked_without_graph(output, x)
-                self._kept.append(_Kept(segment, x, before if drew else None, _flags(output)))
+                self._kept.append(_Kept(segment, x, _versions(x), before if drew else None, _flags(output)))
                 x = output
         return x
 
@@ -111,6 +114,11 @@ class Recomputed:
         return gradient if needs_input_grad else None
 
     def _through(self, kept: _Kept, gradient: Gradient | None, *, is_data: bool) -> Gradient:
+        if _versions(kept.input) != kept.versions:
+            raise ModelError(
+                "a layer wrote to a tensor that a layer before it passed on, and is recomputed from. Do not "
+                "write to a layer's input (no inplace=True), or plan without recomputing the stage."
+            )
         x, leaves = enter(kept.input, is_data=is_data)
         auxiliary = self._auxiliary
         repeating = auxiliary.during("repeated")
@@ -135,10 +143,10 @@ def checked_segment(layer: nn.Module, keywords: Mapping[str, Any], stage: int) -
 
     def run(x: Any) -> Any:
         tensors = list(tensors_of(x))
-        versions = [tensor._version for tensor in tensors]
+        versions = _versions(tensors)
         output = call(layer, x, keywords)
         # Without a graph autograd does not notice a changed input, and the recomputation would differ.
-        if [tensor._version for tensor in tensors] != versions:
+        if _versions(tensors) != versions:
             raise ModelError(
                 f"stage {stage}: a {type(layer).__name__} modified its input, from which the layer "
                 f"is recomputed. Do not write to a layer's input (no inplace=True), or plan without "
@@ -165,6 +173,10 @@ def require_no_hooks(shared: Iterable[nn.Parameter], stage: int) -> None:
             f"stage {stage}: a parameter that several layers share has hooks, and the plan "
             f"recomputes the stage. Remove the hooks, or plan without recomputing the stage."
         )
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors_of(value))
 
 
 def _flags(output: Any) -> tuple[bool, ...]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from types import FunctionType
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
+from zbv_worker.stage.dtensors import is_distributed_kind
 from zbv_worker.stage.weight_grads import WeightGrads, has_hooks
+from zbv_worker.values.structure import FLOATS
 
 
 class Recorder:
@@ -20,11 +28,17 @@ class Recorder:
 
     The modules refer to the recorder directly, not through thread-local state: activation checkpointing runs
     the forward again inside I, which on CUDA happens on a thread of autograd.
+
+    Attributes
+    ----------
+    modules
+        The modules that were prepared. Some may have left the tree since.
     """
 
     def __init__(self) -> None:
         self.queue: WeightGrads | None = None
         self.tapping: Tapping | None = None
+        self.modules: WeakSet[nn.Module] = WeakSet()
         self._seen: list[Call] | None = None
         self._nodes: dict[int, _Node] = {}
 
@@ -120,31 +134,92 @@ class Call:
 
 
 class Queueing:
-    """A module whose weight gradients can be queued; a second base class of subclasses of a module's class.
+    """A module whose weight gradients can be queued; the first base class of :func:`queueing_class`.
 
     Attributes
     ----------
+    ordinary
+        The class of the module before it was prepared.
     recorder
         The recorder of the tree; None until :func:`defer_weight_gradients` has prepared it.
     is_tapped
         Whether compiled code exposes what W needs.
     """
 
+    ordinary: ClassVar[type[nn.Module]]
     recorder: Recorder | None = None
     is_tapped = False
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copied and saved modules are ordinary modules, which need neither zbv nor a pipeline."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, state, *others = reduced
+        state = {name: value for name, value in state.items() if name not in ("recorder", "is_tapped")}
+        return copyreg._reconstructor, (ordinary_class(type(self)), object, None), state, *others  # type: ignore[attr-defined]
 
-def queue_for(recorder: Recorder | None, weight: Tensor) -> WeightGrads | None:
-    """The queue for a weight's gradient, or None if autograd must compute it.
 
-    A weight that is not a leaf is computed from other tensors (weight norm, a functional call). Its gradient
-    must propagate further, so it cannot be deferred.
+@cache
+def queueing_class(behaviour: Any, kind: Any) -> Any:
+    """A subclass of a module's class that queues; it has the name of that class."""
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (behaviour, kind), {"ordinary": kind, **names})
+
+
+def ordinary_class(kind: Any) -> Any:
+    """The class that a module has when it no longer queues.
+
+    torch's parametrizations and ``fully_shard`` derive a class from the one that they find, which may be one
+    that queues. The result is then a class with the same members, derived from the ordinary class; for a
+    class with calls of ``super()``, which only that class itself can make, the class with other bases.
     """
-    if recorder is None or recorder.queue is None or not torch.is_grad_enabled() or not weight.is_leaf:
+    if not issubclass(kind, Queueing):
+        return kind
+    if "ordinary" in vars(kind):
+        return kind.ordinary
+    bases = tuple(map(ordinary_class, kind.__bases__))
+    members = {name: it for name, it in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    if any("__class__" in it.__code__.co_freevars for it in members.values() if isinstance(it, FunctionType)):
+        kind.__bases__ = bases
+        return kind
+    return type(kind)(kind.__name__, bases, members)
+
+
+def ordinary_forward(module: Any, *arguments: Any) -> Any:
+    """The forward of a module's ordinary class, also of a module that no longer queues."""
+    return getattr(type(module), "ordinary", type(module)).forward(module, *arguments)
+
+
+def queue_for(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightGrads | None:
+    """The queue for the weight gradients of a call, or None if autograd must compute them.
+
+    A parameter that is not a leaf is computed from other tensors (weight norm, a functional call). Its
+    gradient must propagate further, so it cannot be deferred. Complex, sparse and nested tensors, and the
+    subclasses of other libraries, are left to autograd, which has rules for each.
+    """
+    recorder: Recorder | None = getattr(module, "recorder", None)
+    if recorder is None or recorder.queue is None or recorder.tapping is not None:
         return None
-    if not isinstance(weight, nn.Parameter) or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or not (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return None
-    return recorder.queue if recorder.defers(weight) else None
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    if weight.dtype not in FLOATS or not (_is_dense(x) and _may_queue(recorder, weight)):
+        return None
+    return recorder.queue if bias is None or _may_queue(recorder, bias) else None
+
+
+def _may_queue(recorder: Recorder, parameter: Tensor) -> bool:
+    if not parameter.requires_grad:
+        return _is_dense(parameter)
+    is_leaf = isinstance(parameter, nn.Parameter) and parameter.is_leaf
+    return is_leaf and _is_dense(parameter) and recorder.defers(parameter)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    kind = type(tensor)
+    if not (kind is Tensor or kind is nn.Parameter or kind is FakeTensor or is_distributed_kind(kind)):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 class _Node:

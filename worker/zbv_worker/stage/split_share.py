@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from zbv_worker.stage.recorder import Queueing
-
 
 @dataclass(frozen=True)
 class SplitShare:
@@ -36,8 +34,7 @@ class SplitShare:
         for name, child in module.named_modules():
             own = [p for p in child.parameters(recurse=False) if p in trainable and p not in queued]
             if own:
-                kind = type(child).__mro__[1 if isinstance(child, Queueing) else 0]
-                left[f"{name or 'the stage'} ({kind.__name__})"] = sum(p.numel() for p in own)
+                left[f"{name or 'the stage'} ({type(child).__name__})"] = sum(p.numel() for p in own)
         split = sum(parameter.numel() for parameter in trainable if parameter in queued)
         return cls(split / elements, tuple(sorted(left, key=lambda each: -left[each])))
 

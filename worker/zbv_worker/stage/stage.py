@@ -26,7 +26,15 @@ from torch.autograd.graph import GradientEdge
 
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.auxiliary_loss import AuxiliaryLosses
-from zbv_worker.stage.boundary import Gradient, as_list, enter, leave, take_gradient
+from zbv_worker.stage.boundary import (
+    Gradient,
+    as_list,
+    enter,
+    enter_to_write,
+    leave,
+    note_writes,
+    take_gradient,
+)
 from zbv_worker.stage.compiled import CompiledLayer
 from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, prepare_layers
 from zbv_worker.stage.loss import Loss, Objective, WeightedLoss
@@ -37,11 +45,13 @@ from zbv_worker.stage.recomputation import (
     parameters_of_several,
     require_no_hooks,
 )
-from zbv_worker.stage.self_deferring import SelfDeferring, delayed_parameters
 from zbv_worker.stage.split_backward import defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.values.structure import Structure, device_of, is_plain
+
+_LEAF = "leaf Variable that requires grad"
+"""What torch says before a layer would write to a stage's input that is a leaf."""
 
 
 class _Forward(NamedTuple):
@@ -117,12 +127,6 @@ class Stage:
             raise ModelError(f"stage {index} of {n_stages}: the last stage, and no other, takes the loss.")
         prepare_layers(module)
         self._recorder = defer_weight_gradients(module)
-        self._self_deferring = SelfDeferring(module)
-        if is_compiled and not self._self_deferring.is_empty:
-            raise ModelError(
-                f"stage {index}: found modules that defer their weight gradients by themselves, which "
-                f"compiled code cannot. Run without --compile."
-            )
         self.index = index
         self.module = module
         self.is_recomputed = is_recomputed
@@ -136,6 +140,7 @@ class Stage:
         self.loss_scale = 1.0
         self._auxiliary = AuxiliaryLosses(is_weighted=isinstance(loss, WeightedLoss))
         self._is_checked = False
+        self._writes: bool | None = None  # to its input; known after the first F
         self._has_split = False
         self._split_share: SplitShare | None = None
         self._shared = parameters_of_several(self._layers)
@@ -146,6 +151,11 @@ class Stage:
     def takes_keywords(self) -> bool:
         """Whether a layer takes keyword arguments, so that the stage needs every microbatch's."""
         return bool(self.keywords)
+
+    @property
+    def writes_to_input(self) -> bool:
+        """Whether layers write to the stage's input in place, as far as known."""
+        return self._writes is True
 
     def forward(
         self,
@@ -173,13 +183,26 @@ class Stage:
         auxiliary.factor = self.loss_scale * self._share
         if self.is_recomputed and self._layers:
             return self._forward_to_recompute(microbatch, input, target, keywords, weight_grads)
-        x, leaves = enter(input, is_data=self._is_first)
-        with self._recorder.into(weight_grads), auxiliary.during("forward"):
-            if self._autocast is None:  # the check is cheaper than a context that does nothing
-                output = self._computed(x, target, keywords)
-            else:
-                with self._computing(x):
+        written = None
+        if self._writes is False:  # most F's
+            x, leaves = enter(input, is_data=self._is_first)
+        else:
+            x, leaves, written = enter_to_write(input, is_data=self._is_first)
+        try:
+            with self._recorder.into(weight_grads), auxiliary.during("forward"):
+                if self._autocast is None:  # the check is cheaper than a context that does nothing
                     output = self._computed(x, target, keywords)
+                else:
+                    with self._computing(x):
+                        output = self._computed(x, target, keywords)
+        except RuntimeError as error:
+            if self._writes is not False or auxiliary.has_roots or _LEAF not in str(error):
+                raise
+            self._writes = True  # a layer has begun to write, for instance a dropout that was switched on
+            return self.forward(microbatch, input, target, split=split, keywords=keywords)
+        if written is not None:
+            writes = note_writes(written, output, is_data=self._is_first)
+            self._writes = writes or self._writes is True
         seed = self._finish_loss(output)
         found, edges = self._left(output)
         roots = auxiliary.take_roots() if auxiliary.has_roots else None
@@ -196,8 +219,6 @@ class Stage:
             requires a gradient. None for the last stage, whose output is the loss.
         """
         held = self._forwards.pop(microbatch)
-        if not self._self_deferring.is_empty:
-            return self._backward_at_once(held, grad_output)
         grad_input = self._backpropagate(held, grad_output)
         if held.weight_grads is not None:
             held.weight_grads.run()
@@ -209,11 +230,7 @@ class Stage:
         # Not `or`: the queue is still empty, hence falsy, but the forward refers to it.
         queue = held.weight_grads if held.weight_grads is not None else WeightGrads()
         self._weight_grads[microbatch] = queue
-        if self._self_deferring.is_empty:  # the check is cheaper than a context that does nothing
-            grad_input = self._backpropagate(held, grad_output)
-        else:
-            with self._self_deferring.deferring(queue):
-                grad_input = self._backpropagate(held, grad_output)
+        grad_input = self._backpropagate(held, grad_output)
         if not self._has_split:  # now, because a sharded stage has other parameters between steps
             self._has_split, self._split_share = True, SplitShare.of(self.module, queue.parameters())
         return grad_input
@@ -222,18 +239,10 @@ class Stage:
         """Run W: compute the queued weight gradients and accumulate them into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
 
-    def _backward_at_once(self, held: _Forward, grad_output: Gradient | None) -> Gradient | None:
-        """Run B in a stage with modules that always defer their weight gradients."""
-        queue = WeightGrads() if held.weight_grads is None else held.weight_grads
-        with self._self_deferring.deferring(queue):
-            grad_input = self._backpropagate(held, grad_output)
-        queue.run()
-        return grad_input
-
     @property
     def expected_share(self) -> SplitShare | None:
         """The share of gradients in W, as far as known before the first F; None without parameters."""
-        return SplitShare.of(self.module, deferred_parameters(self.module) | delayed_parameters(self.module))
+        return SplitShare.of(self.module, deferred_parameters(self.module))
 
     @property
     def split_share(self) -> SplitShare | None:
@@ -295,7 +304,8 @@ class Stage:
 
     def evaluate(self, input: Any, target: Any = None, *, keywords: Mapping[str, Any] = NO_KEYWORDS) -> Any:
         """Run F without keeping anything for a backward; returns the output, for the last stage the loss."""
-        x, _ = enter(input, is_data=True)
+        may_write = self._is_first and self._writes is not False
+        x = (enter_to_write if may_write else enter)(input, is_data=True)[0]
         with torch.no_grad(), self._computing(x), self._auxiliary.during("evaluation"):
             output = self._computed(x, target, keywords)
         self._finish_loss(output)
@@ -348,7 +358,10 @@ class Stage:
 
     def _computed(self, x: Any, target: Any, keywords: Mapping[str, Any]) -> Any:
         """The module's output, for the last stage the loss."""
-        if not self._compiled or not torch.is_grad_enabled():
+        # The first F shows whether layers write to their input, which changes what is compiled. F of I and W
+        # runs uncompiled once by itself.
+        is_new = self._writes is None and self._recorder.queue is None
+        if not self._compiled or is_new or not torch.is_grad_enabled():
             output = call(self.module, x, keywords)
         else:
             output = x

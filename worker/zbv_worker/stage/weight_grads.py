@@ -7,21 +7,25 @@ of a microbatch, and embeddings that scale gradients by frequency.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from zbv_worker.errors import ModelError
 from zbv_worker.stage.dtensors import is_dtensor
-from zbv_worker.stage.main_gradients import OwnHook, add_gradient, add_grouped_products, add_product, add_rows
+from zbv_worker.stage.main_gradients import (
+    OwnHook,
+    add_gradient,
+    add_grouped_products,
+    add_product,
+    add_rows,
+    rows_of,
+)
 
-if TYPE_CHECKING:
-    from zbv_worker.stage.self_deferring import ModuleGrad, StoredGrad
 
-
-class WeightGrads(deque["LinearGrad | GroupedGrad | EmbeddingGrad | ModuleGrad | StoredGrad"]):
+class WeightGrads(deque["LinearGrad | GroupedGrad | EmbeddingGrad"]):
     """The queued weight gradients of one stage and microbatch.
 
     F registers the queue, I fills it, W runs it. It holds tensors only between I and W.
@@ -31,11 +35,14 @@ class WeightGrads(deque["LinearGrad | GroupedGrad | EmbeddingGrad | ModuleGrad |
         """Compute every queued gradient and accumulate it into its parameter's ``.grad``.
 
         Releases each gradient's operands as soon as it is computed. Without ``no_grad`` the results would
-        have a graph that keeps all output gradients alive.
+        have a graph that keeps all output gradients alive. Raises :class:`ModelError` if an operand was
+        written to since I, as autograd does for what it saved.
         """
         with torch.no_grad():
             while self:
-                self.popleft().accumulate()
+                deferred = self.popleft()
+                deferred.require_unchanged()
+                deferred.accumulate()
 
     def parameters(self) -> set[Tensor]:
         """The parameters that :meth:`run` will add to."""
@@ -50,24 +57,45 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(after) and not all(isinstance(hook, OwnHook) for hook in after.values())
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class LinearGrad:
-    """The weight gradient of a Linear, gᵀx (transposed, xᵀg), and the sum of g for the bias."""
+@dataclass(eq=False, slots=True)
+class _Operands:
+    """What W needs of one call of a module: its input, and the gradient of its output."""
 
-    weight: Tensor
-    bias: Tensor | None
     x: Tensor
     grad_output: Tensor
+    _version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._version = self.x._version + self.grad_output._version
+
+    def require_unchanged(self) -> None:
+        """Raise :class:`ModelError` if somebody has written to the operands since they were queued."""
+        if self.x._version + self.grad_output._version != self._version:
+            raise ModelError(
+                f"the input {list(self.x.shape)} of a layer, or the gradient {list(self.grad_output.shape)} "
+                f"of its output, was written to before W computed the gradient of the weight. Do not write "
+                f"to them (use x = x + y in place of x += y), or use a plan with B in place of I and W."
+            )
+
+
+@dataclass(eq=False, slots=True)
+class LinearGrad(_Operands):
+    """The weight gradient of a Linear, gᵀx (transposed, xᵀg), and the sum of g for the bias.
+
+    Parameters that are None need no gradient.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
     is_transposed: bool = False
 
     def accumulate(self) -> None:
         """Add the gradient to ``.grad``; runs under ``no_grad``."""
-        is_distributed = is_dtensor(self.weight)
+        is_distributed = is_dtensor(self.grad_output)
         if is_distributed and not self.is_transposed and self._added_locally():
             return
-        grad = self.grad_output.reshape(-1, self.grad_output.shape[-1])
-        x = self.x.reshape(-1, self.x.shape[-1])
-        if self.weight.requires_grad:
+        grad, x = rows_of(self.grad_output), rows_of(self.x)
+        if self.weight is not None and self.weight.requires_grad:
             left, right = (x.t(), grad) if self.is_transposed else (grad.t(), x)
             if is_distributed or has_hooks(self.weight):  # a hook needs the whole gradient
                 _add(self.weight, left.mm(right))
@@ -86,29 +114,29 @@ class LinearGrad:
 
     def parameters(self) -> tuple[Tensor, ...]:
         """The parameters whose gradients it adds to."""
-        both = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        return tuple(parameter for parameter in both if parameter.requires_grad)
+        both = (self.weight, self.bias)
+        return tuple(parameter for parameter in both if parameter is not None and parameter.requires_grad)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class GroupedGrad:
+@dataclass(eq=False, slots=True)
+class GroupedGrad(_Operands):
     """The gradient of one weight per group of rows, (groups, out, in): gᵀx of each group.
+
+    ``x`` and ``grad_output`` are (rows, in) and (rows, out), in the order of groups.
 
     Attributes
     ----------
-    x, grad_output
-        (rows, in) and (rows, out), in the order of groups.
     ends
         The end of each group's rows, an integer tensor (groups,).
     """
 
     weight: Tensor
-    x: Tensor
-    grad_output: Tensor
     ends: Tensor
 
     def accumulate(self) -> None:
         """Add the gradient to ``.grad``; runs under ``no_grad``."""
+        if not self.weight.requires_grad:
+            return
         if not has_hooks(self.weight):
             add_grouped_products(self.weight, self.grad_output, self.x, self.ends)
             return
@@ -122,24 +150,25 @@ class GroupedGrad:
         return (self.weight,)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class EmbeddingGrad:
-    """The weight gradient of an Embedding: rows of g summed by index."""
+@dataclass(eq=False, slots=True)
+class EmbeddingGrad(_Operands):
+    """The weight gradient of an Embedding: rows of g summed by index, which ``x`` holds."""
 
     weight: Tensor
-    indices: Tensor
-    grad_output: Tensor
-    padding_idx: int
+    padding_idx: int | None
     scale_by_frequency: bool
 
     def accumulate(self) -> None:
         """Add the gradient to ``.grad``; runs under ``no_grad``."""
+        if not self.weight.requires_grad:
+            return
+        padding = -1 if self.padding_idx is None else self.padding_idx % len(self.weight)
         is_large = self.weight.numel() > self.grad_output.numel()
         if is_large and not self.scale_by_frequency and not has_hooks(self.weight):
-            add_rows(self.weight, self.indices, self.grad_output, self.padding_idx)
+            add_rows(self.weight, self.x, self.grad_output, padding)
             return
         grad = torch.ops.aten.embedding_dense_backward(
-            self.grad_output, self.indices, self.weight.shape[0], self.padding_idx, self.scale_by_frequency
+            self.grad_output, self.x, self.weight.shape[0], padding, self.scale_by_frequency
         )
         _add(self.weight, grad)
 

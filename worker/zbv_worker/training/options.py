@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
@@ -19,7 +17,6 @@ from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.precision import Precision
 from zbv_worker.stage.program import Program
-from zbv_worker.stage.self_deferring import delayed_parameters
 from zbv_worker.training.checkpoint import CheckpointOptions
 from zbv_worker.training.update import NonFinite
 from zbv_worker.transport.channels import Transport
@@ -192,17 +189,6 @@ def require_plain(options: TrainingOptions, model: PipelineModel) -> None:
     found = [flag for flag, is_asked in asked.items() if is_asked]
     if found:
         raise InvalidRun(f"--runtime torch does not support {', '.join(found)}; use --runtime zbv.")
-
-
-def require_own_gradients(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse modules that defer weight gradients by themselves: PyTorch's runtime never asks for these."""
-    for stage, module in modules.items():
-        if delayed_parameters(module):
-            raise InvalidRun(
-                f"--runtime torch: stage {stage} has modules that compute weight gradients only in "
-                f"backward_dw(), which PyTorch's runtime does not call. Build them without "
-                f"delay_wgrad_compute, or use --runtime zbv."
-            )
 
 
 def require_kept_activations(plan: RankPlan) -> None:

@@ -31,7 +31,6 @@ from zbv_worker.training.options import (
     Setting,
     require_compilable,
     require_kept_activations,
-    require_own_gradients,
     require_plain,
 )
 from zbv_worker.training.plan_change import Swaps
@@ -303,9 +302,7 @@ class Training:
         if self._whole is not None:
             require_plain(options, self._model)
             require_kept_activations(self._plan)
-            modules = build_modules(self._model, self._plan, device)
-            require_own_gradients(modules)
-            return modules
+            return build_modules(self._model, self._plan, device)
         require_compilable(options)
         copies = options.replicas * options.parts  # the loss is a mean over the microbatches of all of them
         self._stages = build_stages(self._model, self._plan, device, replicas=copies, program=options.program)

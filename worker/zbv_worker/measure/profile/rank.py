@@ -57,6 +57,7 @@ from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.stage.program import Program
 from zbv_worker.transport.channels import Transport, key_of
 from zbv_worker.transport.world import World, select_device
+from zbv_worker.values.packing import copied
 from zbv_worker.values.structure import bytes_of
 
 _WARM_UP = 3
@@ -297,9 +298,11 @@ class RankProfiler:
 def _action(captured: Captured, letter: str, microbatch: int, *, split: bool) -> Callable[[], Any]:
     """An action of a stage on its captured tensors."""
     stage, gradient = captured.stage, captured.gradient
+    # Several microbatches have the same input, and each may save what it has written.
+    input = copied(captured.input) if letter == "F" and stage.writes_to_input else captured.input
     actions: dict[str, Callable[[], Any]] = {
         "F": lambda: stage.forward(
-            microbatch, captured.input, captured.target, split=split, keywords=captured.keywords
+            microbatch, input, captured.target, split=split, keywords=captured.keywords
         ),
         "I": lambda: stage.backward_input(microbatch, gradient),
         "W": lambda: stage.backward_weight(microbatch),

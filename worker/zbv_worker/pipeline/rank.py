@@ -168,8 +168,14 @@ class PipelineRank:
             shapes = self._agreed.agree(call, given) if isinstance(given, Given) else given
         self._executor.expect(shapes, evaluation=call == "evaluate")
 
+    def check_ties(self, what: str) -> None:
+        """Require that copies of tied parameters are equal; see :meth:`Ties.check`. Collective."""
+        with naming_errors(self._transport.rank, f"{what}, comparing copies of tied parameters"):
+            self.ties.check(self._timeout)
+
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
+        self.check_ties(f"step {self.steps}")
         self._follow_parameters()
         before = self._side_effects() if self._batch_loss.is_weighted is None else None
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
@@ -207,6 +213,7 @@ class PipelineRank:
 
     def evaluate(self) -> Tensor | None:
         """Run the forwards; returns the loss on ranks with the last stage. Collective."""
+        self.check_ties("evaluating")
         losses = self._executor.evaluate(self.steps)
         self._gradients.free_parameters()
         found = torch.tensor([*losses.values()], device=self.device)
@@ -259,6 +266,7 @@ class PipelineRank:
 
     def finish(self) -> None:
         """Wait until all ranks have received everything. Collective."""
+        self.check_ties("closing")
         self._executor.close()
         self._transport.flush(self._timeout)
         self._transport.barrier(self._timeout)

@@ -5,7 +5,7 @@ The names do not depend on the plan: ``LAYER.parameter``, where LAYER is the lay
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,16 +18,6 @@ from zbv_worker.transport.connected import ConnectedTransport
 
 Modules = Mapping[int, nn.Module]
 """A rank's modules, by stage."""
-
-
-def named_parameters(modules: Modules) -> Iterator[tuple[str, nn.Parameter]]:
-    """A rank's parameters by name, each once."""
-    seen = set[nn.Parameter]()
-    for module in modules.values():
-        for name, parameter in module.named_parameters():
-            if parameter not in seen:
-                seen.add(parameter)
-                yield whole_name(name), parameter
 
 
 def state_of(modules: Modules) -> dict[str, Any]:

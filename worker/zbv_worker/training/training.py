@@ -123,7 +123,7 @@ class Training:
             options.clip_norm,
             options.non_finite,
             setting.device,
-            names=_names(modules),
+            names={parameter: name for name, parameter in self._ties.named_parameters()},
             is_late=is_late,
         )
         seed_generators(setting.run.model.seed, transport)
@@ -147,6 +147,7 @@ class Training:
         self._change_plan(step)
         for stage in self._stages.values():
             stage.loss_scale = self._loss_scale.value
+        self._check_ties(f"step {step}")
         self._gradients.begin()
         launched = []
         for part in range(self._options.parts):
@@ -238,11 +239,17 @@ class Training:
             self._checkpoints.check()
             if self._checkpoints.is_due(step, self._setting.run.steps):
                 self._settle()  # it may fail because of values that are not finite, which must not be saved
+                self._check_ties(f"saving before step {step}")
                 self._checkpoints.save(step)
+
+    def _check_ties(self, what: str) -> None:
+        with naming_errors(self._rank, f"{what}, comparing copies of tied parameters"):
+            self._ties.check(self._timeout)
 
     def _evaluate(self, step: int) -> None:
         if not isinstance(self._executor, Executor):
             raise InvalidRun("--runtime torch cannot evaluate; use --runtime zbv.")
+        self._check_ties(f"evaluating before step {step}")
         losses = self._executor.evaluate(step)
         self._gradients.free_parameters()
         device = self._setting.device
@@ -377,12 +384,3 @@ class Training:
             self._ties,
         )
         return Checkpoints(self._options.checkpoint, trained, self._transport, self._setting.device)
-
-
-def _names(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, str]:
-    """The parameters' names in the whole model."""
-    return {
-        parameter: whole_name(name)
-        for module in modules.values()
-        for name, parameter in module.named_parameters()
-    }

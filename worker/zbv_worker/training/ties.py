@@ -26,6 +26,7 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -142,7 +143,8 @@ class Ties:
         for tie, values in zip(self._ties, self._first_values(self._ties, timeout), strict=True):
             _set_values(tie, values)
         if self._ties:
-            _note_treatments_for(self)
+            _WATCHED.add(self)
+            _watch_optimizers()
 
     def __bool__(self) -> bool:
         return bool(self._ties)
@@ -157,7 +159,10 @@ class Ties:
         return {name for tie in self._ties for name, copy in tie.copies.items() if copy in self._further}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, each once; a copy has the name of the first copy, if that is not here too."""
+        """This rank's parameters, each once. A copy has the model's first name of the parameter.
+
+        If a rank has several copies, only the first of them does.
+        """
         seen = set[nn.Parameter]()
         for module in self._modules.values():
             for name, parameter in module.named_parameters():
@@ -218,7 +223,7 @@ class Ties:
                 if holder._parameters.get(path.rpartition(".")[2]) is not copy and not is_dtensor(copy):
                     raise InvalidRun(
                         f"{name} has become another parameter, but it is a copy of {tie.first}, which "
-                        f"rank {tie.ranks[tie.first]} has. Change its values in place, or make a new Pipeline."
+                        f"rank {tie.ranks[tie.first]} has. Change values in place, or make a new Pipeline."
                     )
 
     def _treatment(self, copy: nn.Parameter) -> Treatment:
@@ -304,18 +309,16 @@ class Ties:
 
 
 _WATCHED = weakref.WeakSet[Ties]()
-"""The ties whose copies optimizers may train. One hook serves all, because torch's table of hooks is global."""
+"""The ties whose copies optimizers may train. One hook serves all of them, for the life of the process."""
 
 
-def _note_treatments_for(ties: Ties) -> None:
-    if not _WATCHED:
-        register_optimizer_step_post_hook(_note_treatments)
-    _WATCHED.add(ties)
+@cache
+def _watch_optimizers() -> None:
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for ties in list(_WATCHED):
+            ties.note(optimizer)
 
-
-def _note_treatments(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for ties in list(_WATCHED):
-        ties.note(optimizer)
+    register_optimizer_step_post_hook(note)
 
 
 def _setting(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,6 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import digest_of, stated_structures
 from zbv_worker.execution.step import Launched
 from zbv_worker.execution.whole_plan import WholePlan
-from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import PipelineModel, StatefulData, Tied, Weighted
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
@@ -239,7 +237,6 @@ class Training:
             self._checkpoints.check()
             if self._checkpoints.is_due(step, self._setting.run.steps):
                 self._settle()  # it may fail because of values that are not finite, which must not be saved
-                self._check_ties(f"saving before step {step}")
                 self._checkpoints.save(step)
 
     def _check_ties(self, what: str) -> None:

@@ -42,6 +42,7 @@ from zbv_worker.transport.channels import Reduction, Transport
 Treatment = Mapping[str, str]
 """How the user trains a copy: ``requires_grad``, and the optimizer with the settings of the copy's group."""
 
+_REPLACED = "replaced parameter"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROUNDING = 1e-3
 """The largest difference of two copies that is removed, relative to the largest element."""
@@ -176,11 +177,10 @@ class Ties:
         Raises
         ------
         InvalidRun
-            If copies are treated differently, have different values, or were replaced by other parameters.
+            If copies are treated differently, were replaced, or have different values.
         """
         if not self._ties:
             return
-        self._require_same_tensors()
         tables = [self._table(tie) for tie in self._ties]
         self._sum_over_positions(self._ties, tables, timeout)
         unequal = []
@@ -214,19 +214,12 @@ class Ties:
                     }
                     self._treatments[parameter] = settings
 
-    def _require_same_tensors(self) -> None:
-        for tie in self._ties:
-            for name, copy in tie.copies.items():
-                module, path = self._places[name]
-                holder = module.get_submodule(path.rpartition(".")[0])
-                # fully_shard itself exchanges parameters.
-                if holder._parameters.get(path.rpartition(".")[2]) is not copy and not is_dtensor(copy):
-                    raise InvalidRun(
-                        f"{name} has become another parameter, but it is a copy of {tie.first}, which "
-                        f"rank {tie.ranks[tie.first]} has. Change values in place, or make a new Pipeline."
-                    )
-
-    def _treatment(self, copy: nn.Parameter) -> Treatment:
+    def _treatment(self, name: str, copy: nn.Parameter) -> Treatment:
+        module, path = self._places[name]
+        holder, _, leaf = path.rpartition(".")
+        # fully_shard itself exchanges parameters.
+        if module.get_submodule(holder)._parameters.get(leaf) is not copy and not is_dtensor(copy):
+            return {_REPLACED: f"{name} by another one"}
         if not copy.requires_grad:
             return {"requires_grad": "False"}
         return {"requires_grad": "True", **self._treatments.get(copy, {"optimizer": "None"})}
@@ -236,7 +229,7 @@ class Ties:
         table = torch.zeros(len(tie.ranks), 2, dtype=torch.int64, device=local_of(tie.any_copy).device)
         for at, name in enumerate(tie.ranks):
             if name in tie.copies:
-                words = json.dumps(self._treatment(tie.copies[name]))
+                words = json.dumps(self._treatment(name, tie.copies[name]))
                 table[at, 0] = int.from_bytes(hashlib.sha256(words.encode()).digest()[:7])
                 table[at, 1] = _digest(local_of(tie.copies[name]))
         return table
@@ -244,17 +237,19 @@ class Ties:
     def _refuse_treatments(self, tie: _Tie, timeout: float) -> None:
         """Raise the error, with what differs; all ranks with copies call it."""
         for name, copy in tie.copies.items():
-            self._transport.post(self._note(tie, name), json.dumps(self._treatment(copy)))
+            self._transport.post(self._note(tie, name), json.dumps(self._treatment(name, copy)))
         self._sum_over_positions([tie], [torch.zeros(1, device=local_of(tie.any_copy).device)], timeout)
         treatments: dict[str, Treatment] = {
             name: json.loads(self._transport.posted(self._note(tie, name)) or "{}") for name in tie.ranks
         }
         keys = dict.fromkeys(key for treatment in treatments.values() for key in treatment)
         different = [key for key in keys if len({each.get(key) for each in treatments.values()}) > 1]
+        different = [_REPLACED] if _REPLACED in keys else different
         shown = "; ".join(
             f"{name} on rank {tie.ranks[name]} has "
             + ", ".join(f"{key}={treatment[key]}" for key in different if key in treatment)
             for name, treatment in treatments.items()
+            if not treatment.keys().isdisjoint(different)
         )
         raise InvalidRun(
             f"copies of one parameter must be trained alike, but {shown}. named_parameters() names all of "

@@ -21,7 +21,7 @@ from zbv_worker.pipeline.pipeline import Pipeline
 
 from support.thread_transport import ThreadHub, ThreadTransport
 
-TIMEOUT = 20.0
+TIMEOUT = 10.0
 
 
 class _Hub(ThreadHub):
@@ -83,7 +83,8 @@ def on_ranks(
     def run(rank: int) -> Any:
         local.transport = hub.transport(rank)
         try:
-            with Pipeline(plan, copy.deepcopy(dict(layers)), loss, timeout=TIMEOUT) as pipe:
+            given = copy.deepcopy(dict(layers))
+            with Pipeline(plan, given, loss, timeout=TIMEOUT, startup_timeout=TIMEOUT) as pipe:
                 return program(pipe)
         except Exception as error:
             local.transport.close()  # a process would end here, and its connections with it

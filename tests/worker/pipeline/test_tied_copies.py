@@ -315,3 +315,47 @@ def test_every_use_of_the_parameters_compares_the_copies(call: str, tmp_path: Pa
     found = on_ranks(plan_of(2, "single"), layers, loss, program, ranks=2)
     assert {type(each) for each in found} <= {InvalidRun, PeerLost}
     assert InvalidRun in map(type, found)
+
+
+def test_a_state_dict_needs_one_name_of_a_tied_parameter_and_must_not_have_two_values() -> None:
+    layers = layers_of(1, [("embedding.weight", "block.3.1.weight"), ("embedding.weight", "head.weight")])
+    state = {
+        f"{layer}.{name}": value for layer, m in layers.items() for name, value in m.state_dict().items()
+    }
+    new = torch.full((WIDTH, WIDTH), 0.5)
+    names = ("embedding.weight", "block.3.1.weight", "head.weight")
+    for kept in names:
+        partial = {name: value for name, value in state.items() if name not in names} | {kept: new}
+
+        def program(pipe: Pipeline, partial: dict[str, Tensor] = partial) -> dict[str, Tensor]:
+            pipe.load_state_dict(partial)
+            pipe.evaluate(*batch(0))
+            with pytest.raises(InvalidRun, match=r"different values for embedding\.weight and head\.weight"):
+                pipe.load_state_dict(state | {"head.weight": new})
+            return values(names_of(pipe))
+
+        for placement in ("single", "v"):
+            found = merged(on_ranks(plan_of(2, placement), layers, loss, program, ranks=2))
+            assert all(torch.equal(found[name], new) for name in names)
+
+
+def test_a_buffer_that_layers_on_different_ranks_share_must_not_change() -> None:
+    norm = nn.BatchNorm1d(3)
+    layers = {"embedding": nn.Embedding(WIDTH, WIDTH), "a": norm, "b": nn.Linear(WIDTH, WIDTH), "c": norm}
+    for frozen in (False, True):
+
+        def program(pipe: Pipeline, frozen: bool = frozen) -> dict[str, Tensor]:
+            made = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            if frozen:
+                for stage in pipe.modules.values():
+                    for module in stage.modules():
+                        if isinstance(module, nn.BatchNorm1d):
+                            module.momentum = 0.0
+            return train(pipe, made, 2)
+
+        found = on_ranks(plan_of(2, "single"), layers, loss, program, ranks=2)
+        if frozen:
+            assert torch.equal(merged(found)["a.weight"], merged(found)["c.weight"])
+        else:
+            with pytest.raises(InvalidRun, match=r"share the buffer c\.running_mean"):
+                merged(found)

@@ -37,7 +37,7 @@ from zbv_worker.adapters.transformers_source import (
     supported,
 )
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model.layer_list import stacked, whole_name
+from zbv_worker.model.layer_list import shared_names, stacked, whole_name
 
 IGNORED = -100
 """The label of tokens that the loss ignores, as in transformers."""
@@ -156,14 +156,9 @@ class TransformersLayers:
     def _shared(self) -> dict[str, str]:
         """The first name of every parameter with several names; names of the whole model."""
         if self._own is not None:
-            first: dict[int, str] = {}
-            return {
-                name: known
-                for layer in self.layer_names()
-                for path in self._paths(layer).values()
-                for key, parameter in self._own.get_submodule(path).named_parameters(remove_duplicate=False)
-                if (known := first.setdefault(id(parameter), name := f"{path}.{key}")) != name
-            }
+            paths = [path for layer in self.layer_names() for path in self._paths(layer).values()]
+            pairs = shared_names({path: self._own.get_submodule(path) for path in paths})
+            return {target: source for source, target in pairs}
         configured: dict[str, str] = self._model.all_tied_weights_keys
         if self._folder is None:
             return configured

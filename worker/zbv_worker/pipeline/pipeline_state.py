@@ -14,7 +14,7 @@ from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, train
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.rank import PipelineRank
-from zbv_worker.pipeline.state import gather_state, load_state, state_of
+from zbv_worker.pipeline.state import gather_state, load_state, state_of, with_all_names
 from zbv_worker.training.checkpoint import DEFAULT_KEPT, DEFAULT_TIMEOUT, CheckpointOptions
 from zbv_worker.transport.connected import ConnectedTransport
 
@@ -73,8 +73,11 @@ class PipelineState:
             return gather_state(self.modules, self._transport, self._timeout)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a state dict of the whole model; raises :class:`InvalidRun`."""
-        load_state(self.modules, state, self._layers)
+        """Load this rank's part of a state dict of the whole model; raises :class:`InvalidRun`.
+
+        A tied parameter needs only one of its names.
+        """
+        load_state(self.modules, with_all_names(state, self._own.ties.names), self._layers)
 
     def checkpoints(
         self,

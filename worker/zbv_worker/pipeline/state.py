@@ -5,7 +5,7 @@ The names do not depend on the plan: ``LAYER.parameter``, where LAYER is the lay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,29 @@ def state_of(modules: Modules) -> dict[str, Any]:
     return {
         whole_name(name): value for module in modules.values() for name, value in module.state_dict().items()
     }
+
+
+def with_all_names(state: Mapping[str, Any], ties: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """A state dict with the values of tied parameters under all of their names.
+
+    Raises
+    ------
+    InvalidRun
+        If it has different values for one parameter.
+    """
+    whole = dict(state)
+    for names in ties:
+        first, *others = [name for name in names if name in state] or [None]
+        for other in others:
+            a, b = state[first], state[other]
+            if not is_dtensor(a) and not is_dtensor(b) and not torch.equal(a, b.to(a)):
+                raise InvalidRun(
+                    f"the state dict has different values for {first} and {other}, which are one parameter. "
+                    f"Make them equal, or make a Pipeline of layers that do not share it."
+                )
+        if first is not None:
+            whole |= {name: state[first] for name in names if name not in state}
+    return whole
 
 
 def load_state(modules: Modules, state: Mapping[str, Any], layers: Mapping[int, tuple[str, ...]]) -> None:

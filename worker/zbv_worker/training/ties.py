@@ -63,7 +63,7 @@ class _Tie:
     """
 
     ranks: Mapping[str, int]
-    copies: Mapping[str, nn.Parameter]
+    copies: Mapping[str, Tensor]
     positions: tuple[int, ...]
 
     @property
@@ -71,11 +71,11 @@ class _Tie:
         return next(iter(self.ranks))
 
     @property
-    def distinct(self) -> tuple[nn.Parameter, ...]:
+    def distinct(self) -> tuple[Tensor, ...]:
         return tuple(dict.fromkeys(self.copies.values()))
 
     @property
-    def any_copy(self) -> nn.Parameter:
+    def any_copy(self) -> Tensor:
         return next(iter(self.copies.values()))
 
 
@@ -115,26 +115,32 @@ class Ties:
         self._transport = transport
         self._modules = modules
         self.names = sets = _connected(pairs)
-        self._treatments: dict[nn.Parameter, Treatment] = {}
+        self._treatments: dict[Tensor, Treatment] = {}
         self._places = places = {
             whole_name(name): (module, name)
             for module in modules.values()
-            for name, _ in module.named_parameters(remove_duplicate=False)
+            for name, _ in [
+                *module.named_parameters(remove_duplicate=False),
+                *module.named_buffers(remove_duplicate=False),
+            ]
         }
-        parameters = {name: module.get_parameter(path) for name, (module, path) in places.items()}
-        described = [
-            {name: _described(parameters[name]) for name in names if name in parameters} for names in sets
-        ]
+        tensors = {
+            name: tensor
+            for names in sets
+            for name in names
+            if name in places and (tensor := _tensor_at(*places[name])) is not None
+        }
+        described = [{name: _described(tensors[name]) for name in names if name in tensors} for names in sets]
         gathered = transport.gather(described, timeout) if sets else []
         self._ties: list[_Tie] = []
-        self._shown: dict[nn.Parameter, str] = {}
+        self._shown: dict[Tensor, str] = {}
         links: set[tuple[int, ...]] = set()
         for at, names in enumerate(sets):
             ranks = _ranks(names, [of_rank[at] for of_rank in gathered], transport)
             positions = tuple(sorted({transport.layout.pp_rank(rank) for rank in ranks.values()}))
             if len(positions) > 1:
                 links.add(positions)
-            tie = _Tie(ranks, {name: parameters[name] for name in names if name in parameters}, positions)
+            tie = _Tie(ranks, {name: tensors[name] for name in names if name in tensors}, positions)
             if tie.copies:
                 self._shown[tie.any_copy] = tie.first
                 if len(positions) > 1 or len(tie.distinct) > 1:
@@ -214,11 +220,9 @@ class Ties:
                     }
                     self._treatments[parameter] = settings
 
-    def _treatment(self, name: str, copy: nn.Parameter) -> Treatment:
-        module, path = self._places[name]
-        holder, _, leaf = path.rpartition(".")
+    def _treatment(self, name: str, copy: Tensor) -> Treatment:
         # fully_shard itself exchanges parameters.
-        if module.get_submodule(holder)._parameters.get(leaf) is not copy and not is_dtensor(copy):
+        if _tensor_at(*self._places[name]) is not copy and not is_dtensor(copy):
             return {_REPLACED: f"{name} by another one"}
         if not copy.requires_grad:
             return {"requires_grad": "False"}
@@ -273,6 +277,13 @@ class Ties:
         self._sum_over_positions(ties, tables, timeout)
         for tie, value, table in zip(ties, values, tables, strict=True):
             distance, name = max(zip(table.tolist(), tie.ranks, strict=True))
+            is_buffer = not isinstance(tie.any_copy, nn.Parameter)
+            if is_buffer and distance > 0:
+                raise InvalidRun(
+                    f"layers on different ranks share the buffer {name}, which one of them has changed "
+                    f"({tie.first} is another name of it): the others would not see that. Give each layer "
+                    f"its own module, or place the layers on one rank."
+                )
             if distance > max(_ROUNDING, 8 * _precision(value.dtype)):
                 raise InvalidRun(
                     f"copies of one parameter must have equal values, but {name} on rank {tie.ranks[name]} "
@@ -290,6 +301,7 @@ class Ties:
             else torch.zeros_like(local_of(tie.any_copy))
             for tie in ties
         ]
+        values = [x if x.is_floating_point() or x.is_complex() else x.to(torch.int64) for x in values]
         self._sum_over_positions(ties, values, timeout)
         return values
 
@@ -314,6 +326,16 @@ def _watch_optimizers() -> None:
             ties.note(optimizer)
 
     register_optimizer_step_post_hook(note)
+
+
+def _tensor_at(module: nn.Module, path: str) -> Tensor | None:
+    """A parameter or buffer of a module; None if it has none of that name any more."""
+    holder, _, leaf = path.rpartition(".")
+    try:
+        owner = module.get_submodule(holder)
+    except AttributeError:
+        return None
+    return owner._parameters.get(leaf, owner._buffers.get(leaf))
 
 
 def _setting(value: Any) -> str:
@@ -362,7 +384,7 @@ def _connected(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
     return [tuple(some) for some in sets]
 
 
-def _described(parameter: nn.Parameter) -> str:
+def _described(parameter: Tensor) -> str:
     """What must be equal for all copies, in words."""
     local = local_of(parameter)
     words = f"{list(local.shape)} of {str(local.dtype).removeprefix('torch.')}"
@@ -403,7 +425,7 @@ def _sum_of(copies: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _set_local_gradient(parameter: nn.Parameter, total: Tensor) -> None:
+def _set_local_gradient(parameter: Tensor, total: Tensor) -> None:
     found = gradient_of(parameter)
     if found is None:
         own = total.clone()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -13,8 +12,9 @@ from unittest import mock
 
 import torch
 import zbv_solver
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
+from zbv_worker.model.layer_list import Layers
 from zbv_worker.pipeline import pipeline
 from zbv_worker.pipeline.connecting import RankDevice
 from zbv_worker.pipeline.pipeline import Pipeline
@@ -66,14 +66,14 @@ def plan_of(p: int, placement: str, microbatches: int = 4) -> Any:
 
 def on_ranks(
     plan: Any,
-    layers: Mapping[str, nn.Module],
-    loss: Callable[[Any, Any], Any],
+    layers: Callable[[], Layers],
+    loss: Callable[[Any, Any], Any] | None,
     program: Callable[[Pipeline], Any],
     *,
     ranks: int,
     replicas: int = 1,
 ) -> list[Any]:
-    """What a program returns or raises on every rank; each has its own copy of the layers."""
+    """What a program returns or raises on every rank; each makes its own layers."""
     hub, place = _Hub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
     local = threading.local()
 
@@ -83,8 +83,7 @@ def on_ranks(
     def run(rank: int) -> Any:
         local.transport = hub.transport(rank)
         try:
-            given = copy.deepcopy(dict(layers))
-            with Pipeline(plan, given, loss, timeout=TIMEOUT, startup_timeout=TIMEOUT) as pipe:
+            with Pipeline(plan, layers(), loss, timeout=TIMEOUT, startup_timeout=TIMEOUT) as pipe:
                 return program(pipe)
         except Exception as error:
             local.transport.close()  # a process would end here, and its connections with it

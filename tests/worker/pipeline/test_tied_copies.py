@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,9 @@ def test_random_ties_train_as_in_one_process(seed: int) -> None:
     expected = alone(layers, groups, optimizer)
     ranks, placement, replicas = choice.choice(PLACEMENTS)
     plan = plan_of(ranks, placement)
-    found = merged(on_ranks(plan, layers, loss, program, ranks=ranks, replicas=replicas))
+    found = merged(
+        on_ranks(plan, lambda: copy.deepcopy(layers), loss, program, ranks=ranks, replicas=replicas)
+    )
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
@@ -259,7 +262,7 @@ def test_copies_that_are_treated_differently_are_refused_with_the_reason(way: st
         def program(pipe: Pipeline, steps: int = steps) -> dict[str, Tensor]:
             return train(pipe, prepared(pipe), steps)
 
-        found = on_ranks(plan_of(2, "single"), layers, loss, program, ranks=2)
+        found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2)
         refusals = [str(each) for each in found if isinstance(each, InvalidRun)]
         assert refusals
         assert all(isinstance(each, InvalidRun | PeerLost) for each in found)
@@ -271,11 +274,12 @@ def test_copies_that_are_treated_differently_are_refused_with_the_reason(way: st
 def test_parameters_on_one_rank_are_one_parameter(way: str) -> None:
     """In a V nothing is refused, because there are no copies; nor if several ranks have no ties."""
     prepared, _ = REFUSED[way]
+
+    def program(pipe: Pipeline) -> dict[str, Tensor]:
+        return train(pipe, prepared(pipe), 2)
+
     for placement, ties in (("v", [("embedding.weight", "head.weight")]), ("single", [])):
-        layers = layers_of(1, ties)
-        found = on_ranks(
-            plan_of(2, placement), layers, loss, lambda pipe: train(pipe, prepared(pipe), 2), ranks=2
-        )
+        found = on_ranks(plan_of(2, placement), partial(layers_of, 1, ties), loss, program, ranks=2)
         assert "head.weight" in merged(found)
 
 
@@ -293,7 +297,7 @@ def test_rounding_of_a_copy_does_not_add_up() -> None:
         pipe.evaluate(*batch(0))
         return values(names_of(pipe))
 
-    found = merged(on_ranks(plan_of(2, "single"), layers, loss, program, ranks=2))
+    found = merged(on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2))
     assert torch.equal(found["embedding.weight"], found["head.weight"])
 
 
@@ -312,7 +316,7 @@ def test_every_use_of_the_parameters_compares_the_copies(call: str, tmp_path: Pa
             pipe.checkpoints(tmp_path, made).save(1)
         raise AssertionError("unlike copies were used")
 
-    found = on_ranks(plan_of(2, "single"), layers, loss, program, ranks=2)
+    found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2)
     assert {type(each) for each in found} <= {InvalidRun, PeerLost}
     assert InvalidRun in map(type, found)
 
@@ -335,7 +339,9 @@ def test_a_state_dict_needs_one_name_of_a_tied_parameter_and_must_not_have_two_v
             return values(names_of(pipe))
 
         for placement in ("single", "v"):
-            found = merged(on_ranks(plan_of(2, placement), layers, loss, program, ranks=2))
+            found = merged(
+                on_ranks(plan_of(2, placement), lambda: copy.deepcopy(layers), loss, program, ranks=2)
+            )
             assert all(torch.equal(found[name], new) for name in names)
 
 
@@ -353,7 +359,7 @@ def test_a_buffer_that_layers_on_different_ranks_share_must_not_change() -> None
                             module.momentum = 0.0
             return train(pipe, made, 2)
 
-        found = on_ranks(plan_of(2, "single"), layers, loss, program, ranks=2)
+        found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2)
         if frozen:
             assert torch.equal(merged(found)["a.weight"], merged(found)["c.weight"])
         else:

@@ -43,7 +43,7 @@ Treatment = Mapping[str, str]
 """How the user trains a copy: ``requires_grad``, and the optimizer with the settings of the copy's group."""
 
 _REPLACED = "replaced parameter"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1024
 _ROUNDING = 1e-3
 """The largest difference of two copies that is removed, relative to the largest element."""
 
@@ -248,7 +248,10 @@ class Ties:
         }
         keys = dict.fromkeys(key for treatment in treatments.values() for key in treatment)
         different = [key for key in keys if len({each.get(key) for each in treatments.values()}) > 1]
-        different = [_REPLACED] if _REPLACED in keys else different
+        # The first of these explains the others.
+        different = next(
+            ([key] for key in (_REPLACED, "requires_grad", "optimizer") if key in different), different
+        )
         shown = "; ".join(
             f"{name} on rank {tie.ranks[name]} has "
             + ", ".join(f"{key}={treatment[key]}" for key in different if key in treatment)
@@ -348,11 +351,16 @@ def _setting(value: Any) -> str:
 
 
 def _digest(values: Tensor) -> Tensor:
-    """A number that differs if some bits or the order of rows differ, an int64 scalar."""
+    """A number that differs if some bits or the order of blocks differ, an int64 scalar."""
     numbers = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
-    bits = numbers.contiguous().view(_BITS[numbers.itemsize])
-    rows = bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.reshape(-1).to(torch.int64)
-    return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
+    flat = numbers.contiguous().reshape(-1).view(torch.uint8)
+    if len(flat) % 8 or flat.storage_offset() % 8:
+        flat = nn.functional.pad(flat, (0, -len(flat) % 8)).clone()
+    words = flat.view(torch.int64)  # much faster to sum than smaller integers
+    whole = len(words) // _BLOCK * _BLOCK
+    blocks = words[:whole].view(-1, _BLOCK).sum(1)
+    numbers = torch.cat([blocks, words[whole:]])
+    return (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()
 
 
 def _distance(values: Tensor, first: Tensor) -> Tensor:

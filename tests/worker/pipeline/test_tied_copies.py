@@ -321,6 +321,36 @@ def test_every_use_of_the_parameters_compares_the_copies(call: str, tmp_path: Pa
     assert InvalidRun in map(type, found)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 2), (2, 3), (3, 0)])
+def test_a_run_goes_on_with_other_ranks_and_placements(order: tuple[int, int], tmp_path: Path) -> None:
+    """Copies have one optimizer state in a checkpoint, that of the first."""
+    layers = layers_of(3, random_ties(random.Random(3)))
+
+    def groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        return by_name(lambda name: len(name) % 2, named)
+
+    def program(pipe: Pipeline, until: int) -> dict[str, Tensor]:
+        made = OPTIMIZERS["adamw"](groups(pipe.named_parameters()))
+        for step in pipe.checkpoints(tmp_path, made).steps(until, every=1):
+            pipe.step(*batch(step))
+            made.step()
+            made.zero_grad()
+        return values(names_of(pipe))
+
+    for at, until in zip(order, (2, STEPS), strict=True):
+        ranks, placement = [(2, "single"), (2, "v"), (4, "single"), (1, "v")][at]
+        found = on_ranks(
+            plan_of(ranks, placement),
+            lambda: copy.deepcopy(layers),
+            loss,
+            partial(program, until=until),
+            ranks=ranks,
+        )
+        assert not [each for each in found if isinstance(each, Exception)]
+    for name, value in alone(layers, groups, OPTIMIZERS["adamw"]).items():
+        torch.testing.assert_close(merged(found)[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_a_state_dict_needs_one_name_of_a_tied_parameter_and_must_not_have_two_values() -> None:
     layers = layers_of(1, [("embedding.weight", "block.3.1.weight"), ("embedding.weight", "head.weight")])
     state = {
@@ -329,10 +359,10 @@ def test_a_state_dict_needs_one_name_of_a_tied_parameter_and_must_not_have_two_v
     new = torch.full((WIDTH, WIDTH), 0.5)
     names = ("embedding.weight", "block.3.1.weight", "head.weight")
     for kept in names:
-        partial = {name: value for name, value in state.items() if name not in names} | {kept: new}
+        reduced = {name: value for name, value in state.items() if name not in names} | {kept: new}
 
-        def program(pipe: Pipeline, partial: dict[str, Tensor] = partial) -> dict[str, Tensor]:
-            pipe.load_state_dict(partial)
+        def program(pipe: Pipeline, reduced: dict[str, Tensor] = reduced) -> dict[str, Tensor]:
+            pipe.load_state_dict(reduced)
             pipe.evaluate(*batch(0))
             with pytest.raises(InvalidRun, match=r"different values for embedding\.weight and head\.weight"):
                 pipe.load_state_dict(state | {"head.weight": new})

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,10 @@ def saved_again(layers: TransformersLayers, model: Any, folder: Path) -> None:
     assert has_tied_ends(model) == has_tied_ends(again)
 
 
+def layers_of_copy(source: Any) -> TransformersLayers:
+    return from_transformers(copy.deepcopy(source))
+
+
 def has_tied_ends(model: Any) -> bool:
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
@@ -353,7 +358,7 @@ def test_ties_by_hand_train_as_in_the_unsplit_model(
     for source in (model, tmp_path) if change is not shares_blocks else (model,):
         found = on_ranks(
             plan_of(ranks, placement),
-            lambda source=source: from_transformers(copy.deepcopy(source)),
+            partial(layers_of_copy, source),
             None,
             program,
             ranks=ranks,

@@ -69,7 +69,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 def by_name(of: Callable[[str], int], named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Groups that a user chooses by name, as many as there are settings."""
-    groups = [dict(SETTINGS[at], params=[]) for at in range(len(SETTINGS))]
+    groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in SETTINGS]
     for name, parameter in named:
         groups[of(name)]["params"].append(parameter)
     return [group for group in groups if group["params"]]
@@ -102,7 +102,7 @@ def alone(
     made = optimizer(groups(named()))
     for step in range(STEPS):
         inputs, targets = batch(step)
-        loss(whole(inputs), targets).backward()
+        torch.autograd.backward(loss(whole(inputs), targets))
         made.step()
         made.zero_grad()
     return values(named(remove_duplicate=False))
@@ -171,7 +171,9 @@ def test_random_ties_train_as_in_one_process(seed: int) -> None:
 
 def by_index(pipe: Pipeline) -> torch.optim.Optimizer:
     parameters = list(pipe.parameters())
-    return torch.optim.AdamW([{"params": parameters[:3], "weight_decay": 0.5}, {"params": parameters[3:]}])
+    groups: list[dict[str, Any]]
+    groups = [{"params": parameters[:3], "weight_decay": 0.5}, {"params": parameters[3:]}]
+    return torch.optim.AdamW(groups)
 
 
 def by_class(pipe: Pipeline) -> torch.optim.Optimizer:
@@ -179,14 +181,18 @@ def by_class(pipe: Pipeline) -> torch.optim.Optimizer:
     modules = [module for stage in pipe.modules.values() for module in stage.modules()]
     decaying = {p: None for m in modules if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
     others = [parameter for parameter in pipe.parameters() if parameter not in decaying]
+    groups: list[dict[str, Any]]
     groups = [{"params": list(decaying), "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]])
+    chosen = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(chosen)
 
 
 def by_names_of_modules(pipe: Pipeline) -> torch.optim.Optimizer:
     kept = [parameter for name, parameter in names_of(pipe) if name.startswith("embedding")]
     others = [parameter for parameter in pipe.parameters() if all(parameter is not each for each in kept)]
-    return torch.optim.AdamW([{"params": kept, "lr": 1e-4}, {"params": others}] if kept else others)
+    groups: list[dict[str, Any]] = [{"params": kept, "lr": 1e-4}] if kept else []
+    groups.append({"params": others})
+    return torch.optim.AdamW(groups)
 
 
 def another_optimizer(pipe: Pipeline) -> torch.optim.Optimizer:
@@ -230,7 +236,7 @@ def replaced(pipe: Pipeline) -> torch.optim.Optimizer:
     for module in pipe.modules.values():
         for name, layer in module.named_children():
             if name == "head":
-                layer.weight = nn.Parameter(layer.weight.detach().clone())
+                layer.weight = nn.Parameter(layer.get_parameter("weight").detach().clone())
     return torch.optim.AdamW(pipe.parameters())
 
 

@@ -71,7 +71,7 @@ class PipelineRank:
     ):
         plan, stages = prepared.plan, prepared.stages
         self._plan = plan
-        self._timeout = options.timeout
+        self._timeout, self._patience = options.timeout, options.patience
         self._transport = transport
         self.device = place.device
         self.data = StepData()
@@ -171,7 +171,7 @@ class PipelineRank:
     def check_ties(self, what: str) -> None:
         """Require that copies of tied parameters are equal; see :meth:`Ties.check`. Collective."""
         with naming_errors(self._transport.rank, f"{what}, comparing copies of tied parameters"):
-            self.ties.check(self._timeout)
+            self.ties.check(self._timeout if self.steps else self._patience)
 
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""

@@ -37,16 +37,16 @@ def with_all_names(state: Mapping[str, Any], ties: Sequence[Sequence[str]]) -> M
     """
     whole = dict(state)
     for names in ties:
-        first, *others = [name for name in names if name in state] or [None]
-        for other in others:
-            a, b = state[first], state[other]
+        known = [name for name in names if name in state]
+        for other in known[1:]:
+            a, b = state[known[0]], state[other]
             if not is_dtensor(a) and not is_dtensor(b) and not torch.equal(a, b.to(a)):
                 raise InvalidRun(
-                    f"the state dict has different values for {first} and {other}, which are one parameter. "
-                    f"Make them equal, or make a Pipeline of layers that do not share it."
+                    f"the state dict has different values for {known[0]} and {other}, which are one "
+                    f"parameter. Make them equal, or make a Pipeline of layers that do not share it."
                 )
-        if first is not None:
-            whole |= {name: state[first] for name in names if name not in state}
+        if known:
+            whole |= {name: state[known[0]] for name in names if name not in state}
     return whole
 
 

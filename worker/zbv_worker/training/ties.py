@@ -23,24 +23,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.stage.dtensors import is_dtensor, local_of, with_local
 from zbv_worker.stage.main_gradients import dtype_of_sum, gradient_of, set_gradient
+from zbv_worker.training.treatments import Treatment, Treatments
 from zbv_worker.transport.channels import Reduction, Transport
-
-Treatment = Mapping[str, str]
-"""How the user trains a copy: ``requires_grad``, and the optimizer with the settings of the copy's group."""
 
 _REPLACED = "replaced parameter"
 _BLOCK = 1024
@@ -115,7 +109,6 @@ class Ties:
         self._transport = transport
         self._modules = modules
         self.names = sets = _connected(pairs)
-        self._treatments: dict[Tensor, Treatment] = {}
         self._places = places = {
             whole_name(name): (module, name)
             for module in modules.values()
@@ -149,9 +142,7 @@ class Ties:
         self._further = {copy for tie in self._ties for copy in tie.distinct[tie.first in tie.copies :]}
         for tie, values in zip(self._ties, self._first_values(self._ties, timeout), strict=True):
             _set_values(tie, values)
-        if self._ties:
-            _WATCHED.add(self)
-            _watch_optimizers()
+        self._treatments = Treatments(copy for tie in self._ties for copy in tie.distinct)
 
     def __bool__(self) -> bool:
         return bool(self._ties)
@@ -207,26 +198,11 @@ class Ties:
             for copy in tie.distinct:
                 _set_local_gradient(copy, total)
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note how an optimizer treats the copies, after one of its steps."""
-        copies = {copy for tie in self._ties for copy in tie.distinct}
-        for group in optimizer.param_groups:
-            settings: Treatment | None = None
-            for parameter in group["params"]:
-                if parameter in copies:
-                    settings = settings or {
-                        "optimizer": type(optimizer).__name__,
-                        **{name: _setting(group.get(name)) for name in sorted(optimizer.defaults)},
-                    }
-                    self._treatments[parameter] = settings
-
     def _treatment(self, name: str, copy: Tensor) -> Treatment:
         # fully_shard itself exchanges parameters.
         if _tensor_at(*self._places[name]) is not copy and not is_dtensor(copy):
             return {_REPLACED: f"{name} by another one"}
-        if not copy.requires_grad:
-            return {"requires_grad": "False"}
-        return {"requires_grad": "True", **self._treatments.get(copy, {"optimizer": "None"})}
+        return self._treatments.of(copy)
 
     def _table(self, tie: _Tie) -> Tensor:
         """A row per name: numbers of the treatment and of the values, 0 for copies on other ranks."""
@@ -240,11 +216,12 @@ class Ties:
 
     def _refuse_treatments(self, tie: _Tie, timeout: float) -> None:
         """Raise the error, with what differs; all ranks with copies call it."""
+        notes = {name: f"treatment of {name} on rank {rank}" for name, rank in tie.ranks.items()}
         for name, copy in tie.copies.items():
-            self._transport.post(self._note(tie, name), json.dumps(self._treatment(name, copy)))
+            self._transport.post(notes[name], json.dumps(self._treatment(name, copy)))
         self._sum_over_positions([tie], [torch.zeros(1, device=local_of(tie.any_copy).device)], timeout)
         treatments: dict[str, Treatment] = {
-            name: json.loads(self._transport.posted(self._note(tie, name)) or "{}") for name in tie.ranks
+            name: json.loads(self._transport.posted(note) or "{}") for name, note in notes.items()
         }
         keys = dict.fromkeys(key for treatment in treatments.values() for key in treatment)
         different = [key for key in keys if len({each.get(key) for each in treatments.values()}) > 1]
@@ -263,9 +240,6 @@ class Ties:
             f"them {tie.first}: choose groups and frozen parameters by that name, alike on all ranks."
         )
 
-    def _note(self, tie: _Tie, name: str) -> str:
-        return f"treatment of {name} on rank {tie.ranks[name]}"
-
     @torch.no_grad()
     def _follow_first(self, ties: Sequence[_Tie], timeout: float) -> None:
         """Copy the first one's values; raises InvalidRun if a copy differs by more than rounding."""
@@ -280,8 +254,7 @@ class Ties:
         self._sum_over_positions(ties, tables, timeout)
         for tie, value, table in zip(ties, values, tables, strict=True):
             distance, name = max(zip(table.tolist(), tie.ranks, strict=True))
-            is_buffer = not isinstance(tie.any_copy, nn.Parameter)
-            if is_buffer and distance > 0:
+            if not isinstance(tie.any_copy, nn.Parameter) and distance > 0:
                 raise InvalidRun(
                     f"layers on different ranks share the buffer {name}, which one of them has changed "
                     f"({tie.first} is another name of it): the others would not see that. Give each layer "
@@ -318,19 +291,6 @@ class Ties:
             each.wait(timeout)
 
 
-_WATCHED = weakref.WeakSet[Ties]()
-"""The ties whose copies optimizers may train. One hook serves all of them, for the life of the process."""
-
-
-@cache
-def _watch_optimizers() -> None:
-    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for ties in list(_WATCHED):
-            ties.note(optimizer)
-
-    register_optimizer_step_post_hook(note)
-
-
 def _tensor_at(module: nn.Module, path: str) -> Tensor | None:
     """A parameter or buffer of a module; None if it has none of that name any more."""
     holder, _, leaf = path.rpartition(".")
@@ -339,15 +299,6 @@ def _tensor_at(module: nn.Module, path: str) -> Tensor | None:
     except AttributeError:
         return None
     return owner._parameters.get(leaf, owner._buffers.get(leaf))
-
-
-def _setting(value: Any) -> str:
-    """A setting of a group in words that are equal in all processes; for other values their class."""
-    if isinstance(value, Tensor):
-        return str(value.item()) if value.numel() == 1 and value.device.type == "cpu" else "a tensor"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_setting, value))})"
-    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 def _digest(values: Tensor) -> Tensor:

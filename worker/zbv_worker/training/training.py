@@ -145,7 +145,7 @@ class Training:
         self._change_plan(step)
         for stage in self._stages.values():
             stage.loss_scale = self._loss_scale.value
-        self._check_ties(f"step {step}")
+        self._check_ties(step, f"step {step}")
         self._gradients.begin()
         launched = []
         for part in range(self._options.parts):
@@ -239,14 +239,15 @@ class Training:
                 self._settle()  # it may fail because of values that are not finite, which must not be saved
                 self._checkpoints.save(step)
 
-    def _check_ties(self, what: str) -> None:
+    def _check_ties(self, step: int, what: str) -> None:
+        timeout = self._setting.run.startup_patience if step == self.first_step else self._timeout
         with naming_errors(self._rank, f"{what}, comparing copies of tied parameters"):
-            self._ties.check(self._timeout)
+            self._ties.check(timeout)
 
     def _evaluate(self, step: int) -> None:
         if not isinstance(self._executor, Executor):
             raise InvalidRun("--runtime torch cannot evaluate; use --runtime zbv.")
-        self._check_ties(f"evaluating before step {step}")
+        self._check_ties(step, f"evaluating before step {step}")
         losses = self._executor.evaluate(step)
         self._gradients.free_parameters()
         device = self._setting.device

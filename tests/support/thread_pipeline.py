@@ -75,7 +75,7 @@ def on_ranks(
 ) -> list[Any]:
     """What a program returns or raises on every rank; each makes its own layers."""
     hub, place = _Hub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
-    local = threading.local()
+    local, made = threading.local(), [layers() for _ in range(hub.layout.world_size)]
 
     def connected(*_: object) -> tuple[ThreadTransport, RankDevice]:
         return local.transport, place
@@ -83,7 +83,7 @@ def on_ranks(
     def run(rank: int) -> Any:
         local.transport = hub.transport(rank)
         try:
-            with Pipeline(plan, layers(), loss, timeout=TIMEOUT, startup_timeout=TIMEOUT) as pipe:
+            with Pipeline(plan, made[rank], loss, timeout=TIMEOUT, startup_timeout=TIMEOUT) as pipe:
                 return program(pipe)
         except Exception as error:
             local.transport.close()  # a process would end here, and its connections with it

@@ -222,8 +222,8 @@ FOLDERS: dict[str, Callable[[dict[str, Tensor], str, str], None]] = {
     "as saved": lambda tensors, embedding, head: None,
     "equal": lambda tensors, embedding, head: tensors.update({head: tensors[embedding].clone()}),
     "different": lambda tensors, embedding, head: tensors.update({head: tensors[embedding] + 1}),
-    "different beyond the dtype": lambda tensors, embedding, head: tensors.update(
-        {head: tensors[embedding] * (1 + 2**-14)}
+    "different beyond bfloat16": lambda tensors, embedding, head: tensors.update(
+        {embedding: (x := tensors[embedding].bfloat16().float()), head: x * (1 + 2**-14)}
     ),
     "head alone": lambda tensors, embedding, head: tensors.update({head: tensors.pop(embedding)}),
 }

@@ -14,6 +14,7 @@ import torch
 from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun, PeerLost
+from zbv_worker.model.layer_list import LayerList
 from zbv_worker.pipeline.pipeline import Pipeline
 
 WIDTH, ROWS, STEPS = 4, 8, 3
@@ -401,3 +402,30 @@ def test_a_buffer_that_layers_on_different_ranks_share_must_not_change() -> None
         else:
             with pytest.raises(InvalidRun, match=r"share the buffer c\.running_mean"):
                 merged(found)
+
+
+class Stated(LayerList):
+    """Layers from functions, which say what they share."""
+
+    def tied_parameters(self) -> list[tuple[str, str]]:
+        return [("block.0.weight", "block.5.weight")]
+
+
+@pytest.mark.parametrize(("placement", "tensors"), [("v", 1), ("single", 2)])
+def test_layers_with_dots_in_their_names_may_state_their_ties(placement: str, tensors: int) -> None:
+    """On one rank the two names are one tensor."""
+
+    def program(pipe: Pipeline) -> tuple[set[int], dict[str, Tensor]]:
+        made = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(2):
+            pipe.step(torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))
+            made.step()
+        tied = {name: p for name, p in names_of(pipe) if name in ("block.0.weight", "block.5.weight")}
+        return {id(parameter) for parameter in tied.values()}, values(tied.items())
+
+    layers = {f"block.{at}": partial(nn.Linear, WIDTH, WIDTH) for at in range(6)}
+    made, mse = partial(Stated, layers, 1), nn.functional.mse_loss
+    found = on_ranks(plan_of(2, placement), made, mse, program, ranks=2)
+    assert len({identity for identities, _ in found for identity in identities}) == tensors
+    first, second = merged([tied for _, tied in found]).values()
+    assert torch.equal(first, second)

@@ -429,3 +429,30 @@ def test_layers_with_dots_in_their_names_may_state_their_ties(placement: str, te
     assert len({identity for identities, _ in found for identity in identities}) == tensors
     first, second = merged([tied for _, tied in found]).values()
     assert torch.equal(first, second)
+
+
+class Borrowing(nn.Module):
+    """A head that uses the embedding's weight without having it."""
+
+    def __init__(self, embedding: nn.Embedding):
+        super().__init__()
+        self.borrowed = [embedding]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.borrowed[0].weight)
+
+
+def test_a_parameter_of_another_rank_must_not_be_used_in_secret() -> None:
+    """On another rank than the embedding, the head's share of the gradient would be lost."""
+    layers = layers_of(1)
+    layers["head"] = Borrowing(layers["embedding"])  # type: ignore[arg-type]  # is one
+
+    def program(pipe: Pipeline) -> dict[str, Tensor]:
+        return train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+
+    with pytest.raises(InvalidRun, match=r"layer of rank 1 uses embedding\.weight"):
+        merged(on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2))
+    expected = alone(layers, lambda named: [p for _, p in named], lambda ps: torch.optim.SGD(ps, lr=0.1))
+    found = merged(on_ranks(plan_of(2, "v"), lambda: copy.deepcopy(layers), loss, program, ranks=2))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

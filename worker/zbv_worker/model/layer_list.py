@@ -75,8 +75,12 @@ class LayerList:
 
     def tied_parameters(self) -> list[tuple[str, str]]:
         """Pairs of names of what given modules share, see :func:`shared_names`."""
-        given = {name: layer for name, layer in self._layers.items() if isinstance(layer, nn.Module)}
-        return shared_names(given)
+        return shared_names(self.given)
+
+    @property
+    def given(self) -> dict[str, nn.Module]:
+        """The layers that are modules already."""
+        return {name: layer for name, layer in self._layers.items() if isinstance(layer, nn.Module)}
 
     def untouched(self) -> LayerList:
         """The same layers, built as copies: training them does not change the given modules."""

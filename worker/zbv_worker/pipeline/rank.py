@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from zbv_solver.documents.files import write
 
-from zbv_worker.errors import WorkerError, naming_errors
+from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.stated_shapes import stated_structures
@@ -86,7 +86,7 @@ class PipelineRank:
         self.steps = 0
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
             self.ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
-        self._modules = prepared.modules
+        self._modules, self._absent = prepared.modules, prepared.absent
         self._accumulation = Accumulation(self._gradients_of(trained_by(prepared.modules)))
         self._batch_loss = BatchLoss(
             stages.values(), plan.microbatches, transport, place.device, options.timeout
@@ -181,7 +181,14 @@ class PipelineRank:
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
         is_final = not self._gradients.sums_over_ranks and self._batch_loss.is_weighted is False
         self._accumulation.begin(in_place=is_final)
+        unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
         launched = self._executor.launch(self.steps)
+        for name in unused:
+            if self._absent[name].grad is not None:
+                raise InvalidRun(
+                    f"a layer of rank {self._transport.rank} uses {name}, a parameter of a layer on another "
+                    f"rank. Make it a parameter of both layers: it is then tied."
+                )
         with naming_errors(self._transport.rank, f"after step {self.steps}"):
             self._gradients.finish(self._timeout)
             loss, factor = self._mean(launched.losses.values())

@@ -5,10 +5,12 @@ All tests that import transformers are in this file, because the import takes se
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ import transformers
 import zbv_worker as zbv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from support.plans import unit_problem
 from support.split_check import HOOKS, ON_PARAMETERS, check, strided
+from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
@@ -220,6 +224,160 @@ def test_weights_go_to_transformers_and_back(family: str, tmp_path: Path) -> Non
         read = again.build_layers(part, CPU).state_dict()
         assert read.keys() == tensors.keys()
         assert all(torch.equal(read[key], tensors[key]) for key in read)
+
+
+FOLDERS: dict[str, Callable[[dict[str, Tensor], str, str], None]] = {
+    "as saved": lambda tensors, embedding, head: None,
+    "equal": lambda tensors, embedding, head: tensors.update({head: tensors[embedding].clone()}),
+    "different": lambda tensors, embedding, head: tensors.update({head: tensors[embedding] + 1}),
+    "different beyond bfloat16": lambda tensors, embedding, head: tensors.update(
+        {embedding: (x := tensors[embedding].bfloat16().float()), head: x * (1 + 2**-14)}
+    ),
+    "head alone": lambda tensors, embedding, head: tensors.update({head: tensors.pop(embedding)}),
+}
+"""What a folder has of a tied embedding and head."""
+ENDS = {
+    "llama": ("model.embed_tokens.weight", "lm_head.weight"),
+    "gpt2": ("transformer.wte.weight", "lm_head.weight"),
+    "gpt_neox": ("gpt_neox.embed_in.weight", "embed_out.weight"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.float32) for family in ENDS), ("llama", torch.bfloat16)]
+)
+@pytest.mark.parametrize("content", FOLDERS)
+def test_a_folder_is_tied_as_transformers_ties_it(
+    content: str, family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    config = config_of(family, tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config_of(family, tie_word_embeddings=True, dtype=dtype).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    FOLDERS[content](tensors, *ENDS[family])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
+    require_equal(from_transformers(tmp_path), model)
+    saved_again(from_transformers(tmp_path), model, tmp_path / "again")
+
+
+def test_a_folder_that_is_not_tied_needs_both_tensors(tmp_path: Path) -> None:
+    """``from_pretrained`` would make a random head."""
+    config = config_of("llama", tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config_of("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
+    layers = from_transformers(tmp_path)
+    assert layers.tied_parameters() == []
+    with pytest.raises(InvalidRun, match=r"found no tensor lm_head\.weight"):
+        layers.build_layers(["head"], CPU)
+
+
+def retied(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def replaced(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+
+
+def copied(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def shares_blocks(model: Any) -> None:
+    model.model.layers[2] = model.model.layers[0]
+    model.model.norm.weight = model.model.layers[1].input_layernorm.weight
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("change", [retied, replaced, copied, shares_blocks])
+def test_a_given_model_is_tied_as_its_tensors_are(
+    change: Callable[[Any], None], is_tied: bool, tmp_path: Path
+) -> None:
+    """By hand, whatever its configuration says; and in what from_pretrained reads from the saved folder."""
+    model = transformers.AutoModelForCausalLM.from_config(config_of("llama", tie_word_embeddings=is_tied))
+    change(model)
+    require_equal(from_transformers(model), model)
+    saved_again(from_transformers(model), model, tmp_path)
+
+
+def require_equal(layers: TransformersLayers, model: Any) -> None:
+    """Require the ties and values of a model."""
+    built = layers.build_layers(layers.layer_names(), CPU)
+    at = parameter_names(layers, model)
+    values = {whole_name(name): value for name, value in built.state_dict().items()}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[at[name]]), name
+    sets: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        sets.setdefault(id(parameter), []).append(at[name])
+    wanted = {(some[0], other) for some in sets.values() for other in some[1:]}
+    assert {(whole_name(first), whole_name(other)) for first, other in layers.tied_parameters()} == wanted
+
+
+def saved_again(layers: TransformersLayers, model: Any, folder: Path) -> None:
+    """Require that transformers reads the model again, its head tied or not, from what the layers save."""
+    layers.save_pretrained(folder, layers.build_layers(layers.layer_names(), CPU).state_dict())
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert has_tied_ends(model) == has_tied_ends(again)
+
+
+def layers_of_copy(source: Any) -> TransformersLayers:
+    return from_transformers(copy.deepcopy(source))
+
+
+def has_tied_ends(model: Any) -> bool:
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("change", [retied, replaced, shares_blocks])
+@pytest.mark.parametrize(("ranks", "placement"), [(1, "v"), (2, "single"), (2, "v"), (4, "single")])
+def test_ties_by_hand_train_as_in_the_unsplit_model(
+    ranks: int, placement: str, change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    """Also after some steps; from the model, and from its folder, which cannot say that blocks are shared."""
+    torch.manual_seed(0)
+    config = config_of("llama", tie_word_embeddings=change is replaced)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    change(model)
+    reference, expected = copy.deepcopy(model).train(), []
+    made = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    batches = [torch.randint(VOCABULARY, (4, LENGTH)) for _ in range(3)]
+    for tokens in batches:
+        loss = reference(input_ids=tokens, labels=tokens, use_cache=False).loss
+        expected.append(loss.detach())
+        loss.backward()
+        made.step()
+        made.zero_grad()
+
+    def program(pipe: zbv.Pipeline) -> Any:
+        made = torch.optim.AdamW(pipe.named_parameters(), lr=1e-2)
+        losses = []
+        for tokens in batches:
+            losses.append(pipe.step(tokens, tokens))
+            made.step()
+            made.zero_grad()
+        return losses, pipe.full_state_dict()
+
+    layers = from_transformers(model)
+    names = parameter_names(layers, model)
+    layers.save_pretrained(tmp_path, {names[name]: value for name, value in model.state_dict().items()})
+    for source in (model, tmp_path) if change is not shares_blocks else (model,):
+        found = on_ranks(
+            plan_of(ranks, placement),
+            partial(layers_of_copy, source),
+            None,
+            program,
+            ranks=ranks,
+        )
+        assert not [each for each in found if isinstance(each, Exception)]
+        losses = next(losses for losses, _ in found if losses[0] is not None)
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+        state = found[0][1]
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(state[names[name]], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_a_rank_reads_only_its_own_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

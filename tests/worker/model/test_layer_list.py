@@ -136,3 +136,26 @@ def test_anything_else_is_refused(layers: Any, said: str) -> None:
 def test_functions_that_build_no_module_are_refused(layer: Callable[[], Any], said: str) -> None:
     with pytest.raises(InvalidRun, match=said):
         as_layered([layer]).build_layers(["0"], CPU)
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(2)])
+def test_different_parameters_with_common_memory_are_refused(part: slice) -> None:
+    """On one rank an update of one would change the other, and on two ranks it would not."""
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = nn.Parameter(first.weight.data[part])
+    with pytest.raises(
+        InvalidRun, match=r"a\.weight and b\.weight are different parameters with common memory"
+    ):
+        LayerList({"a": first, "b": second}).tied_parameters()
+    flat = torch.randn(18)
+    first.weight, second.weight = (nn.Parameter(half.view(3, 3)) for half in flat.chunk(2))
+    assert LayerList({"a": first, "b": second}).tied_parameters() == []
+
+
+def test_buffers_of_a_module_that_is_used_twice_are_tied() -> None:
+    norm = nn.BatchNorm1d(3, affine=False)
+    assert [first for first, _ in LayerList({"a.0": norm, "b": norm}).tied_parameters()] == [
+        "a.0.running_mean",
+        "a.0.running_var",
+        "a.0.num_batches_tracked",
+    ]

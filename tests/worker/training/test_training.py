@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -191,6 +191,28 @@ def test_tied_parameters_on_two_ranks_are_copies_that_stay_equal(replicas: int) 
         assert both[0] is not both[1]
         assert torch.equal(*both)
         assert relative_error({name: parameters[name] for name in expected}, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("group", "refused"), [("name", False), ("index", True)])
+def test_copies_of_a_tied_parameter_are_trained_alike_or_refused(group: str, refused: bool) -> None:
+    """An optimizer that chooses settings by name gets every copy under the name of the first."""
+
+    class Grouped(TiedModel):
+        def named_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+            groups = [
+                {"params": [parameter], "lr": 0.05 if (at == 0 if refused else "layer0" in name) else 0.02}
+                for at, (name, parameter) in enumerate(parameters)
+            ]
+            return torch.optim.SGD(groups)
+
+    plan = baseline("1f1b", v_problem())
+    if refused:
+        with pytest.raises(InvalidRun, match=r"layer0\.weight on rank 0 has lr=0\.05; layer7"):
+            train_in_threads(*plan, TrainingOptions(), STEPS, model=Grouped)
+        return
+    found = train_in_threads(*plan, TrainingOptions(), STEPS, model=Grouped)
+    (parameters,) = found.parameters
+    assert torch.equal(parameters["layer0.weight"], parameters["layer7.1.weight"])
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -22,7 +22,9 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-def read_tensors(folder: Path, model: Any, wanted: Collection[str]) -> dict[str, Tensor]:
+def read_tensors(
+    folder: Path, model: Any, wanted: Collection[str], tied: Mapping[str, str]
+) -> dict[str, Tensor]:
     """Read some tensors of a model, and only those, on the CPU.
 
     Parameters
@@ -31,12 +33,52 @@ def read_tensors(folder: Path, model: Any, wanted: Collection[str]) -> dict[str,
         The whole model, on the meta device.
     wanted
         Names of the model's parameters and buffers.
+    tied
+        The first name of each parameter that has several. The folder needs only one of the names.
 
     Raises
     ------
     InvalidRun
         If a tensor is missing or has a different shape.
     """
+    names = {
+        name: [first, *(target for target, source in tied.items() if source == first)]
+        for name in wanted
+        for first in [tied.get(name, name)]
+    }
+    stored = _stored(folder, model, {name for some in names.values() for name in some})
+    tensors = {
+        name: next(stored[other] for other in some if other in stored)
+        for name, some in names.items()
+        if not stored.keys().isdisjoint(some)
+    }
+    _check(folder, model.state_dict(), wanted, tensors)
+    return tensors
+
+
+def equal_ties(folder: Path, model: Any, ties: Mapping[str, str]) -> dict[str, str]:
+    """The ties that ``from_pretrained`` keeps: without those of which the folder has two different tensors.
+
+    It compares them in the model's dtype.
+
+    Parameters
+    ----------
+    model
+        The whole model, on the meta device.
+    ties
+        By the configuration: the first name of each parameter that has several.
+    """
+    equal = {}
+    for target, source in ties.items():
+        dtype = model.get_parameter(source).dtype
+        values = [each.to(dtype) for each in _stored(folder, model, {target, source}).values()]
+        if all(torch.equal(values[0], other) for other in values):
+            equal[target] = source
+    return equal
+
+
+def _stored(folder: Path, model: Any, wanted: Collection[str]) -> dict[str, Tensor]:
+    """Those of the wanted tensors that a folder has, by name in the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -64,7 +106,6 @@ def read_tensors(folder: Path, model: Any, wanted: Collection[str]) -> dict[str,
     for target, mapping in mappings.items():
         for name, value in mapping.convert(target, model=model, config=model.config).items():
             found[name] = value[0] if isinstance(value, list) else value
-    _check(folder, expected, wanted, found)
     return found
 
 
@@ -75,7 +116,7 @@ def _check(
         if name not in found:
             raise InvalidRun(
                 f"{folder}: found no tensor {name}, which config.json requires. Use a folder that "
-                f"save_pretrained has written completely."
+                f"save_pretrained has written completely, or correct tie_word_embeddings in config.json."
             )
         if found[name].shape != expected[name].shape:
             raise InvalidRun(
@@ -137,16 +178,20 @@ def write_tensors(folder: Path, model: Any, tensors: Mapping[str, Tensor], file:
     save_file(at_hand, folder / file_name(file, files), metadata={"format": "pt"})
 
 
-def write_index(folder: Path, model: Any, names_of_files: list[list[str]]) -> None:
+def write_index(folder: Path, model: Any, names_of_files: list[list[str]], *, is_tied: bool) -> None:
     """Write the configuration, and the index of several files that other ranks write.
 
     Parameters
     ----------
     names_of_files
         The names of each file's tensors in the model.
+    is_tied
+        Whether the embedding and the head are one parameter.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = is_tied
+    config.save_pretrained(folder)
     if len(names_of_files) == 1:
         return
     expected = model.state_dict()

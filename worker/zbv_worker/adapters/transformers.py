@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from zbv_worker.adapters.decoder_layers import (
     DecoderHead,
 )
 from zbv_worker.adapters.routing import RoutedBlock, RoutedEmbedding, RoutedHead, Routing
-from zbv_worker.adapters.safetensors_folder import read_tensors, write_index, write_tensors
+from zbv_worker.adapters.safetensors_folder import equal_ties, read_tensors, write_index, write_tensors
 from zbv_worker.adapters.split_modules import split_modules
 from zbv_worker.adapters.transformers_source import (
     dtype_of,
@@ -36,7 +37,7 @@ from zbv_worker.adapters.transformers_source import (
     supported,
 )
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model.layer_list import stacked, whole_name
+from zbv_worker.model.layer_list import shared_names, stacked, whole_name
 
 IGNORED = -100
 """The label of tokens that the loss ignores, as in transformers."""
@@ -141,11 +142,27 @@ class TransformersLayers:
         return (total if balance is None else total + count * balance), count
 
     def tied_parameters(self) -> Sequence[tuple[str, str]]:
-        """The embedding's weight and the head's, if they are shared."""
+        """The embedding's weight and the head's, if they are shared, and what else a given model shares.
+
+        Tensors decide, not the configuration: those of the model, or of the folder as ``from_pretrained``
+        reads it.
+        """
         return [
             (self.layer_parameter(source), self.layer_parameter(target))
-            for target, source in self._model.all_tied_weights_keys.items()
+            for target, source in self._shared.items()
         ]
+
+    @cached_property
+    def _shared(self) -> dict[str, str]:
+        """The first name of every parameter with several names; names of the whole model."""
+        if self._own is not None:
+            paths = [path for layer in self.layer_names() for path in self._paths(layer).values()]
+            pairs = shared_names({path: self._own.get_submodule(path) for path in paths})
+            return {target: source for source, target in pairs}
+        configured: dict[str, str] = self._model.all_tied_weights_keys
+        if self._folder is None:
+            return configured
+        return equal_ties(self._folder, self._model, configured)
 
     def save_pretrained(
         self,
@@ -180,9 +197,11 @@ class TransformersLayers:
             if layers_of_files is None
             else [list(each) for each in layers_of_files]
         )
-        tied = set(self._model.all_tied_weights_keys)
+        # Parameters that from_pretrained ties are stored once; others under each of their names.
+        tied = self._shared.items() & (type(self._model)._tied_weights_keys or {}).items()
+        omitted = {target for target, _ in tied}
         names = [
-            [name for layer in layers for name in self._tensor_names(layer) if name not in tied]
+            [name for layer in layers for name in self._tensor_names(layer) if name not in omitted]
             for layers in files
         ]
         known = {whole_name(name): tensor for name, tensor in tensors.items()}
@@ -196,7 +215,7 @@ class TransformersLayers:
         path = Path(folder)
         write_tensors(path, self._model, {n: t for n, t in given.items() if t is not None}, file, len(files))
         if file == 0:
-            write_index(path, self._model, names)
+            write_index(path, self._model, names, is_tied=bool(tied))
 
     def _layer(self, name: str, device: torch.device, arguments: BlockArguments) -> nn.Module:
         modules, routing = self._modules(name, device), self._routing
@@ -233,7 +252,7 @@ class TransformersLayers:
     def _modules(self, name: str, device: torch.device) -> dict[str, nn.Module]:
         """The modules of a layer with their parameters, by their names in the layer."""
         paths = self._paths(name)
-        if self._own is not None:
+        if self._own is not None and device.type != "meta":
             return {child: self._own.get_submodule(path).to(device) for child, path in paths.items()}
         made = {child: copy.deepcopy(self._model.get_submodule(path)) for child, path in paths.items()}
         if device.type == "meta":
@@ -252,13 +271,10 @@ class TransformersLayers:
 
     def _stored(self, name: str) -> dict[str, Tensor]:
         """The tensors of a layer that do not come from its own random numbers, by name in the whole model."""
-        shared = self._model.all_tied_weights_keys
         own = self._tensor_names(name)
-        tied = {target: shared[target] for target in own if target in shared}
         if self._folder is not None:
-            wanted = {tied.get(target, target) for target in own}
-            found = read_tensors(self._folder, self._model, wanted)
-            return {target: found[tied.get(target, target)] for target in own}
+            return read_tensors(self._folder, self._model, own, self._shared)
+        tied = {target: self._shared[target] for target in own if target in self._shared}
         if not tied:
             return {}
         # The head of a rank without the embedding begins with the same values.

@@ -11,6 +11,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.checks import build_layers, build_stage
+from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.stage.dtensors import fully_sharded_modules
 from zbv_worker.stage.loss import WeightedLoss
@@ -83,19 +84,25 @@ def _layers(module: nn.Module, plan: RankPlan) -> tuple[nn.Module, ...] | None:
 
 def _tie(modules: Mapping[int, nn.Module], first: str, last: str) -> None:
     """Share one parameter between two stages of this rank, such as the first and the last stage of a V."""
-    source, target = _owner(modules, first), _owner(modules, last)
-    if source is None or target is None or any(map(fully_sharded_modules, (source, target))):
+    source, target = _holder(modules, first), _holder(modules, last)
+    if (
+        source is None
+        or target is None
+        or any(fully_sharded_modules(module) for module, _ in (source, target))
+    ):
         return
-    shared = source.get_parameter(first)
-    path, _, leaf = last.rpartition(".")
-    holder = target.get_submodule(path)
+    shared = source[0].get_parameter(source[1])
+    path, _, leaf = target[1].rpartition(".")
+    holder = target[0].get_submodule(path)
     if holder.get_parameter(leaf).shape != shared.shape:
         raise InvalidRun(f"{first} and {last} are tied, but their shapes differ.")
     holder.register_parameter(leaf, shared)
 
 
-def _owner(modules: Mapping[int, nn.Module], name: str) -> nn.Module | None:
+def _holder(modules: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str] | None:
+    """The stage that has a parameter, and the parameter's name there."""
     for module in modules.values():
-        if any(name == own for own, _ in module.named_parameters(remove_duplicate=False)):
-            return module
+        for path, _ in module.named_parameters(remove_duplicate=False):
+            if whole_name(path) == whole_name(name):
+                return module, path
     return None

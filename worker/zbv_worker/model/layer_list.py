@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import cast
@@ -74,14 +74,13 @@ class LayerList:
         return self.build_layers(even_partition(self.layer_names(), n_stages)[stage], device)
 
     def tied_parameters(self) -> list[tuple[str, str]]:
-        """Pairs of names of parameters that given modules share."""
-        first: dict[int, str] = {}
-        pairs = []
-        for name, parameter in self._given_parameters():
-            known = first.setdefault(id(parameter), name)
-            if known != name:
-                pairs.append((known, name))
-        return pairs
+        """Pairs of names of what given modules share, see :func:`shared_names`."""
+        return shared_names(self.given)
+
+    @property
+    def given(self) -> dict[str, nn.Module]:
+        """The layers that are modules already."""
+        return {name: layer for name, layer in self._layers.items() if isinstance(layer, nn.Module)}
 
     def untouched(self) -> LayerList:
         """The same layers, built as copies: training them does not change the given modules."""
@@ -90,12 +89,6 @@ class LayerList:
             for name, layer in self._layers.items()
         }
         return LayerList(made, self._seed)
-
-    def _given_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, layer in self._layers.items():
-            if isinstance(layer, nn.Module):
-                module = stacked({name: layer})
-                yield from module.named_parameters(remove_duplicate=False)
 
     def _built(self, name: str, device: torch.device) -> nn.Module:
         layer = self._layers[name]
@@ -146,6 +139,53 @@ def as_layered(layers: Layers, seed: int | None = None) -> Layered:
         f"layers: found a {type(layers).__name__}; must be a list of layers, a mapping of names to layers, "
         f"an nn.Sequential, or an object with layer_names and build_layers."
     )
+
+
+def shared_names(modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+    """Pairs of names of parameters that are one tensor, and of buffers of modules that are used twice.
+
+    Parameters
+    ----------
+    modules
+        By their names in the whole model, in model order.
+
+    Raises
+    ------
+    InvalidRun
+        If different parameters of two modules have memory in common: on two ranks, they would not.
+    """
+    first: dict[object, str] = {}
+    pairs, memory = [], dict[int, list[tuple[int, int, str, str]]]()
+    for prefix, whole in modules.items():
+        for path, module in whole.named_modules(prefix=prefix, remove_duplicate=False):
+            tensors: dict[str, object] = {n: id(p) for n, p in module._parameters.items() if p is not None}
+            tensors |= {n: (id(module), n) for n, buffer in module._buffers.items() if buffer is not None}
+            for name, identity in tensors.items():
+                known = first.setdefault(identity, f"{path}.{name}")
+                if known != f"{path}.{name}":
+                    pairs.append((known, f"{path}.{name}"))
+                elif isinstance(identity, int):
+                    _claim_memory(prefix, known, module.get_parameter(name), memory)
+    return pairs
+
+
+def _claim_memory(
+    prefix: str, name: str, parameter: Tensor, memory: dict[int, list[tuple[int, int, str, str]]]
+) -> None:
+    """Note the memory of a parameter: begin, end, module and name by storage; raises :class:`InvalidRun`."""
+    if type(parameter) is not nn.Parameter or parameter.device.type == "meta" or not parameter.numel():
+        return
+    begin = parameter.data_ptr()
+    extent = sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+    end = begin + extent * parameter.itemsize
+    claimed = memory.setdefault(parameter.untyped_storage().data_ptr(), [])
+    for other_begin, other_end, other_prefix, other in claimed:
+        if prefix != other_prefix and begin < other_end and other_begin < end:
+            raise InvalidRun(
+                f"layers: {other} and {name} are different parameters with common memory, which they would "
+                f"not have on two ranks. Assign the parameter itself to both layers, or copy the values."
+            )
+    claimed.append((begin, end, prefix, name))
 
 
 def stacked(layers: Mapping[str, nn.Module]) -> nn.Sequential:

@@ -14,7 +14,7 @@ from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, train
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.rank import PipelineRank
-from zbv_worker.pipeline.state import gather_state, load_state, named_parameters, state_of
+from zbv_worker.pipeline.state import gather_state, load_state, state_of, with_all_names
 from zbv_worker.training.checkpoint import DEFAULT_KEPT, DEFAULT_TIMEOUT, CheckpointOptions
 from zbv_worker.transport.connected import ConnectedTransport
 
@@ -45,10 +45,10 @@ class PipelineState:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters with their names in the whole model, each parameter once.
 
-        A rank with layers that have no parameters gets one without elements, because torch's optimizers
-        refuse an empty list.
+        A tied parameter has its first name in the model on every rank that has a copy. A rank with layers
+        that have no parameters gets one without elements, because torch's optimizers refuse an empty list.
         """
-        return iter([*named_parameters(self.modules)] or [self._no_parameter])
+        return iter([*self._own.ties.named_parameters()] or [self._no_parameter])
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""
@@ -69,11 +69,15 @@ class PipelineState:
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks."""
         with self._failures.watched("gathering the model"):
+            self._own.check_ties("gathering the model")
             return gather_state(self.modules, self._transport, self._timeout)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a state dict of the whole model; raises :class:`InvalidRun`."""
-        load_state(self.modules, state, self._layers)
+        """Load this rank's part of a state dict of the whole model; raises :class:`InvalidRun`.
+
+        A tied parameter needs only one of its names.
+        """
+        load_state(self.modules, with_all_names(state, self._own.ties.names), self._layers)
 
     def checkpoints(
         self,

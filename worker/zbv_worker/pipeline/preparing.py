@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import ShapeOf, digest_of, stated_structures
 from zbv_worker.model.checks import layer_names
-from zbv_worker.model.layer_list import Layers, as_layered
+from zbv_worker.model.layer_list import LayerList, Layers, as_layered
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.plans import PlanLike, cut_evenly, rank_plan
@@ -47,6 +47,8 @@ class Prepared:
         The structures of what crosses boundaries, by microbatch, if the layers state them; else empty.
     shape_of
         The function that states them.
+    absent
+        The parameters of given layers that this rank does not run, by name.
     """
 
     plan: RankPlan
@@ -56,6 +58,7 @@ class Prepared:
     ties: Sequence[tuple[str, str]] = ()
     stated: Sequence[Structure] = ()
     shape_of: ShapeOf | None = None
+    absent: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     @property
     def keywords(self) -> Keywords:
@@ -191,7 +194,19 @@ def _build(
         ties=LayersWithLoss(layers, recorded).tied_parameters(),
         stated=stated_structures(shape_of, plan.features),
         shape_of=shape_of,
+        absent=_absent(layers, stages),
     )
+
+
+def _absent(layered: Layered, stages: Mapping[int, Stage]) -> dict[str, nn.Parameter]:
+    present = {parameter for stage in stages.values() for parameter in stage.module.parameters()}
+    given = layered.given if isinstance(layered, LayerList) else {}
+    return {
+        f"{layer}.{name}": parameter
+        for layer, module in given.items()
+        for name, parameter in module.named_parameters()
+        if parameter not in present
+    }
 
 
 def open_channels(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from zbv_solver.documents.files import write
 
-from zbv_worker.errors import WorkerError, naming_errors
+from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.stated_shapes import stated_structures
@@ -72,7 +72,7 @@ class PipelineRank:
     ):
         plan, stages = prepared.plan, prepared.stages
         self._plan = plan
-        self._timeout = options.timeout
+        self._timeout, self._patience = options.timeout, options.patience
         self._transport = transport
         self.device = place.device
         self.data = StepData()
@@ -87,7 +87,7 @@ class PipelineRank:
         self.steps = 0
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
             self.ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
-        self._modules, self._stages = prepared.modules, stages
+        self._modules, self._stages, self._absent = prepared.modules, stages, prepared.absent
         self._accumulation = Accumulation(self._gradients_of(trained_by(prepared.modules)))
         self._batch_loss = BatchLoss(
             stages.values(), plan.microbatches, transport, place.device, options.timeout
@@ -169,14 +169,27 @@ class PipelineRank:
             shapes = self._agreed.agree(call, given) if isinstance(given, Given) else given
         self._executor.expect(shapes, evaluation=call == "evaluate")
 
+    def check_ties(self, what: str) -> None:
+        """Require that copies of tied parameters are equal; see :meth:`Ties.check`. Collective."""
+        with naming_errors(self._transport.rank, f"{what}, comparing copies of tied parameters"):
+            self.ties.check(self._timeout if self.steps else self._patience)
+
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
+        self.check_ties(f"step {self.steps}")
         self._follow_parameters()
         before = self._side_effects() if self._batch_loss.is_weighted is None else None
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
         is_final = not self._gradients.sums_over_ranks and self._batch_loss.is_weighted is False
         self._accumulation.begin(in_place=is_final)
+        unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
         launched = self._executor.launch(self.steps)
+        for name in unused:
+            if self._absent[name].grad is not None:
+                raise InvalidRun(
+                    f"a layer of rank {self._transport.rank} uses {name}, a parameter of a layer on another "
+                    f"rank. Make it a parameter of both layers: it is then tied."
+                )
         with naming_errors(self._transport.rank, f"after step {self.steps}"):
             self._gradients.finish(self._timeout)
             loss, factor = self._mean(launched.losses.values())
@@ -217,6 +230,7 @@ class PipelineRank:
 
     def evaluate(self) -> Tensor | None:
         """Run the forwards; returns the loss on ranks with the last stage. Collective."""
+        self.check_ties("evaluating")
         losses = self._executor.evaluate(self.steps)
         self._gradients.free_parameters()
         found = torch.tensor([*losses.values()], device=self.device)
@@ -269,6 +283,7 @@ class PipelineRank:
 
     def finish(self) -> None:
         """Wait until all ranks have received everything. Collective."""
+        self.check_ties("closing")
         self._executor.close()
         self._transport.flush(self._timeout)
         self._transport.barrier(self._timeout)

@@ -5,7 +5,7 @@ The names do not depend on the plan: ``LAYER.parameter``, where LAYER is the lay
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,21 +20,34 @@ Modules = Mapping[int, nn.Module]
 """A rank's modules, by stage."""
 
 
-def named_parameters(modules: Modules) -> Iterator[tuple[str, nn.Parameter]]:
-    """A rank's parameters by name, each once."""
-    seen = set[nn.Parameter]()
-    for module in modules.values():
-        for name, parameter in module.named_parameters():
-            if parameter not in seen:
-                seen.add(parameter)
-                yield whole_name(name), parameter
-
-
 def state_of(modules: Modules) -> dict[str, Any]:
     """A rank's parameters and buffers by name; they share memory with the modules."""
     return {
         whole_name(name): value for module in modules.values() for name, value in module.state_dict().items()
     }
+
+
+def with_all_names(state: Mapping[str, Any], ties: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """A state dict with the values of tied parameters under all of their names.
+
+    Raises
+    ------
+    InvalidRun
+        If it has different values for one parameter.
+    """
+    whole = dict(state)
+    for names in ties:
+        known = [name for name in names if name in state]
+        for other in known[1:]:
+            a, b = state[known[0]], state[other]
+            if not is_dtensor(a) and not is_dtensor(b) and not torch.equal(a, b.to(a)):
+                raise InvalidRun(
+                    f"the state dict has different values for {known[0]} and {other}, which are one "
+                    f"parameter. Make them equal, or make a Pipeline of layers that do not share it."
+                )
+        if known:
+            whole |= {name: state[known[0]] for name in names if name not in state}
+    return whole
 
 
 def load_state(modules: Modules, state: Mapping[str, Any], layers: Mapping[int, tuple[str, ...]]) -> None:

@@ -91,6 +91,7 @@ class Checkpoints:
         self._options = options
         self._state = RunState(trained, transport)
         self._model = trained.model
+        self._ties = trained.ties
         self._transport = transport
         self._saved = 0
         self._fence: Fence | None = None
@@ -109,8 +110,10 @@ class Checkpoints:
         Raises
         ------
         InvalidRun
-            If this checkpoint or the one before cannot be written.
+            If this checkpoint or the one before cannot be written, or copies of tied parameters differ.
         """
+        if self._ties is not None:
+            self._ties.check(self._options.timeout)
         self.finish()
         fence = self._fence or self._claim()[0]
         partial = fence.partial(step)

@@ -10,7 +10,6 @@ from collections.abc import Container, Iterator, Mapping
 
 from torch import Tensor
 
-from zbv_worker.model.layer_list import whole_name
 from zbv_worker.training.ties import Ties
 
 _PREFIXES = ("model.", "optimizer.state.", "optimizer.param_groups.")
@@ -26,8 +25,8 @@ class TiedNames:
     """
 
     def __init__(self, ties: Ties | None):
-        self._sets = [] if ties is None else [tuple(map(whole_name, names)) for names in ties.names]
-        self._further = set() if ties is None else set(map(whole_name, ties.further_names))
+        self._sets = [] if ties is None else ties.names
+        self._further = set() if ties is None else ties.further_names
 
     def is_further(self, name: str) -> bool:
         """Whether an entry of a checkpoint belongs to a further copy on this rank, and must not be saved."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,6 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import digest_of, stated_structures
 from zbv_worker.execution.step import Launched
 from zbv_worker.execution.whole_plan import WholePlan
-from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import PipelineModel, StatefulData, Tied, Weighted
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
@@ -122,7 +120,7 @@ class Training:
             options.clip_norm,
             options.non_finite,
             setting.device,
-            names=_names(modules),
+            names={parameter: name for name, parameter in self._ties.named_parameters()},
             is_late=is_late,
         )
         seed_generators(setting.run.model.seed, transport)
@@ -146,6 +144,7 @@ class Training:
         self._change_plan(step)
         for stage in self._stages.values():
             stage.loss_scale = self._loss_scale.value
+        self._check_ties(step, f"step {step}")
         self._gradients.begin()
         launched = []
         for part in range(self._options.parts):
@@ -239,9 +238,15 @@ class Training:
                 self._settle()  # it may fail because of values that are not finite, which must not be saved
                 self._checkpoints.save(step)
 
+    def _check_ties(self, step: int, what: str) -> None:
+        timeout = self._setting.run.startup_patience if step == self.first_step else self._timeout
+        with naming_errors(self._rank, f"{what}, comparing copies of tied parameters"):
+            self._ties.check(timeout)
+
     def _evaluate(self, step: int) -> None:
         if not isinstance(self._executor, Executor):
             raise InvalidRun("--runtime torch cannot evaluate; use --runtime zbv.")
+        self._check_ties(step, f"evaluating before step {step}")
         losses = self._executor.evaluate(step)
         self._gradients.free_parameters()
         device = self._setting.device
@@ -374,12 +379,3 @@ class Training:
             self._ties,
         )
         return Checkpoints(self._options.checkpoint, trained, self._transport, self._setting.device)
-
-
-def _names(modules: Mapping[int, nn.Module]) -> dict[nn.Parameter, str]:
-    """The parameters' names in the whole model."""
-    return {
-        parameter: whole_name(name)
-        for module in modules.values()
-        for name, parameter in module.named_parameters()
-    }

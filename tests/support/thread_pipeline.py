@@ -1,0 +1,96 @@
+"""Pipelines whose ranks are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+import zbv_solver
+from torch import Tensor
+from typing_extensions import override
+from zbv_worker.model.layer_list import Layers
+from zbv_worker.pipeline import pipeline
+from zbv_worker.pipeline.connecting import RankDevice
+from zbv_worker.pipeline.pipeline import Pipeline
+
+from support.thread_transport import ThreadHub, ThreadTransport
+
+TIMEOUT = 10.0
+
+
+class _Hub(ThreadHub):
+    def __init__(self, pp_degree: int, replicas: int):
+        super().__init__(pp_degree, replicas)
+        self.sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+
+    @override
+    def transport(self, rank: int) -> ThreadTransport:
+        return _Connected(self, rank)
+
+
+class _Connected(ThreadTransport):
+    """A rank's transport with what a pipeline needs to gather its state and to fail."""
+
+    def __init__(self, hub: _Hub, rank: int):
+        super().__init__(hub, rank)
+        self._sent = hub.sent
+        self.control = self
+
+    def abort(self, seconds: float = 0.0) -> None:
+        self.close()
+
+    def send(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        with self._hub.changed:
+            self._sent[self.rank, peer].append(tensor.clone())
+            self._hub.changed.notify_all()
+
+    def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        with self._hub.changed:
+            if not self._hub.changed.wait_for(lambda: self._sent[peer, self.rank], timeout):
+                raise TimeoutError(f"rank {peer} sent no tensor")
+            tensor.copy_(self._sent[peer, self.rank].popleft())
+
+
+@cache
+def plan_of(p: int, placement: str, microbatches: int = 4) -> Any:
+    costs = {"forward": 1, "backward_input": 1, "backward_weight": 1}
+    problem = {"pp_degree": p, "microbatches": microbatches, "placement": placement, "costs": costs}
+    return zbv_solver.plan(zbv_solver.parse(problem), "quick")
+
+
+def on_ranks(
+    plan: Any,
+    layers: Callable[[], Layers],
+    loss: Callable[[Any, Any], Any] | None,
+    program: Callable[[Pipeline], Any],
+    *,
+    ranks: int,
+    replicas: int = 1,
+) -> list[Any]:
+    """What a program returns or raises on every rank; each makes its own layers."""
+    hub, place = _Hub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
+    local, made = threading.local(), [layers() for _ in range(hub.layout.world_size)]
+
+    def connected(*_: object) -> tuple[ThreadTransport, RankDevice]:
+        return local.transport, place
+
+    def run(rank: int) -> Any:
+        local.transport = hub.transport(rank)
+        try:
+            with Pipeline(plan, made[rank], loss, timeout=TIMEOUT, startup_timeout=TIMEOUT) as pipe:
+                return program(pipe)
+        except Exception as error:
+            local.transport.close()  # a process would end here, and its connections with it
+            return error
+
+    with (
+        mock.patch.object(pipeline, "connected_world", connected),
+        ThreadPoolExecutor(hub.layout.world_size) as pool,
+    ):
+        return list(pool.map(run, range(hub.layout.world_size)))

@@ -148,8 +148,7 @@ def _measurable(layers: Layered, loss: Callable[[Any, Any], Any] | None, example
         value: Tensor = found[0] / max(1.0, float(found[1])) if isinstance(found, tuple) else found
         return value
 
-    copied = layers.untouched() if isinstance(layers, LayerList) else layers
-    return Model(copied, loss=mean, data=lambda step, index: example)
+    return Model(_Copies(layers), loss=mean, data=lambda step, index: example)
 
 
 def _measured(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model.protocol import Microbatch
+from zbv_worker.model.protocol import Microbatch, Whole
 from zbv_worker.pipeline.leaves import name_of, require_no_container
 from zbv_worker.pipeline.packed import split_packed
 from zbv_worker.stage.layers import Keywords
+from zbv_worker.stage.whole_batch import Ambiguous
 
 _ANY = Keywords(takes_any=True)
 
@@ -108,14 +110,17 @@ def _cut(batch: Batch, count: int, tokens: Sequence[int] | None, taken: Keywords
             f"found {len(given)} microbatches; the plan has {count}. Pass {count} microbatches, or plan for "
             f"{len(given)}."
         )
-    return [_as_microbatch(each, at) for at, each in enumerate(given)]
+    return [
+        tree_map_only(Whole, attrgetter("value"), _as_microbatch(each, at)) for at, each in enumerate(given)
+    ]
 
 
 def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> list[Microbatch]:
     """Split a batch into ``count`` equal microbatches, which are views of it.
 
     Every tensor is split along its first dimension, wherever it is in nested lists, tuples and dicts.
-    Everything else, tensors without dimensions too, is passed to every microbatch.
+    Everything else, tensors without dimensions and values in :class:`Whole` too, is passed to every microbatch.
+    A keyword whose first dimension may be another one than that of the rows becomes :class:`Ambiguous`.
 
     Raises
     ------
@@ -127,8 +132,45 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
     for path, leaf in leaves:
         require_no_container(leaf, path)
     _check_rows({name_of(path): leaf.shape[0] for path, leaf in leaves if _is_split(leaf)}, count)
-    parts = [leaf.split(leaf.shape[0] // count) if _is_split(leaf) else (leaf,) * count for _, leaf in leaves]
-    return [Microbatch(*tree_unflatten([part[at] for part in parts], structure)) for at in range(count)]
+    parts = [
+        leaf.split(leaf.shape[0] // count)
+        if _is_split(leaf)
+        else (leaf.value if isinstance(leaf, Whole) else leaf,) * count
+        for _, leaf in leaves
+    ]
+    found = [Microbatch(*tree_unflatten([part[at] for part in parts], structure)) for at in range(count)]
+    return found if count == 1 or not keywords else _with_wholes(found, leaves, structure)
+
+
+def _with_wholes(found: list[Microbatch], leaves: list[Any], structure: TreeSpec) -> list[Microbatch]:
+    """Microbatches with ambiguous keywords: their rows are as many as another dimension has.
+
+    A rank without inputs or targets does not know the other dimensions: the layers look at their own input.
+    """
+    places = [path[0].idx for path, _ in leaves]
+    others = {size for _, leaf in leaves if _is_split(leaf) for size in leaf.shape[1:]}
+    is_known = found[0].input is not None and found[0].target is not None
+    names = {
+        path[1].key
+        for place, (path, leaf) in zip(places, leaves, strict=True)
+        if place == 2 and _is_split(leaf) and (leaf.shape[0] in others or not is_known)
+    }
+    if not names:
+        return found
+    made = []
+    for each in found:
+        parts = structure.flatten_up_to(tuple(each))
+        wholes = [
+            leaf if place == 2 and _is_split(leaf) else part
+            for place, (_, leaf), part in zip(places, leaves, parts, strict=True)
+        ]
+        whole = tree_unflatten(wholes, structure)[2]
+        keywords = {
+            name: Ambiguous(whole[name], part) if name in names else part
+            for name, part in each.keywords.items()
+        }
+        made.append(each._replace(keywords=keywords))
+    return made
 
 
 def _check_rows(rows: Mapping[str, int], count: int) -> None:
@@ -140,8 +182,7 @@ def _check_rows(rows: Mapping[str, int], count: int) -> None:
         if found != expected:
             raise InvalidRun(
                 f"{first} has {expected} rows and {name} has {found}; the first dimension of every tensor "
-                f"must be the batch. Give tensors that are no part of the batch to each microbatch: "
-                f"step(microbatches=[Microbatch(input, target, keywords), …])."
+                f"must be the batch. Mark what belongs to the whole batch: zbv_worker.Whole(tensor)."
             )
     if expected == 0 or expected % count:
         raise InvalidRun(

@@ -75,8 +75,8 @@ def from_transformers(
     Raises
     ------
     InvalidRun
-        If transformers is missing, the source cannot be read, its family or the attention is not supported, or
-        an argument does not fit a given model.
+        If transformers is missing, the source cannot be read, its family or the attention is not supported,
+        or an argument does not fit a given model.
     """
     require_transformers()
     from transformers import PreTrainedModel
@@ -121,8 +121,8 @@ def _keep(model: Any, seed: int, dtype: torch.dtype | None, attention: str | Non
     ]
     if draws and not any(module.training for module in model.modules()):
         warnings.warn(
-            f"the model is in evaluation mode, as from_pretrained returns it, so {draws[0]} has no effect. Call "
-            f"model.train() to train with it.",
+            f"the model is in evaluation mode, as from_pretrained returns it, so {draws[0]} has no effect. "
+            f"Call model.train() to train with it.",
             stacklevel=3,
         )
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import Microbatch, Whole
@@ -18,6 +18,7 @@ from zbv_worker.stage.layers import Keywords
 from zbv_worker.stage.whole_batch import Ambiguous
 
 _ANY = Keywords(takes_any=True)
+_KEYWORDS = Microbatch._fields.index("keywords")
 
 
 class StepData:
@@ -119,7 +120,8 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
     """Split a batch into ``count`` equal microbatches, which are views of it.
 
     Every tensor is split along its first dimension, wherever it is in nested lists, tuples and dicts.
-    Everything else, tensors without dimensions and values in :class:`Whole` too, is passed to every microbatch.
+    Everything else, also tensors without dimensions and values in :class:`Whole`, is passed to every
+    microbatch.
     A keyword whose first dimension may be another one than that of the rows becomes :class:`Ambiguous`.
 
     Raises
@@ -138,39 +140,37 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
         else (leaf.value if isinstance(leaf, Whole) else leaf,) * count
         for _, leaf in leaves
     ]
-    found = [Microbatch(*tree_unflatten([part[at] for part in parts], structure)) for at in range(count)]
-    return found if count == 1 or not keywords else _with_wholes(found, leaves, structure)
+    names = _ambiguous(leaves, is_known=inputs is not None and targets is not None) if count > 1 else set()
+    wholes = [
+        leaf if path[0].idx == _KEYWORDS and _is_split(leaf) else part[0]
+        for (path, leaf), part in zip(leaves, parts, strict=True)
+    ]
+    whole = tree_unflatten(wholes, structure)[_KEYWORDS]
+    found = []
+    for at in range(count):
+        input, target, own = tree_unflatten([part[at] for part in parts], structure)
+        for name in names:
+            own[name] = Ambiguous(whole[name], own[name])
+        found.append(Microbatch(input, target, own))
+    return found
 
 
-def _with_wholes(found: list[Microbatch], leaves: list[Any], structure: TreeSpec) -> list[Microbatch]:
-    """Microbatches with ambiguous keywords: their rows are as many as another dimension has.
+def _ambiguous(leaves: Sequence[tuple[Any, Any]], *, is_known: bool) -> set[str]:
+    """The keywords with a tensor that may belong to the whole batch: its rows are another dimension too.
 
-    A rank without inputs or targets does not know the other dimensions: the layers look at their own input.
+    Parameters
+    ----------
+    leaves
+        The places of the batch's tensors and constants, and these.
+    is_known
+        Whether there are inputs and targets. If not, the layers know the other dimensions.
     """
-    places = [path[0].idx for path, _ in leaves]
     others = {size for _, leaf in leaves if _is_split(leaf) for size in leaf.shape[1:]}
-    is_known = found[0].input is not None and found[0].target is not None
-    names = {
+    return {
         path[1].key
-        for place, (path, leaf) in zip(places, leaves, strict=True)
-        if place == 2 and _is_split(leaf) and (leaf.shape[0] in others or not is_known)
+        for path, leaf in leaves
+        if path[0].idx == _KEYWORDS and _is_split(leaf) and (leaf.shape[0] in others or not is_known)
     }
-    if not names:
-        return found
-    made = []
-    for each in found:
-        parts = structure.flatten_up_to(tuple(each))
-        wholes = [
-            leaf if place == 2 and _is_split(leaf) else part
-            for place, (_, leaf), part in zip(places, leaves, parts, strict=True)
-        ]
-        whole = tree_unflatten(wholes, structure)[2]
-        keywords = {
-            name: Ambiguous(whole[name], part) if name in names else part
-            for name, part in each.keywords.items()
-        }
-        made.append(each._replace(keywords=keywords))
-    return made
 
 
 def _check_rows(rows: Mapping[str, int], count: int) -> None:

@@ -164,8 +164,8 @@ def _token_dimension(leaf: object, path: tuple[Any, ...], tokens: int) -> int | 
             return dimension
     raise InvalidRun(
         f"{name_of(path)} has the shape {list(leaf.shape)}; by cu_seqlens the batch has {tokens} tokens, so "
-        f"it must be [{tokens}, …] or [1, {tokens}, …]. Give tensors that have no row per token to each "
-        f"microbatch: step(microbatches=[Microbatch(input, target, keywords), …])."
+        f"it must be [{tokens}, …] or [1, {tokens}, …]. Mark what belongs to the whole batch: "
+        f"zbv_worker.Whole(tensor)."
     )
 
 

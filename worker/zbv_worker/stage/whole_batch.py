@@ -95,12 +95,14 @@ class Decisions:
                 error = raised
         names = [name for name, value in keywords.items() if type(value) is Ambiguous]
         shapes = [list(whole.shape) for whole, _ in leaves]
-        reason = "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})"
+        reason = (
+            "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})"
+        )
         raise InvalidRun(
-            f"found the keyword {names[0]!r} of shape {shapes[0]}: its first dimension may be the rows of the "
-            f"batch, and a {self._name} does not show which, because it does not run without values "
-            f"with either{reason}. Pass {names[0]}=zbv_worker.Whole(value) if it belongs to the whole batch, "
-            f"or pass step(microbatches=[Microbatch(input, target, keywords), …]) if it has a row per sample."
+            f"found the keyword {names[0]!r} of shape {shapes[0]}: its first dimension may be the rows of "
+            f"the batch or another one, and a {self._name} runs without values with neither{reason}. Pass "
+            f"{names[0]}=zbv_worker.Whole(value) if it belongs to the whole batch, or "
+            f"step(microbatches=[Microbatch(input, target, keywords), …]) if it has a row per sample."
         )
 
 
@@ -156,23 +158,27 @@ def _fits(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known: dict[int, Tensor] = {}
 
+    has_rows = any(tensor.shape[:1] == (rows,) for tensor in tensors_of(arguments))
+
     def resized(tensor: Tensor) -> Tensor:
         size = tensor.shape[0] if tensor.dim() else 0
-        shape = [size // rows * other, *tensor.shape[1:]] if size and size % rows == 0 else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        # A layer may have flattened rows and tokens.
+        is_split = size == rows if has_rows else size and size % rows == 0
+        return made(tensor, [size // rows * other, *tensor.shape[1:]] if is_split else tensor.shape)
 
-    def whole(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    def of_keyword(tensor: Tensor) -> Tensor:
+        is_split = tensor.shape[:1] == (rows,) and id(tensor) not in wholes
+        return made(tensor, [other, *tensor.shape[1:]] if is_split else tensor.shape)
+
+    def made(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     wholes = {id(pair[0]) for pair, is_whole in zip(_leaves(keywords), choice, strict=True) if is_whole}
     with _without_effects(layer), torch.no_grad(), mode:
         for tensor in [*layer.parameters(), *layer.buffers()]:
             known[id(tensor)] = torch.empty_like(tensor)
         given = map_tensors(resized, arguments)
-        more = map_tensors(
-            lambda tensor: whole(tensor) if id(tensor) in wholes else resized(tensor),
-            _chosen(keywords, choice),
-        )
+        more = map_tensors(of_keyword, _chosen(keywords, choice))
         values = {name: known[id(tensor)] for name, tensor in layer.named_parameters()}
         values |= {name: known[id(tensor)] for name, tensor in layer.named_buffers()}
         output = torch.func.functional_call(layer, values, given, more)
@@ -187,7 +193,11 @@ def _without_effects(layer: nn.Module) -> Iterator[None]:
     for module, *_ in before:
         vars(module).update({name: {} for name in _HOOKS})
     try:
-        with unlogged(), torch.random.fork_rng(devices=[]), AuxiliaryLosses(is_weighted=False).during("evaluation"):
+        with (
+            unlogged(),
+            torch.random.fork_rng(devices=[]),
+            AuxiliaryLosses(is_weighted=False).during("evaluation"),
+        ):
             yield
     finally:
         for module, attributes, buffers in before:

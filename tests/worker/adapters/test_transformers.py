@@ -248,7 +248,7 @@ def test_masks_are_made_for_the_attention_of_a_given_model(before: str, option: 
     for attention in (None, later):  # changed by the user afterwards
         if attention is not None:
             model.set_attn_implementation(attention)
-        tokens, labels, keywords = data(padding=2)
+        tokens, _, keywords = data(padding=2)
         for more in ({}, keywords):
             hidden: Any = tokens
             for layer in layers.build_layers(layers.layer_names(), CPU):

@@ -28,16 +28,14 @@ def plan() -> Plan:
     return search(unit_problem(1, 2, "v"), SearchOptions(effort="quick"))
 
 
-def layer() -> nn.Module:
+def layer() -> nn.Sequential:
     """Everything that has a mode is in evaluation mode, although the layer is not; the norm is frozen."""
-    made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.9))
-    made[1].running_mean.fill_(0.5)  # type: ignore[union-attr]
-    made[1].eval().requires_grad_(False)
-    made[2].eval()
-    return made
+    norm = nn.BatchNorm1d(4)
+    nn.init.constant_(norm.get_buffer("running_mean"), 0.5)
+    return nn.Sequential(nn.Linear(4, 4), norm.eval().requires_grad_(False), nn.Dropout(0.9).eval())
 
 
-def layers() -> list[nn.Module]:
+def layers() -> list[nn.Sequential]:
     torch.manual_seed(1)
     return [layer() for _ in range(3)]
 
@@ -55,13 +53,13 @@ class Kept:
         return stacked({name: self.modules[name].to(device) for name in names})
 
 
-def given(form: str) -> tuple[Any, nn.Sequential]:
+def given(form: str) -> tuple[Any, list[Any]]:
     """Layers, and the unsplit model."""
     if form == "functions":
         torch.manual_seed(5)
-        return [layer] * 3, nn.Sequential()
+        return [layer] * 3, []
     made = layers()
-    return (Kept(made) if form == "object" else made), nn.Sequential(*copy.deepcopy(made))
+    return (Kept(made) if form == "object" else made), copy.deepcopy(made)
 
 
 @pytest.mark.parametrize("form", ["modules", "object", "functions"])
@@ -70,14 +68,13 @@ def test_modules_in_evaluation_mode_train_in_that_mode(form: str, plan: Plan) ->
     x = torch.randn(4, 4)
     with zbv.Pipeline(plan, own, nnf.mse_loss) as pipe:
         if form == "functions":
-            whole = nn.Sequential(*copy.deepcopy([each for stage in pipe.modules.values() for each in stage]))
+            whole = copy.deepcopy([each for stage in pipe.modules.values() for each in stage.children()])
         for _ in range(2):
             loss = pipe.step(x, x)
-            torch.testing.assert_close(loss, nnf.mse_loss(whole(x), x).detach())
+            torch.testing.assert_close(loss, nnf.mse_loss(nn.Sequential(*whole)(x), x).detach())
             pipe.evaluate(x, x)
-        modes = [
-            module.training for stage in pipe.modules.values() for each in stage for module in each.modules()
-        ]
+        layers = [each for stage in pipe.modules.values() for each in stage.children()]
+        modes = [module.training for each in layers for module in each.modules()]
         assert modes == [module.training for each in whole for module in each.modules()]
         for name, buffer in pipe.state_dict().items():
             if "num_batches" in name:
@@ -90,21 +87,21 @@ def test_modes_may_change_between_steps(plan: Plan) -> None:
     x = torch.randn(4, 4)
     with zbv.Pipeline(plan, own, nnf.mse_loss) as pipe:
         for each in (*own, *whole):
-            each[1].train()  # type: ignore[index]
+            each[1].train()
         pipe.step(x, x)
-        for part in x.split(2):
+        for part in x.chunk(2):
             whole(part)
         for each in (*own, *whole):
-            each[1].eval()  # type: ignore[index]
+            each[1].eval()
         torch.testing.assert_close(pipe.step(x, x), nnf.mse_loss(whole(x), x).detach())
 
 
 @pytest.mark.parametrize("form", ["modules", "object"])
 def test_planning_layers_changes_nothing_of_them(form: str) -> None:
     own, whole = given(form)
-    modules: Sequence[nn.Module] = list(own.modules.values()) if isinstance(own, Kept) else own
+    modules: Sequence[Any] = list(own.modules.values()) if isinstance(own, Kept) else own
     for each in (*modules, *whole):
-        each[1].train()  # type: ignore[index]
+        each[1].train()
     x, state = torch.randn(4, 4), torch.get_rng_state()
     with zbv.Pipeline(None, own, nnf.mse_loss, microbatches=2, example=(x, x)):
         assert torch.equal(state, torch.get_rng_state())

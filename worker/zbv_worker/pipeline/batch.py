@@ -141,10 +141,7 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
         for _, leaf in leaves
     ]
     names = _ambiguous(leaves, is_known=inputs is not None and targets is not None) if count > 1 else set()
-    wholes = [
-        leaf if path[0].idx == _KEYWORDS and _is_split(leaf) else part[0]
-        for (path, leaf), part in zip(leaves, parts, strict=True)
-    ]
+    wholes = [leaf if _is_split(leaf) else part[0] for (_, leaf), part in zip(leaves, parts, strict=True)]
     whole = tree_unflatten(wholes, structure)[_KEYWORDS]
     found = []
     for at in range(count):
@@ -155,7 +152,7 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
     return found
 
 
-def _ambiguous(leaves: Sequence[tuple[Any, Any]], *, is_known: bool) -> set[str]:
+def _ambiguous(leaves: Sequence[tuple[tuple[Any, ...], Any]], *, is_known: bool) -> set[str]:
     """The keywords with a tensor that may belong to the whole batch: its rows are another dimension too.
 
     Parameters

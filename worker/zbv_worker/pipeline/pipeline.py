@@ -119,8 +119,8 @@ class Pipeline(PipelineState):
     Attributes
     ----------
     modules
-        This rank's modules, by stage; the children of each are layers. They keep the modes (``train``, ``eval``)
-        that the user sets.
+        This rank's modules, by stage; the children of each are layers. They keep the modes that the user
+        sets (``train``, ``eval``).
 
     Raises
     ------

@@ -288,6 +288,9 @@ def test_a_given_model_keeps_its_modes_and_what_measuring_would_change() -> None
         assert abs(pipe.step(tokens, tokens) - expected) > 0.01
         torch.testing.assert_close(pipe.evaluate(tokens, tokens), expected)
         assert all(module.training for module in model.modules())
+    layers = from_transformers(model)
+    layers.build_layers(layers.layer_names(), CPU)
+    assert all(module.training for module in model.modules())
 
 
 def test_a_given_model_without_memory_stays_as_it_is() -> None:

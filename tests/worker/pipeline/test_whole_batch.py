@@ -44,8 +44,9 @@ class Layer(nn.Module):
     def __init__(self, compute: Compute):
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.compute, self.calls, self.hooked = compute, 0, 0
-        self.norm.register_forward_hook(lambda *_: setattr(self, "hooked", self.hooked + 1))
+        self.compute, self.calls = compute, 0
+        self.hooked: list[None] = []
+        self.norm.register_forward_hook(lambda *_: self.hooked.append(None))
 
     def forward(self, x: Tensor, *, a: Any, b: Any = None) -> Tensor:
         self.calls += 1
@@ -97,7 +98,7 @@ def test_a_square_batch_computes_what_the_unsplit_model_computes(kind: str, plan
     assert torch.equal(state, torch.get_rng_state())
     for layer, other in zip(own, whole, strict=True):
         torch.testing.assert_close(layer.linear.weight.grad, other.linear.weight.grad)
-        assert layer.calls == layer.hooked == 2 * plan.problem.microbatches
+        assert layer.calls == len(layer.hooked) == 2 * plan.problem.microbatches
         assert layer.norm.num_batches_tracked == plan.problem.microbatches  # not of the evaluation
 
 
@@ -118,6 +119,23 @@ def test_a_layer_that_does_not_show_it_is_refused(plan: Plan) -> None:
                 InvalidRun, match=r"keyword 'a' of shape \[4, 4\].*a=zbv_worker\.Whole.*microbatches="
             ):
                 pipe.step(x, x, a=CAUSAL)
+
+
+class Rows(Layer):
+    per_row = ("a",)
+
+
+def test_a_layer_may_say_that_a_keyword_has_rows(plan: Plan) -> None:
+    seen: list[torch.Size] = []
+
+    def compute(query: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+        seen.append(mask.shape)
+        return query
+
+    x = torch.randn(ROWS, ROWS, WIDTH)
+    with zbv.Pipeline(plan, [Rows(compute), nn.Identity()], nnf.mse_loss) as pipe:
+        pipe.step(x, x, a=CAUSAL)
+    assert seen == [(ROWS // plan.problem.microbatches, ROWS)] * plan.problem.microbatches
 
 
 def test_masks_of_ordinary_batches_are_split_at_once() -> None:

@@ -141,8 +141,10 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
         for _, leaf in leaves
     ]
     names = _ambiguous(leaves, is_known=inputs is not None and targets is not None) if count > 1 else set()
-    wholes = [leaf if _is_split(leaf) else part[0] for (_, leaf), part in zip(leaves, parts, strict=True)]
-    whole = tree_unflatten(wholes, structure)[_KEYWORDS]
+    whole: Mapping[str, Any] = {}
+    if names:
+        uncut = [leaf if _is_split(leaf) else part[0] for (_, leaf), part in zip(leaves, parts, strict=True)]
+        whole = tree_unflatten(uncut, structure)[_KEYWORDS]
     found = []
     for at in range(count):
         input, target, own = tree_unflatten([part[at] for part in parts], structure)

@@ -31,7 +31,7 @@ from zbv_worker.errors import (
 if TYPE_CHECKING:
     from zbv_worker.adapters.transformers import from_transformers
     from zbv_worker.model.model import Model
-    from zbv_worker.model.protocol import Microbatch
+    from zbv_worker.model.protocol import Microbatch, Whole
     from zbv_worker.pipeline.agent_run import run_plan
     from zbv_worker.pipeline.pipeline import Pipeline
     from zbv_worker.stage.auxiliary_loss import add_auxiliary_loss
@@ -45,6 +45,7 @@ __all__ = [
     "ModelError",
     "PeerLost",
     "Pipeline",
+    "Whole",
     "WorkerError",
     "add_auxiliary_loss",
     "from_transformers",
@@ -55,6 +56,7 @@ _HOMES = {
     "Microbatch": "model.protocol",
     "Model": "model.model",
     "Pipeline": "pipeline.pipeline",
+    "Whole": "model.protocol",
     "add_auxiliary_loss": "stage.auxiliary_loss",
     "from_transformers": "adapters.transformers",
     "run_plan": "pipeline.agent_run",

@@ -37,6 +37,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.model.layer_list import whole_name
+from zbv_worker.stage.layers import call
 from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.stage import Stage
 from zbv_worker.stage.weight_grads import WeightGrads
@@ -400,6 +401,82 @@ def test_a_model_gives_its_own_modules() -> None:
     built = from_transformers(model).build_layers(["embedding", "block.0"], CPU)
     assert built.get_submodule("embedding.embed_tokens") is model.model.embed_tokens
     assert built.get_submodule("block/0.layer") is model.model.layers[0]
+
+
+@pytest.mark.parametrize("option", [None, "eager", "sdpa"])
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_masks_are_made_for_the_attention_of_a_given_model(before: str, option: str | None) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of("mistral"), attn_implementation=before)
+    layers = from_transformers(model, attention=option)
+    assert model.config._attn_implementation == (option or before)
+    later = "sdpa" if model.config._attn_implementation == "eager" else "eager"
+    for attention in (None, later):  # changed by the user afterwards
+        if attention is not None:
+            model.set_attn_implementation(attention)
+        tokens, _, keywords = data(padding=2)
+        for more in ({}, keywords):
+            hidden: Any = tokens
+            for layer in layers.build_layers(layers.layer_names(), CPU):
+                hidden = call(layer, hidden, more)
+            torch.testing.assert_close(hidden, model(input_ids=tokens, **more).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 3}, "seed=3 with a model"),
+        ({"dtype": torch.bfloat16}, r"dtype=torch.bfloat16 with a model of torch.float32.*model.to"),
+        ({"attention": "none such"}, "rejects attention='none such'"),
+    ],
+)
+def test_arguments_that_a_given_model_contradicts_are_refused(changes: dict[str, Any], message: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+    with pytest.raises(InvalidRun, match=message):
+        from_transformers(model, **changes)
+
+
+def test_a_given_model_keeps_its_modes_and_what_measuring_would_change() -> None:
+    dropping = config_of("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    model = transformers.AutoModelForCausalLM.from_config(dropping).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    expected = model(input_ids=tokens, labels=tokens).loss.detach()
+    with pytest.warns(UserWarning, match=r"resid_pdrop has no effect.*model\.train"):
+        layers = from_transformers(model)
+    with zbv.Pipeline(None, layers, microbatches=1, example=(tokens, tokens)) as pipe:
+        assert not any(module.training for module in model.modules())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+        torch.testing.assert_close(pipe.step(tokens, tokens), expected)
+        model.train()
+        assert abs(pipe.step(tokens, tokens) - expected) > 0.01
+        torch.testing.assert_close(pipe.evaluate(tokens, tokens), expected)
+        assert all(module.training for module in model.modules())
+    layers = from_transformers(model)
+    layers.build_layers(layers.layer_names(), CPU)
+    assert all(module.training for module in model.modules())
+
+
+def test_a_given_model_without_memory_stays_as_it_is() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+    built = from_transformers(model).build_layers(["embedding"], torch.device("meta"))
+    assert all(parameter.is_meta for parameter in built.parameters())
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_mask_with_as_many_rows_as_tokens_is_split() -> None:
+    plan = search(unit_problem(1, 2, "v"), SearchOptions(effort="quick"))
+    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+    tokens = torch.randint(VOCABULARY, (4, 4))
+    mask = torch.ones(4, 4, dtype=torch.long).tril(2)
+    labels = tokens.masked_fill(mask == 0, -100)
+    with zbv.Pipeline(plan, from_transformers(model)) as pipe:
+        found = pipe.step(tokens, labels, attention_mask=mask)
+    torch.testing.assert_close(
+        found, model(input_ids=tokens, labels=labels, attention_mask=mask).loss.detach()
+    )
 
 
 def test_the_dtype_is_the_configurations_or_the_given_one() -> None:

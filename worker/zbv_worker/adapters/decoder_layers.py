@@ -217,8 +217,9 @@ def _decoder_with(model: Any, replacements: Mapping[str, nn.Module]) -> Any:
     """
     kept = {k: child for k, child in model.base_model.named_children() if k not in replacements}
     made = {key: _materialised(model, child) for key, child in kept.items()}
-    # In evaluation mode, so that a forward for the arguments of blocks draws no random numbers.
-    return _without(model.base_model, {**made, **replacements}).eval()
+    decoder = _without(model.base_model, {**made, **replacements})
+    decoder.training = False  # only its own: the replacements may be the user's modules
+    return decoder
 
 
 def _materialised(model: Any, module: nn.Module) -> nn.Module:
@@ -226,7 +227,8 @@ def _materialised(model: Any, module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module).to_empty(device="cpu")
     with torch.no_grad():
         copied.apply(model._init_weights)
-    return copied
+    # So that a forward for the arguments of blocks draws no random numbers.
+    return copied.eval()
 
 
 class DecoderEmbedding(nn.Module):
@@ -235,13 +237,14 @@ class DecoderEmbedding(nn.Module):
     Its modules have their names in the decoder.
     """
 
+    per_row = ("position_ids",)
+
     def __init__(self, anatomy: Anatomy, modules: Mapping[str, nn.Module]):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
         replaced = {name: nn.Identity() for name in anatomy.after}
         decoder = _decoder_with(anatomy.model, {**modules, **replaced, anatomy.blocks: nn.ModuleList()})
-        self.train()  # the decoder's modules are this module's
         self.__dict__["_decoder"] = decoder  # not a child
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -259,7 +262,11 @@ class DecoderBlock(nn.Module):
     ----------
     layer
         The block of the model's own class.
+    per_row
+        The keywords that always have one row per sample.
     """
+
+    per_row = ("attention_mask", "position_ids")
 
     def __init__(self, layer: nn.Module, index: int, arguments: BlockArguments):
         super().__init__()

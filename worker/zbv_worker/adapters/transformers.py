@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -30,14 +31,15 @@ from zbv_worker.adapters.safetensors_folder import equal_ties, read_tensors, wri
 from zbv_worker.adapters.split_modules import split_modules
 from zbv_worker.adapters.transformers_source import (
     dtype_of,
+    like,
     on_meta,
     require_language_model,
     require_transformers,
     resolved,
     supported,
 )
-from zbv_worker.errors import InvalidRun
-from zbv_worker.model.layer_list import shared_names, stacked, whole_name
+from zbv_worker.errors import InvalidRun, describe_error
+from zbv_worker.model.layer_list import shared_names, stacked, whole_name, without_memory
 
 IGNORED = -100
 """The label of tokens that the loss ignores, as in transformers."""
@@ -60,30 +62,70 @@ def from_transformers(
     source
         A configuration, or the path of its JSON file, or a model class (with its default configuration):
         initial parameters are random. A folder with ``config.json`` and safetensors: each rank reads the
-        tensors of its layers. A model: its own modules become the layers.
+        tensors of its layers. A model: its own modules become the layers, and keep their modes, configuration
+        and attention. ``from_pretrained`` returns a model in evaluation mode; call its ``train()`` to train
+        with dropout.
     seed
-        Decides random initial parameters, together with the layer.
+        Decides random initial parameters, together with the layer. Not for a model, which has parameters.
     dtype
-        The dtype of parameters; the configuration's if None, else float32.
+        The dtype of parameters; the configuration's if None, else float32. Not for a model: call its ``to``.
     attention
-        ``"sdpa"`` or ``"eager"``; None for transformers' choice.
+        ``"sdpa"``, ``"eager"`` or another name of transformers; None for its choice. In a given model it is
+        set for all layers (``set_attn_implementation``), and stays set.
 
     Raises
     ------
     InvalidRun
-        If transformers is missing, the source cannot be read, or its family is not supported.
+        If transformers is missing, the source cannot be read, its family or the attention is not supported,
+        or an argument does not fit a given model.
     """
     require_transformers()
     from transformers import PreTrainedModel
 
     if isinstance(source, PreTrainedModel):
         require_language_model(type(source), supported(source.config))
-        return TransformersLayers(
-            on_meta(type(source), source.config, source.dtype, attention), seed, own=source
-        )
+        _keep(source, seed, dtype, attention)
+        return TransformersLayers(like(source), seed, own=source)
     model_class, config, folder = resolved(source)
     model = on_meta(model_class, config, dtype or dtype_of(config), attention)
     return TransformersLayers(model, seed, folder=folder)
+
+
+def _keep(model: Any, seed: int, dtype: torch.dtype | None, attention: str | None) -> None:
+    """Check the arguments for a given model, and set its attention."""
+    if seed:
+        raise InvalidRun(
+            f"from_transformers: found seed={seed} with a model, which has its parameters already. Omit it."
+        )
+    if dtype not in (None, model.dtype):
+        raise InvalidRun(
+            f"from_transformers: found dtype={dtype} with a model of {model.dtype}. Omit it, or call "
+            f"model.to({dtype}) before."
+        )
+    if attention is not None:
+        try:
+            model.set_attn_implementation(attention)
+        except Exception as error:  # transformers raises classes of several libraries
+            raise InvalidRun(
+                f"from_transformers: transformers rejects attention={attention!r}: {describe_error(error)}. "
+                f"Pass 'sdpa' or 'eager'."
+            ) from error
+        if model.config._attn_implementation != attention:
+            raise InvalidRun(
+                f"from_transformers: found attention={attention!r}; the model keeps "
+                f"{model.config._attn_implementation!r}. Omit the argument."
+            )
+    draws = [
+        name
+        for name, value in model.config.to_dict().items()
+        if "drop" in name and isinstance(value, float) and value > 0
+    ]
+    if draws and not any(module.training for module in model.modules()):
+        warnings.warn(
+            f"the model is in evaluation mode, as from_pretrained returns it, so {draws[0]} has no effect. "
+            f"Call model.train() to train with it.",
+            stacklevel=3,
+        )
 
 
 class TransformersLayers:
@@ -105,7 +147,7 @@ class TransformersLayers:
         self._seed = seed
         self._folder = folder
         self._anatomy = Anatomy.of(model)
-        self._routing = Routing.of(model)
+        self._routing = Routing.of(model if own is None else own)
         self._own = own
 
     def layer_names(self) -> Sequence[str]:
@@ -252,8 +294,11 @@ class TransformersLayers:
     def _modules(self, name: str, device: torch.device) -> dict[str, nn.Module]:
         """The modules of a layer with their parameters, by their names in the layer."""
         paths = self._paths(name)
-        if self._own is not None and device.type != "meta":
-            return {child: self._own.get_submodule(path).to(device) for child, path in paths.items()}
+        if self._own is not None:
+            modules = {child: self._own.get_submodule(path) for child, path in paths.items()}
+            if device.type == "meta":
+                return {child: without_memory(module) for child, module in modules.items()}
+            return {child: module.to(device) for child, module in modules.items()}
         made = {child: copy.deepcopy(self._model.get_submodule(path)) for child, path in paths.items()}
         if device.type == "meta":
             return made

@@ -144,3 +144,13 @@ def on_meta(model_class: Any, config: Any, dtype: torch.dtype, attention: str | 
             f"{describe_error(error)}. Correct the configuration."
         ) from error
     return model.train()
+
+
+def like(source: Any) -> Any:
+    """A model on the meta device with the configurations of a given one, also if they change later."""
+    model = on_meta(type(source), source.config, source.dtype, source.config._attn_implementation)
+    originals = dict(source.named_modules())
+    for name, module in model.named_modules():
+        if hasattr(module, "config") and hasattr(originals.get(name), "config"):
+            module.config = originals[name].config  # masks are made for what the layers use
+    return model

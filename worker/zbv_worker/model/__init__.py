@@ -17,6 +17,7 @@ from zbv_worker.model.protocol import (
     StatefulData,
     Tied,
     Weighted,
+    Whole,
 )
 from zbv_worker.model.spec import ModelSpec
 
@@ -33,4 +34,5 @@ __all__ = [
     "StatefulData",
     "Tied",
     "Weighted",
+    "Whole",
 ]

@@ -43,7 +43,7 @@ def build_stage(model: PipelineModel, stage: int, n_stages: int, device: torch.d
         raise ModelError(
             f"build_stage({stage}, {n_stages}) returned a {type(module).__name__}; must be an nn.Module."
         )
-    return module.train()
+    return module
 
 
 def layer_names(model: Layered) -> tuple[str, ...]:
@@ -77,4 +77,4 @@ def build_layers(model: Layered, names: Sequence[str], device: torch.device) -> 
             f"build_layers of {', '.join(names)} returned a {type(module).__name__}{count}; must be an "
             f"nn.Sequential of {len(names)}, one module per layer."
         )
-    return module.train()
+    return module

@@ -93,7 +93,7 @@ class LayerList:
     def _built(self, name: str, device: torch.device) -> nn.Module:
         layer = self._layers[name]
         if isinstance(layer, nn.Module):
-            return _without_memory(layer) if device.type == "meta" else layer.to(device)
+            return without_memory(layer) if device.type == "meta" else layer.to(device)
         place = device if device.type == "meta" else torch.device("cpu")
         with torch.random.fork_rng(devices=[]), place:
             torch.manual_seed(mixed(self._seed, list(self._layers).index(name)))
@@ -212,7 +212,7 @@ def mixed(*numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7])
 
 
-def _without_memory(module: nn.Module) -> nn.Module:
+def without_memory(module: nn.Module) -> nn.Module:
     """A copy on the meta device, which never holds the values."""
     empty: dict[int, Tensor] = {}
     for parameter in module.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -27,6 +28,20 @@ class Microbatch(NamedTuple):
     input: Any
     target: Any = None
     keywords: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A value of a batch that belongs to the whole batch: every microbatch gets it as it is.
+
+    ::
+
+        pipe.step(inputs, targets, mask=Whole(causal_mask))
+
+    It may stand wherever a batch may have a tensor: in inputs, targets and keywords, and in their containers.
+    """
+
+    value: Any
 
 
 @runtime_checkable

@@ -5,12 +5,13 @@ The measurement trains copies of the layers, so it changes neither the layers no
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from zbv_solver.errors import ZbvError
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
@@ -23,7 +24,7 @@ from zbv_worker.measure.profile.rank import RankProfiler
 from zbv_worker.model.checks import has_ties
 from zbv_worker.model.layer_list import LayerList
 from zbv_worker.model.model import Model
-from zbv_worker.model.protocol import Layered
+from zbv_worker.model.protocol import Layered, Tied
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.program import Program
 from zbv_worker.transport.channels import Transport
@@ -148,8 +149,24 @@ def _measurable(layers: Layered, loss: Callable[[Any, Any], Any] | None, example
         value: Tensor = found[0] / max(1.0, float(found[1])) if isinstance(found, tuple) else found
         return value
 
-    copied = layers.untouched() if isinstance(layers, LayerList) else layers
-    return Model(copied, loss=mean, data=lambda step, index: example)
+    copies = layers.untouched() if isinstance(layers, LayerList) else _Copies(layers)
+    return Model(copies, loss=mean, data=lambda step, index: example)
+
+
+class _Copies:
+    """Layers whose object may return the same modules again, as copies."""
+
+    def __init__(self, layers: Layered):
+        self._layers = layers
+        self.layer_names = layers.layer_names
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        """Copies of some layers."""
+        return copy.deepcopy(self._layers.build_layers(names, device))
+
+    def tied_parameters(self) -> Sequence[tuple[str, str]]:
+        """Pairs of names of parameters that layers share."""
+        return self._layers.tied_parameters() if isinstance(self._layers, Tied) else ()
 
 
 def _measured(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model.protocol import Microbatch
+from zbv_worker.model.protocol import Microbatch, Whole
 from zbv_worker.pipeline.leaves import name_of, require_no_container
 from zbv_worker.pipeline.packed import split_packed
 from zbv_worker.stage.layers import Keywords
+from zbv_worker.stage.whole_batch import Ambiguous
 
 _ANY = Keywords(takes_any=True)
+_KEYWORDS = Microbatch._fields.index("keywords")
 
 
 class StepData:
@@ -108,14 +111,18 @@ def _cut(batch: Batch, count: int, tokens: Sequence[int] | None, taken: Keywords
             f"found {len(given)} microbatches; the plan has {count}. Pass {count} microbatches, or plan for "
             f"{len(given)}."
         )
-    return [_as_microbatch(each, at) for at, each in enumerate(given)]
+    return [
+        tree_map_only(Whole, attrgetter("value"), _as_microbatch(each, at)) for at, each in enumerate(given)
+    ]
 
 
 def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> list[Microbatch]:
     """Split a batch into ``count`` equal microbatches, which are views of it.
 
     Every tensor is split along its first dimension, wherever it is in nested lists, tuples and dicts.
-    Everything else, tensors without dimensions too, is passed to every microbatch.
+    Everything else, also tensors without dimensions and values in :class:`Whole`, is passed to every
+    microbatch.
+    A keyword whose first dimension may be another one than that of the rows becomes :class:`Ambiguous`.
 
     Raises
     ------
@@ -127,8 +134,42 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
     for path, leaf in leaves:
         require_no_container(leaf, path)
     _check_rows({name_of(path): leaf.shape[0] for path, leaf in leaves if _is_split(leaf)}, count)
-    parts = [leaf.split(leaf.shape[0] // count) if _is_split(leaf) else (leaf,) * count for _, leaf in leaves]
-    return [Microbatch(*tree_unflatten([part[at] for part in parts], structure)) for at in range(count)]
+    parts = [
+        leaf.split(leaf.shape[0] // count)
+        if _is_split(leaf)
+        else (leaf.value if isinstance(leaf, Whole) else leaf,) * count
+        for _, leaf in leaves
+    ]
+    names = _ambiguous(leaves, is_known=inputs is not None and targets is not None) if count > 1 else set()
+    whole: Mapping[str, Any] = {}
+    if names:
+        uncut = [leaf if _is_split(leaf) else part[0] for (_, leaf), part in zip(leaves, parts, strict=True)]
+        whole = tree_unflatten(uncut, structure)[_KEYWORDS]
+    found = []
+    for at in range(count):
+        input, target, own = tree_unflatten([part[at] for part in parts], structure)
+        for name in names:
+            own[name] = Ambiguous(whole[name], own[name])
+        found.append(Microbatch(input, target, own))
+    return found
+
+
+def _ambiguous(leaves: Sequence[tuple[tuple[Any, ...], Any]], *, is_known: bool) -> set[str]:
+    """The keywords with a tensor that may belong to the whole batch: its rows are another dimension too.
+
+    Parameters
+    ----------
+    leaves
+        The places of the batch's tensors and constants, and these.
+    is_known
+        Whether there are inputs and targets. If not, the layers know the other dimensions.
+    """
+    others = {size for _, leaf in leaves if _is_split(leaf) for size in leaf.shape[1:]}
+    return {
+        path[1].key
+        for path, leaf in leaves
+        if path[0].idx == _KEYWORDS and _is_split(leaf) and (leaf.shape[0] in others or not is_known)
+    }
 
 
 def _check_rows(rows: Mapping[str, int], count: int) -> None:
@@ -140,8 +181,7 @@ def _check_rows(rows: Mapping[str, int], count: int) -> None:
         if found != expected:
             raise InvalidRun(
                 f"{first} has {expected} rows and {name} has {found}; the first dimension of every tensor "
-                f"must be the batch. Give tensors that are no part of the batch to each microbatch: "
-                f"step(microbatches=[Microbatch(input, target, keywords), …])."
+                f"must be the batch. Mark what belongs to the whole batch: zbv_worker.Whole(tensor)."
             )
     if expected == 0 or expected % count:
         raise InvalidRun(

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils._pytree import keystr
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.model.protocol import Whole
 
 
 def require_no_container(leaf: object, path: tuple[Any, ...]) -> None:
@@ -16,7 +17,7 @@ def require_no_container(leaf: object, path: tuple[Any, ...]) -> None:
     remedy = None
     if isinstance(leaf, Mapping):
         remedy = "Pass dict(…) of it"
-    elif is_dataclass(leaf) and not isinstance(leaf, type):
+    elif is_dataclass(leaf) and not isinstance(leaf, type | Whole):
         remedy = "Pass its fields in a dict"
     elif type(leaf).__module__ == "numpy" and bool(getattr(leaf, "shape", None)):
         remedy = "Pass torch.from_numpy(…) of it"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model.protocol import Microbatch
+from zbv_worker.model.protocol import Microbatch, Whole
 from zbv_worker.pipeline.leaves import name_of, require_no_container
 from zbv_worker.stage.layers import Keywords
 
@@ -78,7 +78,9 @@ def split_packed(
     for own in chosen:
         spans = _joined([(offsets[at], offsets[at + 1]) for at in own])
         parts = [
-            leaf if dimension is None else _cut(leaf, spans, dimension)
+            (leaf.value if isinstance(leaf, Whole) else leaf)
+            if dimension is None
+            else _cut(leaf, spans, dimension)
             for (_, leaf), dimension in zip(leaves, dimensions, strict=True)
         ]
         input, target, more = tree_unflatten(parts, structure)
@@ -162,8 +164,8 @@ def _token_dimension(leaf: object, path: tuple[Any, ...], tokens: int) -> int | 
             return dimension
     raise InvalidRun(
         f"{name_of(path)} has the shape {list(leaf.shape)}; by cu_seqlens the batch has {tokens} tokens, so "
-        f"it must be [{tokens}, …] or [1, {tokens}, …]. Give tensors that have no row per token to each "
-        f"microbatch: step(microbatches=[Microbatch(input, target, keywords), …])."
+        f"it must be [{tokens}, …] or [1, {tokens}, …]. Mark what belongs to the whole batch: "
+        f"zbv_worker.Whole(tensor)."
     )
 
 

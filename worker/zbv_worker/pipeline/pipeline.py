@@ -119,7 +119,8 @@ class Pipeline(PipelineState):
     Attributes
     ----------
     modules
-        This rank's modules, by stage; the children of each are layers.
+        This rank's modules, by stage; the children of each are layers. They keep the modes that the user
+        sets (``train``, ``eval``).
 
     Raises
     ------
@@ -204,7 +205,8 @@ class Pipeline(PipelineState):
         Parameters
         ----------
         inputs, targets
-            A batch; every tensor in them is split along its first dimension into the plan's microbatches.
+            A batch; every tensor in them is split along its first dimension into the plan's microbatches,
+            except values in :class:`zbv_worker.Whole`, which every microbatch gets as they are.
             Ranks without the first layer do not use the inputs, and ranks without the last layer do not use
             the targets. With ``data_rank``, only that rank passes a batch. The shapes may change from one
             call to the next, if all ranks or only the data rank are given the whole batch.
@@ -225,8 +227,8 @@ class Pipeline(PipelineState):
         outputs
             Whether to return the last layer's outputs too.
         keywords
-            For the layers with parameters of these names; split like the inputs. Every rank with such layers
-            needs them.
+            For the layers with parameters of these names; split like the inputs, except values in
+            :class:`zbv_worker.Whole`. Every rank with such layers needs them.
 
         Returns
         -------

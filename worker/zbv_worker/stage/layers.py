@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from zbv_worker.errors import ModelError
+from zbv_worker.stage.whole_batch import Ambiguous, Decisions
 
 NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
@@ -67,6 +68,7 @@ class Keywords:
 class _Signature:
     positional: tuple[str, ...]
     keywords: Keywords
+    decisions: Decisions | None
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, _Signature] = WeakKeyDictionary()
@@ -76,15 +78,16 @@ def _signature(layer: nn.Module) -> _Signature:
     found = _KNOWN.get(layer)
     if found is None:
         if isinstance(layer, LayerSequence):
-            found = _Signature((), Keywords.of(layer))
+            found = _Signature((), Keywords.of(layer), None)
         else:
             original = getattr(layer, "_orig_mod", layer)  # of torch.compile
-            found = _of_parameters(inspect.signature(original.forward).parameters.values())
+            decisions = Decisions(original, getattr(original, "per_row", ()))
+            found = _of_parameters(inspect.signature(original.forward).parameters.values(), decisions)
         _KNOWN[layer] = found
     return found
 
 
-def _of_parameters(parameters: Iterable[inspect.Parameter]) -> _Signature:
+def _of_parameters(parameters: Iterable[inspect.Parameter], decisions: Decisions) -> _Signature:
     by_position, names, takes_any = [], [], False
     for each in parameters:
         if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD):
@@ -93,11 +96,13 @@ def _of_parameters(parameters: Iterable[inspect.Parameter]) -> _Signature:
             names.append(each.name)
         takes_any = takes_any or each.kind == each.VAR_KEYWORD
     beyond = frozenset(names).difference(by_position[:1])
-    return _Signature(tuple(by_position), Keywords(frozenset(names), beyond, takes_any))
+    return _Signature(tuple(by_position), Keywords(frozenset(names), beyond, takes_any), decisions)
 
 
 def call(layer: nn.Module, x: Any, keywords: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Any:
     """Call a layer; raises :class:`ModelError` if a keyword is also one of the positional arguments.
+
+    An ambiguous keyword is passed whole or in part, see :mod:`zbv_worker.stage.whole_batch`.
 
     Parameters
     ----------
@@ -116,6 +121,8 @@ def call(layer: nn.Module, x: Any, keywords: Mapping[str, Any], run: Callable[..
                 f"a {type(layer).__name__} gets {name!r} from the layer before and as a keyword of the "
                 f"microbatch. Rename the keyword, or the parameter of the layer's forward."
             )
+    if signature.decisions is not None and any(type(value) is Ambiguous for value in chosen.values()):
+        chosen = signature.decisions.applied(layer, arguments, chosen)
     return called(*arguments, **chosen)
 
 

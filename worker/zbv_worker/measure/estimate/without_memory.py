@@ -6,7 +6,6 @@ select CPU kernels and autograd saves what it would save there, but nothing is c
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from zbv_worker.errors import InvalidRun, WorkerError, describe_error
 from zbv_worker.measure.operators import InterceptedOperators
+from zbv_worker.stage.whole_batch import unlogged
 
 CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -99,7 +99,7 @@ def without_values(what: str) -> Iterator[None]:
         In place of any exception.
     """
     try:
-        with _refuse_unknown_memory(what), _unlogged():
+        with _refuse_unknown_memory(what), unlogged():
             yield
     except InvalidRun:
         raise
@@ -119,18 +119,6 @@ def without_values(what: str) -> Iterator[None]:
             f"{what} raised {describe_error(error)}. If that is because tensors have no values in an "
             f"estimate, {_INSTEAD[0].lower()}{_INSTEAD[1:]}"
         ) from error
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Silence torch's log of operators that need values; the exception is reported instead."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _refuse_unknown_memory(what: str) -> InterceptedOperators:

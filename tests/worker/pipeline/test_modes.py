@@ -1,0 +1,117 @@
+"""What the user set on layers stays set: modes, frozen parameters, buffers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import zbv_worker as zbv
+from support.plans import unit_problem
+from torch import nn
+from torch.nn import functional as nnf
+from zbv_solver.plans.plan import Plan
+from zbv_solver.search.search import SearchOptions, search
+from zbv_worker.model.layer_list import stacked
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return search(unit_problem(1, 2, "v"), SearchOptions(effort="quick"))
+
+
+def layer() -> nn.Sequential:
+    """Everything that has a mode is in evaluation mode, although the layer is not; the norm is frozen."""
+    norm = nn.BatchNorm1d(4)
+    nn.init.constant_(norm.get_buffer("running_mean"), 0.5)
+    return nn.Sequential(nn.Linear(4, 4), norm.eval().requires_grad_(False), nn.Dropout(0.9).eval())
+
+
+def layers() -> list[nn.Sequential]:
+    torch.manual_seed(1)
+    return [layer() for _ in range(3)]
+
+
+class Kept:
+    """Builds the same modules each time."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.modules = dict(zip("abc", modules, strict=True))
+
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(self.modules)
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        return stacked({name: self.modules[name].to(device) for name in names})
+
+
+def given(form: str) -> tuple[Any, list[Any]]:
+    """Layers, and the unsplit model."""
+    if form == "functions":
+        torch.manual_seed(5)
+        return [layer] * 3, []
+    made = layers()
+    return (Kept(made) if form == "object" else made), copy.deepcopy(made)
+
+
+@pytest.mark.parametrize("form", ["modules", "object", "functions"])
+def test_modules_in_evaluation_mode_train_in_that_mode(form: str, plan: Plan) -> None:
+    own, whole = given(form)
+    x = torch.randn(4, 4)
+    with zbv.Pipeline(plan, own, nnf.mse_loss) as pipe:
+        if form == "functions":
+            whole = copy.deepcopy([each for stage in pipe.modules.values() for each in stage.children()])
+        for _ in range(2):
+            loss = pipe.step(x, x)
+            torch.testing.assert_close(loss, nnf.mse_loss(nn.Sequential(*whole)(x), x).detach())
+            pipe.evaluate(x, x)
+        layers = [each for stage in pipe.modules.values() for each in stage.children()]
+        modes = [module.training for each in layers for module in each.modules()]
+        assert modes == [module.training for each in whole for module in each.modules()]
+        for name, buffer in pipe.state_dict().items():
+            if "num_batches" in name:
+                assert buffer == 0
+
+
+def test_modes_may_change_between_steps(plan: Plan) -> None:
+    own = layers()
+    whole = nn.Sequential(*copy.deepcopy(own))
+    x = torch.randn(4, 4)
+    with zbv.Pipeline(plan, own, nnf.mse_loss) as pipe:
+        for each in (*own, *whole):
+            each[1].train()
+        pipe.step(x, x)
+        for part in x.chunk(2):
+            whole(part)
+        for each in (*own, *whole):
+            each[1].eval()
+        torch.testing.assert_close(pipe.step(x, x), nnf.mse_loss(whole(x), x).detach())
+
+
+@pytest.mark.parametrize("form", ["modules", "object"])
+def test_planning_layers_changes_nothing_of_them(form: str) -> None:
+    own, whole = given(form)
+    modules: Sequence[Any] = list(own.modules.values()) if isinstance(own, Kept) else own
+    for each in (*modules, *whole):
+        each[1].train()
+    x, state = torch.randn(4, 4), torch.get_rng_state()
+    with zbv.Pipeline(None, own, nnf.mse_loss, microbatches=2, example=(x, x)):
+        assert torch.equal(state, torch.get_rng_state())
+        for module, untouched in zip(modules, whole, strict=True):
+            for name, tensor in untouched.state_dict().items():
+                torch.testing.assert_close(module.state_dict()[name], tensor, rtol=0, atol=0)
+            assert [each.training for each in module.modules()] == [
+                each.training for each in untouched.modules()
+            ]
+            assert [p.requires_grad for p in module.parameters()] == [
+                p.requires_grad for p in untouched.parameters()
+            ]
+            assert all(parameter.grad is None for parameter in module.parameters())

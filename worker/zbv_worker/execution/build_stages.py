@@ -13,6 +13,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.checks import build_layers, build_stage
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.stage.dtensors import fully_sharded_modules
+from zbv_worker.stage.layers import add_loss_module
 from zbv_worker.stage.loss import WeightedLoss
 from zbv_worker.stage.precision import AUTOCAST
 from zbv_worker.stage.program import PLAIN, Program
@@ -32,6 +33,9 @@ def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) ->
     """
     require_layers(model, plan.cut)
     modules = {index: _module(model, index, plan, device) for index in plan.stages}
+    loss, last = getattr(model, "loss_module", None), plan.placement.n_stages - 1
+    if loss is not None and last in modules:
+        add_loss_module(modules[last], loss.to(device))
     if isinstance(model, Tied):
         for first, last in model.tied_parameters():
             _tie(modules, first, last)

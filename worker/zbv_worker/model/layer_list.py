@@ -77,7 +77,7 @@ class LayerList:
         """Pairs of names of parameters that given modules share."""
         first: dict[int, str] = {}
         pairs = []
-        for name, parameter in self._given_parameters():
+        for name, parameter in self.given_parameters():
             known = first.setdefault(id(parameter), name)
             if known != name:
                 pairs.append((known, name))
@@ -91,7 +91,12 @@ class LayerList:
         }
         return LayerList(made, self._seed)
 
-    def _given_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def given_modules(self) -> list[nn.Module]:
+        """The layers that are modules, not functions."""
+        return [layer for layer in self._layers.values() if isinstance(layer, nn.Module)]
+
+    def given_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of given modules, by all their names."""
         for name, layer in self._layers.items():
             if isinstance(layer, nn.Module):
                 module = stacked({name: layer})

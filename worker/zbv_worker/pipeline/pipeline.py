@@ -15,6 +15,7 @@ from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.stated_shapes import ShapeOf
 from zbv_worker.execution.step import Launched
 from zbv_worker.model.layer_list import Layers
+from zbv_worker.model.optimizers import require_no_line_search
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import Batch, microbatches_of
@@ -248,8 +249,10 @@ class Pipeline(PipelineState):
                 "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a gradient. "
                 "Call step outside of it, or call evaluate."
             )
+        if self._transport.layout.pp_degree > 1:
+            require_no_line_search()
         batch = Batch(inputs, targets, keywords, microbatches, cu_seqlens, sequences)
-        found, given = self._microbatches(batch)
+        found, given = self._microbatches(batch, is_trained=True)
         with self._failures.watched(f"step {own.steps}"):
             if own.plans is not None:
                 own.plan_step(own.plans.values(features, cu_seqlens, sequences))
@@ -369,11 +372,24 @@ class Pipeline(PipelineState):
         else:
             self._failures.end(error)
 
-    def _microbatches(self, batch: Batch) -> tuple[list[Microbatch], Given | Shapes]:
+    def _microbatches(
+        self, batch: Batch, *, is_trained: bool = False
+    ) -> tuple[list[Microbatch], Given | Shapes]:
         """This rank's microbatches of a call, and what it was given, or with a data rank the shapes."""
         own = self._own
-        split = partial(microbatches_of, batch, own.microbatches, own.tokens, self._keywords)
+
+        def check() -> None:
+            if is_trained:
+                batch.require_gradients_can_arrive(has_first_layer=0 in self.modules)
+
+        def split() -> list[Microbatch]:
+            if self._shared is not None:
+                check()  # here, because the data rank tells the others
+            return microbatches_of(batch, own.microbatches, own.tokens, self._keywords)
+
         if self._shared is None:
+            with self._failures.watched("checking the batch"):  # other ranks may be given another one
+                check()
             found = split()
             names = {name for each in found for name in each.keywords}
             return found, Given.of(found, names, equal=batch.is_even)

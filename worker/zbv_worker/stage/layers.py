@@ -8,15 +8,17 @@ if it takes ``**kwargs``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from zbv_worker.errors import ModelError
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.model.loss_module import LOSS
 
 NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
@@ -128,6 +130,35 @@ class LayerSequence(nn.Sequential):
         for layer in self:
             x = call(layer, x, keywords)
         return x
+
+
+class _LossAside(nn.Sequential):
+    """The last stage's layers, and the modules of the loss: their child, but no layer."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return islice(super().__iter__(), len(self))
+
+    def __len__(self) -> int:
+        return super().__len__() - 1
+
+
+def add_loss_module(module: nn.Module, loss: nn.Module) -> None:
+    """Make the module of a loss a part of the last stage's module, as ``loss``, in place."""
+    if hasattr(module, LOSS):
+        raise InvalidRun(
+            f"the last stage, a {type(module).__name__}, has an attribute {LOSS!r}, and the loss has parameters "
+            f"or buffers, which need that name. Rename the attribute."
+        )
+    if isinstance(module, nn.Sequential):
+        prepare_layers(module)
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (_LossAside, kind), {})
+    module.add_module(LOSS, loss)
+
+
+def loss_modules(module: nn.Module) -> list[nn.Module]:
+    """The child that :func:`add_loss_module` has added, if there is one."""
+    return [module._modules[LOSS]] if isinstance(module, _LossAside) else []  # type: ignore[list-item]  # no None
 
 
 def calls_in_order(module: nn.Module) -> bool:

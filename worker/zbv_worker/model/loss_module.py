@@ -1,0 +1,166 @@
+"""The modules that a loss holds: their parameters are trained and saved with those of the last layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.model.layer_list import LayerList
+from zbv_worker.model.protocol import Layered
+
+LOSS = "loss"
+"""The name of a loss's module: its parameters are ``loss.…``."""
+_MOST_VALUES = 1000
+"""Containers with more values, such as data sets, are not searched."""
+
+
+def loss_module(loss: object, layers: Layered) -> nn.Module | None:
+    """The module with all parameters and buffers that a loss holds; None if it holds none.
+
+    That is the loss itself if it is a module. Otherwise it has a child for each module or parameter found in
+    arguments of a ``functools.partial``, in the object of a method, in attributes of a callable object, and in
+    variables that a function uses. Layers of the model, and modules that contain them, are not the loss's.
+
+    Raises
+    ------
+    InvalidRun
+        If a layer has the name of the loss.
+    """
+    search = _Search(layers)
+    search.look(loss, "")
+    found = search.found
+    whole = found.get("")
+    if not isinstance(whole, nn.Module):
+        whole = nn.Module()
+        for name, value in found.items():
+            if isinstance(value, nn.Parameter):
+                whole.register_parameter(name.replace(".", "/"), value)
+            else:
+                whole.add_module(name.replace(".", "/"), value)
+    if not any(True for _ in chain(whole.parameters(), whole.buffers())):
+        return None
+    for name in layers.layer_names():
+        if name == LOSS or name.startswith(f"{LOSS}."):
+            raise InvalidRun(
+                f"found a layer named {name!r} and a loss with parameters or buffers, whose names also begin "
+                f"with '{LOSS}.'. Give the layer another name."
+            )
+    return whole
+
+
+def ties_with_loss(layers: Layered, loss: nn.Module | None) -> list[tuple[str, str]]:
+    """Pairs of names of parameters that given layers share with their loss."""
+    if loss is None or not isinstance(layers, LayerList):
+        return []
+    names = {id(parameter): name for name, parameter in reversed([*layers.given_parameters()])}
+    return [
+        (names[id(parameter)], f"{LOSS}.{name}")
+        for name, parameter in loss.named_parameters(remove_duplicate=False)
+        if id(parameter) in names
+    ]
+
+
+def require_known_parameters(
+    modules: Mapping[int, nn.Module], loss: Tensor, inputs: Collection[Tensor]
+) -> None:
+    """Refuse a loss that depends on a parameter which is in no module of the rank.
+
+    Nobody would scale, sum, clip or save its gradient.
+
+    Parameters
+    ----------
+    modules
+        The rank's stages.
+    inputs
+        The inputs of the loss's graph.
+    """
+    known = {id(each) for module in modules.values() for each in module.parameters()} | set(map(id, inputs))
+    for leaf in _leaves(loss):
+        if id(leaf) not in known:
+            raise ModelError(
+                f"the loss or a layer before it uses a trainable tensor of shape {list(leaf.shape)} that belongs "
+                f"to no layer of this rank. A layer must register its parameters; a loss with parameters must be "
+                f"an nn.Module that has them. If it is a parameter of a layer on another rank, compute with it in "
+                f"that layer; if it is a constant, detach it."
+            )
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves of a graph."""
+    waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                waiting.append(other)
+
+
+class _Search:
+    """Finds modules and parameters in a callable, by the names of variables and attributes."""
+
+    def __init__(self, layers: Layered):
+        self._layers = layers
+        given = layers.given_modules() if isinstance(layers, LayerList) else ()
+        self._of_layers = {
+            id(each) for module in given for each in chain(module.modules(), module.parameters())
+        }
+        self._seen = {id(layers)}
+        self.found: dict[str, nn.Module | nn.Parameter] = {}
+
+    def look(self, value: object, name: str) -> None:
+        """Add what a value holds."""
+        if id(value) in self._seen or id(value) in self._of_layers:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            if any(id(each) in self._of_layers for each in value.modules()):
+                self._look_at({**value._parameters, **value._modules}, name)
+            else:
+                self.found[name] = value
+        elif isinstance(value, nn.Parameter):
+            self.found[name] = value
+        elif isinstance(value, Mapping):
+            self._look_at(value, name)
+        elif isinstance(value, list | tuple):
+            self._look_at(dict(enumerate(value)), name)
+        elif isinstance(value, partial):
+            self.look(value.func, name)
+            self._look_at({**dict(enumerate(value.args)), **value.keywords}, name)
+        elif isinstance(value, MethodType):
+            owner = value.__self__
+            if isinstance(owner, nn.Module):
+                self.look(owner, name)
+            elif id(owner) not in self._seen:
+                self._look_at(getattr(owner, "__dict__", {}), name)
+        elif isinstance(value, FunctionType):
+            self._look_at(_variables(value), name)
+        elif callable(value) and not isinstance(value, type):
+            self._look_at(getattr(value, "__dict__", {}), name)
+
+    def _look_at(self, values: Mapping[Any, object], name: str) -> None:
+        if len(values) > _MOST_VALUES:
+            return
+        for key, value in values.items():
+            self.look(value, f"{name}.{key}" if name else str(key))
+
+
+def _variables(function: FunctionType) -> dict[Any, object]:
+    """The modules and parameters among a function's global variables, and the variables around it."""
+    used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    found = {name: each for name, each in used.items() if isinstance(each, nn.Module | nn.Parameter)}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that has no value yet
+            found[name] = cell.cell_contents
+    return {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {}), **found}

@@ -33,9 +33,9 @@ def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) ->
     """
     require_layers(model, plan.cut)
     modules = {index: _module(model, index, plan, device) for index in plan.stages}
-    loss, last = getattr(model, "loss_module", None), plan.placement.n_stages - 1
-    if loss is not None and last in modules:
-        add_loss_module(modules[last], loss.to(device))
+    loss, end = getattr(model, "loss_module", None), modules.get(plan.placement.n_stages - 1)
+    if loss is not None and end is not None:
+        add_loss_module(end, loss.to(device))
     if isinstance(model, Tied):
         for first, last in model.tied_parameters():
             _tie(modules, first, last)

@@ -25,9 +25,10 @@ _MOST_VALUES = 1000
 def loss_module(loss: object, layers: Layered) -> nn.Module | None:
     """The module with all parameters and buffers that a loss holds; None if it holds none.
 
-    That is the loss itself if it is a module. Otherwise it has a child for each module or parameter found in
-    arguments of a ``functools.partial``, in the object of a method, in attributes of a callable object, and in
-    variables that a function uses. Layers of the model, and modules that contain them, are not the loss's.
+    That is the loss itself if it is a module. Otherwise it has a child for each module or parameter that is
+    found in the arguments of a ``functools.partial``, the object of a method, the attributes of a callable
+    object, and the variables that a function uses. Layers of the model, and modules that contain them, are
+    not the loss's.
 
     Raises
     ------
@@ -86,10 +87,10 @@ def require_known_parameters(
     for leaf in _leaves(loss):
         if id(leaf) not in known:
             raise ModelError(
-                f"the loss or a layer before it uses a trainable tensor of shape {list(leaf.shape)} that belongs "
-                f"to no layer of this rank. A layer must register its parameters; a loss with parameters must be "
-                f"an nn.Module that has them. If it is a parameter of a layer on another rank, compute with it in "
-                f"that layer; if it is a constant, detach it."
+                f"the loss, or a layer before it, uses a trainable tensor of shape {list(leaf.shape)} that "
+                f"no layer of this rank has. A layer must register its parameters, and a loss with "
+                f"parameters must be an nn.Module that has them. If it is a parameter of a layer on another "
+                f"rank, compute with it in that layer; if it is a constant, detach it."
             )
 
 

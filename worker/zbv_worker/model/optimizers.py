@@ -42,9 +42,9 @@ def require_no_line_search() -> None:
         frame = frame.f_back
         if frame.f_code is _STEP and isinstance(frame.f_locals["args"][0], torch.optim.LBFGS):
             raise InvalidRun(
-                "found LBFGS. It needs the loss, and products of vectors of all parameters, on one rank; each "
-                "rank of a pipeline has an optimizer for its own parameters only. Use an optimizer that updates "
-                "every parameter from its own gradient, such as AdamW, or train on one rank."
+                "found LBFGS. It needs the loss, and products of vectors of all parameters, in one place; "
+                "each rank of a pipeline has an optimizer for its own parameters only. Use an optimizer that "
+                "updates every parameter from its own gradient, such as AdamW, or train on one rank."
             )
 
 

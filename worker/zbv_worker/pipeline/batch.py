@@ -59,14 +59,15 @@ class Batch:
         several = [Microbatch(*part) for part in parts if isinstance(part, tuple)]
         if any(_requires_grad((each.target, each.keywords)) for each in several):
             raise InvalidRun(
-                "found a target or keyword that requires a gradient. Several ranks use these, and none computes "
-                "their gradients. Detach them, compute them in a layer, or let the loss be a module that does."
+                "found a target or keyword that requires a gradient. Several ranks may use these, and none "
+                "computes their gradients. Detach them, or compute them in a layer or in the loss."
             )
         if not has_first_layer and any(_requires_grad(each.input) for each in several):
             raise InvalidRun(
-                "found inputs that require a gradient on a rank without the first layer. Their gradient arrives "
-                "only on the rank that has that layer. Pass them only there (inputs if 0 in pipe.modules else "
-                "None), detach them on the other ranks, or make the module that computes them the first layer."
+                "found inputs that require a gradient on a rank without the first layer. Their gradient "
+                "arrives only on the rank that has that layer. Pass them only there (inputs if 0 in "
+                "pipe.modules else None), detach them on the other ranks, or make the module that computes "
+                "them the first layer."
             )
 
     @property

@@ -210,8 +210,8 @@ class PipelineRank:
             bad, trained = self._transport.sum_over_ranks(mine, self._patience).tolist()
         if bad:
             raise InvalidRun(
-                "found parameters that were made in torch.inference_mode(), which torch cannot train. Build or "
-                "load the layers outside of it."
+                "found parameters that were made in torch.inference_mode(), which torch cannot train. Build "
+                "or load the layers outside of it."
             )
         if not trained:
             raise InvalidRun(

@@ -146,8 +146,8 @@ def add_loss_module(module: nn.Module, loss: nn.Module) -> None:
     """Make the module of a loss a part of the last stage's module, as ``loss``, in place."""
     if hasattr(module, LOSS):
         raise InvalidRun(
-            f"the last stage, a {type(module).__name__}, has an attribute {LOSS!r}, and the loss has parameters "
-            f"or buffers, which need that name. Rename the attribute."
+            f"the last stage, a {type(module).__name__}, has an attribute {LOSS!r}, and the loss has "
+            f"parameters or buffers, which need that name. Rename the attribute."
         )
     if isinstance(module, nn.Sequential):
         prepare_layers(module)
@@ -158,7 +158,7 @@ def add_loss_module(module: nn.Module, loss: nn.Module) -> None:
 
 def loss_modules(module: nn.Module) -> list[nn.Module]:
     """The child that :func:`add_loss_module` has added, if there is one."""
-    return [module._modules[LOSS]] if isinstance(module, _LossAside) else []  # type: ignore[list-item]  # no None
+    return [module._modules[LOSS]] if isinstance(module, _LossAside) else []
 
 
 def calls_in_order(module: nn.Module) -> bool:

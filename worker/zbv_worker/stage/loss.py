@@ -89,8 +89,8 @@ class Objective:
         if not loss.requires_grad:
             raise ModelError(
                 "the loss does not depend on anything that requires a gradient, so the step would train "
-                "nothing. Compute it from the output with torch's operators, without detach(), item(), numpy, "
-                "no_grad() or integers, and leave at least one parameter trainable."
+                "nothing. Compute it from the output with torch's operators, without detach(), item(), "
+                "numpy, no_grad() or integers, and leave at least one parameter trainable."
             )
         known = self._seed
         if known is None or known[0] != value or known[1].dtype is not loss.dtype:

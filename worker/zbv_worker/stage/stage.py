@@ -355,7 +355,7 @@ class Stage:
         return taken
 
     def _loss_seed(self, loss: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """The gradient of a loss whose graph begins at some inputs; raises :class:`ModelError` without one."""
+        """The gradient of a loss, whose graph begins at some inputs; raises :class:`ModelError`."""
         assert self._objective is not None
         if self.check_graph is not None:
             self.check_graph(loss, inputs)

@@ -5,8 +5,8 @@ main gradient as well (:mod:`zbv_worker.stage.main_gradients`), of which ``.grad
 as nobody has changed that copy, the next step adds to the main gradient, so that several steps are summed in
 float32 too.
 
-As in plain autograd, a ``.grad`` that is there before a step is the same tensor afterwards: it may be a part of
-the user's own memory.
+As in plain autograd, a ``.grad`` that is there before a step is the same tensor afterwards: it may be a part
+of the user's own memory.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Accumulation:
         self._rounded.clear()
         self.gradients.begin()
         if in_place:
-            for parameter, _, total in self._before:
-                _set(parameter, total)
+            for each in self._before:
+                _set(each.parameter, each.total)
 
     @torch.no_grad()  # the user's gradients may have a graph
     def end(self, factor: Tensor | float = 1.0) -> None:
@@ -116,9 +116,9 @@ class Accumulation:
         self._before = []
         self.gradients.hand_over(keep=True)
         for parameter in self.gradients.parameters:
-            grad = parameter.grad
-            if grad is not None and has_main_gradient(parameter):
-                self._rounded[parameter] = grad, grad._version
+            rounded = parameter.grad
+            if rounded is not None and has_main_gradient(parameter):
+                self._rounded[parameter] = rounded, rounded._version
         self.gradients.rest()
 
     def _total(self, parameter: nn.Parameter) -> Tensor | None:

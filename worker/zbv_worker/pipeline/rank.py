@@ -175,10 +175,9 @@ class PipelineRank:
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
         self._follow_parameters()
-        before = None
-        if self._batch_loss.is_weighted is None:
+        if self.steps == 0:
             self._require_trainable()
-            before = self._side_effects()
+        before = self._side_effects() if self._batch_loss.is_weighted is None else None
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
         is_final = not self._gradients.sums_over_ranks and self._batch_loss.is_weighted is False
         self._accumulation.begin(in_place=is_final)

@@ -284,5 +284,5 @@ def test_parameters_made_in_inference_mode_are_refused(plan: Plan) -> None:
     pipe = zbv.Pipeline(plan, layers, nnf.mse_loss)
     expected = nnf.mse_loss(model()(batch()[0]), batch()[1]).detach()
     torch.testing.assert_close(pipe.evaluate(*batch()), expected)
-    with pytest.raises(zbv.InvalidRun, match="made in torch.inference_mode"):
+    with pytest.raises(zbv.InvalidRun, match=r"made in torch\.inference_mode"):
         pipe.step(*batch())

@@ -21,6 +21,7 @@ from zbv_solver.search.search import SearchOptions, search
 WIDTH, ROWS = 4, 8
 NAMES = ["0", "1", "2", "3"]
 Loss = Callable[[Any, Any], Any]
+Gradients = dict[str, Tensor | None]
 
 
 @pytest.fixture(autouse=True)
@@ -111,10 +112,8 @@ FORMS: dict[str, tuple[Callable[[Margin], Loss], str]] = {
 }
 
 
-def expected(
-    layers: nn.Module, loss: nn.Module, prefix: str = "", times: int = 1
-) -> dict[str, Tensor | None]:
-    """The gradients of plain autograd by the names of a pipeline; ``loss`` returns the mean over the batch."""
+def expected(layers: nn.Module, loss: nn.Module, prefix: str = "", times: int = 1) -> Gradients:
+    """Those of plain autograd, by the names of a pipeline; ``loss`` returns the mean over the batch."""
     for _ in range(times):
         inputs, targets = batch()
         torch.autograd.backward(loss(layers(inputs), targets))
@@ -122,7 +121,7 @@ def expected(
     return found | {f"loss.{prefix}{name}": parameter.grad for name, parameter in loss.named_parameters()}
 
 
-def gradients(pipe: zbv.Pipeline) -> dict[str, Tensor | None]:
+def gradients(pipe: zbv.Pipeline) -> Gradients:
     return {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -268,6 +269,38 @@ def test_the_layers_of_a_model_are_not_those_of_its_loss(plan: Plan) -> None:
         assert {n for n, _ in pipe.named_parameters() if n.startswith("loss")} == {"loss.temperature"}
         pipe.step(*batch())
         assert all(gradient is not None for gradient in gradients(pipe).values())
+
+
+class Built:
+    """A model that builds its layers by name, from modules that it has."""
+
+    def __init__(self) -> None:
+        self.modules = dict(zip(NAMES, model(), strict=True))
+
+    def layer_names(self) -> list[str]:
+        return NAMES
+
+    def build_layers(self, names: list[str], device: torch.device) -> nn.Sequential:
+        return nn.Sequential(OrderedDict((name, self.modules[name]) for name in names))
+
+
+def test_models_that_a_loss_only_mentions_are_not_trained(plan: Plan) -> None:
+    """A teacher, and the model itself."""
+    teacher, built = model().eval(), Built()
+    known = nn.ModuleDict(built.modules)
+
+    def distilled(output: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(target) * len(known)
+        return nnf.mse_loss(output, wanted)
+
+    with zbv.Pipeline(plan, built, distilled) as pipe:
+        assert not [name for name in pipe.state_dict() if name.startswith("loss")]
+        pipe.step(*batch())
+    learning = model().eval()
+    pipe = zbv.Pipeline(plan, model(), lambda output, target: nnf.mse_loss(output, learning(target)))
+    with pytest.raises(zbv.ModelError, match="uses a trainable tensor"):
+        pipe.step(*batch())
 
 
 HIDDEN = {"temperature": torch.tensor(2.0, requires_grad=True)}

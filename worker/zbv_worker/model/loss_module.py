@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.model.layer_list import LayerList
@@ -27,8 +28,8 @@ def loss_module(loss: object, layers: Layered) -> nn.Module | None:
 
     That is the loss itself if it is a module. Otherwise it has a child for each module or parameter that is
     found in the arguments of a ``functools.partial``, the object of a method, the attributes of a callable
-    object, and the variables that a function uses. Layers of the model, and modules that contain them, are
-    not the loss's.
+    object, and the variables that a function uses. Of these, layers of the model, modules that contain them,
+    and modules in evaluation mode or without trainable parameters, such as a teacher, are not the loss's.
 
     Raises
     ------
@@ -39,13 +40,14 @@ def loss_module(loss: object, layers: Layered) -> nn.Module | None:
     search.look(loss, "")
     found = search.found
     whole = found.get("")
-    if not isinstance(whole, nn.Module):
+    if not isinstance(whole, nn.Module) or len(found) > 1:
         whole = nn.Module()
-        for name, value in found.items():
+        for path, value in found.items():
+            name = path.replace(".", "/") or "function"
             if isinstance(value, nn.Parameter):
-                whole.register_parameter(name.replace(".", "/"), value)
+                whole.register_parameter(name, value)
             else:
-                whole.add_module(name.replace(".", "/"), value)
+                whole.add_module(name, value)
     if not any(True for _ in chain(whole.parameters(), whole.buffers())):
         return None
     for name in layers.layer_names():
@@ -112,8 +114,8 @@ class _Search:
     """Finds modules and parameters in a callable, by the names of variables and attributes."""
 
     def __init__(self, layers: Layered):
-        self._layers = layers
-        given = layers.given_modules() if isinstance(layers, LayerList) else ()
+        is_list = isinstance(layers, LayerList)
+        given = layers.given_modules() if is_list else _modules_among(getattr(layers, "__dict__", {}))
         self._of_layers = {
             id(each) for module in given for each in chain(module.modules(), module.parameters())
         }
@@ -128,10 +130,11 @@ class _Search:
         if isinstance(value, nn.Module):
             if any(id(each) in self._of_layers for each in value.modules()):
                 self._look_at({**value._parameters, **value._modules}, name)
-            else:
+            elif not name or _seems_trained(value):
                 self.found[name] = value
         elif isinstance(value, nn.Parameter):
-            self.found[name] = value
+            if value.requires_grad:
+                self.found[name] = value
         elif isinstance(value, Mapping):
             self._look_at(value, name)
         elif isinstance(value, list | tuple):
@@ -155,6 +158,18 @@ class _Search:
             return
         for key, value in values.items():
             self.look(value, f"{name}.{key}" if name else str(key))
+
+
+def _seems_trained(module: nn.Module) -> bool:
+    """Whether a module that a variable refers to seems to be trained with the loss."""
+    parameters = [*module.parameters()]
+    is_here = not any(parameter.is_meta for parameter in parameters)
+    return module.training and is_here and (not parameters or any(each.requires_grad for each in parameters))
+
+
+def _modules_among(values: Mapping[str, object]) -> list[nn.Module]:
+    """The modules among the attributes of an object, and in containers of these."""
+    return [each for each in tree_leaves(dict(values)) if isinstance(each, nn.Module)]
 
 
 def _variables(function: FunctionType) -> dict[Any, object]:

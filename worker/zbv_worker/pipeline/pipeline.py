@@ -77,7 +77,8 @@ class Pipeline(PipelineState):
         Takes the last layer's output and a microbatch's target. Returns the mean over the microbatch, or a
         pair of a sum and its weight, such as the number of tokens: then gradients and losses are those of
         the mean over the whole batch. Whether it is a pair is found in the first step, and must not change.
-        By default the loss of ``layers``, if that object has one.
+        By default the loss of ``layers``, if that object has one. If it is a module, or a function that holds
+        modules (:func:`zbv_worker.model.loss_module.loss_module`), the rank with the last layer trains them.
     microbatches
         The number of microbatches per step, for ``plan=None``; the plan's number otherwise.
     example
@@ -120,7 +121,8 @@ class Pipeline(PipelineState):
     Attributes
     ----------
     modules
-        This rank's modules, by stage; the children of each are layers.
+        This rank's modules, by stage; the children of each are layers. The last stage also has the modules of
+        the loss, as its child ``loss``.
 
     Raises
     ------
@@ -199,8 +201,8 @@ class Pipeline(PipelineState):
     ) -> Any:
         """Run the plan on one batch: forward and backward of all microbatches.
 
-        Afterwards ``.grad`` of this rank's parameters has the gradient of the batch's loss, added to what it
-        had before.
+        Afterwards ``.grad`` of this rank's parameters has the gradient of the batch's loss, added in place to
+        what it had before. Inputs that require a gradient get theirs on the rank with the first layer.
 
         Parameters
         ----------
@@ -237,8 +239,11 @@ class Pipeline(PipelineState):
         Raises
         ------
         InvalidRun
-            If the batch cannot be split, or there is no loss. With ``data_rank``, on all ranks if that rank
-            has no batch, and if another rank passes one.
+            If the batch cannot be split, there is no loss, or nothing to train. If a target, a keyword, or an
+            input on a rank without the first layer requires a gradient. With ``data_rank``, on all ranks if
+            that rank has no batch, and if another rank passes one.
+        ModelError
+            If the loss has no graph, or uses a trainable tensor of no module.
         ChannelTimeout, PeerLost
             If a peer failed.
         """

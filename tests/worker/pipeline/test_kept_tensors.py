@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +37,11 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in NAMES))
+
+
+def rest() -> list[nn.Module]:
+    """All layers but the first."""
+    return [*model()][1:]
 
 
 def outer() -> nn.Linear:
@@ -110,7 +116,7 @@ def test_nested_inputs(plan: Plan) -> None:
 
     def layers() -> nn.Sequential:
         torch.manual_seed(2)
-        return nn.Sequential(Joined(WIDTH, WIDTH), *model()[1:])
+        return nn.Sequential(Joined(WIDTH, WIDTH), *rest())
 
     inputs, targets = batch()
     whole = torch.tensor(1.5)
@@ -157,10 +163,10 @@ def test_a_first_step_that_runs_twice_adds_the_gradient_of_inputs_once(plan: Pla
     torch.manual_seed(4)
     first = Balanced(WIDTH, WIDTH)
     middle = nn.Linear.forward(first, plain(inputs))
-    loss = nnf.mse_loss(model()[1:](middle), targets) + 0.1 * middle.square().mean()
+    loss = nnf.mse_loss(nn.Sequential(*rest())(middle), targets) + 0.1 * middle.square().mean()
     torch.autograd.backward(loss)
     first.zero_grad()
-    with zbv.Pipeline(plan, [first, *model()[1:]], summed) as pipe:
+    with zbv.Pipeline(plan, [first, *rest()], summed) as pipe:
         pipe.step(own(inputs), targets)
     torch.testing.assert_close(gradients(own), gradients(plain))
 
@@ -178,7 +184,7 @@ def test_targets_and_keywords_with_a_graph_are_refused(plan: Plan, part: str) ->
         "keyword": {"targets": targets, "scale": leaf},
         "nested target": {"targets": {"a": [leaf]}},
     }[part]
-    pipe = zbv.Pipeline(plan, [Scaled(WIDTH, WIDTH), *model()[1:]], nnf.mse_loss)
+    pipe = zbv.Pipeline(plan, [Scaled(WIDTH, WIDTH), *rest()], nnf.mse_loss)
     with pytest.raises(zbv.InvalidRun, match="target or keyword that requires a gradient"):
         pipe.step(inputs, **given)
     assert leaf.grad is None
@@ -187,8 +193,9 @@ def test_targets_and_keywords_with_a_graph_are_refused(plan: Plan, part: str) ->
 def flat_gradients(module: nn.Module) -> Tensor:
     """One buffer whose parts are the gradients, as distributed optimizers have it."""
     parameters = [*module.parameters()]
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
+    for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
         parameter.grad = part.view_as(parameter)
     return flat
 
@@ -255,10 +262,14 @@ def test_half_precision_is_summed_in_float32_in_the_memory_of_the_user(
 
 def test_modes_without_gradients_leave_nothing_behind(plan: Plan) -> None:
     """Evaluations and whole pipelines in inference mode, then training with batches that were made in it."""
+
+    def built(at: int) -> nn.Module:
+        return model()[at]
+
     reference = model()
     with torch.inference_mode():
         inputs, targets = batch()
-        pipe = zbv.Pipeline(plan, [lambda at=at: model()[at] for at in range(4)], nnf.mse_loss)
+        pipe = zbv.Pipeline(plan, [partial(built, at) for at in range(4)], nnf.mse_loss)
         first = pipe.evaluate(inputs, targets)
         state = pipe.full_state_dict()
         assert state is not None

@@ -114,8 +114,10 @@ class _Search:
     """Finds modules and parameters in a callable, by the names of variables and attributes."""
 
     def __init__(self, layers: Layered):
-        is_list = isinstance(layers, LayerList)
-        given = layers.given_modules() if is_list else _modules_among(getattr(layers, "__dict__", {}))
+        if isinstance(layers, LayerList):
+            given = layers.given_modules()
+        else:
+            given = _modules_among(getattr(layers, "__dict__", {}))
         self._of_layers = {
             id(each) for module in given for each in chain(module.modules(), module.parameters())
         }

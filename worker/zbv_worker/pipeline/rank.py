@@ -201,7 +201,9 @@ class PipelineRank:
 
     def _require_trainable(self) -> None:
         """Refuse parameters that cannot be trained, and a model that has none. Collective."""
-        made_in_inference = any(parameter.is_inference() for _, parameter in self._trained)
+        changed = [parameter for _, parameter in self._trained]
+        changed += [buffer for module in self._modules.values() for buffer in module.buffers()]
+        made_in_inference = any(tensor.is_inference() for tensor in changed)
         given = (tensor for each in self.data.microbatches for tensor in tensors_of(each.input))
         is_trained = bool(self._trained) or any(tensor.requires_grad for tensor in given)
         mine = torch.tensor([made_in_inference, is_trained], dtype=torch.float64, device=self.device)
@@ -209,8 +211,8 @@ class PipelineRank:
             bad, trained = self._transport.sum_over_ranks(mine, self._patience).tolist()
         if bad:
             raise InvalidRun(
-                "found parameters that were made in torch.inference_mode(), which torch cannot train. Build "
-                "or load the layers outside of it."
+                "found parameters or buffers that were made in torch.inference_mode(), which torch cannot "
+                "train. Build or load the layers outside of it."
             )
         if not trained:
             raise InvalidRun(

@@ -152,7 +152,7 @@ class Balanced(nn.Linear):
         return zbv.add_auxiliary_loss(output, 0.1 * output.square().mean(), len(output))
 
 
-def test_a_first_step_that_runs_twice_adds_the_gradient_of_inputs_once(plan: Plan) -> None:
+def test_a_first_step_that_runs_twice_adds_gradients_once(plan: Plan) -> None:
     """Auxiliary losses need the weights of the loss, which only the first run finds."""
     inputs, targets = batch()
 
@@ -165,10 +165,14 @@ def test_a_first_step_that_runs_twice_adds_the_gradient_of_inputs_once(plan: Pla
     middle = nn.Linear.forward(first, plain(inputs))
     loss = nnf.mse_loss(nn.Sequential(*rest())(middle), targets) + 0.1 * middle.square().mean()
     torch.autograd.backward(loss)
-    first.zero_grad()
+    expected = first.weight.grad
+    assert expected is not None
+    first.weight.grad = kept = torch.ones(WIDTH, WIDTH)
     with zbv.Pipeline(plan, [first, *rest()], summed) as pipe:
         pipe.step(own(inputs), targets)
     torch.testing.assert_close(gradients(own), gradients(plain))
+    assert first.weight.grad is kept
+    torch.testing.assert_close(kept, expected + 1)
 
 
 @pytest.mark.parametrize("part", ["target", "keyword", "nested target"])

@@ -137,7 +137,7 @@ class _Search:
         elif isinstance(value, nn.Parameter):
             if value.requires_grad:
                 self.found[name] = value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict):  # not any mapping, which may read its values from a file
             self._look_at(value, name)
         elif isinstance(value, list | tuple):
             self._look_at(dict(enumerate(value)), name)

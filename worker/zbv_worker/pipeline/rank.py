@@ -201,7 +201,7 @@ class PipelineRank:
 
     def _require_trainable(self) -> None:
         """Refuse parameters that cannot be trained, and a model that has none. Collective."""
-        changed = [parameter for _, parameter in self._trained]
+        changed: list[Tensor] = [parameter for _, parameter in self._trained]
         changed += [buffer for module in self._modules.values() for buffer in module.buffers()]
         made_in_inference = any(tensor.is_inference() for tensor in changed)
         given = (tensor for each in self.data.microbatches for tensor in tensors_of(each.input))

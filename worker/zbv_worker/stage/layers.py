@@ -142,6 +142,10 @@ class _LossAside(nn.Sequential):
         return super().__len__() - 1
 
 
+class _LayersAndLoss(_LossAside, LayerSequence):
+    """The usual class of such a module; it can be pickled."""
+
+
 def add_loss_module(module: nn.Module, loss: nn.Module) -> None:
     """Make the module of a loss a part of the last stage's module, as ``loss``, in place."""
     if hasattr(module, LOSS):
@@ -151,8 +155,9 @@ def add_loss_module(module: nn.Module, loss: nn.Module) -> None:
         )
     if isinstance(module, nn.Sequential):
         prepare_layers(module)
-        kind = type(module)
-        module.__class__ = type(kind.__name__, (_LossAside, kind), {})
+        kind = type(module)  # of the user, or of fully_shard, if it is no LayerSequence
+        is_plain = kind is LayerSequence
+        module.__class__ = _LayersAndLoss if is_plain else type(kind.__name__, (_LossAside, kind), {})
     module.add_module(LOSS, loss)
 
 

@@ -1,4 +1,4 @@
-"""Runs whose loss has parameters, or that use tensors whose gradients nobody computes."""
+"""Runs whose loss has parameters, whose optimizer keeps the gradients, and that need what nobody computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.plans import unit_problem
 from support.selfcheck import random_orders
-from support.trained import Remembering, train_in_threads
+from support.trained import Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
 from zbv_worker.model.model import Model
@@ -83,6 +83,40 @@ def test_a_run_trains_the_parameters_of_a_loss(replicas: int, *, is_mean: bool) 
         mine += [*first[0][3].parameters(), first[1].temperature]
         torch.testing.assert_close([each.detach() for each in mine], expected, rtol=1e-4, atol=1e-6)
         assert float(second[1].temperature.detach()) == 2.0
+
+
+class Flat(torch.optim.SGD):
+    """An optimizer whose gradients are parts of one buffer, which it made and reads."""
+
+    def __init__(self, parameters: Any, lr: float):
+        super().__init__(parameters, lr)
+        self.parts = self.param_groups[0]["params"]
+        sizes = [parameter.numel() for parameter in self.parts]
+        self.flat = torch.zeros(sum(sizes))
+        for parameter, part in zip(self.parts, torch.split(self.flat, sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
+        found = torch.split(self.flat, [parameter.numel() for parameter in self.parts])
+        for parameter, gradient in zip(self.parts, found, strict=True):
+            parameter -= self.param_groups[0]["lr"] * gradient.view_as(parameter)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_optimizer_may_keep_the_gradients_of_a_run(replicas: int) -> None:
+    problem = unit_problem(2, MICROBATCHES)
+    found = train_in_threads(
+        problem,
+        random_orders(problem, Random(1)),
+        TrainingOptions(replicas=replicas),
+        STEPS,
+        model=Remembering,
+        optimizer=Flat,
+    )
+    expected, _, _ = train_alone(MICROBATCHES * replicas, STEPS)
+    for parameters in found.parameters:
+        torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-5)
 
 
 class Hidden(Remembering):

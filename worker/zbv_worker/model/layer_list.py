@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -73,11 +74,11 @@ class LayerList:
         """Stage ``stage`` of ``n_stages``, which have about equal numbers of layers."""
         return self.build_layers(even_partition(self.layer_names(), n_stages)[stage], device)
 
-    def tied_parameters(self) -> list[tuple[str, str]]:
-        """Pairs of names of parameters that given modules share."""
+    def tied_parameters(self, loss: Mapping[str, nn.Module] = MappingProxyType({})) -> list[tuple[str, str]]:
+        """Pairs of names of parameters that given modules share, also with a loss (one module by its name)."""
         first: dict[int, str] = {}
         pairs = []
-        for name, parameter in self.given_parameters():
+        for name, parameter in self._given_parameters(loss):
             known = first.setdefault(id(parameter), name)
             if known != name:
                 pairs.append((known, name))
@@ -91,16 +92,15 @@ class LayerList:
         }
         return LayerList(made, self._seed)
 
-    def given_modules(self) -> list[nn.Module]:
+    @property
+    def given(self) -> dict[str, nn.Module]:
         """The layers that are modules, not functions."""
-        return [layer for layer in self._layers.values() if isinstance(layer, nn.Module)]
+        return {name: layer for name, layer in self._layers.items() if isinstance(layer, nn.Module)}
 
-    def given_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of given modules, by all their names."""
-        for name, layer in self._layers.items():
-            if isinstance(layer, nn.Module):
-                module = stacked({name: layer})
-                yield from module.named_parameters(remove_duplicate=False)
+    def _given_parameters(self, loss: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, layer in (self.given | dict(loss)).items():
+            module = stacked({name: layer})
+            yield from module.named_parameters(remove_duplicate=False)
 
     def _built(self, name: str, device: torch.device) -> nn.Module:
         layer = self._layers[name]

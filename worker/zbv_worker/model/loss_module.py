@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.model.layer_list import LayerList
-from zbv_worker.model.protocol import Layered
+from zbv_worker.model.protocol import Layered, Tied
 
 LOSS = "loss"
 """The name of a loss's module: its parameters are ``loss.…``."""
@@ -43,7 +43,7 @@ def loss_module(loss: object, layers: Layered) -> nn.Module | None:
     if not isinstance(whole, nn.Module) or len(found) > 1:
         whole = nn.Module()
         for path, value in found.items():
-            name = path.replace(".", "/") or "function"
+            name = path.replace(".", "_") or "function"
             if isinstance(value, nn.Parameter):
                 whole.register_parameter(name, value)
             else:
@@ -59,16 +59,11 @@ def loss_module(loss: object, layers: Layered) -> nn.Module | None:
     return whole
 
 
-def ties_with_loss(layers: Layered, loss: nn.Module | None) -> list[tuple[str, str]]:
-    """Pairs of names of parameters that given layers share with their loss."""
-    if loss is None or not isinstance(layers, LayerList):
-        return []
-    names = {id(parameter): name for name, parameter in reversed([*layers.given_parameters()])}
-    return [
-        (names[id(parameter)], f"{LOSS}.{name}")
-        for name, parameter in loss.named_parameters(remove_duplicate=False)
-        if id(parameter) in names
-    ]
+def ties_of(layers: Layered, loss: nn.Module | None) -> Sequence[tuple[str, str]]:
+    """Pairs of names of parameters that layers share, also with their loss."""
+    if isinstance(layers, LayerList):
+        return layers.tied_parameters({} if loss is None else {LOSS: loss})
+    return layers.tied_parameters() if isinstance(layers, Tied) else ()
 
 
 def require_known_parameters(
@@ -115,7 +110,7 @@ class _Search:
 
     def __init__(self, layers: Layered):
         if isinstance(layers, LayerList):
-            given = layers.given_modules()
+            given = [*layers.given.values()]
         else:
             given = _modules_among(getattr(layers, "__dict__", {}))
         self._of_layers = {

@@ -21,8 +21,8 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import ShapeOf, digest_of, stated_structures
 from zbv_worker.model.checks import layer_names
 from zbv_worker.model.layer_list import Layers, as_layered
-from zbv_worker.model.loss_module import loss_module, ties_with_loss
-from zbv_worker.model.protocol import Layered, PipelineModel, Tied
+from zbv_worker.model.loss_module import loss_module, ties_of
+from zbv_worker.model.protocol import Layered, PipelineModel
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.plans import PlanLike, cut_evenly, rank_plan
 from zbv_worker.pipeline.recorded_loss import RecordedLoss
@@ -87,8 +87,7 @@ class LayersWithLoss:
 
     def tied_parameters(self) -> Sequence[tuple[str, str]]:
         """Pairs of names of parameters that layers share."""
-        ties = self._layers.tied_parameters() if isinstance(self._layers, Tied) else ()
-        return [*ties, *ties_with_loss(self._layers, self.loss_module)]
+        return ties_of(self._layers, self.loss_module)
 
 
 def prepare(

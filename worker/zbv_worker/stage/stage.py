@@ -41,7 +41,7 @@ from zbv_worker.stage.self_deferring import SelfDeferring, delayed_parameters
 from zbv_worker.stage.split_backward import defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.weight_grads import WeightGrads
-from zbv_worker.values.structure import Structure, device_of, is_plain, map_tensors, tensors_of
+from zbv_worker.values.structure import Structure, device_of, is_plain, tensors_of
 
 
 class _Forward(NamedTuple):
@@ -309,7 +309,7 @@ class Stage:
 
     def evaluate(self, input: Any, target: Any = None, *, keywords: Mapping[str, Any] = NO_KEYWORDS) -> Any:
         """Run F without keeping anything for a backward; returns the output, for the last stage the loss."""
-        x = map_tensors(Tensor.detach, input)
+        x, _ = enter(input, is_data=True)
         with torch.no_grad(), self._computing(x), self._auxiliary.during("evaluation"):
             output = self._computed(x, target, keywords)
         if self._objective is not None:

@@ -75,7 +75,7 @@ class LayerList:
         return self.build_layers(even_partition(self.layer_names(), n_stages)[stage], device)
 
     def tied_parameters(self, loss: Mapping[str, nn.Module] = MappingProxyType({})) -> list[tuple[str, str]]:
-        """Pairs of names of parameters that given modules share, also with a loss (one module by its name)."""
+        """Pairs of names of parameters that given modules share, also with a loss, which has a name too."""
         first: dict[int, str] = {}
         pairs = []
         for name, parameter in self._given_parameters(loss):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -136,10 +135,10 @@ class _LossAside(nn.Sequential):
     """The last stage's layers, and the modules of the loss: their child, but no layer."""
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return islice(super().__iter__(), len(self))
+        return (child for name, child in self._modules.items() if name != LOSS and child is not None)
 
     def __len__(self) -> int:
-        return super().__len__() - 1
+        return len(self._modules) - (LOSS in self._modules)  # a slice may be without
 
 
 class _LayersAndLoss(_LossAside, LayerSequence):

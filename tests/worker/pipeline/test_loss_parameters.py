@@ -152,7 +152,8 @@ def test_clipping_counts_the_parameters_of_a_loss(plan: Plan) -> None:
         assert isinstance(last, nn.Sequential)
         assert all(isinstance(layer, nn.Linear) for layer in last)  # the loss is not one of them
         assert len(last) == len([*last])
-        assert len(last[:1]) == 1
+        part: Any = last[:1]
+        assert len(part) == 1
 
 
 def test_half_precision_and_frozen_losses(plan: Plan) -> None:

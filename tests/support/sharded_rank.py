@@ -79,6 +79,17 @@ class Hooked(Small):
         return module
 
 
+class Tempered(Small):
+    """With a loss that has a parameter, in a module that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_module = nn.ParameterList([torch.ones(3)])
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().loss(output * self.loss_module[0].mean(), target)
+
+
 def _masked(gradient: Tensor) -> Tensor:
     return gradient * (torch.arange(gradient.numel()).view_as(gradient) % 3 > 0)
 
@@ -108,6 +119,7 @@ CASES = {
     "half": Case(lambda: Small(dtype=torch.bfloat16), _gpt(), {}),
     "hooked": Case(Hooked, _gpt(), {}),
     "clipped": Case(Small, _gpt(), {"clip_norm": 0.1}),
+    "tempered": Case(Tempered, _gpt(), {}),
 }
 
 

@@ -285,14 +285,15 @@ class Binding:
         device = self.device
 
         def through_pinned_memory(tensor: Tensor) -> Tensor:
-            if tensor.device.type != "cpu":
-                return tensor.to(device)
+            if tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_inference():
+                return plainly(tensor)
             # A copy from pageable memory would block the host until the device reaches it. torch reuses
             # pinned memory only after the copies queued from it.
             return self.pinned(tensor).to(device, non_blocking=True)
 
         def plainly(tensor: Tensor) -> Tensor:
-            return tensor.to(device)
+            moved = tensor.to(device)
+            return moved.clone() if moved.is_inference() else moved  # autograd cannot save the former
 
         return partial(map_tensors, through_pinned_memory if device.type == "cuda" else plainly)
 

@@ -14,6 +14,7 @@ from zbv_worker.model.checks import build_layers, build_stage
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.stage.dtensors import fully_sharded_modules
+from zbv_worker.stage.layers import add_loss_module
 from zbv_worker.stage.loss import WeightedLoss
 from zbv_worker.stage.precision import AUTOCAST
 from zbv_worker.stage.program import PLAIN, Program
@@ -33,6 +34,9 @@ def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) ->
     """
     require_layers(model, plan.cut)
     modules = {index: _module(model, index, plan, device) for index in plan.stages}
+    loss, end = getattr(model, "loss_module", None), modules.get(plan.placement.n_stages - 1)
+    if loss is not None and end is not None:
+        add_loss_module(end, loss.to(device))
     if isinstance(model, Tied):
         for first, last in model.tied_parameters():
             _tie(modules, first, last)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -73,13 +74,13 @@ class LayerList:
         """Stage ``stage`` of ``n_stages``, which have about equal numbers of layers."""
         return self.build_layers(even_partition(self.layer_names(), n_stages)[stage], device)
 
-    def tied_parameters(self) -> list[tuple[str, str]]:
-        """Pairs of names of what given modules share, see :func:`shared_names`."""
-        return shared_names(self.given)
+    def tied_parameters(self, loss: Mapping[str, nn.Module] = MappingProxyType({})) -> list[tuple[str, str]]:
+        """Pairs of names of what given modules share, also with a loss; see :func:`shared_names`."""
+        return shared_names({**self.given, **loss})
 
     @property
     def given(self) -> dict[str, nn.Module]:
-        """The layers that are modules already."""
+        """The layers that are modules, not functions."""
         return {name: layer for name, layer in self._layers.items() if isinstance(layer, nn.Module)}
 
     def untouched(self) -> LayerList:

@@ -12,8 +12,9 @@ from torch.utils.data import default_collate
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.layer_list import Layers, as_layered, even_partition, mixed
+from zbv_worker.model.loss_module import loss_module, ties_of
 from zbv_worker.model.optimizers import adamw
-from zbv_worker.model.protocol import Layered, Tied
+from zbv_worker.model.protocol import Layered
 
 Data = Callable[[int, int], Any]
 """Takes the step and the index of a microbatch; returns (input, target) or (input, target, keywords)."""
@@ -122,6 +123,7 @@ class Model:
             loss = partial(_mean, loss_sum)
         if loss is not None:
             self.loss = loss
+        self.loss_module = loss_module(loss if loss_sum is None else loss_sum, self._layers)
 
     def layer_names(self) -> Sequence[str]:
         """The names of all layers, in model order."""
@@ -138,7 +140,7 @@ class Model:
 
     def tied_parameters(self) -> Sequence[tuple[str, str]]:
         """Pairs of names of parameters that layers share."""
-        return self._layers.tied_parameters() if isinstance(self._layers, Tied) else ()
+        return ties_of(self._layers, self.loss_module)
 
     def microbatch(self, step: int, index: int) -> Any:
         """A microbatch of the training data."""

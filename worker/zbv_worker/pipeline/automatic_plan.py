@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from zbv_worker.measure.profile.profile import ProfileOptions, RankProfile, rank
 from zbv_worker.measure.profile.rank import RankProfiler
 from zbv_worker.model.checks import has_ties
 from zbv_worker.model.layer_list import LayerList
+from zbv_worker.model.loss_module import loss_module
 from zbv_worker.model.model import Model
 from zbv_worker.model.protocol import Layered, Tied
 from zbv_worker.model.spec import ModelSpec
@@ -100,7 +102,11 @@ def plan_layers(
     )
     if transport.rank == 0:
         _say(f"zbv: measuring {len(layers.layer_names())} layers on {_ranks(p)}, to plan them")
-    ranks = _measured(options, _measurable(layers, loss, example), transport, device)
+    given = loss if loss is not None else getattr(layers, "loss", None)
+    if given is None:
+        raise InvalidRun("planning needs the loss, because the last rank computes it. Pass loss=.")
+    with _unchanged(loss_module(given, layers), device):
+        ranks = _measured(options, _measurable(layers, given, example), transport, device)
     limit = _memory_limit(transport, device, timeout)
     with naming_errors(transport.rank, "planning the layers"):
         answers = transport.gather(_answer(options, layers, ranks, limit, service, transport.rank), timeout)
@@ -138,19 +144,18 @@ def described(plan: Plan) -> list[str]:
     return lines
 
 
-def _measurable(layers: Layered, loss: Callable[[Any, Any], Any] | None, example: tuple[Any, ...]) -> Model:
+def _measurable(layers: Layered, loss: Callable[[Any, Any], Any], example: tuple[Any, ...]) -> Model:
     """The layers as a model with one microbatch, which training does not change."""
-    given = loss if loss is not None else getattr(layers, "loss", None)
-    if given is None:
-        raise InvalidRun("planning needs the loss, because the last rank computes it. Pass loss=.")
 
     def mean(output: Any, target: Any) -> Tensor:
-        found = given(output, target)
+        found = loss(output, target)
         value: Tensor = found[0] / max(1.0, float(found[1])) if isinstance(found, tuple) else found
         return value
 
     copies = layers.untouched() if isinstance(layers, LayerList) else _Copies(layers)
-    return Model(copies, loss=mean, data=lambda step, index: example)
+    model = Model(copies, loss=mean, data=lambda step, index: example)
+    model.loss_module = None  # the loss itself is measured, and must not be trained
+    return model
 
 
 class _Copies:
@@ -167,6 +172,26 @@ class _Copies:
     def tied_parameters(self) -> Sequence[tuple[str, str]]:
         """Pairs of names of parameters that layers share."""
         return self._layers.tied_parameters() if isinstance(self._layers, Tied) else ()
+
+
+@contextmanager
+def _unchanged(loss: nn.Module | None, device: torch.device) -> Iterator[None]:
+    """A context that moves a loss to the device, and restores its gradients and buffers."""
+    if loss is None:
+        yield
+        return
+    loss.to(device)
+    gradients = [(parameter, parameter.grad) for parameter in loss.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    buffers = [(buffer, buffer.clone()) for buffer in loss.buffers()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
 
 def _measured(

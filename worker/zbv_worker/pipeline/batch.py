@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import Microbatch, Whole
@@ -48,6 +48,30 @@ class Batch:
         """Whether there is anything."""
         given = (self.inputs, self.targets, self.microbatches, self.cu_seqlens)
         return any(each is not None for each in given) or bool(self.keywords)
+
+    def require_gradients_can_arrive(self, *, has_first_layer: bool) -> None:
+        """Refuse tensors whose gradients a step does not compute; call before a step, not an evaluation.
+
+        Parameters
+        ----------
+        has_first_layer
+            Whether this rank has it.
+        """
+        given = self.microbatches
+        parts = [(self.inputs, self.targets, self.keywords)] if given is None else given
+        several = [Microbatch(*part) for part in parts if isinstance(part, tuple)]
+        if any(_requires_grad((each.target, each.keywords)) for each in several):
+            raise InvalidRun(
+                "found a target or keyword that requires a gradient. Several ranks may use these, and none "
+                "computes their gradients. Detach them, or compute them in a layer or in the loss."
+            )
+        if not has_first_layer and any(_requires_grad(each.input) for each in several):
+            raise InvalidRun(
+                "found inputs that require a gradient on a rank without the first layer. Their gradient "
+                "arrives only on the rank that has that layer. Pass them only there (inputs if 0 in "
+                "pipe.modules else None), detach them on the other ranks, or make the module that computes "
+                "them the first layer."
+            )
 
     @property
     def is_even(self) -> bool:
@@ -189,6 +213,10 @@ def _check_rows(rows: Mapping[str, int], count: int) -> None:
             f"batch size, for instance with drop_last=True in the DataLoader, or plan for another number of "
             f"microbatches."
         )
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
 
 
 def _is_split(leaf: object) -> bool:

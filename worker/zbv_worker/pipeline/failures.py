@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+
+import torch
 
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError, describe_error
 from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport
@@ -55,8 +57,11 @@ class Failures:
                 f"rank {self._rank}, {what}: this pipeline has failed in an earlier call{why}. Make a new "
                 f"one; every rank must take part."
             )
+        # Tensors that are made in inference mode, and kept, could not be used in training.
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         try:
-            yield
+            with outside:
+                yield
         except (ChannelTimeout, PeerLost) as error:
             blamed = self._blamed(error, what)
             if blamed is error:

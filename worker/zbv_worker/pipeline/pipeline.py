@@ -15,6 +15,7 @@ from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.stated_shapes import ShapeOf
 from zbv_worker.execution.step import Launched
 from zbv_worker.model.layer_list import Layers
+from zbv_worker.model.optimizers import require_no_line_search
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import Batch, microbatches_of
@@ -76,7 +77,8 @@ class Pipeline(PipelineState):
         Takes the last layer's output and a microbatch's target. Returns the mean over the microbatch, or a
         pair of a sum and its weight, such as the number of tokens: then gradients and losses are those of
         the mean over the whole batch. Whether it is a pair is found in the first step, and must not change.
-        By default the loss of ``layers``, if that object has one.
+        By default the loss of ``layers``, if that object has one. If it is a module, or a function that holds
+        modules (:func:`zbv_worker.model.loss_module.loss_module`), the rank with the last layer trains them.
     microbatches
         The number of microbatches per step, for ``plan=None``; the plan's number otherwise.
     example
@@ -120,7 +122,7 @@ class Pipeline(PipelineState):
     ----------
     modules
         This rank's modules, by stage; the children of each are layers. They keep the modes that the user
-        sets (``train``, ``eval``).
+        sets (``train``, ``eval``). The last stage also has the modules of the loss, as its child ``loss``.
 
     Raises
     ------
@@ -199,8 +201,8 @@ class Pipeline(PipelineState):
     ) -> Any:
         """Run the plan on one batch: forward and backward of all microbatches.
 
-        Afterwards ``.grad`` of this rank's parameters has the gradient of the batch's loss, added to what it
-        had before.
+        Afterwards ``.grad`` of this rank's parameters has the gradient of the batch's loss, added in place to
+        what it had before. Inputs that require a gradient get theirs on the rank with the first layer.
 
         Parameters
         ----------
@@ -238,8 +240,11 @@ class Pipeline(PipelineState):
         Raises
         ------
         InvalidRun
-            If the batch cannot be split, or there is no loss. With ``data_rank``, on all ranks if that rank
-            has no batch, and if another rank passes one.
+            If the batch cannot be split, there is no loss, or nothing to train. If a target, a keyword, or an
+            input on a rank without the first layer requires a gradient. With ``data_rank``, on all ranks if
+            that rank has no batch, and if another rank passes one.
+        ModelError
+            If the loss has no graph, or uses a trainable tensor of no module.
         ChannelTimeout, PeerLost
             If a peer failed.
         """
@@ -250,8 +255,10 @@ class Pipeline(PipelineState):
                 "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a gradient. "
                 "Call step outside of it, or call evaluate."
             )
+        if self._transport.layout.pp_degree > 1:
+            require_no_line_search()
         batch = Batch(inputs, targets, keywords, microbatches, cu_seqlens, sequences)
-        found, given = self._microbatches(batch)
+        found, given = self._microbatches(batch, is_trained=True)
         with self._failures.watched(f"step {own.steps}"):
             if own.plans is not None:
                 own.plan_step(own.plans.values(features, cu_seqlens, sequences))
@@ -371,11 +378,24 @@ class Pipeline(PipelineState):
         else:
             self._failures.end(error)
 
-    def _microbatches(self, batch: Batch) -> tuple[list[Microbatch], Given | Shapes]:
+    def _microbatches(
+        self, batch: Batch, *, is_trained: bool = False
+    ) -> tuple[list[Microbatch], Given | Shapes]:
         """This rank's microbatches of a call, and what it was given, or with a data rank the shapes."""
         own = self._own
-        split = partial(microbatches_of, batch, own.microbatches, own.tokens, self._keywords)
+
+        def check() -> None:
+            if is_trained:
+                batch.require_gradients_can_arrive(has_first_layer=0 in self.modules)
+
+        def split() -> list[Microbatch]:
+            if self._shared is not None:
+                check()  # here, because the data rank tells the others
+            return microbatches_of(batch, own.microbatches, own.tokens, self._keywords)
+
         if self._shared is None:
+            with self._failures.watched("checking the batch"):  # other ranks may be given another one
+                check()
             found = split()
             names = {name for each in found for name in each.keywords}
             return found, Given.of(found, names, equal=batch.is_even)

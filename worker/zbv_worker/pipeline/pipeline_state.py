@@ -25,7 +25,7 @@ class PipelineState:
     Attributes
     ----------
     modules
-        This rank's modules, by stage; the children of each are layers.
+        This rank's modules, by stage.
     """
 
     def __init__(

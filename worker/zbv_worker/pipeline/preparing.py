@@ -21,7 +21,8 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import ShapeOf, digest_of, stated_structures
 from zbv_worker.model.checks import layer_names
 from zbv_worker.model.layer_list import LayerList, Layers, as_layered
-from zbv_worker.model.protocol import Layered, PipelineModel, Tied
+from zbv_worker.model.loss_module import loss_module, ties_of
+from zbv_worker.model.protocol import Layered, PipelineModel
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.plans import PlanLike, cut_evenly, rank_plan
 from zbv_worker.pipeline.recorded_loss import RecordedLoss
@@ -80,15 +81,16 @@ class Prepared:
 class LayersWithLoss:
     """Layers and a loss, in the form from which stages are built."""
 
-    def __init__(self, layers: Layered, loss: Callable[[Any, Any], Any]):
+    def __init__(self, layers: Layered, loss: RecordedLoss):
         self._layers = layers
         self.loss = loss
+        self.loss_module = loss_module(loss.function, layers)
         self.layer_names = layers.layer_names
         self.build_layers = layers.build_layers
 
     def tied_parameters(self) -> Sequence[tuple[str, str]]:
         """Pairs of names of parameters that layers share."""
-        return self._layers.tied_parameters() if isinstance(self._layers, Tied) else ()
+        return ties_of(self._layers, self.loss_module)
 
 
 def prepare(
@@ -184,14 +186,17 @@ def _build(
         )
     last = plan.placement.n_stages - 1
     recorded = RecordedLoss(given, is_recomputed=plan.cut.recomputes(last))
-    model = cast("PipelineModel", LayersWithLoss(layers, recorded))
-    stages = build_stages(model, plan, device, replicas=replicas, program=options.program)
+    model = LayersWithLoss(layers, recorded)
+    ties = model.tied_parameters()
+    stages = build_stages(
+        cast("PipelineModel", model), plan, device, replicas=replicas, program=options.program
+    )
     shape_of = options.shape_of or getattr(layers, "shape_of", None)
     return Prepared(
         plan,
         stages,
         recorded,
-        ties=LayersWithLoss(layers, recorded).tied_parameters(),
+        ties=ties,
         stated=stated_structures(shape_of, plan.features),
         shape_of=shape_of,
         absent=_absent(layers, stages),

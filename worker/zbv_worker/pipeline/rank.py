@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, Executor
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.stated_shapes import stated_structures
 from zbv_worker.execution.step import Launched, StepResult
+from zbv_worker.model.loss_module import require_known_parameters
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
@@ -34,7 +36,7 @@ from zbv_worker.training.gradients import Gradients, gradients_of, multiply, tra
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.values.structure import Structure
+from zbv_worker.values.structure import Structure, tensors_of
 
 
 class PipelineRank:
@@ -88,6 +90,8 @@ class PipelineRank:
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
             self.ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
         self._modules, self._stages, self._absent = prepared.modules, stages, prepared.absent
+        for stage in stages.values():
+            stage.check_graph = partial(require_known_parameters, self._modules)
         self._accumulation = Accumulation(self._gradients_of(trained_by(prepared.modules)))
         self._batch_loss = BatchLoss(
             stages.values(), plan.microbatches, transport, place.device, options.timeout
@@ -178,11 +182,15 @@ class PipelineRank:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
         self.check_ties(f"step {self.steps}")
         self._follow_parameters()
+        if self.steps == 0:
+            self._require_trainable()
         before = self._side_effects() if self._batch_loss.is_weighted is None else None
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
         is_final = not self._gradients.sums_over_ranks and self._batch_loss.is_weighted is False
         self._accumulation.begin(in_place=is_final)
         unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
+        for stage in self._stages.values():
+            stage.take_input_gradients()  # of a step that must run again
         launched = self._executor.launch(self.steps)
         for name in unused:
             if self._absent[name].grad is not None:
@@ -200,6 +208,7 @@ class PipelineRank:
                 before()
             return self.step()
         self._accumulation.end(factor)
+        self._backpropagate_inputs(factor)
         launched.end()
         self.steps += 1
         if self.steps == 1:
@@ -212,6 +221,35 @@ class PipelineRank:
             share = stage.split_share
             if share is not None and share.is_small:
                 print(f"zbv: stage {index}: {share}", file=sys.stderr, flush=True)  # noqa: T201 - a rank's log
+
+    def _require_trainable(self) -> None:
+        """Refuse parameters that cannot be trained, and a model that has none. Collective."""
+        changed: list[Tensor] = [parameter for _, parameter in self._trained]
+        changed += [buffer for module in self._modules.values() for buffer in module.buffers()]
+        made_in_inference = any(tensor.is_inference() for tensor in changed)
+        given = (tensor for each in self.data.microbatches for tensor in tensors_of(each.input))
+        is_trained = bool(self._trained) or any(tensor.requires_grad for tensor in given)
+        mine = torch.tensor([made_in_inference, is_trained], dtype=torch.float64, device=self.device)
+        with naming_errors(self._transport.rank, "counting trainable parameters"):
+            bad, trained = self._transport.sum_over_ranks(mine, self._patience).tolist()
+        if bad:
+            raise InvalidRun(
+                "found parameters or buffers that were made in torch.inference_mode(), which torch cannot "
+                "train. Build or load the layers outside of it."
+            )
+        if not trained:
+            raise InvalidRun(
+                "found no parameter that requires a gradient, on any rank; a step would train nothing. Leave "
+                "at least one parameter trainable, or call evaluate."
+            )
+
+    def _backpropagate_inputs(self, factor: Tensor | float) -> None:
+        """Continue the backward into the graphs of the batch's inputs, once for all microbatches."""
+        pairs = [pair for stage in self._stages.values() for pair in stage.take_input_gradients()]
+        if pairs:
+            inputs, gradients = zip(*pairs, strict=True)
+            multiply([*gradients], factor)
+            torch.autograd.backward(inputs, gradients)
 
     def _side_effects(self) -> Callable[[], None]:
         """How to undo a step's changes of buffers, such as running means, and of random numbers."""

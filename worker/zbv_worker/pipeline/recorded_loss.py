@@ -17,14 +17,14 @@ class RecordedLoss:
 
     Parameters
     ----------
-    loss
-        None for a pipeline that is only evaluated.
+    function
+        The user's loss; None for a pipeline that is only evaluated.
     is_recomputed
         Whether the backward of the last stage runs the loss a second time.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Any] | None, *, is_recomputed: bool):
-        self._loss = loss
+    def __init__(self, function: Callable[[Any, Any], Any] | None, *, is_recomputed: bool):
+        self.function = function
         self._is_recomputed = is_recomputed
         self._outputs: list[Any] | None = None
 
@@ -33,10 +33,10 @@ class RecordedLoss:
         # F of a recomputed stage runs without a graph, the second run with one.
         if self._outputs is not None and not (self._is_recomputed and torch.is_grad_enabled()):
             self._outputs.append(tree_map(_detached, output))
-        if self._loss is None:
+        if self.function is None:
             return torch.zeros(())
         try:
-            return self._loss(output, target)
+            return self.function(output, target)
         except (AttributeError, TypeError) as error:
             if target is not None:
                 raise
@@ -48,11 +48,11 @@ class RecordedLoss:
     @property
     def is_given(self) -> bool:
         """Whether there is a loss."""
-        return self._loss is not None
+        return self.function is not None
 
     def require(self) -> None:
         """Raise :class:`InvalidRun` if there is no loss."""
-        if self._loss is None:
+        if self.function is None:
             raise InvalidRun(
                 "the pipeline has no loss; training needs one. Pass loss=, a function of output and target: "
                 "Pipeline(plan, layers, loss=torch.nn.functional.cross_entropy)."

@@ -30,18 +30,18 @@ def enter(value: Any, *, is_data: bool) -> tuple[Any, list[Tensor]]:
     Parameters
     ----------
     is_data
-        Whether it is the first stage's input, for which no gradient is needed.
+        Whether it is the first stage's input, which needs a gradient only if the user's tensor requires one.
     """
     if isinstance(value, Tensor):
         x = value.detach()
-        if is_data or not (x.dtype in FLOATS or value.requires_grad):
+        if not (value.requires_grad or (x.dtype in FLOATS and not is_data)):
             return x, []
         return x, [x.requires_grad_()]
     leaves: list[Tensor] = []
 
     def detached(tensor: Tensor) -> Tensor:
         leaf = tensor.detach()
-        if tensor.requires_grad and not is_data:
+        if tensor.requires_grad:
             leaves.append(leaf.requires_grad_())
         return leaf
 

@@ -8,7 +8,7 @@ if it takes ``**kwargs``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from zbv_worker.errors import ModelError
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.model.loss_module import LOSS
 from zbv_worker.stage.whole_batch import Ambiguous, Decisions
 
 NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
@@ -135,6 +136,40 @@ class LayerSequence(nn.Sequential):
         for layer in self:
             x = call(layer, x, keywords)
         return x
+
+
+class _LossAside(nn.Sequential):
+    """The last stage's layers, and the modules of the loss: their child, but no layer."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (child for name, child in self._modules.items() if name != LOSS and child is not None)
+
+    def __len__(self) -> int:
+        return len(self._modules) - (LOSS in self._modules)  # a slice may be without
+
+
+class _LayersAndLoss(_LossAside, LayerSequence):
+    """The usual class of such a module; it can be pickled."""
+
+
+def add_loss_module(module: nn.Module, loss: nn.Module) -> None:
+    """Make the module of a loss a part of the last stage's module, as ``loss``, in place."""
+    if hasattr(module, LOSS):
+        raise InvalidRun(
+            f"the last stage, a {type(module).__name__}, has an attribute {LOSS!r}, and the loss has "
+            f"parameters or buffers, which need that name. Rename the attribute."
+        )
+    if isinstance(module, nn.Sequential):
+        prepare_layers(module)
+        kind = type(module)  # of the user, or of fully_shard, if it is no LayerSequence
+        is_plain = kind is LayerSequence
+        module.__class__ = _LayersAndLoss if is_plain else type(kind.__name__, (_LossAside, kind), {})
+    module.add_module(LOSS, loss)
+
+
+def loss_modules(module: nn.Module) -> list[nn.Module]:
+    """The child that :func:`add_loss_module` has added, if there is one."""
+    return [module._modules[LOSS]] if isinstance(module, _LossAside) else []
 
 
 def calls_in_order(module: nn.Module) -> bool:

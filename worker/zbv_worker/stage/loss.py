@@ -82,7 +82,16 @@ class Objective:
             )
 
     def seed(self, loss: Tensor, value: float) -> Tensor:
-        """The gradient of the loss; autograd only reads it, so microbatches share one tensor."""
+        """The gradient of the loss; autograd only reads it, so microbatches share one tensor.
+
+        Raises :class:`ModelError` if the loss has no graph.
+        """
+        if not loss.requires_grad:
+            raise ModelError(
+                "the loss does not depend on anything that requires a gradient, so the step would train "
+                "nothing. Compute it from the output with torch's operators, without detach(), item(), "
+                "numpy, no_grad() or integers, and leave at least one parameter trainable."
+            )
         known = self._seed
         if known is None or known[0] != value or known[1].dtype is not loss.dtype:
             known = self._seed = (value, torch.full_like(loss, value, requires_grad=False))

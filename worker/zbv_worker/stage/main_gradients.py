@@ -232,7 +232,7 @@ def dtype_of_sum(parameter: Tensor) -> torch.dtype:
 
 
 def round_main_gradients(parameters: Iterable[Tensor], *, keep: bool = False) -> None:
-    """Set ``.grad`` from every main gradient, for the optimizer.
+    """Set ``.grad`` from every main gradient, for the optimizer; overwrite it if it is there.
 
     Parameters
     ----------
@@ -241,7 +241,10 @@ def round_main_gradients(parameters: Iterable[Tensor], *, keep: bool = False) ->
     """
     for parameter in parameters:
         if has_main_gradient(parameter):
-            main = gradient_of(parameter)
-            parameter.grad = None if main is None else main.to(parameter.dtype)
+            main, grad = gradient_of(parameter), parameter.grad
+            if main is None or grad is None:
+                parameter.grad = None if main is None else main.to(parameter.dtype)
+            else:
+                grad.copy_(main)
             if not keep:
                 setattr(parameter, _NAME, None)

@@ -36,8 +36,8 @@ Segment = Callable[[Any], Any]
 Computing = Callable[[Any], AbstractContextManager[object]]
 """The context of an input's forward (autocast)."""
 
-Seed = Callable[[Tensor], Tensor]
-"""The initial gradient of an output, if the backward receives none."""
+Seed = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""The initial gradient of an output, if the backward receives none; takes also the inputs of the graph."""
 
 
 class _Kept(NamedTuple):
@@ -125,7 +125,7 @@ class Recomputed:
         with repeating, torch.enable_grad(), _drawing_again(kept.random, device_of(x)), self._computing(x):
             output = kept.segment(x)
         if gradient is None and self._seed is not None:
-            gradient = self._seed(output)
+            gradient = self._seed(output, leaves)
         edges, gradients = auxiliary.take_roots()
         for edge, each in _roots(output, kept.flags, gradient):
             edges.append(edge)

@@ -16,7 +16,7 @@ join, not even at the turn of the V where one rank hosts both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from zbv_worker.stage.boundary import (
     take_gradient,
 )
 from zbv_worker.stage.compiled import CompiledLayer
-from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, prepare_layers
+from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, loss_modules, prepare_layers
 from zbv_worker.stage.loss import Loss, Objective, WeightedLoss
 from zbv_worker.stage.recomputation import (
     Recomputed,
@@ -48,7 +48,7 @@ from zbv_worker.stage.recomputation import (
 from zbv_worker.stage.split_backward import defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.weight_grads import WeightGrads
-from zbv_worker.values.structure import Structure, device_of, is_plain
+from zbv_worker.values.structure import Structure, device_of, is_plain, tensors_of
 
 _LEAF = "leaf Variable that requires grad"
 """What torch says before a layer would write to a stage's input that is a leaf."""
@@ -61,6 +61,8 @@ class _Forward(NamedTuple):
     ----------
     inputs
         The tensors of the input whose gradients are needed.
+    batch
+        In the first stage, the user's tensors that ``inputs`` were detached from.
     is_single
         Whether the input is one floating tensor.
     edges
@@ -72,6 +74,7 @@ class _Forward(NamedTuple):
     """
 
     inputs: Sequence[Tensor]
+    batch: Sequence[Tensor]
     is_single: bool
     edges: Sequence[GradientEdge] | Recomputed
     seed: Tensor | None
@@ -108,6 +111,8 @@ class Stage:
         The factor of all gradients; must not change during a step.
     keywords
         The keyword arguments that the layers take.
+    check_graph
+        Called once, with the next loss and the inputs of its graph.
     """
 
     def __init__(
@@ -143,7 +148,9 @@ class Stage:
         self._writes: bool | None = None  # to its input; known after the first F
         self._has_split = False
         self._split_share: SplitShare | None = None
-        self._shared = parameters_of_several(self._layers)
+        self._shared = parameters_of_several([*self._layers, *loss_modules(module)])
+        self.check_graph: Callable[[Tensor, Sequence[Tensor]], None] | None = None
+        self._input_gradients: list[tuple[Tensor, Tensor]] = []
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
 
@@ -203,10 +210,14 @@ class Stage:
         if written is not None:
             writes = note_writes(written, output, is_data=self._is_first)
             self._writes = writes or self._writes is True
-        seed = self._finish_loss(output)
+        batch = _requiring_grad(input) if leaves and self._is_first else ()
+        seed = None
+        if self._objective is not None:
+            self._objective.count()
+            seed = self._loss_seed(output, leaves)
         found, edges = self._left(output)
         roots = auxiliary.take_roots() if auxiliary.has_roots else None
-        self._forwards[microbatch] = _Forward(leaves, is_plain(x), edges, seed, roots, weight_grads)
+        self._forwards[microbatch] = _Forward(leaves, batch, is_plain(x), edges, seed, roots, weight_grads)
         return found
 
     def backward(self, microbatch: int, grad_output: Any) -> Any:
@@ -259,13 +270,16 @@ class Stage:
     ) -> Any:
         require_no_hooks(self._shared, self.index)
         x, leaves = enter(input, is_data=self._is_first)
+        batch = _requiring_grad(input) if leaves and self._is_first else ()
         seed = None if self._objective is None else self._loss_seed
         recomputed = Recomputed(self._computing, seed, self._auxiliary)
         with self._auxiliary.during("forward"):
             output = recomputed.forward(self._segments(target, keywords), x)
         if self._objective is not None:
             self._objective.count()
-        self._forwards[microbatch] = _Forward(leaves, is_plain(x), recomputed, None, None, weight_grads)
+        self._forwards[microbatch] = _Forward(
+            leaves, batch, is_plain(x), recomputed, None, None, weight_grads
+        )
         return self._left(output)[0]
 
     def _segments(self, target: Any, keywords: Mapping[str, Any]) -> list[Segment]:
@@ -308,7 +322,8 @@ class Stage:
         x = (enter_to_write if may_write else enter)(input, is_data=True)[0]
         with torch.no_grad(), self._computing(x), self._auxiliary.during("evaluation"):
             output = self._computed(x, target, keywords)
-        self._finish_loss(output)
+        if self._objective is not None:
+            self._objective.count()
         return self._left(output)[0]
 
     @property
@@ -344,17 +359,18 @@ class Stage:
         """Microbatches between F and I or B, and microbatches between I and W."""
         return set(self._forwards), set(self._weight_grads)
 
-    def _loss_seed(self, loss: Tensor) -> Tensor:
-        """The gradient of the loss."""
-        assert self._objective is not None
-        return self._objective.seed(loss, self.loss_scale * self._share)
+    def take_input_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors of the batch that require a gradient, and their gradients, since the last call."""
+        taken, self._input_gradients = self._input_gradients, []
+        return taken
 
-    def _finish_loss(self, output: Any) -> Tensor | None:
-        """Count the loss of an F or evaluation; returns its gradient, None without a loss."""
-        if self._objective is None:
-            return None
-        self._objective.count()
-        return self._loss_seed(output)
+    def _loss_seed(self, loss: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """The gradient of a loss, whose graph begins at some inputs; raises :class:`ModelError`."""
+        assert self._objective is not None
+        if self.check_graph is not None:
+            self.check_graph(loss, inputs)
+            self.check_graph = None
+        return self._objective.seed(loss, self.loss_scale * self._share)
 
     def _computed(self, x: Any, target: Any, keywords: Mapping[str, Any]) -> Any:
         """The module's output, for the last stage the loss."""
@@ -386,10 +402,24 @@ class Stage:
         auxiliary = self._auxiliary.during("backward") if self._auxiliary.is_used else nullcontext()
         with self._recorder.into(held.weight_grads), auxiliary:
             if isinstance(edges, Recomputed):
-                return edges.backward(grad_output, needs_input_grad=not self._is_first)
+                needs_input_grad = bool(held.batch) or not self._is_first
+                return self._left_over(held, edges.backward(grad_output, needs_input_grad=needs_input_grad))
             gradients = as_list(held.seed if grad_output is None else grad_output) if edges else ()
             if held.auxiliary is not None:
                 edges, gradients = [*edges, *held.auxiliary[0]], [*gradients, *held.auxiliary[1]]
             if edges:
                 torch.autograd.backward(edges, gradients)
-        return None if self._is_first else take_gradient(held.inputs, is_single=held.is_single)
+        if self._is_first and not held.batch:
+            return None
+        return self._left_over(held, take_gradient(held.inputs, is_single=held.is_single))
+
+    def _left_over(self, held: _Forward, gradient: Gradient | None) -> Gradient | None:
+        """The gradient for the stage before; the first stage keeps that of the batch."""
+        if not self._is_first:
+            return gradient
+        self._input_gradients += zip(held.batch, as_list(gradient), strict=True)
+        return None
+
+
+def _requiring_grad(value: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_of(value) if tensor.requires_grad]

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from zbv_worker.errors import ModelError
 from zbv_worker.model.protocol import Evaluated, Microbatch, PipelineModel
 from zbv_worker.transport.channels import Transport
 
@@ -39,7 +41,13 @@ class DataOfReplica:
     def microbatch(self, number: int, index: int) -> Microbatch | tuple[Any, ...]:
         """A microbatch of a run of the plan; ``number`` counts the runs before it."""
         step, part = divmod(number, self._parts)
-        return self._model.microbatch(step, part * self._of_part + self._first + index)
+        found = self._model.microbatch(step, part * self._of_part + self._first + index)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(found)):
+            raise ModelError(
+                "microbatch returned a tensor that requires a gradient, which a run does not compute. Detach "
+                "it, or make the module that computes it the first layer."
+            )
+        return found
 
     def evaluation_microbatch(self, step: int, index: int) -> Microbatch | tuple[Any, ...]:
         """A microbatch of an evaluation before a step, of the evaluation data if the model has such data."""

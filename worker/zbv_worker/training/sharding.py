@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.model.layer_list import whole_name
-from zbv_worker.stage.layers import calls_in_order
+from zbv_worker.stage.layers import calls_in_order, loss_modules
 from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
 from zbv_worker.training.buckets import require_dense
 from zbv_worker.training.gradients import Gradients, squares
@@ -227,7 +227,7 @@ def _parts(stage: int, module: nn.Module) -> list[_StagePart]:
     """A stage's parts: its layers if it certainly calls one after the other, otherwise all of it."""
     children = tuple(module.named_children()) if isinstance(module, nn.Sequential) else ()
     own = list(module.parameters(recurse=False))
-    if calls_in_order(module) and not own:
+    if calls_in_order(module) and not own and not loss_modules(module):
         return [
             _StagePart(f"stage {stage}, {whole_name(name)}", tuple(child.parameters()), (child,))
             for name, child in children

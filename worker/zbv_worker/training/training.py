@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import digest_of, stated_structures
 from zbv_worker.execution.step import Launched
 from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.model.loss_module import require_known_parameters
 from zbv_worker.model.protocol import PipelineModel, StatefulData, Tied, Weighted
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.stage import Stage
@@ -311,7 +313,10 @@ class Training:
         require_compilable(options)
         copies = options.replicas * options.parts  # the loss is a mean over the microbatches of all of them
         self._stages = build_stages(self._model, self._plan, device, replicas=copies, program=options.program)
-        return {index: stage.module for index, stage in self._stages.items()}
+        modules = {index: stage.module for index, stage in self._stages.items()}
+        for stage in self._stages.values():
+            stage.check_graph = partial(require_known_parameters, modules)
+        return modules
 
     def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
         has_main, transport = self._options.has_main_gradients, self._transport

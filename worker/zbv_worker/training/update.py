@@ -105,6 +105,8 @@ class Update:
         parameters = gradients.parameters
         named = [((names or {}).get(parameter, ""), parameter) for parameter in parameters]
         self.optimizer = optimizer_of(model, named) if named else None
+        # An optimizer may have made the gradients parts of a buffer of its own.
+        self._kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         has_schedule = self.optimizer is not None and isinstance(model, Scheduled)
         self.schedule: Any = model.schedule(self.optimizer) if has_schedule else None  # type: ignore[attr-defined]  # checked
         self._is_shared = clip_norm is not None or loss_scale.is_dynamic or non_finite == "skip"
@@ -201,6 +203,9 @@ class Update:
         """Scale the gradients and run the optimizer, which does nothing on the device if told so."""
         self._gradients.scale(factor if self._is_late else float(factor))
         self._gradients.hand_over()
+        for parameter, kept in self._kept:
+            grad, parameter.grad = parameter.grad, kept
+            kept.copy_(torch.zeros_like(kept) if grad is None else grad)
         if self.optimizer is None:
             return
         if is_skipped is None:

@@ -1,8 +1,7 @@
 """Plans of every family on the model of NCCL: which end with K kernels of NCCL at once on each device.
 
 The real transport and executor run in virtual time; docs/nccl-model.md explains the model. Prints the rows of
-the table there. Targets hold for the K that the transport states: every run ends, with right numbers and no
-more receive buffers than accounted for.
+the table there. Targets hold for the K that the transport states: every run ends, with right numbers.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def _run(plan: Plan, kernels: int, seed: int, workload: NcclModelWorkload) -> in
     """The most unsent tensors of a rank; None if the run hangs."""
     from support.fake_nccl.device import DeviceModes
     from support.fake_nccl.pipeline import ModelRun, run_plan
-    from support.fake_nccl.simulation import Deadlock, ModelError
+    from support.fake_nccl.simulation import Deadlock
 
     how = ModelRun(
         seed=seed,
@@ -110,6 +109,4 @@ def _run(plan: Plan, kernels: int, seed: int, workload: NcclModelWorkload) -> in
             used = run_plan(*plan, how)
     except Deadlock:
         return None
-    if any(use.receive_buffers > use.account for use in used):
-        raise ModelError("a rank has more receive buffers than its plan and look-ahead need")
     return max(use.unsent for use in used)

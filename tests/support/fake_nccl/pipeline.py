@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
-from math import prod
 from typing import Literal
 
 import torch
@@ -15,7 +13,7 @@ from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.executor import Executor, ExecutorOptions
-from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
+from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.step import Launched
 from zbv_worker.execution.timeline import CudaTimeline
 from zbv_worker.transport.channels import Reduction, key_of
@@ -86,17 +84,11 @@ class RankUse:
     ----------
     kernels
         The most kernels of NCCL that ran at once.
-    receive_buffers
-        Receive buffers of the transport's pool, without those of headers; of the size of the smallest tensor.
-    account
-        The most receive buffers of that size that the plan and the look-ahead need.
     unsent
         The most sends that were queued or running at once.
     """
 
     kernels: int
-    receive_buffers: int
-    account: int
     unsent: int
 
 
@@ -167,7 +159,7 @@ class _RankRun:
         self._totals: list[Tensor] = []
         self._tied: list[list[Tensor]] = []
         batches = FakeBatches(transport.replica, how.is_varied)
-        self._sizes = sizes = [batches.times(index) for index in range(problem.microbatches)]
+        sizes = [batches.times(index) for index in range(problem.microbatches)]
         stated = [Structure.of_tensor(TensorSpec((WIDTH * size,), DTYPE)) for size in sizes]
         self._executor = Executor(
             self._plan,
@@ -241,65 +233,14 @@ class _RankRun:
         """End in order; returns what the rank used."""
         self._transport.flush(TIMEOUT)
         self._transport.barrier(TIMEOUT)
-        pools = self._transport._buffers._pools
-        use = RankUse(
-            kernels=self._here.device.most_running,
-            receive_buffers=sum(size_of(each.spec) for pool in pools.values() for each in pool),
-            account=receive_account(self._plan, self._how.look_ahead, self._sizes),
-            unsent=self._here.device.most_unsent,
-        )
         self._executor.close()
         self._transport.close()
-        return use
-
-
-def size_of(spec: TensorSpec | None) -> int:
-    """The size of a receive buffer, in the smallest tensors; 0 if it is not of a floating tensor."""
-    return prod(spec.shape) // WIDTH if spec is not None and spec.dtype.is_floating_point else 0
+        return RankUse(self._here.device.most_running, self._here.device.most_unsent)
 
 
 def _added(wanted: list[Expected], stage: int) -> list[float]:
     """A stage's weight gradients, added up over the replicas."""
     return [sum(parts) for parts in zip(*(found.weights[stage] for found in wanted), strict=True)]
-
-
-def receive_account(plan: RankPlan, look_ahead: int, sizes: Sequence[int]) -> int:
-    """The most memory of receives in use at once: what actions hold, and what is posted and not yet used.
-
-    An activation is held from its F, and a gradient from its I or B, until the end of the W or B. A channel
-    has posted the look-ahead beyond the furthest tensor that was used so far
-    (:class:`zbv_worker.transport.endpoints.Inbox`).
-
-    Parameters
-    ----------
-    sizes
-        Of each microbatch's tensors.
-    """
-    channels = {key_of(c): c.transfers for c in plan.channels if c.receiver == plan.rank}
-    size_until = {
-        key: [0, *accumulate(sizes[transfer.microbatch] for transfer in transfers)]
-        for key, transfers in channels.items()
-    }
-    posted = {key: min(look_ahead, len(transfers)) for key, transfers in channels.items()}
-    used = held = 0
-    held_of: dict[tuple[int, int], int] = {}
-
-    def in_use() -> int:
-        return held - used + sum(size_until[key][count] for key, count in posted.items())
-
-    most = in_use()
-    for instruction in lower(plan):
-        stage, letter, microbatch = instruction.action
-        if isinstance(instruction.source, Remote):
-            key, transfer = instruction.source.channel, instruction.source.transfer
-            end = channels[key].index(transfer) + 1 + look_ahead
-            posted[key] = max(posted[key], min(end, len(channels[key])))
-            used, held = used + sizes[microbatch], held + sizes[microbatch]
-            held_of[stage, microbatch] = held_of.get((stage, microbatch), 0) + sizes[microbatch]
-        most = max(most, in_use())
-        if letter in "BW":
-            held -= held_of.pop((stage, microbatch), 0)
-    return most
 
 
 def _require(condition: bool, wrong: str) -> None:

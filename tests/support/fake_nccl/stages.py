@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.fake_nccl.cuda import FakeCuda
 from support.fake_nccl.device import Device
 
 _PRIME = 65521
@@ -193,6 +194,39 @@ class NestedFakeStage(FakeStage):
             grad_output = self._queued(letter, grad_output, lambda out, a, b: out.copy_(a + b), shape)
         made = super().backward_input(microbatch, grad_output, letter=letter)
         return None if made is None else (made, made * 0)
+
+
+class OffloadingFakeStage(FakeStage):
+    """Keeps its inputs in host memory between F and B or I, as activation offloading does.
+
+    The copy to the host runs on its own stream. ``record_stream`` delays the reuse of the input's memory until
+    the copy is complete.
+    """
+
+    def __init__(self, stage: int, n_stages: int, device: Device, seconds: Mapping[str, float]):
+        super().__init__(stage, n_stages, device, seconds)
+        self._cuda = FakeCuda(device)
+        self._side = self._cuda.Stream()
+
+    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
+        """Queue F and the copy."""
+        output = super().forward(microbatch, input, target, split=split)
+        self._side.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._side):
+            self._device.current.launch("slow copy", self._random("F"), lambda: None, (input,))
+            kept = input.to("cpu", non_blocking=True)
+        self._device.memory.record_stream(input, self._side)
+        self._saved[microbatch] = (kept, target)
+        return output
+
+    def backward_input(
+        self, microbatch: int, grad_output: Tensor | None, *, letter: str = "I"
+    ) -> Tensor | None:
+        """Queue the copy back, and I."""
+        kept, target = self._saved[microbatch]
+        self._cuda.current_stream().wait_stream(self._side)
+        self._saved[microbatch] = (kept.to("cuda", non_blocking=True), target)
+        return super().backward_input(microbatch, grad_output, letter=letter)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from torch import Tensor
 from zbv_solver.construct.baselines import baseline
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.transport import nccl_operations
-from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send
 from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.transport.torch_api import GroupOptions
@@ -74,24 +74,6 @@ def test_both_directions_on_one_communicator() -> None:
         run(transport=made)
 
 
-def test_a_receive_buffer_that_is_reused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, taken = ReceiveBuffers.take, dict[int, list[Tensor]]()
-
-    def take_any(self: ReceiveBuffers, spec: TensorSpec) -> Tensor:
-        mine = taken.setdefault(id(self), [])
-        if spec.dtype.is_floating_point and len(mine) == 2:
-            mine.reverse()
-            return mine[0].detach()
-        made = take(self, spec)
-        if spec.dtype.is_floating_point:
-            mine.append(made)
-        return made
-
-    monkeypatch.setattr(ReceiveBuffers, "take", take_any)
-    with pytest.raises(ModelError, match=r"may not have written yet|which is wrong"):
-        run()
-
-
 class _Changed(NcclTransport):
     """Sends and receives that a test changes."""
 
@@ -124,6 +106,26 @@ class _SendsFromOneBuffer(_Changed):
 def test_a_send_tensor_that_is_overwritten_early() -> None:
     with pytest.raises(ModelError, match=r"copy_? overwrites memory that send on .* may not have read yet"):
         run(transport=_SendsFromOneBuffer)
+
+
+class _ReceivesIntoTwoBuffers(NcclTransport):
+    def receiver(self, key: ChannelKey) -> Receive:
+        buffers = dict[tuple[TensorSpec, bool], Tensor]()
+        (group, peer), is_second = self._incoming[key], cycle((False, True))
+
+        def post(spec: TensorSpec) -> Pending:
+            at = spec, next(is_second)
+            if at not in buffers:
+                buffers[at] = torch.empty(spec.shape, dtype=spec.dtype, device="cuda")
+            buffer = buffers[at].detach()
+            return nccl_operations.StreamReceive(group.receive(buffer, peer), buffer, self._operations)
+
+        return post
+
+
+def test_a_receive_buffer_that_is_reused_early() -> None:
+    with pytest.raises(ModelError, match=r"may not have (written|read) yet|which is wrong"):
+        run(transport=_ReceivesIntoTwoBuffers)
 
 
 class _ReceivesWithoutWait(_Changed):

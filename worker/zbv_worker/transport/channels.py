@@ -35,7 +35,7 @@ def key_of(channel: Channel) -> ChannelKey:
 
 
 class Pending(Protocol):
-    """A posted receive. The rank owns its tensor; the memory is reused once nothing refers to it."""
+    """A posted receive. The rank owns its tensor, which is new memory of torch's allocator."""
 
     def wait(self, timeout: float) -> Tensor:
         """Wait until the tensor is on the rank's device.

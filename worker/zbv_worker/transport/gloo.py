@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.breaking import break_connections
-from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.control import ControlPlane
@@ -75,7 +74,7 @@ class GlooTransport(ConnectedTransport):
         self._senders: dict[ChannelKey, ThreadSender] = {}
         self._failures = SendFailures()
         self._wires_in: dict[ChannelKey, GroupWire] = {}
-        self._buffers = ReceiveBuffers(device)
+        self._device = device
         # Counts collectives by their ranks, to name their notes. Equal on these ranks.
         self._sums: dict[tuple[int, ...], int] = {}
         self._linked: dict[tuple[int, ...], tuple[tuple[int, ...], dist.ProcessGroup]] = {}
@@ -114,13 +113,13 @@ class GlooTransport(ConnectedTransport):
 
     @override
     def receiver(self, key: ChannelKey) -> Receive:
-        wire, take, staging = self._wires_in.get(key), self._buffers.take, self._staging
+        wire, device, staging = self._wires_in.get(key), self._device, self._staging
         if wire is None:
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
         receive = wire.receive
 
         def post(spec: TensorSpec) -> Pending:
-            buffer = take(spec)
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
             try:
                 if staging is None:
                     return HostReceive(receive(buffer), buffer)
@@ -220,7 +219,6 @@ class GlooTransport(ConnectedTransport):
             sender.close()
         self._senders.clear()
         self._wires_in.clear()
-        self._buffers.clear()
         self._opened.clear()
         self._linked.clear()
 

@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport import nccl_environment
-from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
 from zbv_worker.transport.communicators import CHANNEL_OPTIONS, MAX_COMMUNICATORS, SUM_OPTIONS, greeting_order
 from zbv_worker.transport.connected import ConnectedTransport
@@ -89,7 +88,6 @@ class NcclTransport(ConnectedTransport):
         self._opened: set[ChannelKey] = set()
         self._senders: dict[ChannelKey, StreamSender] = {}
         self._incoming: dict[ChannelKey, _Incoming] = {}
-        self._buffers = ReceiveBuffers(device)
         self._next_look = 0.0
         self._linked: dict[tuple[int, ...], NcclGroup] = {}
         self._replicas = self._all_ranks = None
@@ -226,16 +224,11 @@ class NcclTransport(ConnectedTransport):
         found = self._incoming.get(key)
         if found is None:
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
-        receive, peer, take, operations = (
-            found.group.receive,
-            found.peer,
-            self._buffers.take,
-            self._operations,
-        )
+        receive, peer, device, operations = found.group.receive, found.peer, self._device, self._operations
 
         def post(spec: TensorSpec) -> Pending:
             operations.may_issue()
-            buffer = take(spec)
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
             try:
                 return StreamReceive(receive(buffer, peer), buffer, operations)
             except RuntimeError as error:
@@ -339,7 +332,6 @@ class NcclTransport(ConnectedTransport):
     def _release(self) -> None:
         self._senders.clear()
         self._incoming.clear()
-        self._buffers.clear()
         self._opened.clear()
         self._linked.clear()
         self._groups.clear()

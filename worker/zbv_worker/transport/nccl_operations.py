@@ -64,7 +64,12 @@ class Operations:
 # Not frozen: one is created per received tensor, and freezing doubles the cost of that.
 @dataclass(eq=False, slots=True)
 class StreamReceive:
-    """A posted receive. NCCL writes the buffer after the work queued on the compute stream at that time."""
+    """A posted receive.
+
+    NCCL writes the buffer after the work that was queued on the compute stream at that time. So it may be memory
+    that was freed while such work still uses it. It may also be freed before NCCL has written it: torch's sends
+    and receives keep memory from reuse (``recordStream`` in ``ProcessGroupNCCL::pointToPoint``).
+    """
 
     work: NcclWork
     buffer: Tensor

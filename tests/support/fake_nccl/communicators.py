@@ -36,8 +36,8 @@ class NcclModes:
     transfer_seconds
         The mean time of a transfer between two running operations.
     runtime_connect
-        NCCL_RUNTIME_CONNECT=1: what an algorithm of sums and gathers needs is connected, and allocated, when it
-        is first used; otherwise all of it at the communicator's first use.
+        NCCL_RUNTIME_CONNECT=1: what an algorithm of sums and gathers needs is connected and allocated when
+        it is first used; otherwise at the communicator's first use.
     abort_hangs
         ``abort`` waits for something that does not end, so it raises at the group's timeout.
     """
@@ -354,7 +354,11 @@ class FakeGroup:
         if stream is None:
             communicator.join(device)
             stream = self._streams[key] = device.pool_stream(high_priority=self._is_high_priority)
-        if self._communicators.modes.runtime_connect and source is not None and kind not in ("send", "receive"):
+        if (
+            self._communicators.modes.runtime_connect
+            and source is not None
+            and kind not in ("send", "receive")
+        ):
             communicator.join(device, _algorithm(kind, source.nbytes))
         stream.wait_recording(device.current.record())
         ticket = stream.ticket(f"{kind} on {communicator.name}")

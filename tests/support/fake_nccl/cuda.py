@@ -257,7 +257,9 @@ class OnDevice(TorchFunctionMode):
         """A copy that delays the reuse of pinned memory (``CachingHostAllocator``)."""
         memory = self._device.memory
         raw, raw_source = memory.raw(target), memory.raw(source)
-        blocks = [block for each in (target, source) if (block := self._block(each)) and not block.is_on_device]
+        blocks = [
+            block for each in (target, source) if (block := self._block(each)) and not block.is_on_device
+        ]
         for block in blocks:
             block.pending += 1
 

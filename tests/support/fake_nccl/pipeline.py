@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -38,6 +38,8 @@ class ModelRun:
 
     Attributes
     ----------
+    device
+        How the GPUs behave. Whatever is used for the first time waits for the whole device in any case.
     ties
         Sets of positions that add up a number after every step, as for the gradient of a tied parameter.
     is_sharded
@@ -104,7 +106,7 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
         problem.pp_degree * how.replicas,
         replicas=how.replicas,
         seed=how.seed,
-        device=how.device,
+        device=replace(how.device, lazy_loading=True, allocations_wait=True),
         nccl=how.nccl,
     )
     wanted = [

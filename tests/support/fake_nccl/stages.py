@@ -199,8 +199,8 @@ class NestedFakeStage(FakeStage):
 class OffloadingFakeStage(FakeStage):
     """Keeps its inputs in host memory between F and B or I, as activation offloading does.
 
-    The copy to the host runs on its own stream. ``record_stream`` delays the reuse of the input's memory until
-    the copy is complete.
+    The copy to the host runs on its own stream. ``record_stream`` delays the reuse of the input's memory
+    until the copy is complete.
     """
 
     def __init__(self, stage: int, n_stages: int, device: Device, seconds: Mapping[str, float]):

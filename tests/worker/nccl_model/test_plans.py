@@ -102,14 +102,13 @@ def test_a_plan_runs_when_small_sends_are_buffered() -> None:
     [
         {"launch_order": "serial"},
         {"launch_order": "start"},
-        {"lazy_loading": True},
         {"connections": 2},
         {"pool_streams": 2},
     ],
-    ids=["serial launches", "launches in order", "lazy loading", "2 connections", "2 streams"],
+    ids=["serial launches", "launches in order", "2 connections", "2 streams"],
 )
 def test_a_plan_hangs_with(device: dict[str, object]) -> None:
-    # With one receive ahead, as over NCCL, only some runs hang with launches in order or lazy loading.
+    # With one receive ahead, as over NCCL, only some runs hang with launches in order.
     with pytest.raises(Deadlock):
         run(plan_of(V), device=device, look_ahead=3)
 

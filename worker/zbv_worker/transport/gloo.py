@@ -26,6 +26,7 @@ from zbv_worker.transport.receives import HostReceive, StagedReceive
 from zbv_worker.transport.rendezvous import named
 from zbv_worker.transport.sends import GroupWire, SendFailures, ThreadSender, sending_end
 from zbv_worker.transport.staging import Staging
+from zbv_worker.transport.torch_api import new_group
 from zbv_worker.transport.torch_errors import classified, classifying
 from zbv_worker.values.structure import TensorSpec
 
@@ -224,9 +225,7 @@ class GlooTransport(ConnectedTransport):
 
     def _new_group(self, ranks: Sequence[int], timeout: float, what: str) -> dist.ProcessGroup:
         with classifying(f"connecting {what}"):
-            made: dist.ProcessGroup = dist.new_group(
-                [*ranks], timeout=timedelta(seconds=timeout), backend="gloo"
-            )
+            made: dist.ProcessGroup = new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo")
         if self.rank in ranks:
             self._groups.append(made)
         return made

@@ -66,9 +66,9 @@ class Operations:
 class StreamReceive:
     """A posted receive.
 
-    NCCL writes the buffer after the work that was queued on the compute stream at that time. So it may be memory
-    that was freed while such work still uses it. It may also be freed before NCCL has written it: torch's sends
-    and receives keep memory from reuse (``recordStream`` in ``ProcessGroupNCCL::pointToPoint``).
+    NCCL writes the buffer after the work that was queued on the compute stream at that time. So it may be
+    memory that was freed while such work still uses it. It may be freed before NCCL has written it, too:
+    torch's sends and receives keep memory from reuse (``recordStream`` in ``pointToPoint``).
     """
 
     work: NcclWork

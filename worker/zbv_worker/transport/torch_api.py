@@ -185,6 +185,26 @@ class HostClock:
         time.sleep(seconds)
 
 
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
+    """Create a group as ``torch.distributed.new_group`` does, connected by its first operation.
+
+    If the user has initialised the default group with ``device_id``, torch would connect the new group at
+    once, by splitting the default group's communicator (``ncclCommSplit``): all ranks of the world would wait
+    for each other at every group, members or not, and for groups of gloo only the others would call it
+    (``_new_process_group_helper``). So the default group has no device meanwhile. Torch's
+    ``use_local_synchronization`` is no remedy: it names a group by the number of groups that a rank has.
+    """
+    default = dist.group.WORLD
+    device = None if default is None else default.bound_device_id
+    if default is None or device is None:
+        return dist.new_group(ranks, **options)
+    default.bound_device_id = None
+    try:
+        return dist.new_group(ranks, **options)
+    finally:
+        default.bound_device_id = device
+
+
 class TorchNccl:
     """NCCL through ``torch.distributed``; the default process group must exist."""
 
@@ -198,9 +218,7 @@ class TorchNccl:
     ) -> NcclGroup | None:
         """See :class:`NcclApi`."""
         made = _options(options, timeout)
-        group = dist.new_group(
-            sorted(ranks), timeout=timeout, backend="nccl", pg_options=made, group_desc=name
-        )
+        group = new_group(sorted(ranks), timeout=timeout, backend="nccl", pg_options=made, group_desc=name)
         return TorchNcclGroup(group) if isinstance(group, dist.ProcessGroup) else None
 
 

@@ -37,6 +37,7 @@ def used(layout: Layout | None = None) -> dict[str, Any]:
         "sum": transport.sum_over_ranks(torch.ones(1), TIMEOUT).item(),
         "from": received(transport),
         "copies": over_copies(transport),
+        "messages": exchanged(transport),
     }
     transport.post("note", "an old one")
     transport.barrier(TIMEOUT)
@@ -57,6 +58,18 @@ def received(transport: ConnectedTransport) -> float | None:
         number = transport.receiver(keys[here - 1])(SPEC).wait(TIMEOUT).item()
     transport.flush(TIMEOUT)
     return number
+
+
+def exchanged(transport: ConnectedTransport) -> list[float]:
+    """Two host tensors of the rank before, of which the second is awaited first."""
+    control, size = transport.control, transport.world_size
+    sent = [torch.tensor([10.0 * number + transport.rank]) for number in (1, 2)]
+    placed = [torch.zeros(1), torch.zeros(1)]
+    sends = [control.start_send(tensor, (transport.rank + 1) % size) for tensor in sent]
+    receives = [control.start_receive(tensor, (transport.rank - 1) % size) for tensor in placed]
+    for wait in [*reversed(receives), *sends]:
+        wait(TIMEOUT)
+    return [tensor.item() for tensor in placed]
 
 
 def over_copies(transport: ConnectedTransport) -> float:

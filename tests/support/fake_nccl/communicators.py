@@ -22,6 +22,9 @@ from support.fake_nccl.simulation import ModelError, Simulation, pause_if_host
 
 _TREE_BYTES = 16
 """Larger sums use another algorithm. A greeting is smaller, and a stage's gradients are larger."""
+_ALGORITHMS = ("tree", "ring", "all_gather", "reduce_scatter")
+CONNECTION_BYTES = 1 << 20
+"""Memory of a communicator, and of each algorithm that it has connected."""
 Kind = Literal["send", "receive", "all_reduce", "all_gather", "reduce_scatter"]
 
 
@@ -130,8 +133,10 @@ class Communicator:
             f"connects {f'{algorithm} of ' * bool(algorithm)}{self.name}, which rank(s) "
             f"{sorted(set(self.ranks) - joined)} have not entered",
         )
-        if device.modes.allocations_wait:
-            device.wait_until_idle(f"the memory of {self.name}")
+        if algorithm:
+            device.wait_until_idle(f"the memory of {algorithm} of {self.name}")
+        connects_all = not algorithm and not self.modes.runtime_connect
+        device.connected_bytes += CONNECTION_BYTES * (1 + len(_ALGORITHMS) * connects_all)
 
     def match(self) -> None:
         """Start the transfer between operations that wait for each other."""
@@ -398,7 +403,7 @@ class FakeGroup:
 
 def _algorithm(kind: Kind, nbytes: int) -> str:
     """What NCCL might choose for a sum or gather; the choice depends on its kind and size."""
-    return kind if kind != "all_reduce" else "tree" if nbytes <= _TREE_BYTES else "ring"
+    return kind if kind in _ALGORITHMS else "tree" if nbytes <= _TREE_BYTES else "ring"
 
 
 def _check_device_tensor(device: Device, tensor: Tensor | None, kind: Kind) -> None:

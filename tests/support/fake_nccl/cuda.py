@@ -57,7 +57,7 @@ class FakeCuda:
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         """Free and total bytes."""
-        return TOTAL_BYTES - self._device.memory.device.live, TOTAL_BYTES
+        return TOTAL_BYTES - self._device.memory.device.live - self._device.connected_bytes, TOTAL_BYTES
 
 
 _FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like", "ones_like"}

@@ -290,6 +290,7 @@ class Device:
         self.default = self._new_stream()
         self.current = self.default
         self.computing = 0
+        self.connected_bytes = 0
         self.running: list[Item] = []
         self.most_running = 0
         self.unsent = self.most_unsent = 0

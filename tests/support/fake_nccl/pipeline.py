@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -22,14 +22,16 @@ from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.values.structure import Structure, TensorSpec
 
 from support.fake_nccl.cluster import Cluster, FakeRank
-from support.fake_nccl.communicators import NcclModes
+from support.fake_nccl.communicators import CONNECTION_BYTES, NcclModes
 from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.shards import FakeShards
 from support.fake_nccl.simulation import ModelError
-from support.fake_nccl.stages import DTYPE, WIDTH, Expected, FakeBatches, FakeStage, expected
+from support.fake_nccl.stages import DTYPE, WIDTH, Expected, FakeBatches, FakeStage, evaluated, expected
 
 SECONDS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3}
 TIMEOUT = 60.0
+FIRST_TIMES = DeviceModes(lazy_loading=True, allocations_wait=True)
+"""Whatever a GPU does for the first time waits for everything that is queued."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,10 @@ class ModelRun:
 
     Attributes
     ----------
-    device
-        How the GPUs behave. Whatever is used for the first time waits for the whole device in any case.
+    steps
+        The tensors of the first one pass through the host.
+    is_evaluated
+        Whether an evaluation precedes each step.
     ties
         Sets of positions that add up a number after every step, as for the gradient of a tied parameter.
     is_sharded
@@ -58,13 +62,14 @@ class ModelRun:
     """
 
     steps: int = 2
+    is_evaluated: bool = False
     replicas: int = 1
     is_sharded: bool = False
     sums_over_ranks: bool = False
     ties: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     look_ahead: int = NCCL_LOOK_AHEAD
-    device: DeviceModes = field(default_factory=DeviceModes)
+    device: DeviceModes = field(default_factory=lambda: FIRST_TIMES)
     nccl: NcclModes = field(default_factory=NcclModes)
     transport: Callable[..., NcclTransport] = NcclTransport
     checks_memory: bool = False
@@ -106,7 +111,7 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
         problem.pp_degree * how.replicas,
         replicas=how.replicas,
         seed=how.seed,
-        device=replace(how.device, lazy_loading=True, allocations_wait=True),
+        device=how.device,
         nccl=how.nccl,
     )
     wanted = [
@@ -120,7 +125,10 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
     def main(here: FakeRank) -> RankUse:
         run = _RankRun(here, problem, orders, how)
         for step in range(how.steps):
+            if how.is_evaluated:
+                run.evaluate(step)
             run.launch(step)
+        run.read()
         for step in range(how.steps):
             run.check(step, wanted[step])
         use = run.close()
@@ -156,7 +164,8 @@ class _RankRun:
         order = list(dict.fromkeys(action.stage for action in self._plan.actions))
         self._shards = FakeShards(transport, self._stages, order) if how.is_sharded else None
         self._sums: list[Reduction] = []
-        self._launched: list[Launched] = []
+        self._launched: Launched | None = None
+        self._losses: list[dict[int, float]] = []
         self._weights: list[dict[int, Tensor]] = []
         self._totals: list[Tensor] = []
         self._tied: list[list[Tensor]] = []
@@ -190,7 +199,9 @@ class _RankRun:
         """Queue a step and what an optimizer would do after it, without a wait of the host."""
         if self._shards is not None:
             self._shards.begin()
-        self._launched.append(self._executor.launch(step))
+        launched = self._executor.launch(step)
+        self.read()
+        self._launched = launched
         for reduction in self._sums:
             reduction.wait(TIMEOUT)
         self._sums.clear()
@@ -205,6 +216,13 @@ class _RankRun:
             self._totals.append(self._transport.sum_over_ranks(own, TIMEOUT))
         for stage in self._stages.values():
             stage.weight.zero_()
+        kept = [*self._weights[-1].values(), *self._tied[-1], *self._totals[-1:]]
+        self._here.device.memory.device.peak += sum(each.nbytes for each in kept)  # a loop would free them
+
+    def read(self) -> None:
+        """Take the losses of the newest step, as a loop does while it launches the next one."""
+        if self._launched is not None:
+            self._losses.append(self._launched.result().losses)
 
     def _launch_tie(self, positions: tuple[int, ...]) -> Tensor:
         """The sum of the positions' gradients, all stages and elements together."""
@@ -215,7 +233,7 @@ class _RankRun:
     def check(self, step: int, wanted: list[Expected]) -> None:
         """Compare a step's losses and weight gradients, summed over the replicas, with the expected ones."""
         has_last = max(self._stages) == max(wanted[0].weights)
-        losses = self._launched[step].result().losses
+        losses = self._losses[step]
         _require(losses == (wanted[self._transport.replica].losses if has_last else {}), f"losses {losses}")
         for stage, weight in self._weights[step].items():
             numbers = weight.tolist()
@@ -231,10 +249,20 @@ class _RankRun:
             found = float(self._totals[step])
             _require(found == total * self._how.replicas, f"the sum {found} over all ranks")
 
+    def evaluate(self, step: int) -> None:
+        """Evaluate between two steps, and compare the losses."""
+        found = self._executor.evaluate(step)
+        n, m = self._plan.placement.n_stages, self._plan.microbatches
+        wanted = evaluated(n, m, step, self._transport.replica) if n - 1 in self._stages else {}
+        _require(found == wanted, f"losses {found} of an evaluation")
+
     def close(self) -> RankUse:
         """End in order; returns what the rank used."""
         self._transport.flush(TIMEOUT)
         self._transport.barrier(TIMEOUT)
+        taken, counted = self._here.device.connected_bytes, self._transport.communicator_bytes
+        is_counted = abs(taken - counted) < CONNECTION_BYTES or self._how.nccl.runtime_connect
+        _require(is_counted, f"{counted} bytes of communicators, which take {taken}")
         self._executor.close()
         self._transport.close()
         return RankUse(self._here.device.most_running, self._here.device.most_unsent)

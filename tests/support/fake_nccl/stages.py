@@ -7,6 +7,7 @@ read their inputs when they end, as late as a kernel can.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,25 @@ class FakeStage:
             (),
         )
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A stage has no modes."""
+        return nullcontext()
+
+    def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+        """Queue the F of an evaluation, which does not depend on the microbatch."""
+        stage, shape = self.stage, tuple(input.shape)
+        if target is None:
+            return self._queued(
+                "F", (input,), lambda out, x: out.copy_(_forward(stage, 0, x)), shape, "evaluation"
+            )
+        return self._queued(
+            "F",
+            (input, target),
+            lambda out, x, y: out.copy_((_forward(stage, 0, x) + y).sum()),
+            (),
+            "evaluation",
+        )
+
     def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
         """Queue B."""
         made = self.backward_input(microbatch, grad_output, letter="B")
@@ -144,7 +164,12 @@ class FakeStage:
         )
 
     def _queued(
-        self, letter: str, inputs: tuple[Tensor, ...], compute: object, shape: tuple[int, ...]
+        self,
+        letter: str,
+        inputs: tuple[Tensor, ...],
+        compute: object,
+        shape: tuple[int, ...],
+        name: str | None = None,
     ) -> Tensor:
         memory = self._device.memory
         output = memory.allocate(shape, DTYPE, self._device.current.number)
@@ -159,7 +184,7 @@ class FakeStage:
                 raw.add_((whole - parameters_of(self.stage)).abs().sum())
 
         self._device.current.launch(
-            f"{letter} of stage {self.stage}",
+            f"{name or letter} of stage {self.stage}",
             self._random(letter),
             run,
             (*inputs, *parameters),
@@ -255,3 +280,14 @@ def expected(
             weights[stage] = (weights[stage] + _weight(microbatch, inputs[stage], grad)) % _PRIME
             grad = _gradient(stage, inputs[stage], grad)
     return Expected(losses, {stage: weight.tolist() for stage, weight in weights.items()})
+
+
+def evaluated(n_stages: int, microbatches: int, step: int, replica: int) -> dict[int, float]:
+    """The losses of an evaluation, computed without a pipeline."""
+    losses = {}
+    for microbatch in range(microbatches):
+        value, target = FakeBatches(replica).microbatch(step, microbatch)
+        for stage in range(n_stages):
+            value = _forward(stage, 0, value)
+        losses[microbatch] = float((value + target).sum())
+    return losses

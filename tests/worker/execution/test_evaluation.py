@@ -149,6 +149,48 @@ def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
         transport.flush(1.0)  # every sent tensor was received
 
 
+def test_what_may_be_new_to_a_gpu_passes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike on both ranks: the first step, the first evaluation, and the first step with other shapes."""
+    said: dict[int, list[bool]] = {0: [], 1: []}
+    monkeypatch.setattr(
+        ThreadTransport, "through_host", lambda self, is_on, timeout: said[self.rank].append(is_on)
+    )
+    problem = unit_problem(2, MICROBATCHES)
+    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
+    calls: list[tuple[str, int, bool]] = [
+        ("step", 0, True),
+        ("step", 0, False),
+        ("evaluation", 0, True),
+        ("evaluation", 0, False),
+        ("step", 0, False),
+        ("step", 5, True),
+        ("evaluation", 5, True),
+        ("step", 0, False),
+        ("step", 5, False),
+    ]
+    for walk, shape, _ in calls:
+        is_evaluation = walk == "evaluation"
+
+        def run(executor: Executor, shape: int = shape, is_evaluation: bool = is_evaluation) -> None:
+            executor.expect([shape] * MICROBATCHES, evaluation=is_evaluation)
+            _ = executor.evaluate(0) if is_evaluation else executor.step(0)
+
+        pipeline.all(run)
+    assert said[0] == said[1] == [is_on for _, _, is_on in calls]
+
+
+def test_batches_with_ever_new_shapes_soon_pass_between_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+    monkeypatch.setattr(ThreadTransport, "through_host", lambda self, is_on, timeout: said.append(is_on))
+    problem = unit_problem(1, MICROBATCHES)
+    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
+    for step in range(40):
+        pipeline.executors[0].expect([step] * MICROBATCHES)
+        pipeline.executors[0].step(0)
+    assert said == sorted(said, reverse=True)
+    assert 1 < sum(said) < 20
+
+
 def test_evaluation_data_are_used_if_the_model_has_them() -> None:
     problem = unit_problem(2, MICROBATCHES)
     pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), own_data=True)

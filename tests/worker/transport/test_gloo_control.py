@@ -35,6 +35,7 @@ def test_every_connection_works_and_starts_without_notes(found: list[dict[str, A
         assert found[rank][time]["ranks"] == [0, 1, 2, 3]
         assert found[rank][time]["sum"] == 4
         assert found[rank][time]["note"] is None
+        assert found[rank][time]["messages"] == [10 + (rank - 1) % 4, 20 + (rank - 1) % 4]
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from zbv_solver.plans.channels import Channel
 
+from zbv_worker.errors import naming_errors
 from zbv_worker.execution.binding import (
     Batches,
     Binding,
     Bound,
     Computation,
+    Pinning,
     WalkState,
     evaluation_of,
     keywords_of,
@@ -50,6 +52,8 @@ from zbv_worker.transport.endpoints import Inbox, Outbox
 from zbv_worker.values.structure import Structure, bytes_of
 
 DEFAULT_LOOK_AHEAD = 3
+
+Walk = Literal["step", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class Executor:
         if options.startup_timeout is not None and options.startup_timeout > timeout:
             self._patience = Patience(options.startup_timeout, "--startup-timeout")
         self._starting = options.startup_steps
+        self._untried: set[Walk] = {"step", "evaluation"}
+        self._pinned = Pinning(device)
         self._parts = options.parts
         self._walks = 0
         self._before: Launched | None = None
@@ -195,6 +201,7 @@ class Executor:
             inboxes=inboxes(incoming, self._crossings),
             outboxes=outboxes(self._crossings),
             device=device,
+            pinned=self._pinned,
             progress=self._progress,
             keywords=self._known,
         )
@@ -209,7 +216,7 @@ class Executor:
             self._batches.microbatch,
             order_of_need(program, self._binding.data_stages),
             options.fetch_ahead,
-            self._binding.pinned,
+            self._pinned,
             self._timeout,
             options.last_step,
         )
@@ -232,7 +239,8 @@ class Executor:
             By microbatch, numbers that stand for the shapes of its data; None if they are not known on all
             ranks.
         """
-        (self._evaluated if evaluation else self._crossings).expect(shapes)
+        if (self._evaluated if evaluation else self._crossings).expect(shapes):
+            self._untried.add("evaluation" if evaluation else "step")
 
     @property
     def is_late(self) -> bool:
@@ -262,6 +270,7 @@ class Executor:
         before, self._before = self._before, None
         if before is not None:
             before.end()
+        self._prepare("step")
         fetch = self._data.begin(number)
         state = WalkState(step, lambda _, index: fetch(number, index), self._patience)
         self._crossings.begin()
@@ -306,6 +315,7 @@ class Executor:
         self._data.close()  # so that the model's methods never run at the same time
         if self._before is not None:
             self._before.result()
+        self._prepare("evaluation")
         state = WalkState(step, lambda at, index: checked_microbatch(fetch(at, index)), self._patience)
         program = self._evaluation.of_evaluation(self._forwards)
         with ExitStack() as stack:
@@ -315,6 +325,14 @@ class Executor:
             for inbox in self._evaluation.inboxes.values():
                 inbox.begin()
             return self._walk(program, state).result().losses
+
+    def _prepare(self, walk: Walk) -> None:
+        """Let tensors pass through the host if the walk may use something of the GPU for the first time."""
+        is_untried = walk in self._untried
+        self._untried.discard(walk)
+        self._pinned.kept = [] if is_untried else None
+        with naming_errors(self._rank, "between steps"):
+            self._transport.through_host(is_untried, self._patience.seconds)
 
     def _walk(self, program: Iterable[Bound], state: WalkState) -> Launched:
         """Launch instructions in order."""

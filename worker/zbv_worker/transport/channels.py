@@ -110,6 +110,17 @@ class Transport(ABC):
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
         """Create these channels where they do not exist. Collective: every rank passes the same keys."""
 
+    def through_host(self, is_on: bool, timeout: float) -> None:  # noqa: B027 - most transports do nothing
+        """Move the tensors of channels through host memory from now on, or no longer.
+
+        Call between steps, alike on all ranks of a pipeline; may wait for the sends of the step before.
+        Without effect on transports whose receives never wait on a device.
+
+        What a GPU does for the first time may wait for everything that is queued: loading a kernel, taking
+        memory from CUDA, connecting a sum. If a queued transfer waits for another rank, which waits for this
+        one, that never ends. Tensors that pass through the host leave nothing queued.
+        """
+
     @abstractmethod
     def sender(self, key: ChannelKey) -> Send:
         """The sending end of an open channel."""

@@ -179,7 +179,11 @@ class GlooControl(ControlPlane):
 
     @override
     def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
-        self._message(dist.irecv, tensor, peer)(timeout)
+        self.start_receive(tensor, peer)(timeout)
+
+    @override
+    def start_receive(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        return self._message(dist.irecv, tensor, peer)
 
     def _message(
         self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int

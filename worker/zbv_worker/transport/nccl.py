@@ -32,7 +32,13 @@ from zbv_worker.transport.communicators import CHANNEL_OPTIONS, MAX_COMMUNICATOR
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.gloo import Summed
-from zbv_worker.transport.nccl_operations import Operations, StreamReceive, StreamSender, StreamSum
+from zbv_worker.transport.nccl_operations import (
+    HostedReceive,
+    Operations,
+    StreamReceive,
+    StreamSender,
+    StreamSum,
+)
 from zbv_worker.transport.rendezvous import say
 from zbv_worker.transport.sends import sending_end
 from zbv_worker.transport.torch_api import Clock, CudaApi, GroupOptions, NcclApi, NcclGroup, NcclWork
@@ -83,7 +89,7 @@ class NcclTransport(ConnectedTransport):
         self._timeout = timeout
         self._api = api
         self._cuda = cuda
-        self._operations = Operations(clock)
+        self._operations = Operations(clock, self._free_bytes)
         self._groups: list[NcclGroup] = []
         self._opened: set[ChannelKey] = set()
         self._senders: dict[ChannelKey, StreamSender] = {}
@@ -185,7 +191,9 @@ class NcclTransport(ConnectedTransport):
             return
         if self.rank == sender:
             peer = int(receiver > sender)
-            self._senders[key] = StreamSender(receiver, group, peer, self._device, self._operations)
+            self._senders[key] = StreamSender(
+                receiver, group, peer, self._device, self._operations, self.control.start_send
+            )
         else:
             self._incoming[key] = _Incoming(group, int(sender > receiver))
 
@@ -216,6 +224,13 @@ class NcclTransport(ConnectedTransport):
         )
 
     @override
+    def through_host(self, is_on: bool, timeout: float) -> None:
+        if is_on != self._operations.is_through_host:
+            self.flush(timeout)
+            self._operations.is_through_host = is_on
+            self._operations.release()
+
+    @override
     def sender(self, key: ChannelKey) -> Send:
         return sending_end(self._senders, key, self.rank)
 
@@ -226,9 +241,14 @@ class NcclTransport(ConnectedTransport):
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
         receive, peer, device, operations = found.group.receive, found.peer, self._device, self._operations
 
+        start_receive, rank = self.control.start_receive, self.layout.global_rank(key.sender, self.column)
+
         def post(spec: TensorSpec) -> Pending:
             operations.may_issue()
             buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            if operations.is_through_host:
+                host = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+                return HostedReceive(start_receive(host, rank), host, buffer, operations)
             try:
                 return StreamReceive(receive(buffer, peer), buffer, operations)
             except RuntimeError as error:
@@ -317,6 +337,8 @@ class NcclTransport(ConnectedTransport):
     def abort(self, timeout: float) -> None:
         """Start to abort all groups, and wait at most ``timeout`` seconds; some may not have ended then."""
         self._operations.aborted = True
+        if self._operations.is_through_host:
+            self.control.abort()
         # In threads: one group's abort may wait for a kernel of another group, or never return. Daemons: the
         # process ends all the same.
         threads = [

@@ -331,8 +331,10 @@ class Executor:
         is_untried = walk in self._untried
         self._untried.discard(walk)
         self._pinned.kept = [] if is_untried else None
+        # Peers that receive what this rank has sent may still be in their first step.
+        patience = max(self._timeout, self._options.startup_timeout or 0.0)
         with naming_errors(self._rank, "between steps"):
-            self._transport.through_host(is_untried, self._patience.seconds)
+            self._transport.through_host(is_untried, patience)
 
     def _walk(self, program: Iterable[Bound], state: WalkState) -> Launched:
         """Launch instructions in order."""

@@ -95,12 +95,13 @@ def _run(plan: Plan, kernels: int, seed: int, workload: NcclModelWorkload) -> in
     """The most unsent tensors of a rank; None if the run hangs."""
     from support.fake_nccl.device import DeviceModes
     from support.fake_nccl.pipeline import ModelRun, run_plan
+    from support.fake_nccl.shards import FakeShards
     from support.fake_nccl.simulation import Deadlock
 
     how = ModelRun(
         seed=seed,
         replicas=workload.replicas,
-        is_sharded=workload.sharded,
+        shards=FakeShards if workload.sharded else None,
         look_ahead=workload.look_ahead,
         device=DeviceModes(kernel_slots=kernels),
     )

@@ -46,8 +46,8 @@ class ModelRun:
         Whether an evaluation precedes each step.
     ties
         Sets of positions that add up a number after every step, as for the gradient of a tied parameter.
-    is_sharded
-        Whether the replicas divide parameters and sums of gradients, as ``--shard`` does.
+    shards
+        How the replicas divide parameters and sums of gradients, if they do.
     transport
         Creates the transport; a test passes a wrong one.
     checks_memory
@@ -64,7 +64,7 @@ class ModelRun:
     steps: int = 2
     is_evaluated: bool = False
     replicas: int = 1
-    is_sharded: bool = False
+    shards: type[FakeShards] | None = None
     sums_over_ranks: bool = False
     ties: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
@@ -160,9 +160,11 @@ class _RankRun:
         self._plan = how.plan(RankPlan.of("plan", problem, orders, transport.pp_rank))
         transport.open(sorted({key_of(channel) for channel in channels(problem, orders)}), TIMEOUT)
         transport.link(how.ties, TIMEOUT)
+        taken, counted = here.device.connected_bytes, transport.communicator_bytes
+        _require(abs(taken - counted) < CONNECTION_BYTES, f"{counted} bytes of communicators, not {taken}")
         self._stages = {s: how.stage(s, problem.n_stages, here.device, SECONDS) for s in self._plan.stages}
         order = list(dict.fromkeys(action.stage for action in self._plan.actions))
-        self._shards = FakeShards(transport, self._stages, order) if how.is_sharded else None
+        self._shards = how.shards(here, transport, self._stages, order) if how.shards else None
         self._sums: list[Reduction] = []
         self._launched: Launched | None = None
         self._losses: list[dict[int, float]] = []
@@ -260,9 +262,6 @@ class _RankRun:
         """End in order; returns what the rank used."""
         self._transport.flush(TIMEOUT)
         self._transport.barrier(TIMEOUT)
-        taken, counted = self._here.device.connected_bytes, self._transport.communicator_bytes
-        is_counted = abs(taken - counted) < CONNECTION_BYTES or self._how.nccl.runtime_connect
-        _require(is_counted, f"{counted} bytes of communicators, which take {taken}")
         self._executor.close()
         self._transport.close()
         return RankUse(self._here.device.most_running, self._here.device.most_unsent)

@@ -14,6 +14,7 @@ from support.fake_nccl.cluster import Cluster, FakeNccl, FakeRank
 from support.fake_nccl.communicators import FakeGroup
 from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.pipeline import TIMEOUT, ModelRun, run_plan
+from support.fake_nccl.shards import FakeShards
 from support.fake_nccl.simulation import Deadlock, ModelError
 from support.plans import unit_problem
 from torch import Tensor
@@ -87,7 +88,7 @@ class _OneGroupPerPair:
     def __init__(self, api: FakeNccl):
         self._api = api
         self._made: dict[tuple[int, ...], FakeGroup | None] = {}
-        self.version = api.version
+        self.version, self.streams_of_groups = api.version, api.streams_of_groups
 
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
@@ -260,4 +261,4 @@ def test_a_send_that_is_asked_for_its_success(monkeypatch: pytest.MonkeyPatch) -
 def test_gathered_parameters_that_are_used_without_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_operations.StreamSum, "wait", lambda self, timeout: None)
     with pytest.raises(ModelError, match=r"^F of stage . reads .*all_gather .* may not have written yet"):
-        run(replicas=2, is_sharded=True)
+        run(replicas=2, shards=FakeShards)

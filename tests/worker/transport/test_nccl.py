@@ -115,12 +115,16 @@ class FakeGroup:
 class FakeNccl:
     rank: int
     connects: bool = True
+    others: int = 0
     groups: list[FakeGroup] = field(default_factory=list)
     created: list[tuple[int, ...]] = field(default_factory=list)
     issued: list[tuple[Any, ...]] = field(default_factory=list)
 
     def version(self) -> str:
         return "2.27.5"
+
+    def streams_of_groups(self) -> int:
+        return self.others
 
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
@@ -253,6 +257,15 @@ def test_more_communicators_than_streams_are_refused_before_any_is_created() -> 
         transport.open(keys, 5.0)
     assert api.created == []
     transport.open(keys[:28], 5.0)
+
+
+def test_streams_of_the_users_groups_count() -> None:
+    api, control = FakeNccl(0, others=3), _control(FakeControl(0, 16))
+    transport = NcclTransport(control, CPU, 5.0, api=api, cuda=FakeCuda(), clock=ManualClock())
+    keys = [ChannelKey(*ends) for peer in range(1, 14) for ends in ((0, peer), (peer, 0))]
+    with pytest.raises(InvalidRun, match="needs 26 NCCL communicators, and the process has 3 other groups"):
+        transport.open(keys, 5.0)
+    transport.open(keys[:25], 5.0)
 
 
 def test_a_sent_tensor_is_kept_until_its_send_is_complete() -> None:

@@ -91,6 +91,7 @@ class NcclTransport(ConnectedTransport):
         self._cuda = cuda
         self._operations = Operations(clock, self._free_bytes)
         self._groups: list[NcclGroup] = []
+        self._others = api.streams_of_groups()
         self._opened: set[ChannelKey] = set()
         self._senders: dict[ChannelKey, StreamSender] = {}
         self._incoming: dict[ChannelKey, _Incoming] = {}
@@ -177,11 +178,15 @@ class NcclTransport(ConnectedTransport):
 
     def _require_streams(self, new: Iterable[tuple[int, ...]]) -> None:
         needed = len(self._groups) + sum(self.pp_rank in key for key in new)
-        if needed > MAX_COMMUNICATORS:
+        if needed + self._others > MAX_COMMUNICATORS:
+            others = f", and the process has {self._others} other groups of high priority" * bool(
+                self._others
+            )
             raise InvalidRun(
-                f"rank {self.rank} needs {needed} NCCL communicators; must be at most {MAX_COMMUNICATORS}: "
-                f"torch has 32 streams per GPU, and communicators that share one may wait for each other "
-                f"forever. Use a placement in which a rank exchanges tensors with fewer ranks."
+                f"rank {self.rank} needs {needed} NCCL communicators{others}; must be at most "
+                f"{MAX_COMMUNICATORS}: torch has 32 streams per GPU, and communicators that share one may "
+                f"wait for each other forever. Use a placement in which a rank exchanges tensors with fewer "
+                f"ranks."
             )
 
     def _add_channel(self, key: ChannelKey, column: int) -> None:

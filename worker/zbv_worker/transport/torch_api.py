@@ -148,6 +148,9 @@ class NcclApi(Protocol):
     def version(self) -> str:
         """NCCL's version."""
 
+    def streams_of_groups(self) -> int:
+        """The number of groups of this process whose kernels run on a stream of high priority."""
+
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
     ) -> NcclGroup | None:
@@ -213,6 +216,10 @@ class TorchNccl:
         found: tuple[object, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch's own
         return ".".join(map(str, found))
 
+    def streams_of_groups(self) -> int:
+        """See :class:`NcclApi`."""
+        return sum(map(_is_of_high_priority, dist.distributed_c10d._world.pg_map))
+
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
     ) -> NcclGroup | None:
@@ -261,6 +268,15 @@ class TorchNcclGroup:
     def set_timeout(self, timeout: timedelta) -> None:
         """See :class:`NcclGroup`."""
         self.process_group.set_timeout(timeout)
+
+
+def _is_of_high_priority(group: dist.ProcessGroup) -> bool:
+    try:
+        backend: Any = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it has none for GPUs
+        return False
+    options = getattr(backend, "options", None)
+    return bool(getattr(options, "is_high_priority_stream", False))
 
 
 def _options(wanted: GroupOptions, timeout: timedelta) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,8 +93,7 @@ def _cells(ended: Mapping[int, int], workload: NcclModelWorkload, runs: int) -> 
 
 def _run(plan: Plan, kernels: int, seed: int, workload: NcclModelWorkload) -> int | None:
     """The most unsent tensors of a rank; None if the run hangs."""
-    from support.fake_nccl.device import DeviceModes
-    from support.fake_nccl.pipeline import ModelRun, run_plan
+    from support.fake_nccl.pipeline import FIRST_TIMES, ModelRun, run_plan
     from support.fake_nccl.shards import FakeShards
     from support.fake_nccl.simulation import Deadlock
 
@@ -103,7 +102,7 @@ def _run(plan: Plan, kernels: int, seed: int, workload: NcclModelWorkload) -> in
         replicas=workload.replicas,
         shards=FakeShards if workload.sharded else None,
         look_ahead=workload.look_ahead,
-        device=DeviceModes(kernel_slots=kernels),
+        device=replace(FIRST_TIMES, kernel_slots=kernels),
     )
     try:
         with redirect_stderr(StringIO()):  # the transport writes a line per rank when it connects

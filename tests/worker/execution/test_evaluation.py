@@ -45,7 +45,7 @@ class Sampled:
 class Pipeline:
     """All ranks of a plan, as threads."""
 
-    def __init__(self, problem: Problem, orders: Orders, *, own_data: bool = False):
+    def __init__(self, problem: Problem, orders: Orders, *, own_data: bool = False, startup_steps: int = 1):
         self.hub = ThreadHub(problem.pp_degree)
         self.model = hard_model()
         batches = Sampled(self.model) if own_data else self.model
@@ -76,7 +76,7 @@ class Pipeline:
                     transport,
                     device=CPU,
                     timeout=20,
-                    options=ExecutorOptions(look_ahead=2),
+                    options=ExecutorOptions(look_ahead=2, startup_steps=startup_steps),
                 )
             )
 
@@ -149,46 +149,63 @@ def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
         transport.flush(1.0)  # every sent tensor was received
 
 
-def test_what_may_be_new_to_a_gpu_passes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alike on both ranks: the first step, the first evaluation, and the first step with other shapes."""
-    said: dict[int, list[bool]] = {0: [], 1: []}
-    monkeypatch.setattr(
-        ThreadTransport, "through_host", lambda self, is_on, timeout: said[self.rank].append(is_on)
-    )
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where rank 0's tensors pass: changes to and from the host."""
+    found: list[str] = []
+
+    def through_host(self: ThreadTransport, is_on: bool, timeout: float) -> None:
+        if self.rank == 0:
+            found.append("host" if is_on else "direct")
+
+    monkeypatch.setattr(ThreadTransport, "through_host", through_host)
+    return found
+
+
+def test_what_may_be_new_to_a_gpu_passes_through_the_host(ways: list[str]) -> None:
+    """The first step, the first evaluation, and the first with other shapes."""
     problem = unit_problem(2, MICROBATCHES)
     pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
-    calls: list[tuple[str, int, bool]] = [
-        ("step", 0, True),
-        ("step", 0, False),
-        ("evaluation", 0, True),
-        ("evaluation", 0, False),
-        ("step", 0, False),
-        ("step", 5, True),
-        ("evaluation", 5, True),
-        ("step", 0, False),
-        ("step", 5, False),
-    ]
-    for walk, shape, _ in calls:
-        is_evaluation = walk == "evaluation"
 
-        def run(executor: Executor, shape: int = shape, is_evaluation: bool = is_evaluation) -> None:
-            executor.expect([shape] * MICROBATCHES, evaluation=is_evaluation)
-            _ = executor.evaluate(0) if is_evaluation else executor.step(0)
+    def is_first(*, evaluation: bool, shape: int) -> bool:
+        def run(executor: Executor) -> None:
+            executor.expect([shape] * MICROBATCHES, evaluation=evaluation)
+            _ = executor.evaluate(0) if evaluation else executor.step(0)
 
+        ways.clear()
         pipeline.all(run)
-    assert said[0] == said[1] == [is_on for _, _, is_on in calls]
+        assert ways in ([], ["host", "direct"])
+        return bool(ways)
+
+    assert is_first(evaluation=False, shape=0)
+    assert not is_first(evaluation=False, shape=0)
+    assert is_first(evaluation=True, shape=0)
+    assert not is_first(evaluation=True, shape=0)
+    assert is_first(evaluation=False, shape=5)
+    assert is_first(evaluation=True, shape=5)
+    assert not is_first(evaluation=False, shape=0)
+    assert not is_first(evaluation=False, shape=5)
 
 
-def test_batches_with_ever_new_shapes_soon_pass_between_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[bool] = []
-    monkeypatch.setattr(ThreadTransport, "through_host", lambda self, is_on, timeout: said.append(is_on))
+def test_steps_that_compile_pass_through_the_host(ways: list[str]) -> None:
+    problem = unit_problem(1, MICROBATCHES)
+    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), startup_steps=2)
+    for _ in range(4):
+        pipeline.executors[0].step(0)
+    assert ways == ["host", "direct"] * 2
+
+
+def test_batches_with_ever_new_shapes_soon_pass_between_the_gpus(ways: list[str]) -> None:
     problem = unit_problem(1, MICROBATCHES)
     pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
+    firsts = []
     for step in range(40):
+        ways.clear()
         pipeline.executors[0].expect([step] * MICROBATCHES)
         pipeline.executors[0].step(0)
-    assert said == sorted(said, reverse=True)
-    assert 1 < sum(said) < 20
+        firsts.append(bool(ways))
+    assert firsts == sorted(firsts, reverse=True)
+    assert 1 < sum(firsts) < 20
 
 
 def test_evaluation_data_are_used_if_the_model_has_them() -> None:

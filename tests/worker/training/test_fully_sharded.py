@@ -36,12 +36,17 @@ def test_all_layers_share_three_streams_of_high_priority(
     """A GPU has 32, and the communicators of the channels have most of them."""
     made: list[int] = []
     stream = torch.cpu.Stream
-    monkeypatch.setattr(torch.cpu, "Stream", lambda priority=0: made.append(priority) or stream(priority))
+
+    def counted(priority: int = 0) -> torch.cpu.Stream:
+        made.append(priority)
+        return stream(priority)
+
+    monkeypatch.setattr(torch.cpu, "Stream", counted)
     modules = stages(mesh)
     FullySharded(modules, (0,))
     FullySharded(modules, (0,))  # as after the user has frozen a layer
     assert [priority for priority in made if priority < 0] == [-1] * 3
-    contexts = {layer._get_fsdp_state()._comm_ctx for stage in modules.values() for layer in stage}  # type: ignore[attr-defined,union-attr]
+    contexts = {layer._get_fsdp_state()._comm_ctx for stage in modules.values() for layer in stage}  # type: ignore[attr-defined]
     assert len(contexts) == 1
 
 

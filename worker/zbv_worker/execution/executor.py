@@ -8,8 +8,8 @@ next step (:mod:`zbv_worker.execution.timeline`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -270,13 +270,13 @@ class Executor:
         before, self._before = self._before, None
         if before is not None:
             before.end()
-        self._prepare("step")
         fetch = self._data.begin(number)
         state = WalkState(step, lambda _, index: fetch(number, index), self._patience)
-        self._crossings.begin()
-        for inbox in self._binding.inboxes.values():
-            inbox.begin()
-        launched = self._walk(self._program, state)
+        with self._trying("step"):
+            self._crossings.begin()
+            for inbox in self._binding.inboxes.values():
+                inbox.begin()
+            launched = self._walk(self._program, state)
         self._starting -= 1
         if self._starting <= 0:
             self._patience = self._later_patience
@@ -315,26 +315,34 @@ class Executor:
         self._data.close()  # so that the model's methods never run at the same time
         if self._before is not None:
             self._before.result()
-        self._prepare("evaluation")
         state = WalkState(step, lambda at, index: checked_microbatch(fetch(at, index)), self._patience)
         program = self._evaluation.of_evaluation(self._forwards)
         with ExitStack() as stack:
             for index, stage in self._stages.items():
                 stack.enter_context(evaluation_of(index, stage).evaluating())
             self._evaluated.begin()
+            stack.enter_context(self._trying("evaluation"))
             for inbox in self._evaluation.inboxes.values():
                 inbox.begin()
             return self._walk(program, state).result().losses
 
-    def _prepare(self, walk: Walk) -> None:
-        """Let tensors pass through the host if the walk may use something of the GPU for the first time."""
-        is_untried = walk in self._untried
-        self._untried.discard(walk)
-        self._pinned.kept = [] if is_untried else None
-        # Peers that receive what this rank has sent may still be in their first step.
+    @contextmanager
+    def _trying(self, walk: Walk) -> Iterator[None]:
+        """Let tensors pass through the host if a walk may use something of the GPU for the first time."""
+        if walk not in self._untried:
+            yield
+            return
+        # Peers that receive what this rank has sent may still compile.
         patience = max(self._timeout, self._options.startup_timeout or 0.0)
+        self._pinned.kept = []
         with naming_errors(self._rank, "between steps"):
-            self._transport.through_host(is_untried, patience)
+            self._transport.through_host(True, patience)
+        yield  # after an error, the transport is unusable
+        with naming_errors(self._rank, "between steps"):
+            self._transport.through_host(False, patience)
+        self._pinned.kept = None
+        if walk == "evaluation" or self._starting <= 1:
+            self._untried.discard(walk)
 
     def _walk(self, program: Iterable[Bound], state: WalkState) -> Launched:
         """Launch instructions in order."""

@@ -113,7 +113,7 @@ class Transport(ABC):
     def through_host(self, is_on: bool, timeout: float) -> None:  # noqa: B027 - most transports do nothing
         """Move the tensors of channels through host memory from now on, or no longer.
 
-        Call between steps, alike on all ranks of a pipeline; may wait for the sends of the step before.
+        Call between steps, alike on all ranks of a pipeline. Waits until peers have received everything sent.
         Without effect on transports whose receives never wait on a device.
 
         What a GPU does for the first time may wait for everything that is queued: loading a kernel, taking

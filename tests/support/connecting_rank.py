@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +37,7 @@ def used(layout: Layout | None = None) -> dict[str, Any]:
         "sum": transport.sum_over_ranks(torch.ones(1), TIMEOUT).item(),
         "from": received(transport),
         "copies": over_copies(transport),
+        "messages": exchanged(transport),
     }
     transport.post("note", "an old one")
     transport.barrier(TIMEOUT)
@@ -56,11 +60,42 @@ def received(transport: ConnectedTransport) -> float | None:
     return number
 
 
+def exchanged(transport: ConnectedTransport) -> list[float]:
+    """Two host tensors of the rank before, of which the second is awaited first."""
+    control, size = transport.control, transport.world_size
+    sent = [torch.tensor([10.0 * number + transport.rank]) for number in (1, 2)]
+    placed = [torch.zeros(1), torch.zeros(1)]
+    sends = [control.start_send(tensor, (transport.rank + 1) % size) for tensor in sent]
+    receives = [control.start_receive(tensor, (transport.rank - 1) % size) for tensor in placed]
+    for wait in [*reversed(receives), *sends]:
+        wait(TIMEOUT)
+    return [tensor.item() for tensor in placed]
+
+
 def over_copies(transport: ConnectedTransport) -> float:
     """The sum of the global ranks of this rank's replicas."""
     total = torch.tensor([float(transport.rank)])
     transport.sum_over_replicas(total).wait(TIMEOUT)
     return total.item()
+
+
+def of_an_eager_group(run: Callable[[Layout], Any], layout: Layout) -> tuple[Any, list[str]]:
+    """Run something in a default group as ``init_process_group(device_id=...)`` makes it for NCCL.
+
+    Returns what it returns, and the splits of the default group's communicator that torch asked for.
+    """
+    splits: list[str] = []
+    communicator = SimpleNamespace(perform_nocolor_split=lambda device: splits.append(str(device)))
+    default, device = dist.group.WORLD, torch.device("cuda", 0)
+    assert default is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "bound_device_id", device)
+        patch.setattr(dist.distributed_c10d, "_get_split_source", lambda group: communicator)
+        result = run(layout)
+        assert default.bound_device_id == device
+        splits.append("then")
+        dist.new_group([0], backend="gloo")  # as users make it
+    return result, splits
 
 
 def main(folder: Path) -> None:
@@ -72,6 +107,7 @@ def main(folder: Path) -> None:
     found["guest"] = used(layout)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     found["guest again"] = used(Layout.of_mesh(mesh.mesh_dim_names, mesh.mesh, 4))
+    found["eager"], found["splits"] = of_an_eager_group(used, layout)
     mine = torch.tensor([rank])
     dist.all_reduce(mine)
     found["user's sum"] = mine.item()

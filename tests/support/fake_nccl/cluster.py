@@ -33,6 +33,10 @@ class FakeNccl:
         """NCCL's version."""
         return "model"
 
+    def streams_of_groups(self) -> int:
+        """No other part of the program has groups."""
+        return 0
+
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
     ) -> FakeGroup | None:

@@ -20,6 +20,11 @@ from support.fake_nccl.device import Device, FakeStream, Item, Recording
 from support.fake_nccl.memory import Block
 from support.fake_nccl.simulation import ModelError, Simulation, pause_if_host
 
+_TREE_BYTES = 16
+"""Larger sums use another algorithm. A greeting is smaller, and a stage's gradients are larger."""
+_ALGORITHMS = ("tree", "ring", "all_gather", "reduce_scatter")
+CONNECTION_BYTES = 1 << 20
+"""Memory of a communicator, and of each algorithm that it has connected."""
 Kind = Literal["send", "receive", "all_reduce", "all_gather", "reduce_scatter"]
 
 
@@ -33,12 +38,16 @@ class NcclModes:
         How many sends of a communicator end before their receives start, because NCCL's buffers hold them.
     transfer_seconds
         The mean time of a transfer between two running operations.
+    runtime_connect
+        NCCL_RUNTIME_CONNECT=1: what an algorithm of sums and gathers needs is connected and allocated when
+        it is first used; otherwise at the communicator's first use.
     abort_hangs
         ``abort`` waits for something that does not end, so it raises at the group's timeout.
     """
 
     buffered_sends: int = 0
     transfer_seconds: float = 1e-4
+    runtime_connect: bool = False
     abort_hangs: bool = False
 
 
@@ -100,20 +109,34 @@ class Communicator:
     modes: NcclModes
     name: str
     ranks: tuple[int, ...]
-    joined: set[int] = field(default_factory=set)
+    joined: dict[str, set[int]] = field(default_factory=dict)
     running: dict[int, Operation] = field(default_factory=dict)
     buffers: dict[int, deque[Tensor]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     error: str | None = None
 
-    def join(self, device: Device) -> None:
-        """Block the host until every rank has joined, as ``ncclCommInitRank`` does."""
-        self.joined.add(device.rank)
+    def join(self, device: Device, algorithm: str = "") -> None:
+        """Block the host until every rank has joined, as ``ncclCommInitRank`` does.
+
+        Parameters
+        ----------
+        algorithm
+            What is connected, if not the communicator itself (``ncclCollPreconnect``).
+        """
+        joined = self.joined.setdefault(algorithm, set())
+        if device.rank in joined:
+            return
+        joined.add(device.rank)
         self.simulation.changed_everywhere()
         device.host().block(
-            lambda: len(self.joined) == len(self.ranks),
-            f"connects {self.name}, which rank(s) {sorted(set(self.ranks) - self.joined)} have not entered",
+            lambda: len(joined) == len(self.ranks),
+            f"connects {f'{algorithm} of ' * bool(algorithm)}{self.name}, which rank(s) "
+            f"{sorted(set(self.ranks) - joined)} have not entered",
         )
+        if algorithm:
+            device.wait_until_idle(f"the memory of {algorithm} of {self.name}")
+        connects_all = not algorithm and not self.modes.runtime_connect
+        device.connected_bytes += CONNECTION_BYTES * (1 + len(_ALGORITHMS) * connects_all)
 
     def match(self) -> None:
         """Start the transfer between operations that wait for each other."""
@@ -336,6 +359,12 @@ class FakeGroup:
         if stream is None:
             communicator.join(device)
             stream = self._streams[key] = device.pool_stream(high_priority=self._is_high_priority)
+        if (
+            self._communicators.modes.runtime_connect
+            and source is not None
+            and kind not in ("send", "receive")
+        ):
+            communicator.join(device, _algorithm(kind, source.nbytes))
         stream.wait_recording(device.current.record())
         ticket = stream.ticket(f"{kind} on {communicator.name}")
         memory = device.memory
@@ -370,6 +399,11 @@ class FakeGroup:
                 self._communicators.kill(rank, f"{operation.label} did not end within its timeout")
 
         simulation.watch(operation.issued + self._timeout.total_seconds(), expire)
+
+
+def _algorithm(kind: Kind, nbytes: int) -> str:
+    """What NCCL might choose for a sum or gather; the choice depends on its kind and size."""
+    return kind if kind in _ALGORITHMS else "tree" if nbytes <= _TREE_BYTES else "ring"
 
 
 def _check_device_tensor(device: Device, tensor: Tensor | None, kind: Kind) -> None:

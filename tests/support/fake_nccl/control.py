@@ -28,6 +28,8 @@ class ControlState:
         self.layout = layout
         self.gathered: dict[int, dict[int, str]] = defaultdict(dict)
         self.told: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        self.sent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        self.posted: dict[tuple[int, int], int] = defaultdict(int)
         self.notes: dict[str, str] = {}
 
 
@@ -81,7 +83,28 @@ class FakeControl(ControlPlane):
 
     @override
     def start_send(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
-        raise NotImplementedError
+        pair = self.rank, peer
+        sent, posted = self._state.sent[pair], self._state.posted
+        with torch._C.DisableTorchFunction():  # a clone in host memory
+            content = tensor.clone()
+        self._change(lambda: sent.append(content), peer)
+        turn = len(sent)
+        return lambda timeout: self._wait(
+            lambda: posted[pair] >= turn, timeout, lambda: f"rank {peer} did not take a tensor"
+        )
+
+    @override
+    def start_receive(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        pair = peer, self.rank
+        sent, posted = self._state.sent[pair], self._state.posted
+        turn = posted[pair]
+        self._change(lambda: posted.update({pair: turn + 1}), peer)
+
+        def wait(timeout: float) -> None:
+            self._wait(lambda: len(sent) > turn, timeout, lambda: f"rank {peer} sent no tensor")
+            tensor.copy_(sent[turn])
+
+        return wait
 
     @override
     def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
@@ -116,12 +139,15 @@ class FakeControl(ControlPlane):
         this_host().spend(_MESSAGE_SECONDS)
         self._destroy()
 
-    def _change(self, change: Callable[[], object]) -> None:
+    def _change(self, change: Callable[[], object], seen_by: int | None = None) -> None:
         host = this_host()
         host.spend(_MESSAGE_SECONDS)
         host.catch_up()
         change()
-        self._state.simulation.changed_everywhere()
+        if seen_by is None:
+            self._state.simulation.changed_everywhere()
+        else:
+            self._state.simulation.changed(seen_by)
 
     def _wait(self, condition: Callable[[], bool], timeout: float, late: Callable[[], str]) -> None:
         host = this_host()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class FakeCuda:
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         """Free and total bytes."""
-        return TOTAL_BYTES - self._device.memory.live_bytes, TOTAL_BYTES
+        return TOTAL_BYTES - self._device.memory.device.live - self._device.connected_bytes, TOTAL_BYTES
 
 
 _FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like", "ones_like"}
@@ -200,7 +200,7 @@ class OnDevice(TorchFunctionMode):
         on_device = torch.device(wanted).type == "cuda" if wanted is not None else self._is_like_device(like)
         content: Tensor = func(*args, **kwargs)
         if pinned:
-            return self._device.memory.allocate(tuple(content.shape), content.dtype, 0, on_device=False)
+            return self._device.memory.allocate(tuple(content.shape), content.dtype, place="pinned")
         if not on_device:
             return content
         made = self._empty_like(content)
@@ -214,7 +214,7 @@ class OnDevice(TorchFunctionMode):
 
     def _pinned(self, source: Tensor) -> Tensor:
         """Pinned host memory with the same content; the host copies it now."""
-        made = self._device.memory.allocate(tuple(source.shape), source.dtype, 0, on_device=False)
+        made = self._device.memory.allocate(tuple(source.shape), source.dtype, place="pinned")
         block = self._block(made)
         assert block is not None
         self._device.memory.raw(made).copy_(source)
@@ -233,7 +233,8 @@ class OnDevice(TorchFunctionMode):
         if to_device:
             return self._copied(self._empty_like(source), source, non_blocking=non_blocking)
         # torch allocates pinned memory for non-blocking copies to the host, pageable memory otherwise.
-        made = self._device.memory.allocate(tuple(source.shape), source.dtype, 0, on_device=False)
+        place: Literal["pinned", "pageable"] = "pinned" if non_blocking else "pageable"
+        made = self._device.memory.allocate(tuple(source.shape), source.dtype, place=place)
         return self._copied(made, source, non_blocking=non_blocking)
 
     def _copied(self, target: Tensor, source: Tensor, *, non_blocking: bool = False) -> Tensor:
@@ -247,11 +248,27 @@ class OnDevice(TorchFunctionMode):
             target.copy_(self._read_on_host(source))
             return target
         else:
-            raw_source = memory.raw(source)
-            self._launch("copy", lambda: raw.copy_(raw_source), (source,), (target,))
+            self._queue_copy(target, source)
         if not non_blocking and not (self._on_device(source) and self._on_device(target)):
             self._device.block_until_passed(self._device.current.record())
         return target
+
+    def _queue_copy(self, target: Tensor, source: Tensor) -> None:
+        """A copy that delays the reuse of pinned memory (``CachingHostAllocator``)."""
+        memory = self._device.memory
+        raw, raw_source = memory.raw(target), memory.raw(source)
+        blocks = [
+            block for each in (target, source) if (block := self._block(each)) and not block.is_on_device
+        ]
+        for block in blocks:
+            block.pending += 1
+
+        def run() -> None:
+            raw.copy_(raw_source)
+            for block in blocks:
+                memory.release(block)
+
+        self._launch("copy", run, (source,), (target,))
 
     def _launched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Tensor) -> Tensor:
         """An elementwise or reducing kernel."""

@@ -37,7 +37,11 @@ class DeviceModes:
     sms_full
         A running compute kernel leaves no room in which a kernel of NCCL could start.
     lazy_loading
-        The first launch of a kernel blocks the host until the device is idle (CUDA_MODULE_LOADING=LAZY).
+        The first launch of a kernel blocks the host until the device is idle (CUDA_MODULE_LOADING=LAZY, and
+        kernels that are compiled when they are first used).
+    allocations_wait
+        Memory of the device, and pinned memory, that torch has to get from CUDA blocks the host until the
+        device is idle. Freed memory is used again without a wait.
     launch_order
         NCCL_LAUNCH_ORDER_IMPLICIT: kernels of all communicators start, or run, in the host's order.
     """
@@ -48,6 +52,7 @@ class DeviceModes:
     connections: int | None = None
     sms_full: bool = False
     lazy_loading: bool = False
+    allocations_wait: bool = False
     launch_order: Literal["free", "start", "serial"] = "free"
 
 
@@ -277,7 +282,7 @@ class Device:
         self.simulation = simulation
         self.rank = rank
         self.modes = modes
-        self.memory = DeviceMemory(self._known, simulation.fail)
+        self.memory = DeviceMemory(self._known, simulation.fail, self._grow)
         self._numbers = itertools.count()
         self.streams: list[FakeStream] = []
         self._pools: dict[bool, list[FakeStream]] = {False: [], True: []}
@@ -285,6 +290,7 @@ class Device:
         self.default = self._new_stream()
         self.current = self.default
         self.computing = 0
+        self.connected_bytes = 0
         self.running: list[Item] = []
         self.most_running = 0
         self.unsent = self.most_unsent = 0
@@ -335,10 +341,17 @@ class Device:
             return
         self._loaded.add(name)
         if self.modes.lazy_loading:
-            self.host().block(
-                lambda: not any(stream.queue for stream in self.streams),
-                f"the first launch of {name} waits until the device is idle",
-            )
+            self.wait_until_idle(f"the first launch of {name}")
+
+    def _grow(self) -> None:
+        if self.modes.allocations_wait:
+            self.wait_until_idle("an allocation")
+
+    def wait_until_idle(self, what: str) -> None:
+        """Block the host until nothing is queued."""
+        self.host().block(
+            lambda: not any(stream.queue for stream in self.streams), f"{what} waits until the device is idle"
+        )
 
     def issued(self, item: Item) -> None:
         """Note the order of issue."""

@@ -10,13 +10,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from support.fake_nccl.simulation import ModelError
+
+if TYPE_CHECKING:
+    from support.fake_nccl.device import FakeStream
 
 Clock = dict[int, int]
 """Operations known to be finished, by stream number."""
@@ -50,6 +53,24 @@ class _Exported(np.ndarray[Any, Any]):
 
 
 @dataclass(eq=False)
+class Account:
+    """How much memory of one kind is allocated, as torch's caching allocators count it.
+
+    Freed memory is available at once, except while a recorded stream or a queued copy still uses it. What was
+    once taken from CUDA stays with the allocator.
+    """
+
+    live: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> bool:
+        """Count an allocation; returns whether CUDA must provide more memory."""
+        self.live += nbytes
+        grows, self.peak = self.live > self.peak, max(self.live, self.peak)
+        return grows
+
+
+@dataclass(eq=False)
 class Block:
     """An allocation.
 
@@ -63,6 +84,8 @@ class Block:
         Streams that delay reuse until they pass their end at the time of freeing (``record_stream``).
     pending
         Queued operations that delay the reuse.
+    account
+        Where it counts; None for pageable memory.
     garbage
         Why the content is meaningless; None if it is not.
     """
@@ -70,6 +93,7 @@ class Block:
     raw: Tensor
     owner: int
     is_on_device: bool
+    account: Account | None = None
     last_write: Use | None = None
     reads: dict[int, Use] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
@@ -116,37 +140,43 @@ class Block:
 
 
 class DeviceMemory:
-    """The blocks of one rank, on its device and in pinned host memory.
+    """The blocks of one rank, on its device and on the host.
 
-    Attributes
+    Parameters
     ----------
-    live_bytes, peak_bytes
-        Allocated device memory as torch's caching allocator counts it: freed memory is available at once,
-        except while a recorded stream still uses it.
+    grow
+        Called when CUDA must provide more memory.
     """
 
-    def __init__(self, knows: Callable[[int], Clock], fail: Callable[[ModelError], None]):
+    def __init__(
+        self, knows: Callable[[int], Clock], fail: Callable[[ModelError], None], grow: Callable[[], None]
+    ):
         self._knows = knows
         self._fail = fail
+        self._grow = grow
         self._blocks: dict[int, Block] = {}
-        self.live_bytes = self.peak_bytes = 0
+        self.device, self.pinned = Account(), Account()
 
     def allocate(
-        self, shape: tuple[int, ...], dtype: torch.dtype, owner: int, *, on_device: bool = True
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        owner: int = 0,
+        place: Literal["device", "pinned", "pageable"] = "device",
     ) -> Tensor:
         """A poisoned tensor of new memory."""
         numel = max(1, int(np.prod(shape, dtype=np.int64)))
         words = np.full(numel * dtype.itemsize, _POISON, dtype=np.uint8)
+        account = {"device": self.device, "pinned": self.pinned, "pageable": None}[place]
+        if account is not None and account.add(len(words)):
+            self._grow()
         exported = words.view(_Exported)
         with torch._C.DisableTorchFunction():
-            block = Block(torch.from_numpy(words), owner, on_device)
+            block = Block(torch.from_numpy(words), owner, place == "device", account)
             tensor = torch.from_numpy(exported).view(dtype)[: int(np.prod(shape, dtype=np.int64))].view(shape)
             address = tensor.data_ptr()
         weakref.finalize(exported, self._free, address, block).atexit = False
         self._blocks[address] = block
-        if on_device:
-            self.live_bytes += block.nbytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return tensor
 
     def users(self) -> list[str]:
@@ -171,19 +201,25 @@ class DeviceMemory:
             whole = block.raw.view(tensor.dtype)
             return torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
 
+    def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
+        """Delay the reuse of freed memory until a stream has passed its end at that time."""
+        block = self.block_of(tensor)
+        if block is not None:
+            block.recorded.add(stream.number)
+
     def release(self, block: Block) -> None:
         """An operation that delays the reuse of a block has ended."""
         block.pending -= 1
-        if block.is_freed and block.pending == 0:
-            self.live_bytes -= block.nbytes
+        self._settle(block)
 
     def _free(self, address: int, block: Block) -> None:
         self._blocks.pop(address, None)
         block.is_freed = True
-        if not block.is_on_device:
-            return
-        use = block.unordered_at_free(self._knows(block.owner))
+        use = block.unordered_at_free(self._knows(block.owner)) if block.is_on_device else None
         if use is not None:
             self._fail(ModelError(f"memory is freed, and may be reused, while {use.label} still uses it"))
-        if block.pending == 0:
-            self.live_bytes -= block.nbytes
+        self._settle(block)
+
+    def _settle(self, block: Block) -> None:
+        if block.is_freed and block.pending == 0 and block.account is not None:
+            block.account.live -= block.nbytes

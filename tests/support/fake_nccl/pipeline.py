@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
-from math import prod
 from typing import Literal
 
 import torch
@@ -15,7 +13,7 @@ from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.executor import Executor, ExecutorOptions
-from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
+from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.step import Launched
 from zbv_worker.execution.timeline import CudaTimeline
 from zbv_worker.transport.channels import Reduction, key_of
@@ -24,14 +22,16 @@ from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.values.structure import Structure, TensorSpec
 
 from support.fake_nccl.cluster import Cluster, FakeRank
-from support.fake_nccl.communicators import NcclModes
+from support.fake_nccl.communicators import CONNECTION_BYTES, NcclModes
 from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.shards import FakeShards
 from support.fake_nccl.simulation import ModelError
-from support.fake_nccl.stages import DTYPE, WIDTH, Expected, FakeBatches, FakeStage, expected
+from support.fake_nccl.stages import DTYPE, WIDTH, Expected, FakeBatches, FakeStage, evaluated, expected
 
 SECONDS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3}
 TIMEOUT = 60.0
+FIRST_TIMES = DeviceModes(lazy_loading=True, allocations_wait=True)
+"""Whatever a GPU does for the first time waits for everything that is queued."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,14 @@ class ModelRun:
 
     Attributes
     ----------
+    steps
+        The tensors of the first one pass through the host.
+    is_evaluated
+        Whether an evaluation precedes each step.
     ties
         Sets of positions that add up a number after every step, as for the gradient of a tied parameter.
-    is_sharded
-        Whether the replicas divide parameters and sums of gradients, as ``--shard`` does.
+    shards
+        How the replicas divide parameters and sums of gradients, if they do.
     transport
         Creates the transport; a test passes a wrong one.
     checks_memory
@@ -58,13 +62,14 @@ class ModelRun:
     """
 
     steps: int = 2
+    is_evaluated: bool = False
     replicas: int = 1
-    is_sharded: bool = False
+    shards: type[FakeShards] | None = None
     sums_over_ranks: bool = False
     ties: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     look_ahead: int = NCCL_LOOK_AHEAD
-    device: DeviceModes = field(default_factory=DeviceModes)
+    device: DeviceModes = field(default_factory=lambda: FIRST_TIMES)
     nccl: NcclModes = field(default_factory=NcclModes)
     transport: Callable[..., NcclTransport] = NcclTransport
     checks_memory: bool = False
@@ -86,17 +91,11 @@ class RankUse:
     ----------
     kernels
         The most kernels of NCCL that ran at once.
-    receive_buffers
-        Receive buffers of the transport's pool, without those of headers; of the size of the smallest tensor.
-    account
-        The most receive buffers of that size that the plan and the look-ahead need.
     unsent
         The most sends that were queued or running at once.
     """
 
     kernels: int
-    receive_buffers: int
-    account: int
     unsent: int
 
 
@@ -126,7 +125,10 @@ def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:
     def main(here: FakeRank) -> RankUse:
         run = _RankRun(here, problem, orders, how)
         for step in range(how.steps):
+            if how.is_evaluated:
+                run.evaluate(step)
             run.launch(step)
+        run.read()
         for step in range(how.steps):
             run.check(step, wanted[step])
         use = run.close()
@@ -158,16 +160,19 @@ class _RankRun:
         self._plan = how.plan(RankPlan.of("plan", problem, orders, transport.pp_rank))
         transport.open(sorted({key_of(channel) for channel in channels(problem, orders)}), TIMEOUT)
         transport.link(how.ties, TIMEOUT)
+        taken, counted = here.device.connected_bytes, transport.communicator_bytes
+        _require(abs(taken - counted) < CONNECTION_BYTES, f"{counted} bytes of communicators, not {taken}")
         self._stages = {s: how.stage(s, problem.n_stages, here.device, SECONDS) for s in self._plan.stages}
         order = list(dict.fromkeys(action.stage for action in self._plan.actions))
-        self._shards = FakeShards(transport, self._stages, order) if how.is_sharded else None
+        self._shards = how.shards(here, transport, self._stages, order) if how.shards else None
         self._sums: list[Reduction] = []
-        self._launched: list[Launched] = []
+        self._launched: Launched | None = None
+        self._losses: list[dict[int, float]] = []
         self._weights: list[dict[int, Tensor]] = []
         self._totals: list[Tensor] = []
         self._tied: list[list[Tensor]] = []
         batches = FakeBatches(transport.replica, how.is_varied)
-        self._sizes = sizes = [batches.times(index) for index in range(problem.microbatches)]
+        sizes = [batches.times(index) for index in range(problem.microbatches)]
         stated = [Structure.of_tensor(TensorSpec((WIDTH * size,), DTYPE)) for size in sizes]
         self._executor = Executor(
             self._plan,
@@ -196,7 +201,9 @@ class _RankRun:
         """Queue a step and what an optimizer would do after it, without a wait of the host."""
         if self._shards is not None:
             self._shards.begin()
-        self._launched.append(self._executor.launch(step))
+        launched = self._executor.launch(step)
+        self.read()
+        self._launched = launched
         for reduction in self._sums:
             reduction.wait(TIMEOUT)
         self._sums.clear()
@@ -211,6 +218,13 @@ class _RankRun:
             self._totals.append(self._transport.sum_over_ranks(own, TIMEOUT))
         for stage in self._stages.values():
             stage.weight.zero_()
+        kept = [*self._weights[-1].values(), *self._tied[-1], *self._totals[-1:]]
+        self._here.device.memory.device.peak += sum(each.nbytes for each in kept)  # a loop would free them
+
+    def read(self) -> None:
+        """Take the losses of the newest step, as a loop does while it launches the next one."""
+        if self._launched is not None:
+            self._losses.append(self._launched.result().losses)
 
     def _launch_tie(self, positions: tuple[int, ...]) -> Tensor:
         """The sum of the positions' gradients, all stages and elements together."""
@@ -221,7 +235,7 @@ class _RankRun:
     def check(self, step: int, wanted: list[Expected]) -> None:
         """Compare a step's losses and weight gradients, summed over the replicas, with the expected ones."""
         has_last = max(self._stages) == max(wanted[0].weights)
-        losses = self._launched[step].result().losses
+        losses = self._losses[step]
         _require(losses == (wanted[self._transport.replica].losses if has_last else {}), f"losses {losses}")
         for stage, weight in self._weights[step].items():
             numbers = weight.tolist()
@@ -237,69 +251,25 @@ class _RankRun:
             found = float(self._totals[step])
             _require(found == total * self._how.replicas, f"the sum {found} over all ranks")
 
+    def evaluate(self, step: int) -> None:
+        """Evaluate between two steps, and compare the losses."""
+        found = self._executor.evaluate(step)
+        n, m = self._plan.placement.n_stages, self._plan.microbatches
+        wanted = evaluated(n, m, step, self._transport.replica) if n - 1 in self._stages else {}
+        _require(found == wanted, f"losses {found} of an evaluation")
+
     def close(self) -> RankUse:
         """End in order; returns what the rank used."""
         self._transport.flush(TIMEOUT)
         self._transport.barrier(TIMEOUT)
-        pools = self._transport._buffers._pools
-        use = RankUse(
-            kernels=self._here.device.most_running,
-            receive_buffers=sum(size_of(each.spec) for pool in pools.values() for each in pool),
-            account=receive_account(self._plan, self._how.look_ahead, self._sizes),
-            unsent=self._here.device.most_unsent,
-        )
         self._executor.close()
         self._transport.close()
-        return use
-
-
-def size_of(spec: TensorSpec | None) -> int:
-    """The size of a receive buffer, in the smallest tensors; 0 if it is not of a floating tensor."""
-    return prod(spec.shape) // WIDTH if spec is not None and spec.dtype.is_floating_point else 0
+        return RankUse(self._here.device.most_running, self._here.device.most_unsent)
 
 
 def _added(wanted: list[Expected], stage: int) -> list[float]:
     """A stage's weight gradients, added up over the replicas."""
     return [sum(parts) for parts in zip(*(found.weights[stage] for found in wanted), strict=True)]
-
-
-def receive_account(plan: RankPlan, look_ahead: int, sizes: Sequence[int]) -> int:
-    """The most memory of receives in use at once: what actions hold, and what is posted and not yet used.
-
-    An activation is held from its F, and a gradient from its I or B, until the end of the W or B. A channel
-    has posted the look-ahead beyond the furthest tensor that was used so far
-    (:class:`zbv_worker.transport.endpoints.Inbox`).
-
-    Parameters
-    ----------
-    sizes
-        Of each microbatch's tensors.
-    """
-    channels = {key_of(c): c.transfers for c in plan.channels if c.receiver == plan.rank}
-    size_until = {
-        key: [0, *accumulate(sizes[transfer.microbatch] for transfer in transfers)]
-        for key, transfers in channels.items()
-    }
-    posted = {key: min(look_ahead, len(transfers)) for key, transfers in channels.items()}
-    used = held = 0
-    held_of: dict[tuple[int, int], int] = {}
-
-    def in_use() -> int:
-        return held - used + sum(size_until[key][count] for key, count in posted.items())
-
-    most = in_use()
-    for instruction in lower(plan):
-        stage, letter, microbatch = instruction.action
-        if isinstance(instruction.source, Remote):
-            key, transfer = instruction.source.channel, instruction.source.transfer
-            end = channels[key].index(transfer) + 1 + look_ahead
-            posted[key] = max(posted[key], min(end, len(channels[key])))
-            used, held = used + sizes[microbatch], held + sizes[microbatch]
-            held_of[stage, microbatch] = held_of.get((stage, microbatch), 0) + sizes[microbatch]
-        most = max(most, in_use())
-        if letter in "BW":
-            held -= held_of.pop((stage, microbatch), 0)
-    return most
 
 
 def _require(condition: bool, wrong: str) -> None:

@@ -7,12 +7,14 @@ read their inputs when they end, as late as a kernel can.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from support.fake_nccl.cuda import FakeCuda
 from support.fake_nccl.device import Device
 
 _PRIME = 65521
@@ -101,6 +103,25 @@ class FakeStage:
             (),
         )
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A stage has no modes."""
+        return nullcontext()
+
+    def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+        """Queue the F of an evaluation, which does not depend on the microbatch."""
+        stage, shape = self.stage, tuple(input.shape)
+        if target is None:
+            return self._queued(
+                "F", (input,), lambda out, x: out.copy_(_forward(stage, 0, x)), shape, "evaluation"
+            )
+        return self._queued(
+            "F",
+            (input, target),
+            lambda out, x, y: out.copy_((_forward(stage, 0, x) + y).sum()),
+            (),
+            "evaluation",
+        )
+
     def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
         """Queue B."""
         made = self.backward_input(microbatch, grad_output, letter="B")
@@ -143,7 +164,12 @@ class FakeStage:
         )
 
     def _queued(
-        self, letter: str, inputs: tuple[Tensor, ...], compute: object, shape: tuple[int, ...]
+        self,
+        letter: str,
+        inputs: tuple[Tensor, ...],
+        compute: object,
+        shape: tuple[int, ...],
+        name: str | None = None,
     ) -> Tensor:
         memory = self._device.memory
         output = memory.allocate(shape, DTYPE, self._device.current.number)
@@ -158,7 +184,7 @@ class FakeStage:
                 raw.add_((whole - parameters_of(self.stage)).abs().sum())
 
         self._device.current.launch(
-            f"{letter} of stage {self.stage}",
+            f"{name or letter} of stage {self.stage}",
             self._random(letter),
             run,
             (*inputs, *parameters),
@@ -195,6 +221,39 @@ class NestedFakeStage(FakeStage):
         return None if made is None else (made, made * 0)
 
 
+class OffloadingFakeStage(FakeStage):
+    """Keeps its inputs in host memory between F and B or I, as activation offloading does.
+
+    The copy to the host runs on its own stream. ``record_stream`` delays the reuse of the input's memory
+    until the copy is complete.
+    """
+
+    def __init__(self, stage: int, n_stages: int, device: Device, seconds: Mapping[str, float]):
+        super().__init__(stage, n_stages, device, seconds)
+        self._cuda = FakeCuda(device)
+        self._side = self._cuda.Stream()
+
+    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
+        """Queue F and the copy."""
+        output = super().forward(microbatch, input, target, split=split)
+        self._side.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._side):
+            self._device.current.launch("slow copy", self._random("F"), lambda: None, (input,))
+            kept = input.to("cpu", non_blocking=True)
+        self._device.memory.record_stream(input, self._side)
+        self._saved[microbatch] = (kept, target)
+        return output
+
+    def backward_input(
+        self, microbatch: int, grad_output: Tensor | None, *, letter: str = "I"
+    ) -> Tensor | None:
+        """Queue the copy back, and I."""
+        kept, target = self._saved[microbatch]
+        self._cuda.current_stream().wait_stream(self._side)
+        self._saved[microbatch] = (kept.to("cuda", non_blocking=True), target)
+        return super().backward_input(microbatch, grad_output, letter=letter)
+
+
 @dataclass(frozen=True)
 class Expected:
     """What a step must find: losses by microbatch, and the sum of each stage's weight gradients."""
@@ -221,3 +280,14 @@ def expected(
             weights[stage] = (weights[stage] + _weight(microbatch, inputs[stage], grad)) % _PRIME
             grad = _gradient(stage, inputs[stage], grad)
     return Expected(losses, {stage: weight.tolist() for stage, weight in weights.items()})
+
+
+def evaluated(n_stages: int, microbatches: int, step: int, replica: int) -> dict[int, float]:
+    """The losses of an evaluation, computed without a pipeline."""
+    losses = {}
+    for microbatch in range(microbatches):
+        value, target = FakeBatches(replica).microbatch(step, microbatch)
+        for stage in range(n_stages):
+            value = _forward(stage, 0, value)
+        losses[microbatch] = float((value + target).sum())
+    return losses

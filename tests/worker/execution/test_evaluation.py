@@ -45,7 +45,7 @@ class Sampled:
 class Pipeline:
     """All ranks of a plan, as threads."""
 
-    def __init__(self, problem: Problem, orders: Orders, *, own_data: bool = False):
+    def __init__(self, problem: Problem, orders: Orders, *, own_data: bool = False, startup_steps: int = 1):
         self.hub = ThreadHub(problem.pp_degree)
         self.model = hard_model()
         batches = Sampled(self.model) if own_data else self.model
@@ -76,7 +76,7 @@ class Pipeline:
                     transport,
                     device=CPU,
                     timeout=20,
-                    options=ExecutorOptions(look_ahead=2),
+                    options=ExecutorOptions(look_ahead=2, startup_steps=startup_steps),
                 )
             )
 
@@ -147,6 +147,65 @@ def test_any_valid_plan_evaluates_as_one_process_before_and_after_a_step(
             pipeline.all(lambda executor: executor.step(0))
     for transport in pipeline.transports:
         transport.flush(1.0)  # every sent tensor was received
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where rank 0's tensors pass: changes to and from the host."""
+    found: list[str] = []
+
+    def through_host(self: ThreadTransport, is_on: bool, timeout: float) -> None:
+        if self.rank == 0:
+            found.append("host" if is_on else "direct")
+
+    monkeypatch.setattr(ThreadTransport, "through_host", through_host)
+    return found
+
+
+def test_what_may_be_new_to_a_gpu_passes_through_the_host(ways: list[str]) -> None:
+    """The first step, the first evaluation, and the first with other shapes."""
+    problem = unit_problem(2, MICROBATCHES)
+    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
+
+    def is_first(*, evaluation: bool, shape: int) -> bool:
+        def run(executor: Executor) -> None:
+            executor.expect([shape] * MICROBATCHES, evaluation=evaluation)
+            _ = executor.evaluate(0) if evaluation else executor.step(0)
+
+        ways.clear()
+        pipeline.all(run)
+        assert ways in ([], ["host", "direct"])
+        return bool(ways)
+
+    assert is_first(evaluation=False, shape=0)
+    assert not is_first(evaluation=False, shape=0)
+    assert is_first(evaluation=True, shape=0)
+    assert not is_first(evaluation=True, shape=0)
+    assert is_first(evaluation=False, shape=5)
+    assert is_first(evaluation=True, shape=5)
+    assert not is_first(evaluation=False, shape=0)
+    assert not is_first(evaluation=False, shape=5)
+
+
+def test_steps_that_compile_pass_through_the_host(ways: list[str]) -> None:
+    problem = unit_problem(1, MICROBATCHES)
+    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), startup_steps=2)
+    for _ in range(4):
+        pipeline.executors[0].step(0)
+    assert ways == ["host", "direct"] * 2
+
+
+def test_batches_with_ever_new_shapes_soon_pass_between_the_gpus(ways: list[str]) -> None:
+    problem = unit_problem(1, MICROBATCHES)
+    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
+    firsts = []
+    for step in range(40):
+        ways.clear()
+        pipeline.executors[0].expect([step] * MICROBATCHES)
+        pipeline.executors[0].step(0)
+        firsts.append(bool(ways))
+    assert firsts == sorted(firsts, reverse=True)
+    assert 1 < sum(firsts) < 20
 
 
 def test_evaluation_data_are_used_if_the_model_has_them() -> None:

@@ -170,12 +170,12 @@ def test_memory_must_not_be_freed_while_another_stream_uses_it() -> None:
 
 def test_freed_memory_is_available_at_once_on_its_own_stream() -> None:
     def main(here: FakeRank) -> list[int]:
-        before = here.device.memory.live_bytes
+        before = here.device.memory.device.live
         tensor = torch.zeros(2, device="cuda")
         slow(here, reads=(tensor,))
-        held = here.device.memory.live_bytes
+        held = here.device.memory.device.live
         del tensor
-        return [before, held, here.device.memory.live_bytes]
+        return [before, held, here.device.memory.device.live]
 
     assert alone(main) == [0, 8, 0]
 
@@ -191,10 +191,10 @@ def test_the_memory_of_a_send_is_available_only_after_the_send() -> None:
             return []
         work = group.send(tensor, 1) if here.control.tell(1, 0, 60) is None else None
         del tensor
-        held = here.device.memory.live_bytes
+        held = here.device.memory.device.live
         while work is not None and not work.is_completed():
             here.clock.pause(1e-4)
-        return [held, here.device.memory.live_bytes]
+        return [held, here.device.memory.device.live]
 
     assert Cluster(2).run(main)[0] == [8, 0]
 

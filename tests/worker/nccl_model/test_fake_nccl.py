@@ -205,6 +205,26 @@ def test_the_first_use_blocks_the_host_until_the_peer_joins() -> None:
     assert on_two(first, second)[0] >= 2.0
 
 
+@pytest.mark.parametrize(("runtime_connect", "waits"), [(True, True), (False, False)])
+def test_the_first_use_of_an_algorithm_blocks_the_host_until_the_peer_uses_it(
+    *, runtime_connect: bool, waits: bool
+) -> None:
+    def program(here: FakeRank, group: FakeGroup) -> float:
+        small, large = filled(1, 1), filled(1, 8)
+        group.all_reduce(small).wait()
+        if here.rank == 1:
+            here.clock.pause(1)
+        before = here.clock.now()
+        group.all_reduce(large).wait()
+        blocked = here.clock.now() - before
+        group.all_reduce(large).wait()
+        return blocked
+
+    first, second = on_two(program, program, nccl=NcclModes(runtime_connect=runtime_connect))
+    assert (first > 0.9) == waits
+    assert second < 0.1
+
+
 def test_groups_that_are_connected_in_different_orders_hang() -> None:
     def main(here: FakeRank) -> None:
         groups = [group_of(here, name) for name in ("one", "two")]

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from support.fake_nccl.cluster import Cluster, FakeNccl, FakeRank
 from support.fake_nccl.communicators import FakeGroup
+from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.pipeline import TIMEOUT, ModelRun, run_plan
+from support.fake_nccl.shards import FakeFullyShard, FakeShards
 from support.fake_nccl.simulation import Deadlock, ModelError
 from support.plans import unit_problem
 from torch import Tensor
 from zbv_solver.construct.baselines import baseline
+from zbv_solver.construct.greedy_v import get_v_schedule
+from zbv_worker.execution.binding import Pinning
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.transport import nccl_operations
-from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send
 from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.transport.torch_api import GroupOptions
@@ -27,12 +31,41 @@ from zbv_worker.values.structure import TensorSpec
 INTERLEAVED = baseline("interleaved-1f1b", unit_problem(4, 8))
 
 
+V = unit_problem(4, 8), next(get_v_schedule(unit_problem(4, 8))).orders
+
+
 def run(**changes: Any) -> None:
     run_plan(*INTERLEAVED, ModelRun(**changes))
 
 
+class _NeverThroughTheHost(NcclTransport):
+    def through_host(self, is_on: bool, timeout: float) -> None:
+        pass
+
+
 def test_the_transport_itself_is_accepted() -> None:
     run()
+
+
+@pytest.mark.parametrize(
+    ("first", "look_ahead"), [("allocations_wait", 0), ("allocations_wait", 1), ("lazy_loading", 3)]
+)
+def test_a_first_step_with_transfers_between_gpus(first: str, look_ahead: int) -> None:
+    device = DeviceModes(**{first: True})  # type: ignore[arg-type]
+    with pytest.raises(Deadlock, match="waits until the device is idle"):
+        run_plan(*V, ModelRun(transport=_NeverThroughTheHost, device=device, look_ahead=look_ahead, steps=1))
+
+
+def test_a_step_that_needs_more_memory_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_operations.Operations, "hold", lambda self, tensor: None)
+    with pytest.raises(Deadlock, match="an allocation waits until the device is idle"):
+        run(look_ahead=3)
+
+
+def test_a_step_that_needs_more_pinned_memory_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pinning, "kept", property(lambda self: None, lambda self, kept: None), raising=False)
+    with pytest.raises(Deadlock, match="an allocation waits until the device is idle, in Pinning"):
+        run()
 
 
 def test_receives_in_another_order_than_the_sends() -> None:
@@ -55,7 +88,7 @@ class _OneGroupPerPair:
     def __init__(self, api: FakeNccl):
         self._api = api
         self._made: dict[tuple[int, ...], FakeGroup | None] = {}
-        self.version = api.version
+        self.version, self.streams_of_groups = api.version, api.streams_of_groups
 
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
@@ -74,26 +107,8 @@ def test_both_directions_on_one_communicator() -> None:
         run(transport=made)
 
 
-def test_a_receive_buffer_that_is_reused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, taken = ReceiveBuffers.take, dict[int, list[Tensor]]()
-
-    def take_any(self: ReceiveBuffers, spec: TensorSpec) -> Tensor:
-        mine = taken.setdefault(id(self), [])
-        if spec.dtype.is_floating_point and len(mine) == 2:
-            mine.reverse()
-            return mine[0].detach()
-        made = take(self, spec)
-        if spec.dtype.is_floating_point:
-            mine.append(made)
-        return made
-
-    monkeypatch.setattr(ReceiveBuffers, "take", take_any)
-    with pytest.raises(ModelError, match=r"may not have written yet|which is wrong"):
-        run()
-
-
-class _Changed(NcclTransport):
-    """Sends and receives that a test changes."""
+class _Changed(_NeverThroughTheHost):
+    """Sends and receives between GPUs that a test changes."""
 
     def sender(self, key: ChannelKey) -> Send:
         return self.change_send(super().sender(key))
@@ -123,7 +138,27 @@ class _SendsFromOneBuffer(_Changed):
 
 def test_a_send_tensor_that_is_overwritten_early() -> None:
     with pytest.raises(ModelError, match=r"copy_? overwrites memory that send on .* may not have read yet"):
-        run(transport=_SendsFromOneBuffer)
+        run(transport=_SendsFromOneBuffer, device=DeviceModes())
+
+
+class _ReceivesIntoTwoBuffers(_NeverThroughTheHost):
+    def receiver(self, key: ChannelKey) -> Receive:
+        buffers = dict[tuple[TensorSpec, bool], Tensor]()
+        (group, peer), is_second = self._incoming[key], cycle((False, True))
+
+        def post(spec: TensorSpec) -> Pending:
+            at = spec, next(is_second)
+            if at not in buffers:
+                buffers[at] = torch.empty(spec.shape, dtype=spec.dtype, device="cuda")
+            buffer = buffers[at].detach()
+            return nccl_operations.StreamReceive(group.receive(buffer, peer), buffer, self._operations)
+
+        return post
+
+
+def test_a_receive_buffer_that_is_reused_early() -> None:
+    with pytest.raises(ModelError, match=r"may not have (written|read) yet|which is wrong"):
+        run(transport=_ReceivesIntoTwoBuffers, device=DeviceModes())
 
 
 class _ReceivesWithoutWait(_Changed):
@@ -145,14 +180,14 @@ class _ReceivesWithoutWait(_Changed):
 
 def test_a_tensor_that_is_handed_over_without_a_wait() -> None:
     with pytest.raises(ModelError, match=r"reads memory that receive on .* may not have written yet"):
-        run(transport=_ReceivesWithoutWait)
+        run(transport=_ReceivesWithoutWait, device=DeviceModes())
 
 
 class _OneReceiveTooMany(NcclTransport):
-    def flush(self, timeout: float) -> None:
+    def close(self) -> None:
         for incoming in self._incoming.values():
             incoming.group.receive(torch.empty(4, device="cuda"), incoming.peer)
-        super().flush(timeout)
+        super().close()
 
 
 def test_a_receive_that_is_still_posted_when_the_transport_closes() -> None:
@@ -169,7 +204,7 @@ class _HeadersStayOnTheHost(_Changed):
 
 def test_a_header_in_host_memory() -> None:
     with pytest.raises(Exception, match="Tensors must be CUDA and dense"):
-        run(transport=_HeadersStayOnTheHost)
+        run(transport=_HeadersStayOnTheHost, device=DeviceModes())
 
 
 def test_channels_that_ranks_connect_in_different_orders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,4 +261,12 @@ def test_a_send_that_is_asked_for_its_success(monkeypatch: pytest.MonkeyPatch) -
 def test_gathered_parameters_that_are_used_without_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_operations.StreamSum, "wait", lambda self, timeout: None)
     with pytest.raises(ModelError, match=r"^F of stage . reads .*all_gather .* may not have written yet"):
-        run(replicas=2, is_sharded=True)
+        run(replicas=2, shards=FakeShards)
+
+
+def test_streams_of_fully_shard_that_channels_have() -> None:
+    """The pool is so small that they are those of the channels, as after 32 other streams."""
+    device = DeviceModes(pool_streams=5)
+    with pytest.raises(Deadlock):
+        run_plan(*V, ModelRun(replicas=2, shards=FakeFullyShard, device=device))
+    run_plan(*V, ModelRun(replicas=2, shards=FakeFullyShard, device=DeviceModes(pool_streams=8)))

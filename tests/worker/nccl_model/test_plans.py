@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from support.fake_nccl.communicators import NcclModes
-from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.families import FAMILIES, Plan, stated_kernels
-from support.fake_nccl.pipeline import ModelRun, run_plan
+from support.fake_nccl.pipeline import FIRST_TIMES, ModelRun, run_plan
+from support.fake_nccl.shards import FakeFullyShard, FakeShards
 from support.fake_nccl.simulation import Deadlock
-from support.fake_nccl.stages import NestedFakeStage
+from support.fake_nccl.stages import NestedFakeStage, OffloadingFakeStage
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 V = "V, searched"
@@ -22,14 +23,12 @@ def plan_of(family: str, p: int = 4, m: int = 5) -> Plan:
 
 
 def run(plan: Plan, slots: int | None = None, replicas: int = 1, **changes: object) -> None:
-    """Run a plan with as many kernels at once as the transport states, and check the receive buffers."""
+    """Run a plan with as many kernels at once as the transport states."""
     if slots is None:
         slots = stated_kernels(plan, replicas)
-    device = DeviceModes(kernel_slots=slots, **changes.pop("device", {}))  # type: ignore[arg-type]
+    device = replace(FIRST_TIMES, kernel_slots=slots, **changes.pop("device", {}))  # type: ignore[arg-type]
     how = ModelRun(device=device, replicas=replicas, **changes)  # type: ignore[arg-type]
     for use in run_plan(*plan, how):
-        # Of tensors of different sizes, the transport keeps at most a quarter more than was in use at once.
-        assert use.receive_buffers <= use.account * (1.25 if how.is_varied else 1)
         assert use.kernels <= slots
 
 
@@ -47,26 +46,38 @@ def test_a_plan_hangs_with_one_kernel_at_once(family: str) -> None:
         run(plan_of(family), slots=1)
 
 
-@pytest.mark.parametrize("family", [V, "interleaved 1F1B, 4 chunks"])
+@pytest.mark.parametrize("family", [V, "interleaved 1F1B, 2 chunks"])
 def test_a_plan_runs_on_16_ranks(family: str) -> None:
-    run(plan_of(family, 16, 16), steps=1)
+    run(plan_of(family, 16, 16))
 
 
 @pytest.mark.parametrize("family", ["1F1B", V, "loop of 2 chunks, searched"])
 def test_replicas_add_their_gradients_up(family: str) -> None:
-    run(plan_of(family), replicas=2)
+    run(plan_of(family), replicas=2, steps=3)
 
 
 @pytest.mark.parametrize(("family", "seed"), [("1F1B", 0), ("1F1B", 1), (V, 0), (V, 1)])
 def test_ranks_with_tied_parameters_add_their_gradients_up(family: str, seed: int) -> None:
     plan, ties = plan_of(family), ((0, 3), (0, 2), (1, 2, 3))
     slots = stated_kernels(plan, 2, sums_over_ranks=True, ties=ties)
-    run(plan, slots, replicas=2, sums_over_ranks=True, ties=ties, steps=3, seed=seed)
+    run(plan, slots, replicas=2, sums_over_ranks=True, ties=ties, seed=seed, steps=3)
 
 
+@pytest.mark.parametrize("shards", [FakeShards, FakeFullyShard])
 @pytest.mark.parametrize("family", ["1F1B", V, "loop of 2 chunks, searched"])
-def test_replicas_gather_parameters_and_sum_parts_of_gradients(family: str) -> None:
-    run(plan_of(family), replicas=2, is_sharded=True)
+def test_replicas_gather_parameters_and_sum_parts_of_gradients(family: str, shards: type[FakeShards]) -> None:
+    run(plan_of(family), replicas=2, shards=shards, steps=3)
+
+
+@pytest.mark.parametrize("shards", [None, FakeShards, FakeFullyShard])
+def test_sums_may_connect_in_the_first_step(shards: type[FakeShards] | None) -> None:
+    """NCCL_RUNTIME_CONNECT=1 is in force if the process has used NCCL before."""
+    run(plan_of(V), replicas=2, shards=shards, nccl=NcclModes(runtime_connect=True))
+
+
+@pytest.mark.parametrize("family", ["V, random order", V])
+def test_evaluations_run_before_steps(family: str) -> None:
+    run(plan_of(family), is_evaluated=True)
 
 
 def test_all_ranks_add_a_number_up_after_every_step() -> None:
@@ -92,7 +103,7 @@ def test_two_ranks_need_two_kernels_at_once(family: str) -> None:
     ids=["random slots", "full SMs", "32 connections"],
 )
 def test_a_plan_runs_with(device: dict[str, object]) -> None:
-    run(plan_of(V), device=device)
+    run(plan_of(V), device=device, steps=3)
 
 
 def test_a_plan_runs_when_small_sends_are_buffered() -> None:
@@ -104,14 +115,13 @@ def test_a_plan_runs_when_small_sends_are_buffered() -> None:
     [
         {"launch_order": "serial"},
         {"launch_order": "start"},
-        {"lazy_loading": True},
         {"connections": 2},
         {"pool_streams": 2},
     ],
-    ids=["serial launches", "launches in order", "lazy loading", "2 connections", "2 streams"],
+    ids=["serial launches", "launches in order", "2 connections", "2 streams"],
 )
 def test_a_plan_hangs_with(device: dict[str, object]) -> None:
-    # With one receive ahead, as over NCCL, only some runs hang with launches in order or lazy loading.
+    # With one receive ahead, as over NCCL, only some runs hang with launches in order.
     with pytest.raises(Deadlock):
         run(plan_of(V), device=device, look_ahead=3)
 
@@ -119,6 +129,12 @@ def test_a_plan_hangs_with(device: dict[str, object]) -> None:
 @pytest.mark.parametrize("family", ["1F1B", V])
 def test_nested_values_arrive(family: str) -> None:
     run(plan_of(family), stage=NestedFakeStage)
+
+
+@pytest.mark.parametrize("family", ["1F1B", V])
+def test_a_stage_may_copy_what_it_received_on_a_stream_of_its_own(family: str) -> None:
+    # Its pinned memory is its own affair: how much it needs depends on how far the host is ahead.
+    run(plan_of(family), stage=OffloadingFakeStage, device={"allocations_wait": False})
 
 
 @pytest.mark.parametrize("family", ["1F1B", V, "V, random order", "loop of 2 chunks, searched"])

@@ -29,12 +29,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS]
 
 
-@pytest.mark.parametrize("time", ["first", "second", "guest", "guest again", "after"])
+@pytest.mark.parametrize("time", ["first", "second", "guest", "guest again", "eager", "after"])
 def test_every_connection_works_and_starts_without_notes(found: list[dict[str, Any]], time: str) -> None:
     for rank in RANKS:
         assert found[rank][time]["ranks"] == [0, 1, 2, 3]
         assert found[rank][time]["sum"] == 4
         assert found[rank][time]["note"] is None
+        assert found[rank][time]["messages"] == [10 + (rank - 1) % 4, 20 + (rank - 1) % 4]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_every_connection_works_and_starts_without_notes(found: list[dict[str, A
         ("second", [None, None, 0, 1], [1, 1, 5, 5]),  # replicas are neighbours
         ("guest", [None, 0, None, 2], [0, 1, 2, 3]),  # the mesh is (tp, pp): pipelines are neighbours
         ("guest again", [None, 0, None, 2], [2, 4, 2, 4]),  # (dp, pp)
+        ("eager", [None, 0, None, 2], [0, 1, 2, 3]),
     ],
 )
 def test_channels_and_sums_follow_the_layout(
@@ -51,6 +53,10 @@ def test_channels_and_sums_follow_the_layout(
 ) -> None:
     assert [found[rank][time]["from"] for rank in RANKS] == senders
     assert [found[rank][time]["copies"] for rank in RANKS] == sums
+
+
+def test_groups_do_not_split_the_communicator_of_an_eager_default_group(found: list[dict[str, Any]]) -> None:
+    assert [found[rank]["splits"] for rank in RANKS] == [["then"], *[["then", "cuda:0"]] * 3]
 
 
 def test_the_users_groups_survive(found: list[dict[str, Any]]) -> None:

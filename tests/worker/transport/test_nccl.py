@@ -21,6 +21,7 @@ from zbv_worker.transport.channels import ChannelKey
 from zbv_worker.transport.communicators import greeting_order, kernels_at_once
 from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.nccl import NcclTransport
+from zbv_worker.transport.nccl_operations import Operations
 from zbv_worker.transport.torch_api import GroupOptions
 from zbv_worker.values.structure import TensorSpec
 
@@ -114,12 +115,16 @@ class FakeGroup:
 class FakeNccl:
     rank: int
     connects: bool = True
+    others: int = 0
     groups: list[FakeGroup] = field(default_factory=list)
     created: list[tuple[int, ...]] = field(default_factory=list)
     issued: list[tuple[Any, ...]] = field(default_factory=list)
 
     def version(self) -> str:
         return "2.27.5"
+
+    def streams_of_groups(self) -> int:
+        return self.others
 
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
@@ -139,7 +144,25 @@ class FakeControl:
         transport = ThreadHub(pp_degree, replicas).transport(rank)
         self.rank, self.layout = transport.rank, transport.layout
         self.ranks_on_host = 1
-        self.is_closed = False
+        self.is_closed = self.is_aborted = False
+        self.sent: list[Tensor] = []
+        self.receives: list[Tensor] = []
+        self.answers = True
+
+    def start_send(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        self.sent.append(tensor)
+        return self._wait
+
+    def start_receive(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        self.receives.append(tensor)
+        return self._wait
+
+    def _wait(self, timeout: float) -> None:
+        if not self.answers:
+            raise TimeoutError
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
         return values * 10
@@ -236,6 +259,15 @@ def test_more_communicators_than_streams_are_refused_before_any_is_created() -> 
     transport.open(keys[:28], 5.0)
 
 
+def test_streams_of_the_users_groups_count() -> None:
+    api, control = FakeNccl(0, others=3), _control(FakeControl(0, 16))
+    transport = NcclTransport(control, CPU, 5.0, api=api, cuda=FakeCuda(), clock=ManualClock())
+    keys = [ChannelKey(*ends) for peer in range(1, 14) for ends in ((0, peer), (peer, 0))]
+    with pytest.raises(InvalidRun, match="needs 26 NCCL communicators, and the process has 3 other groups"):
+        transport.open(keys, 5.0)
+    transport.open(keys[:25], 5.0)
+
+
 def test_a_sent_tensor_is_kept_until_its_send_is_complete() -> None:
     rank = rank_of_v()
     key = ChannelKey(1, 2)
@@ -303,6 +335,53 @@ def test_a_receive_orders_the_stream_and_only_a_wait_blocks_the_host() -> None:
     with pytest.raises(TimeoutError, match="nothing arrived"):
         receive(SPEC).wait(7.0)
     assert 7.0 <= rank.clock.now() - before < 8.0
+
+
+def test_through_the_host_no_transfer_is_queued_on_the_device() -> None:
+    rank = rank_of_v()
+    greeted = len(rank.api.issued)
+    rank.transport.through_host(True, 5.0)
+    first, second = (rank.transport.receiver(ChannelKey(0, 1))(SPEC) for _ in range(2))
+    for content, place in zip((1.0, 2.0), rank.control.receives, strict=True):
+        place.fill_(content)
+    assert [second.on_stream(1.0).tolist(), first.wait(1.0).tolist()] == [[2.0, 2.0], [1.0, 1.0]]
+    rank.transport.sender(ChannelKey(1, 2))(torch.full((2,), 3.0), "1F0")
+    assert [tensor.tolist() for tensor in rank.control.sent] == [[3.0, 3.0]]
+    assert len(rank.api.issued) == greeted
+    rank.transport.through_host(False, 5.0)
+    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
+    assert (len(rank.api.issued), len(rank.control.sent)) == (greeted + 1, 1)
+
+
+def test_what_was_sent_through_the_host_and_not_taken_is_named() -> None:
+    rank = rank_of_v()
+    rank.transport.through_host(True, 5.0)
+    rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F7")
+    rank.control.answers = False
+    with pytest.raises(TimeoutError, match="rank 2 did not take 1F7"):
+        rank.transport.flush(3.0)
+    with pytest.raises(TimeoutError, match="rank 2 did not take 1F7"):
+        rank.transport.through_host(False, 3.0)
+
+
+def test_an_abort_ends_waits_for_tensors_that_pass_through_the_host() -> None:
+    rank = rank_of_v()
+    rank.transport.through_host(True, 5.0)
+    rank.transport.abort(1.0)
+    assert rank.control.is_aborted
+
+
+def test_tensors_that_passed_through_the_host_stay_allocated_if_there_is_memory() -> None:
+    free = 1 << 20
+    operations = Operations(ManualClock(), lambda: free)
+    tensors = [torch.ones(1024) for _ in range(4)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    for memory in (1 << 20, 1 << 20, 1 << 14, 1 << 20):
+        free = memory
+        operations.hold(tensors.pop(0))
+    assert [each() is not None for each in alive] == [False, False, True, True]
+    operations.release()
+    assert not any(each() is not None for each in alive)
 
 
 def test_another_thread_may_not_issue_operations() -> None:

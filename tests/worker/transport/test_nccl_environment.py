@@ -17,6 +17,7 @@ def test_an_empty_environment_gets_what_the_pipeline_needs_and_nothing_is_said()
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "CUDA_MODULE_LOADING": "EAGER",
         "NCCL_MAX_P2P_NCHANNELS": "4",
+        "NCCL_RUNTIME_CONNECT": "0",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

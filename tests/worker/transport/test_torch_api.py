@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from zbv_worker.transport.torch_api import GroupOptions, TorchNccl
 
@@ -53,3 +54,19 @@ def test_the_options_have_the_groups_timeout_because_torch_warns_otherwise(
     (call,) = created
     assert call["pg_options"]._timeout == call["timeout"] == timedelta(days=1)
     assert not hasattr(call["pg_options"].config, "max_ctas"), "NCCL chooses"
+
+
+def test_groups_with_a_stream_of_high_priority_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def group(*priorities: bool) -> SimpleNamespace:
+        def backend(device: torch.device) -> SimpleNamespace:
+            assert device.type == "cuda"
+            if not priorities:
+                raise RuntimeError("No backend type associated with device type cuda")
+            return SimpleNamespace(options=SimpleNamespace(is_high_priority_stream=priorities[0]))
+
+        return SimpleNamespace(_get_backend=backend)
+
+    of_gloo = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=SimpleNamespace()))
+    groups = [group(True), group(False), group(), of_gloo, group(True)]
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
+    assert TorchNccl().streams_of_groups() == 2

@@ -119,6 +119,31 @@ class Bound(NamedTuple):
     pass_on: PassOn | None
 
 
+class Pinning:
+    """Makes tensors for copies to the device that do not block the host; callable on any thread.
+
+    Attributes
+    ----------
+    kept
+        What was pinned since this was set to a list. A first step keeps its tensors, or the next one, in
+        which the host is ahead of the device, would have to take more pinned memory from CUDA.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.kept: list[Tensor] | None = None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """A tensor in pinned memory; the same one if it is not copied to a GPU."""
+        if self._device.type != "cuda" or tensor.device.type != "cpu":
+            return tensor
+        with torch.cuda.device(self._device):  # other threads begin with device 0
+            made = tensor.pin_memory()
+        if self.kept is not None:
+            self.kept.append(made)
+        return made
+
+
 @dataclass(frozen=True)
 class Binding:
     """The stages, channels and device that instructions are bound to.
@@ -137,6 +162,7 @@ class Binding:
     inboxes: Mapping[ChannelKey, Inbox]
     outboxes: Mapping[ChannelKey, Outbox]
     device: torch.device
+    pinned: Pinning
     progress: CurrentProgress
     keywords: Keywords | None = None
 
@@ -296,10 +322,3 @@ class Binding:
             return moved.clone() if moved.is_inference() else moved  # autograd cannot save the former
 
         return partial(map_tensors, through_pinned_memory if device.type == "cuda" else plainly)
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """A tensor for a copy to the device that does not block the host; callable on any thread."""
-        if self.device.type != "cuda" or tensor.device.type != "cpu":
-            return tensor
-        with torch.cuda.device(self.device):  # other threads begin with device 0
-            return tensor.pin_memory()

@@ -8,20 +8,22 @@ next step (:mod:`zbv_worker.execution.timeline`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from zbv_solver.plans.channels import Channel
 
+from zbv_worker.errors import naming_errors
 from zbv_worker.execution.binding import (
     Batches,
     Binding,
     Bound,
     Computation,
+    Pinning,
     WalkState,
     evaluation_of,
     keywords_of,
@@ -50,6 +52,8 @@ from zbv_worker.transport.endpoints import Inbox, Outbox
 from zbv_worker.values.structure import Structure, bytes_of
 
 DEFAULT_LOOK_AHEAD = 3
+
+Walk = Literal["step", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class Executor:
         if options.startup_timeout is not None and options.startup_timeout > timeout:
             self._patience = Patience(options.startup_timeout, "--startup-timeout")
         self._starting = options.startup_steps
+        self._untried: set[Walk] = {"step", "evaluation"}
+        self._pinned = Pinning(device)
         self._parts = options.parts
         self._walks = 0
         self._before: Launched | None = None
@@ -195,6 +201,7 @@ class Executor:
             inboxes=inboxes(incoming, self._crossings),
             outboxes=outboxes(self._crossings),
             device=device,
+            pinned=self._pinned,
             progress=self._progress,
             keywords=self._known,
         )
@@ -209,7 +216,7 @@ class Executor:
             self._batches.microbatch,
             order_of_need(program, self._binding.data_stages),
             options.fetch_ahead,
-            self._binding.pinned,
+            self._pinned,
             self._timeout,
             options.last_step,
         )
@@ -232,7 +239,8 @@ class Executor:
             By microbatch, numbers that stand for the shapes of its data; None if they are not known on all
             ranks.
         """
-        (self._evaluated if evaluation else self._crossings).expect(shapes)
+        if (self._evaluated if evaluation else self._crossings).expect(shapes):
+            self._untried.add("evaluation" if evaluation else "step")
 
     @property
     def is_late(self) -> bool:
@@ -264,10 +272,11 @@ class Executor:
             before.end()
         fetch = self._data.begin(number)
         state = WalkState(step, lambda _, index: fetch(number, index), self._patience)
-        self._crossings.begin()
-        for inbox in self._binding.inboxes.values():
-            inbox.begin()
-        launched = self._walk(self._program, state)
+        with self._trying("step"):
+            self._crossings.begin()
+            for inbox in self._binding.inboxes.values():
+                inbox.begin()
+            launched = self._walk(self._program, state)
         self._starting -= 1
         if self._starting <= 0:
             self._patience = self._later_patience
@@ -312,9 +321,28 @@ class Executor:
             for index, stage in self._stages.items():
                 stack.enter_context(evaluation_of(index, stage).evaluating())
             self._evaluated.begin()
+            stack.enter_context(self._trying("evaluation"))
             for inbox in self._evaluation.inboxes.values():
                 inbox.begin()
             return self._walk(program, state).result().losses
+
+    @contextmanager
+    def _trying(self, walk: Walk) -> Iterator[None]:
+        """Let tensors pass through the host if a walk may use something of the GPU for the first time."""
+        if walk not in self._untried:
+            yield
+            return
+        # Peers that receive what this rank has sent may still compile.
+        patience = max(self._timeout, self._options.startup_timeout or 0.0)
+        self._pinned.kept = []
+        with naming_errors(self._rank, "between steps"):
+            self._transport.through_host(True, patience)
+        yield  # after an error, the transport is unusable
+        with naming_errors(self._rank, "between steps"):
+            self._transport.through_host(False, patience)
+        self._pinned.kept = None
+        if walk == "evaluation" or self._starting <= 1:
+            self._untried.discard(walk)
 
     def _walk(self, program: Iterable[Bound], state: WalkState) -> Launched:
         """Launch instructions in order."""

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -74,9 +73,9 @@ class LayerList:
         """Stage ``stage`` of ``n_stages``, which have about equal numbers of layers."""
         return self.build_layers(even_partition(self.layer_names(), n_stages)[stage], device)
 
-    def tied_parameters(self, loss: Mapping[str, nn.Module] = MappingProxyType({})) -> list[tuple[str, str]]:
-        """Pairs of names of what given modules share, also with a loss; see :func:`shared_names`."""
-        return shared_names({**self.given, **loss})
+    def tied_parameters(self) -> list[tuple[str, str]]:
+        """Pairs of names of what given modules share; see :func:`shared_names`."""
+        return shared_names(self.given)
 
     @property
     def given(self) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.model.layer_list import LayerList
+from zbv_worker.model.layer_list import LayerList, shared_names
 from zbv_worker.model.protocol import Layered, Tied
 
 LOSS = "loss"
@@ -61,9 +61,10 @@ def loss_module(loss: object, layers: Layered) -> nn.Module | None:
 
 def ties_of(layers: Layered, loss: nn.Module | None) -> Sequence[tuple[str, str]]:
     """Pairs of names of parameters that layers share, also with their loss."""
-    if isinstance(layers, LayerList):
-        return layers.tied_parameters({} if loss is None else {LOSS: loss})
-    return layers.tied_parameters() if isinstance(layers, Tied) else ()
+    pairs = [*layers.tied_parameters()] if isinstance(layers, Tied) else []
+    if isinstance(layers, LayerList) and loss is not None:
+        pairs += [pair for pair in shared_names({**layers.given, LOSS: loss}) if pair not in pairs]
+    return pairs
 
 
 def require_known_parameters(

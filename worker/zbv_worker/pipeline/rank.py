@@ -107,6 +107,7 @@ class PipelineRank:
                 look_ahead=NCCL_LOOK_AHEAD if place.backend == "nccl" else DEFAULT_LOOK_AHEAD,
                 on_stage_done=lambda stage: self._gradients.stage_done(stage),
                 startup_timeout=options.startup_timeout,
+                startup_steps=2 if options.is_compiled and plan.microbatches == 1 else 1,
                 keywords=prepared.keywords,
                 progress=progress,
                 stated=prepared.stated,

@@ -186,7 +186,8 @@ def add_product_to(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a matrix product to a sum, in place."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif _is_fused(total.dtype, left):
+    # torch has another path for one row, in which it takes the sum for a bias (isInputCompliesAddmmCudaLt).
+    elif _is_fused(total.dtype, left) and len(total) > 1:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         rows = max(1, _BLOCK_ELEMENTS // max(1, total.shape[1]))

@@ -14,7 +14,11 @@ the end of the step    the device waits for the sums; the optimizer sees only th
 
 With the reduction switched off, the hooks of the backward only collect gradients. The sum is started as in
 torch's own runtime for pipelines (``perform_reduce_grad`` in ``torch/distributed/pipelining/stage.py`` of
-torch 2.13): by methods that are not public, because there is no public one.
+torch 2.13): by methods that are not public, because there is no public one. A torch that lacks one of them is
+refused at the start (:data:`_MEMBERS`).
+
+On a GPU, gathers and sums run on three streams of ``fully_shard``. The compute stream waits for a gather at
+the first use, and for a sum before the next one starts; docs/nccl-model.md says how that is tested.
 """
 
 from __future__ import annotations
@@ -22,10 +26,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.stage.dtensors import fully_sharded_modules
+
+_MEMBERS = {
+    "the state of a module": (
+        "_comm_ctx",
+        "_fsdp_param_groups",
+        "_is_root",
+        "_lazy_init",
+        "_root_post_backward_final_callback",
+    ),
+    "the streams": ("lazy_init",),
+    "a group of parameters": ("fsdp_params", "mesh_info", "post_backward"),
+    "a parameter": (
+        "_unsharded_param",
+        "accumulate_unsharded_grad_if_needed",
+        "sharded_param",
+        "to_accumulated_grad_if_needed",
+    ),
+}
+"""What this module uses of ``fully_shard`` and torch does not document, by where it is."""
 
 
 class FullySharded:
@@ -48,13 +72,15 @@ class FullySharded:
     Raises
     ------
     InvalidRun
-        If a mesh lacks a replica, which would train on without the others.
+        If a mesh lacks a replica, which would train on without the others, or if this version of torch has
+        another ``fully_shard``.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], copies: tuple[int, ...] | None):
         self._of_stage = {stage: fully_sharded_modules(module) for stage, module in modules.items()}
         self._all: list[Any] = list(dict.fromkeys(m for some in self._of_stage.values() for m in some))
         self.parameters: set[nn.Parameter] = set()
+        self._require_members()
         for group in self._groups(self._all):
             self.parameters.update(each.sharded_param for each in group.fsdp_params)
             ranks = set(group.mesh_info.mesh.mesh.flatten().tolist())
@@ -71,10 +97,30 @@ class FullySharded:
 
             # Streams per layer could share a CUDA stream with a receive that waits.
             share_comm_ctx(self._all)
+            context = self._all[0]._get_fsdp_state()._comm_ctx
             # Now, because the first forward of a stage would empty what the stages share, such as the order
             # of the forwards, after another stage has used it.
             for root in self._roots(modules.values()):
+                if hasattr(context, "reduce_scatter_stream"):
+                    # Each root would make new streams. There are 32 per GPU, then the first come again.
+                    context.lazy_init = lambda device: None
                 root._get_fsdp_state()._lazy_init()
+
+    def _require_members(self) -> None:
+        """Raise :class:`InvalidRun` if torch lacks what :data:`_MEMBERS` lists."""
+        for module in self._all:
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", [])
+            parts = [[state], [getattr(state, "_comm_ctx", None)], groups]
+            parts.append([each for group in groups for each in getattr(group, "fsdp_params", [])])
+            for (what, names), owners in zip(_MEMBERS.items(), parts, strict=True):
+                lacking = [name for name in names for owner in owners if not _has(owner, name)]
+                if lacking:
+                    raise InvalidRun(
+                        f"fully_shard of torch {torch.__version__}: {what} lacks {lacking[0]}; must be as in "
+                        f"torch 2.13. Install that version, or let the replicas sum whole gradients, without "
+                        f"fully_shard."
+                    )
 
     def _divide(self, module: Any, replicas: int | None) -> None:
         info = next((group.mesh_info for group in self._groups([module])), None)
@@ -139,3 +185,8 @@ class FullySharded:
         """The groups of parameters that are gathered at once; several modules may share one."""
         found = (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups)
         return list(dict.fromkeys(found))
+
+
+def _has(owner: object, name: str) -> bool:
+    """Whether an object has a member, perhaps one that is set later."""
+    return hasattr(owner, name) or name in getattr(type(owner), "__annotations__", {})

@@ -35,7 +35,7 @@ def key_of(channel: Channel) -> ChannelKey:
 
 
 class Pending(Protocol):
-    """A posted receive. The rank owns its tensor; the memory is reused once nothing refers to it."""
+    """A posted receive. The rank owns its tensor, which is new memory of torch's allocator."""
 
     def wait(self, timeout: float) -> Tensor:
         """Wait until the tensor is on the rank's device.
@@ -109,6 +109,17 @@ class Transport(ABC):
     @abstractmethod
     def open(self, keys: Iterable[ChannelKey], timeout: float) -> None:
         """Create these channels where they do not exist. Collective: every rank passes the same keys."""
+
+    def through_host(self, is_on: bool, timeout: float) -> None:  # noqa: B027 - most transports do nothing
+        """Move the tensors of channels through host memory from now on, or no longer.
+
+        Call between steps, alike on all ranks of a pipeline. Waits until peers have received everything sent.
+        Without effect on transports whose receives never wait on a device.
+
+        What a GPU does for the first time may wait for everything that is queued: loading a kernel, taking
+        memory from CUDA, connecting a sum. If a queued transfer waits for another rank, which waits for this
+        one, that never ends. Tensors that pass through the host leave nothing queued.
+        """
 
     @abstractmethod
     def sender(self, key: ChannelKey) -> Send:

@@ -13,7 +13,8 @@ SUM_OPTIONS = GroupOptions()
 """Sums over replicas wait for ranks in the same position, so not for long; they may use NCCL's full width."""
 
 MAX_COMMUNICATORS = 28
-"""torch has 32 streams per GPU and priority, and gives them out in turn (``CUDAStream.h``); this leaves 4."""
+"""Of a process. torch has 32 streams per GPU and priority, and gives them out in turn (``CUDAStream.h``);
+this leaves 3 for ``fully_shard`` and 1 more."""
 NCCL_LOOK_AHEAD = 1
 """Receives posted ahead per channel. The first on a communicator waits on the device and occupies
 multiprocessors; further ones wait in its stream and would only hold buffers, because the host queues actions

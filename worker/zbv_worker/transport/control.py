@@ -62,6 +62,10 @@ class ControlPlane(ABC):
         """Receive the next tensor that ``peer`` sends, of the same shape and dtype."""
 
     @abstractmethod
+    def start_receive(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        """Like :meth:`receive` without waiting; the result waits, at most that many seconds."""
+
+    @abstractmethod
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:
         """Sum a CPU tensor over all ranks. Collective."""
 

@@ -20,6 +20,8 @@ from zbv_worker.values.structure import Structure
 
 _MOST_SHAPES = 1024
 """Remembered per rank. Both ends forget the others at the same step, because they expect the same."""
+_FEW_SHAPES = 16
+"""So many different shapes count as new; a batch may have other shapes in every step."""
 
 
 class Crossings:
@@ -52,8 +54,10 @@ class Crossings:
         """Whether the microbatches of all steps must be equal."""
         return self._shapes == self._equal
 
-    def expect(self, shapes: Sequence[int] | None) -> None:
+    def expect(self, shapes: Sequence[int] | None) -> bool:
         """Call between steps if microbatches may have other shapes from now on; alike on all ranks.
+
+        Returns whether one of the first few shapes is new.
 
         Parameters
         ----------
@@ -63,10 +67,12 @@ class Crossings:
         """
         self._shapes = None if shapes is None else tuple(shapes)
         expected = set(shapes or ())
+        is_new = len(self._remembered) < _FEW_SHAPES and not expected <= self._remembered
         self._remembered |= expected
         if len(self._remembered) > _MOST_SHAPES:
             self._remembered = expected
             self._known = {key: known for key, known in self._known.items() if key[1] in expected}
+        return is_new
 
     def begin(self) -> None:
         """Begin a step."""

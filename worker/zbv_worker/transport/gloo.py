@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.breaking import break_connections
-from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.control import ControlPlane
@@ -27,6 +26,7 @@ from zbv_worker.transport.receives import HostReceive, StagedReceive
 from zbv_worker.transport.rendezvous import named
 from zbv_worker.transport.sends import GroupWire, SendFailures, ThreadSender, sending_end
 from zbv_worker.transport.staging import Staging
+from zbv_worker.transport.torch_api import new_group
 from zbv_worker.transport.torch_errors import classified, classifying
 from zbv_worker.values.structure import TensorSpec
 
@@ -75,7 +75,7 @@ class GlooTransport(ConnectedTransport):
         self._senders: dict[ChannelKey, ThreadSender] = {}
         self._failures = SendFailures()
         self._wires_in: dict[ChannelKey, GroupWire] = {}
-        self._buffers = ReceiveBuffers(device)
+        self._device = device
         # Counts collectives by their ranks, to name their notes. Equal on these ranks.
         self._sums: dict[tuple[int, ...], int] = {}
         self._linked: dict[tuple[int, ...], tuple[tuple[int, ...], dist.ProcessGroup]] = {}
@@ -114,13 +114,13 @@ class GlooTransport(ConnectedTransport):
 
     @override
     def receiver(self, key: ChannelKey) -> Receive:
-        wire, take, staging = self._wires_in.get(key), self._buffers.take, self._staging
+        wire, device, staging = self._wires_in.get(key), self._device, self._staging
         if wire is None:
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
         receive = wire.receive
 
         def post(spec: TensorSpec) -> Pending:
-            buffer = take(spec)
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
             try:
                 if staging is None:
                     return HostReceive(receive(buffer), buffer)
@@ -220,15 +220,12 @@ class GlooTransport(ConnectedTransport):
             sender.close()
         self._senders.clear()
         self._wires_in.clear()
-        self._buffers.clear()
         self._opened.clear()
         self._linked.clear()
 
     def _new_group(self, ranks: Sequence[int], timeout: float, what: str) -> dist.ProcessGroup:
         with classifying(f"connecting {what}"):
-            made: dist.ProcessGroup = dist.new_group(
-                [*ranks], timeout=timedelta(seconds=timeout), backend="gloo"
-            )
+            made: dist.ProcessGroup = new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo")
         if self.rank in ranks:
             self._groups.append(made)
         return made

@@ -20,6 +20,7 @@ from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive
 from zbv_worker.transport.rendezvous import lives_in_rank_0, meet, named, part_of, ranks_on_this_host
+from zbv_worker.transport.torch_api import new_group
 from zbv_worker.transport.torch_errors import classifying, first_line
 from zbv_worker.transport.world import Layout, World
 
@@ -118,7 +119,7 @@ class GlooControl(ControlPlane):
     def _new_group(self, world: World, timeout: timedelta) -> dist.ProcessGroup | None:
         """A group of all ranks; None for the default group."""
         if self._is_guest:
-            made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+            made: dist.ProcessGroup = new_group(backend="gloo", timeout=timeout)
             return made
         dist.init_process_group(
             "gloo", store=self._store, rank=world.rank, world_size=world.world_size, timeout=timeout
@@ -178,7 +179,11 @@ class GlooControl(ControlPlane):
 
     @override
     def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
-        self._message(dist.irecv, tensor, peer)(timeout)
+        self.start_receive(tensor, peer)(timeout)
+
+    @override
+    def start_receive(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        return self._message(dist.irecv, tensor, peer)
 
     def _message(
         self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int

@@ -27,13 +27,18 @@ from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport import nccl_environment
-from zbv_worker.transport.buffers import ReceiveBuffers
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
 from zbv_worker.transport.communicators import CHANNEL_OPTIONS, MAX_COMMUNICATORS, SUM_OPTIONS, greeting_order
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.gloo import Summed
-from zbv_worker.transport.nccl_operations import Operations, StreamReceive, StreamSender, StreamSum
+from zbv_worker.transport.nccl_operations import (
+    HostedReceive,
+    Operations,
+    StreamReceive,
+    StreamSender,
+    StreamSum,
+)
 from zbv_worker.transport.rendezvous import say
 from zbv_worker.transport.sends import sending_end
 from zbv_worker.transport.torch_api import Clock, CudaApi, GroupOptions, NcclApi, NcclGroup, NcclWork
@@ -84,12 +89,12 @@ class NcclTransport(ConnectedTransport):
         self._timeout = timeout
         self._api = api
         self._cuda = cuda
-        self._operations = Operations(clock)
+        self._operations = Operations(clock, self._free_bytes)
         self._groups: list[NcclGroup] = []
+        self._others = api.streams_of_groups()
         self._opened: set[ChannelKey] = set()
         self._senders: dict[ChannelKey, StreamSender] = {}
         self._incoming: dict[ChannelKey, _Incoming] = {}
-        self._buffers = ReceiveBuffers(device)
         self._next_look = 0.0
         self._linked: dict[tuple[int, ...], NcclGroup] = {}
         self._replicas = self._all_ranks = None
@@ -173,11 +178,15 @@ class NcclTransport(ConnectedTransport):
 
     def _require_streams(self, new: Iterable[tuple[int, ...]]) -> None:
         needed = len(self._groups) + sum(self.pp_rank in key for key in new)
-        if needed > MAX_COMMUNICATORS:
+        if needed + self._others > MAX_COMMUNICATORS:
+            others = f", and the process has {self._others} other groups of high priority" * bool(
+                self._others
+            )
             raise InvalidRun(
-                f"rank {self.rank} needs {needed} NCCL communicators; must be at most {MAX_COMMUNICATORS}: "
-                f"torch has 32 streams per GPU, and communicators that share one may wait for each other "
-                f"forever. Use a placement in which a rank exchanges tensors with fewer ranks."
+                f"rank {self.rank} needs {needed} NCCL communicators{others}; must be at most "
+                f"{MAX_COMMUNICATORS}: torch has 32 streams per GPU, and communicators that share one may "
+                f"wait for each other forever. Use a placement in which a rank exchanges tensors with fewer "
+                f"ranks."
             )
 
     def _add_channel(self, key: ChannelKey, column: int) -> None:
@@ -187,7 +196,9 @@ class NcclTransport(ConnectedTransport):
             return
         if self.rank == sender:
             peer = int(receiver > sender)
-            self._senders[key] = StreamSender(receiver, group, peer, self._device, self._operations)
+            self._senders[key] = StreamSender(
+                receiver, group, peer, self._device, self._operations, self.control.start_send
+            )
         else:
             self._incoming[key] = _Incoming(group, int(sender > receiver))
 
@@ -218,6 +229,13 @@ class NcclTransport(ConnectedTransport):
         )
 
     @override
+    def through_host(self, is_on: bool, timeout: float) -> None:
+        if is_on != self._operations.is_through_host:
+            self.flush(timeout)
+            self._operations.is_through_host = is_on
+            self._operations.release()
+
+    @override
     def sender(self, key: ChannelKey) -> Send:
         return sending_end(self._senders, key, self.rank)
 
@@ -226,16 +244,16 @@ class NcclTransport(ConnectedTransport):
         found = self._incoming.get(key)
         if found is None:
             raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
-        receive, peer, take, operations = (
-            found.group.receive,
-            found.peer,
-            self._buffers.take,
-            self._operations,
-        )
+        receive, peer, device, operations = found.group.receive, found.peer, self._device, self._operations
+
+        start_receive, rank = self.control.start_receive, self.layout.global_rank(key.sender, self.column)
 
         def post(spec: TensorSpec) -> Pending:
             operations.may_issue()
-            buffer = take(spec)
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            if operations.is_through_host:
+                host = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+                return HostedReceive(start_receive(host, rank), host, buffer, operations)
             try:
                 return StreamReceive(receive(buffer, peer), buffer, operations)
             except RuntimeError as error:
@@ -324,6 +342,8 @@ class NcclTransport(ConnectedTransport):
     def abort(self, timeout: float) -> None:
         """Start to abort all groups, and wait at most ``timeout`` seconds; some may not have ended then."""
         self._operations.aborted = True
+        if self._operations.is_through_host:
+            self.control.abort()
         # In threads: one group's abort may wait for a kernel of another group, or never return. Daemons: the
         # process ends all the same.
         threads = [
@@ -339,7 +359,6 @@ class NcclTransport(ConnectedTransport):
     def _release(self) -> None:
         self._senders.clear()
         self._incoming.clear()
-        self._buffers.clear()
         self._opened.clear()
         self._linked.clear()
         self._groups.clear()

@@ -66,6 +66,12 @@ TABLE = (
         "A waiting receive occupies a multiprocessor per channel. Raise it if transfers limit the speed.",
     ),
     Variable(
+        "NCCL_RUNTIME_CONNECT",
+        "0",
+        "replace",
+        "NCCL would connect each algorithm of sums when a step first uses it, and stop the rank meanwhile.",
+    ),
+    Variable(
         "NCCL_LAUNCH_ORDER_IMPLICIT",
         "0",
         "refuse",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,15 +20,41 @@ from zbv_worker.transport.torch_api import Clock, NcclGroup, NcclWork
 from zbv_worker.transport.torch_errors import classified
 
 _POLL_SECONDS = 0.00005
+_HELD, _HELD_SHARE = 24, 1 / 4
+"""The most tensors that :meth:`Operations.hold` keeps, and the most memory as a share of what is free."""
 
 
 class Operations:
-    """What the operations of one rank share: the clock, the issuing thread, and whether they were aborted."""
+    """What the operations of one rank share: the clock, the issuing thread, and whether they were aborted.
 
-    def __init__(self, clock: Clock):
+    Attributes
+    ----------
+    is_through_host
+        Whether channels use host memory, see :meth:`zbv_worker.transport.channels.Transport.through_host`.
+    """
+
+    def __init__(self, clock: Clock, free_bytes: Callable[[], int]):
         self.clock = clock
         self.aborted = False
+        self.is_through_host = False
+        self._free_bytes = free_bytes
+        self._held: deque[Tensor] = deque(maxlen=_HELD)
         self._thread = threading.get_ident()
+
+    def hold(self, tensor: Tensor) -> None:
+        """Keep a tensor that passed through the host allocated, as far as there is memory.
+
+        In later steps, tensors stay allocated until their receivers have taken them, and those that a rank
+        received until the device has. So they find as much memory in torch's cache.
+        """
+        self._held.append(tensor)
+        limit = self._free_bytes() * _HELD_SHARE
+        while sum(each.nbytes for each in self._held) > limit:
+            self._held.popleft()
+
+    def release(self) -> None:
+        """Free what :meth:`hold` keeps."""
+        self._held.clear()
 
     def check(self) -> None:
         """Raise ConnectionError if the rank aborted its groups: their operations then look complete."""
@@ -64,7 +91,12 @@ class Operations:
 # Not frozen: one is created per received tensor, and freezing doubles the cost of that.
 @dataclass(eq=False, slots=True)
 class StreamReceive:
-    """A posted receive. NCCL writes the buffer after the work queued on the compute stream at that time."""
+    """A posted receive.
+
+    NCCL writes the buffer after the work that was queued on the compute stream at that time. So it may be
+    memory that was freed while such work still uses it. It may be freed before NCCL has written it, too:
+    torch's sends and receives keep memory from reuse (``recordStream`` in ``pointToPoint``).
+    """
 
     work: NcclWork
     buffer: Tensor
@@ -80,6 +112,32 @@ class StreamReceive:
         """Make the current stream wait; the host does not, so nothing times out here."""
         self.operations.order(self.work)
         return self.buffer
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HostedReceive:
+    """A receive into host memory, then a copy to the GPU.
+
+    Attributes
+    ----------
+    arrived
+        Waits until ``host`` has the tensor.
+    buffer
+        Memory of the device from the start, as for any other receive.
+    """
+
+    arrived: Callable[[float], None]
+    host: Tensor
+    buffer: Tensor
+    operations: Operations
+
+    def wait(self, timeout: float) -> Tensor:
+        """Wait on the host."""
+        self.arrived(timeout)
+        self.operations.hold(self.buffer)
+        return self.buffer.copy_(self.host)
+
+    on_stream = wait
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -107,6 +165,12 @@ class _Queued(NamedTuple):
     label: object
 
 
+class _Hosted(NamedTuple):
+    arrived: Callable[[float], None]
+    tensor: Tensor
+    label: object
+
+
 class StreamSender:
     """The sending end of a channel: keeps each tensor until its send is complete.
 
@@ -116,25 +180,45 @@ class StreamSender:
         The global rank at the other end.
     peer
         Its index in the group.
+    start_send
+        Sends a tensor in host memory, see :meth:`zbv_worker.transport.control.ControlPlane.start_send`.
     """
 
-    def __init__(self, rank: int, group: NcclGroup, peer: int, device: torch.device, operations: Operations):
+    def __init__(
+        self,
+        rank: int,
+        group: NcclGroup,
+        peer: int,
+        device: torch.device,
+        operations: Operations,
+        start_send: Callable[[Tensor, int], Callable[[float], None]],
+    ):
         self._rank = rank
         self.group = group
         self.peer = peer
         self._device = device
         self._operations = operations
         self._sent: deque[_Queued] = deque()
+        self._start_send = start_send
+        self._hosted: list[_Hosted] = []
 
     def send(self, tensor: Tensor, label: object) -> None:
         """Send without waiting; raises ConnectionError if it cannot start. ``label`` names it in errors."""
         self._operations.may_issue()
+        if self._operations.is_through_host:
+            self._send_through_host(sendable(tensor), label)
+            return
         tensor = sendable(tensor).to(self._device)  # moves only headers, which are made on the host
         try:
             work = self.group.send(tensor, self.peer)
         except RuntimeError as error:
             raise classified(error, self._what(label)) from error
         self._sent.append(_Queued(work, tensor, label))
+
+    def _send_through_host(self, tensor: Tensor, label: object) -> None:
+        host = tensor.cpu()
+        self._operations.hold(tensor)
+        self._hosted.append(_Hosted(self._start_send(host, self._rank), host, label))
 
     def look(self) -> None:
         """Release completed sends; raises ConnectionError if one failed."""
@@ -148,6 +232,12 @@ class StreamSender:
     def flush(self, deadline: float) -> None:
         """Wait until the peer has everything; raises TimeoutError or ConnectionError."""
         clock = self._operations.clock
+        for arrived, _, label in self._hosted:
+            try:
+                arrived(max(0.0, deadline - clock.now()))
+            except TimeoutError as error:
+                raise TimeoutError(f"rank {self._rank} did not take {label}") from error
+        self._hosted.clear()
         while True:
             self.look()
             self._operations.check()

@@ -148,6 +148,9 @@ class NcclApi(Protocol):
     def version(self) -> str:
         """NCCL's version."""
 
+    def streams_of_groups(self) -> int:
+        """The number of groups of this process whose kernels run on a stream of high priority."""
+
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
     ) -> NcclGroup | None:
@@ -185,6 +188,26 @@ class HostClock:
         time.sleep(seconds)
 
 
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
+    """Create a group as ``torch.distributed.new_group`` does, connected by its first operation.
+
+    If the user has initialised the default group with ``device_id``, torch would connect the new group at
+    once, by splitting the default group's communicator (``ncclCommSplit``): all ranks of the world would wait
+    for each other at every group, members or not, and for groups of gloo only the others would call it
+    (``_new_process_group_helper``). So the default group has no device meanwhile. Torch's
+    ``use_local_synchronization`` is no remedy: it names a group by the number of groups that a rank has.
+    """
+    default = dist.group.WORLD
+    device = None if default is None else default.bound_device_id
+    if default is None or device is None:
+        return dist.new_group(ranks, **options)
+    default.bound_device_id = None
+    try:
+        return dist.new_group(ranks, **options)
+    finally:
+        default.bound_device_id = device
+
+
 class TorchNccl:
     """NCCL through ``torch.distributed``; the default process group must exist."""
 
@@ -193,14 +216,16 @@ class TorchNccl:
         found: tuple[object, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch's own
         return ".".join(map(str, found))
 
+    def streams_of_groups(self) -> int:
+        """See :class:`NcclApi`."""
+        return sum(map(_is_of_high_priority, dist.distributed_c10d._world.pg_map))
+
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
     ) -> NcclGroup | None:
         """See :class:`NcclApi`."""
         made = _options(options, timeout)
-        group = dist.new_group(
-            sorted(ranks), timeout=timeout, backend="nccl", pg_options=made, group_desc=name
-        )
+        group = new_group(sorted(ranks), timeout=timeout, backend="nccl", pg_options=made, group_desc=name)
         return TorchNcclGroup(group) if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -243,6 +268,15 @@ class TorchNcclGroup:
     def set_timeout(self, timeout: timedelta) -> None:
         """See :class:`NcclGroup`."""
         self.process_group.set_timeout(timeout)
+
+
+def _is_of_high_priority(group: dist.ProcessGroup) -> bool:
+    try:
+        backend: Any = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it has none for GPUs
+        return False
+    options = getattr(backend, "options", None)
+    return bool(getattr(options, "is_high_priority_stream", False))
 
 
 def _options(wanted: GroupOptions, timeout: timedelta) -> Any:

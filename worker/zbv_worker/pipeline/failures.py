@@ -6,16 +6,24 @@ that its peers fail soon too, with that reason.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError, describe_error
 from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport
-from zbv_worker.transport.failure_watch import FailureNotes, Loss
+from zbv_worker.transport.failure_watch import SILENT_SECONDS, Doing, FailureNotes, FailureWatch, Loss
+from zbv_worker.transport.gloo_control import StoreNotes
+from zbv_worker.transport.rendezvous import say
 
 _READ_SECONDS, _POLL_SECONDS = 1.0, 0.05
 """How long a rank that lost a peer waits for the reason that another rank publishes."""
+
+_LEAST_PATIENCE = 30.0
+"""A rank may be silent this long: code of the user may keep the interpreter busy."""
+CLOSE_SECONDS = 30.0
+"""How long connections may take to close. NCCL has no limit of its own."""
 
 
 class Failures:
@@ -34,6 +42,64 @@ class Failures:
         self.on_end: Callable[[], None] = lambda: None
         self.has_failed = self.is_closed = False
         self._loss: Loss | None = None
+        self._watched_loss: Loss | None = None
+        self._doing = Doing("starting")
+        self._watch: FailureWatch | None = None
+        self._breaking = threading.Lock()
+        self._is_broken = False
+
+    def watch(self, notes: StoreNotes, timeout: float) -> None:
+        """Watch the other ranks from a thread until the pipeline ends.
+
+        A failure of another rank breaks this rank's connections, so that its waits end.
+
+        Parameters
+        ----------
+        notes
+            The notes, through a connection that no other thread uses.
+        timeout
+            A rank without a sign of life for somewhat longer is lost.
+        """
+        patience = max(timeout, _LEAST_PATIENCE) + 2 * SILENT_SECONDS
+        following = (self._rank + 1) % self._transport.layout.world_size
+        # Without the store of a rank 0 that has left, the last step may still succeed; waits have limits.
+        self._watch = FailureWatch(
+            FailureNotes(notes, self._rank),
+            following,
+            patience,
+            lambda: self._doing,
+            self._lose,
+            needs_store=False,
+        )
+        self._watch.start()
+
+    def stop_watching(self) -> None:
+        """Stop to watch, before this rank leaves. The others then expect no sign of life from it."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            with suppress(ConnectionError):  # of the ranks' store: it may have ended with rank 0
+                watch.stop()
+
+    def close_transport(self) -> None:
+        """Close the connections; gives up after :data:`CLOSE_SECONDS`."""
+        # A daemon: the process ends all the same.
+        closing = threading.Thread(target=self._transport.close, name="zbv-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            say(f"rank {self._rank}: its connections did not close within {CLOSE_SECONDS:g} s; they stay.")
+
+    def _lose(self, loss: Loss) -> None:
+        self._watched_loss = loss
+        self._break()
+
+    def _break(self) -> None:
+        """End all waits of this rank and of its peers, once; from any thread."""
+        with self._breaking:
+            if not self._is_broken:
+                self._is_broken = True
+                self._transport.abort(ABORT_SECONDS)
+                self._transport.control.abort()
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:
@@ -55,6 +121,9 @@ class Failures:
                 f"rank {self._rank}, {what}: this pipeline has failed in an earlier call{why}. Make a new "
                 f"one; every rank must take part."
             )
+        self._doing = Doing(what)
+        if self._watched_loss is not None:
+            raise self._lost(what)
         try:
             yield
         except (ChannelTimeout, PeerLost) as error:
@@ -66,8 +135,19 @@ class Failures:
             kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
             raise self._blamed(kind(f"rank {self._rank}, {what}: {str(error).rstrip('.')}."), what) from error
         except BaseException as error:
+            if isinstance(error, Exception) and self._watched_loss is not None:
+                raise self._lost(what) from error  # the broken connections have caused it
             self.end(error)
             raise
+        finally:
+            self._doing = Doing("code outside of the pipeline")
+
+    def _lost(self, what: str) -> PeerLost:
+        """End the pipeline because of a failure that the watch found."""
+        loss = self._watched_loss
+        assert loss is not None
+        self._end(loss)
+        return PeerLost(f"{str(loss).rstrip('.')}. Rank {self._rank} needed it in {what}.")
 
     def end(self, error: BaseException) -> None:
         """End the pipeline on all ranks because of an error of this one."""
@@ -97,7 +177,7 @@ class Failures:
         self.has_failed, self._loss = True, loss
         with suppress(ConnectionError):  # of the ranks' store: it may have ended with rank 0
             self._notes.publish(loss)
-        self._transport.abort(ABORT_SECONDS)
-        self._transport.control.abort()
-        self._transport.close()
+        self._break()
+        self.stop_watching()
+        self.close_transport()
         self.on_end()

@@ -27,6 +27,7 @@ def leave(
     """Complete this rank's checkpoints and reports, and let the peers receive what the rank has sent."""
     if failures.has_failed:
         return
+    failures.stop_watching()
     for checkpoints in saving:
         checkpoints.leave()
     if shared is not None:

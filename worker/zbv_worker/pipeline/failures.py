@@ -6,6 +6,8 @@ that its peers fail soon too, with that reason.
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +15,15 @@ from contextlib import contextmanager, suppress
 
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError, describe_error
 from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport
-from zbv_worker.transport.failure_watch import SILENT_SECONDS, Doing, FailureNotes, FailureWatch, Loss
-from zbv_worker.transport.gloo_control import StoreNotes
+from zbv_worker.transport.failure_watch import (
+    SILENT_SECONDS,
+    Doing,
+    FailureNotes,
+    FailureWatch,
+    Loss,
+    Notes,
+)
+from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.rendezvous import say
 
 _READ_SECONDS, _POLL_SECONDS = 1.0, 0.05
@@ -48,7 +57,13 @@ class Failures:
         self._breaking = threading.Lock()
         self._is_broken = False
 
-    def watch(self, notes: StoreNotes, timeout: float) -> None:
+    def watch_others(self, timeout: float) -> None:
+        """Watch the other ranks, if there are any, through an own connection to their store."""
+        control = self._transport.control
+        if isinstance(control, GlooControl) and control.layout.world_size > 1:
+            self.watch(control.other_notes(), timeout)
+
+    def watch(self, notes: Notes, timeout: float) -> None:
         """Watch the other ranks from a thread until the pipeline ends.
 
         A failure of another rank breaks this rank's connections, so that its waits end.
@@ -81,13 +96,29 @@ class Failures:
                 watch.stop()
 
     def close_transport(self) -> None:
-        """Close the connections; gives up after :data:`CLOSE_SECONDS`."""
-        # A daemon: the process ends all the same.
+        """Close the connections; gives up after :data:`CLOSE_SECONDS`.
+
+        If it gives up, the interpreter's exit has the same limit: torch may wait for the connections there.
+        """
         closing = threading.Thread(target=self._transport.close, name="zbv-close", daemon=True)
-        closing.start()
+        try:
+            closing.start()
+        except RuntimeError:  # since Python 3.12, the interpreter starts no threads while it exits
+            _limit_exit()
+            self._transport.close()
+            faulthandler.cancel_dump_traceback_later()
+            return
         closing.join(CLOSE_SECONDS)
-        if closing.is_alive():
-            say(f"rank {self._rank}: its connections did not close within {CLOSE_SECONDS:g} s; they stay.")
+        if not closing.is_alive():
+            return
+        say(
+            f"rank {self._rank}: its connections did not close within {CLOSE_SECONDS:g} s; they stay open. "
+            f"When Python exits, the process ends after at most {CLOSE_SECONDS:g} s more."
+        )
+        if threading.main_thread().is_alive():
+            atexit.register(_limit_exit)
+        else:
+            _limit_exit()
 
     def _lose(self, loss: Loss) -> None:
         self._watched_loss = loss
@@ -181,3 +212,8 @@ class Failures:
         self.stop_watching()
         self.close_transport()
         self.on_end()
+
+
+def _limit_exit() -> None:
+    """End the process after a while, from a thread of C that needs no lock of Python's interpreter."""
+    faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True)

@@ -35,6 +35,7 @@ def leave(
     if reports is not None:
         reports.finish()
     own.leave(_LEAVE_SECONDS)
+    failures.close_transport()
 
 
 def give_up(saving: Sequence[PipelineCheckpoints], own: PipelineRank) -> None:

@@ -33,7 +33,6 @@ from zbv_worker.pipeline.step_plans import PER_STEP, PlanningReport, ProblemLike
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
 from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
-from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.world import Backend
 from zbv_worker.values.structure import Structure
 
@@ -170,9 +169,7 @@ class Pipeline(PipelineState):
         transport, place = connected_world(options, mesh)
         saving: list[PipelineCheckpoints] = []
         failures = Failures(transport)
-        control = transport.control
-        if isinstance(control, GlooControl) and transport.layout.world_size > 1:
-            failures.watch(control.other_notes(), options.patience)
+        failures.watch_others(options.patience)
         with failures.watched("starting"):
             prepared = prepare(options, layers, loss, transport, place)
             self._reports = RunReports.of_environment(prepared.plan, transport, options.patience)

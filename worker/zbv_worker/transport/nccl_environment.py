@@ -196,12 +196,14 @@ def _require_in_force(environment: Mapping[str, str]) -> None:
         and environment.get(variable.name) not in variable.wanted.split()
     ]
     if late:
-        found = ", ".join(f"{variable.name}={environment.get(variable.name, '(absent)')}" for variable in late)
+        found = ", ".join(
+            f"{variable.name}={environment.get(variable.name, '(absent)')}" for variable in late
+        )
         wanted = " ".join(f"{variable.name}={variable.wanted}" for variable in late)
         reasons = " ".join(variable.reason for variable in late)
         raise InvalidRun(
-            f"found {found}, and CUDA has started in this process, so that a change has no effect. The pipeline "
-            f"could wait forever: {reasons} Set {wanted} where the processes are launched."
+            f"found {found}, and CUDA has started in this process, so that a change has no effect. The "
+            f"pipeline could wait forever: {reasons} Set {wanted} where the processes are launched."
         )
 
 

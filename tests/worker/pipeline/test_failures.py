@@ -50,7 +50,8 @@ class Wire(Board):
         self.may_close.wait()
 
     def receive(self) -> None:
-        assert self.aborted.wait(20), "nobody has aborted the receive"
+        if not self.aborted.wait(20):
+            pytest.fail("nobody has aborted the receive")
         raise ConnectionError("aborted")
 
 
@@ -97,10 +98,14 @@ def test_connections_that_do_not_close_do_not_block_the_error(
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(module.atexit, "register", lambda function: None)  # this process is the test's
     wire.may_close.clear()
+    late = threading.Timer(10, wire.may_close.set)  # without a limit, closing ends then
+    late.daemon = True
+    late.start()
     failures = Failures(wire)
     ended = []
     failures.on_end = lambda: ended.append(True)
     with pytest.raises(ValueError, match="mine"), failures.watched("step 3"):
         raise ValueError("mine")
+    late.cancel()
     assert ended
     assert "did not close" in capsys.readouterr().err

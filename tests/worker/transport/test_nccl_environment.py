@@ -80,3 +80,18 @@ def test_the_documentation_has_the_same_table() -> None:
     rows = re.findall(r"^\| `([A-Z0-9_]+)` \| (.+?) \| (\w+) \| (.+?) \|$", page, re.MULTILINE)
     expected = [(v.name, " or ".join(v.wanted.split()) or "none", v.action, v.reason) for v in TABLE]
     assert rows == expected
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "EAGER"}]
+)
+def test_variables_that_come_after_the_start_of_cuda_are_refused(environment: dict[str, str]) -> None:
+    before = dict(environment)
+    with pytest.raises(InvalidRun, match="CUDA_DEVICE_MAX_CONNECTIONS=32"):
+        apply(environment, has_cuda_started=True)
+    assert environment == before
+
+
+def test_variables_that_were_right_before_the_start_of_cuda_are_fine() -> None:
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+    assert apply(environment, has_cuda_started=True) == []

@@ -123,6 +123,8 @@ def _place(options: PipelineOptions, local_rank: int) -> RankDevice:
         if not torch.cuda.is_available():
             raise InvalidRun(f"found device {device}, but torch sees no GPU. Omit device=, or pass 'cpu'.")
         device = torch.device("cuda", device.index if device.index is not None else local_rank)
+        if backend == "nccl":
+            return RankDevice(select_device(backend, device.index), backend)
         torch.cuda.set_device(device)
     elif backend == "nccl":
         if options.backend is not None:

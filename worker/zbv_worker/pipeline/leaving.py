@@ -27,6 +27,7 @@ def leave(
     """Complete this rank's checkpoints and reports, and let the peers receive what the rank has sent."""
     if failures.has_failed:
         return
+    failures.stop_watching()
     for checkpoints in saving:
         checkpoints.leave()
     if shared is not None:
@@ -34,6 +35,7 @@ def leave(
     if reports is not None:
         reports.finish()
     own.leave(_LEAVE_SECONDS)
+    failures.close_transport()
 
 
 def give_up(saving: Sequence[PipelineCheckpoints], own: PipelineRank) -> None:

@@ -172,6 +172,7 @@ class Pipeline(PipelineState):
         transport, place = connected_world(options, mesh)
         saving: list[PipelineCheckpoints] = []
         failures = Failures(transport)
+        failures.watch_others(options.patience)
         with failures.watched("starting"):
             prepared = prepare(options, layers, loss, transport, place)
             self._reports = RunReports.of_environment(prepared.plan, transport, options.patience)
@@ -364,9 +365,10 @@ class Pipeline(PipelineState):
         with self._failures.watched("closing"), naming_errors(self._transport.rank, "closing"):
             if self._reports is not None:
                 self._reports.finish()
+            self._failures.stop_watching()
             self._own.finish()
         self._failures.is_closed = True
-        self._transport.close()
+        self._failures.close_transport()
         self._own.release()
 
     def __enter__(self) -> Pipeline:

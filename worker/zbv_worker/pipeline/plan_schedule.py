@@ -60,6 +60,7 @@ class PlanSchedule:
         self._data = StepData()
         self._steps = 0
         self._failures = Failures(transport)
+        self._failures.watch_others(options.patience)
         self._sharded: FullySharded | None = None
         self._executor: Executor | None = None
         self._finalizer = weakref.finalize(self, _leave, self._failures, transport)
@@ -215,5 +216,6 @@ def _input(arguments: tuple[Any, ...]) -> Any:
 def _leave(failures: Failures, transport: ConnectedTransport) -> None:
     """Let the peers receive what this rank has sent, when the process ends."""
     if not failures.has_failed:
+        failures.stop_watching()
         with suppress(TimeoutError, ConnectionError, WorkerError), naming_errors(transport.rank, "leaving"):
             transport.flush(_LEAVE_SECONDS)

@@ -328,12 +328,11 @@ class PipelineRank:
         self._transport.barrier(self._timeout)
 
     def leave(self, timeout: float) -> None:
-        """Let the peers receive what this rank has sent, within ``timeout`` seconds, and disconnect."""
+        """Let the peers receive what this rank has sent, within ``timeout`` seconds."""
         self.release()
         with suppress(TimeoutError, ConnectionError, WorkerError):
             self._executor.close()
             self._transport.flush(timeout)
-            self._transport.close()
 
     def release(self) -> None:
         """Undo the changes to the user's modules, and end the planner. Modules then work without zbv."""

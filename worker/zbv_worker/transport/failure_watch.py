@@ -174,7 +174,9 @@ class FailureWatch:
     doing
         What this rank does at the moment.
     on_loss
-        Called once, from the watching thread, with the loss; also if the store is gone.
+        Called once, from the watching thread, with the loss.
+    needs_store
+        Whether a store that is gone is a loss of rank 0; otherwise the watch ends without one.
     """
 
     def __init__(
@@ -185,8 +187,11 @@ class FailureWatch:
         doing: Callable[[], Doing],
         on_loss: Callable[[Loss], None],
         clock: Clock | None = None,
+        *,
+        needs_store: bool = True,
     ):
         self._notes = notes
+        self._needs_store = needs_store
         self._following = following
         self._patience = patience
         self._doing = doing
@@ -233,6 +238,8 @@ class FailureWatch:
             try:
                 loss = self.look()
             except ConnectionError as error:
+                if not self._needs_store:
+                    return
                 loss = Loss(0, str(error))
             if loss is not None and not self._stopped.is_set():
                 self._on_loss(loss)

@@ -158,14 +158,22 @@ REPORTED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_")
 """Names, or their beginnings, of variables that are only reported, such as NCCL_SOCKET_IFNAME."""
 
 
-def apply(environment: MutableMapping[str, str]) -> list[str]:
+def apply(environment: MutableMapping[str, str], *, has_cuda_started: bool = False) -> list[str]:
     """Set what the worker needs; returns a message per changed or doubtful variable.
+
+    Parameters
+    ----------
+    has_cuda_started
+        Whether this process has used CUDA. A variable of CUDA then has no effect any more, so it must have
+        had the value before.
 
     Raises
     ------
     InvalidRun
-        If a variable has a value with which a pipeline cannot run.
+        If a variable has a value with which a pipeline cannot run, or comes too late.
     """
+    if has_cuda_started:
+        _require_in_force(environment)
     said = []
     for variable in TABLE:
         name, wanted = variable.name, variable.wanted.split()
@@ -182,6 +190,27 @@ def apply(environment: MutableMapping[str, str]) -> list[str]:
         change = "now" if variable.action == "replace" else "recommended"
         said.append(f"{name}: found {found}; {change} {wanted[0]}. {variable.reason}")
     return said
+
+
+def _require_in_force(environment: Mapping[str, str]) -> None:
+    """Check the variables that CUDA has read already."""
+    late = [
+        variable
+        for variable in TABLE
+        if variable.name.startswith("CUDA_")
+        and variable.action == "replace"
+        and environment.get(variable.name) not in variable.wanted.split()
+    ]
+    if late:
+        found = ", ".join(
+            f"{variable.name}={environment.get(variable.name, '(absent)')}" for variable in late
+        )
+        wanted = " ".join(f"{variable.name}={variable.wanted}" for variable in late)
+        reasons = " ".join(variable.reason for variable in late)
+        raise InvalidRun(
+            f"found {found}, and CUDA has started in this process, so that a change has no effect. The "
+            f"pipeline could wait forever: {reasons} Set {wanted} where the processes are launched."
+        )
 
 
 def found(environment: Mapping[str, str]) -> str:

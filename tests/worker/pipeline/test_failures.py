@@ -1,0 +1,111 @@
+"""The failures of a pipeline in the user's process: the watch over other ranks, and a limit for closing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from zbv_worker.errors import PeerLost, WorkerError
+from zbv_worker.pipeline import failures as module
+from zbv_worker.pipeline.failures import Failures
+from zbv_worker.transport.failure_watch import FailureNotes, Loss
+from zbv_worker.transport.world import Layout
+
+
+class Board:
+    """Notes in memory, which all ranks read."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {}
+        self.is_gone = False
+
+    def post(self, name: str, value: str) -> None:
+        self.posted(name)
+        self.notes[name] = value
+
+    def posted(self, name: str) -> str | None:
+        if self.is_gone:
+            raise ConnectionError("the store is gone")
+        return self.notes.get(name)
+
+
+class Wire(Board):
+    """A transport whose operations wait until it is aborted, as those of NCCL for a lost peer."""
+
+    rank, layout = 0, Layout(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted, self.may_close = threading.Event(), threading.Event()
+        self.may_close.set()
+        self.control = SimpleNamespace(abort=lambda: None)
+
+    def abort(self, timeout: float) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.may_close.wait()
+
+    def receive(self) -> None:
+        if not self.aborted.wait(20):
+            pytest.fail("nobody has aborted the receive")
+        raise ConnectionError("aborted")
+
+
+@pytest.fixture
+def wire() -> Iterator[Any]:
+    made = Wire()
+    yield made
+    made.may_close.set()
+
+
+def test_a_rank_that_waits_learns_from_the_watch_that_another_rank_has_failed(wire: Any) -> None:
+    failures = Failures(wire)
+    failures.watch(wire, 60)
+    threading.Timer(0.2, FailureNotes(wire, 1).publish, [Loss(1, "out of memory")]).start()
+    with pytest.raises(PeerLost, match="rank 1 lost: out of memory"), failures.watched("step 3"):
+        wire.receive()
+    assert failures.has_failed
+
+
+def test_a_loss_between_calls_is_raised_by_the_next_call(wire: Any) -> None:
+    failures = Failures(wire)
+    failures.watch(wire, 60)
+    FailureNotes(wire, 1).publish(Loss(1, "out of memory"))
+    assert wire.aborted.wait(20)
+    with pytest.raises(PeerLost, match="out of memory"), failures.watched("step 3"):
+        pytest.fail("the call ran although a rank is lost")
+    with pytest.raises(WorkerError, match="out of memory"), failures.watched("step 4"):
+        pytest.fail("the call ran although the pipeline has failed")
+
+
+def test_a_store_that_ends_with_a_rank_that_has_left_is_no_loss(wire: Any) -> None:
+    failures = Failures(wire)
+    failures.watch(wire, 60)
+    wire.is_gone = True
+    assert not wire.aborted.wait(2)
+    with failures.watched("step 3"):
+        pass
+    failures.stop_watching()
+
+
+def test_connections_that_do_not_close_do_not_block_the_error(
+    wire: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(module.atexit, "register", lambda function: None)  # this process is the test's
+    wire.may_close.clear()
+    late = threading.Timer(10, wire.may_close.set)  # without a limit, closing ends then
+    late.daemon = True
+    late.start()
+    failures = Failures(wire)
+    ended = []
+    failures.on_end = lambda: ended.append(True)
+    with pytest.raises(ValueError, match="mine"), failures.watched("step 3"):
+        raise ValueError("mine")
+    late.cancel()
+    assert ended
+    assert "did not close" in capsys.readouterr().err

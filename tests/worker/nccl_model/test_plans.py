@@ -132,7 +132,7 @@ def test_nested_values_arrive(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["1F1B", V])
-def test_a_stage_may_copy_what_it_received_on_a_stream_of_its_own(family: str) -> None:
+def test_a_stage_may_copy_what_it_received_on_another_stream(family: str) -> None:
     # Its pinned memory is its own affair: how much it needs depends on how far the host is ahead.
     run(plan_of(family), stage=OffloadingFakeStage, device={"allocations_wait": False})
 

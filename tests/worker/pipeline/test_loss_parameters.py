@@ -1,4 +1,4 @@
-"""Losses with parameters of their own, and losses without a graph, compared with plain autograd."""
+"""Losses with parameters, and losses without a graph, compared with plain autograd."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _READ_SECONDS, _POLL_SECONDS = 1.0, 0.05
 _LEAST_PATIENCE = 30.0
 """A rank may be silent this long: code of the user may keep the interpreter busy."""
 CLOSE_SECONDS = 30.0
-"""How long connections may take to close. NCCL has no limit of its own."""
+"""How long connections may take to close. NCCL has no limit."""
 
 
 class Failures:

@@ -105,7 +105,7 @@ class Update:
         parameters = gradients.parameters
         named = [((names or {}).get(parameter, ""), parameter) for parameter in parameters]
         self.optimizer = optimizer_of(model, named) if named else None
-        # An optimizer may have made the gradients parts of a buffer of its own.
+        # An optimizer may have made the gradients parts of one buffer.
         self._kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         has_schedule = self.optimizer is not None and isinstance(model, Scheduled)
         self.schedule: Any = model.schedule(self.optimizer) if has_schedule else None  # type: ignore[attr-defined]  # checked

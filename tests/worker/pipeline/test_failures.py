@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ def test_connections_that_do_not_close_do_not_block_the_error(
     wire: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(module.atexit, "register", lambda function: None)  # this process is the test's
+    monkeypatch.setattr(atexit, "register", lambda function: None)  # this process is the test's
     wire.may_close.clear()
     late = threading.Timer(10, wire.may_close.set)  # without a limit, closing ends then
     late.daemon = True

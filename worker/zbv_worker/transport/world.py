@@ -189,7 +189,8 @@ def select_device(backend: Backend, local_rank: int) -> torch.device:
     """The device of a rank: CPU for gloo, its own GPU for NCCL; raises :class:`InvalidRun`."""
     if backend == "gloo":
         return torch.device("cpu")
-    for line in nccl_environment.apply(os.environ, has_cuda_started=torch.cuda.is_initialized()):
+    has_cuda_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
+    for line in nccl_environment.apply(os.environ, has_cuda_started=has_cuda_started):
         say(line)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import zbv_worker as zbv
 from torch import Tensor, nn
 from torch.nn import functional as nnf
+from torch.utils.checkpoint import checkpoint
 
 ROWS, WIDTH, TIMEOUT = 8, 6, 30.0
 Found = dict[str, Any]
@@ -187,6 +188,42 @@ def parameterless(folder: Path) -> Found:
 
 def _state_apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(float((value - expected[name]).abs().max()) for name, value in found.items())
+
+
+class Dropping(nn.Module):
+    """A layer with a dropout whose forward is checkpointed; records the masks."""
+
+    def __init__(self, masks: list[list[float]]):
+        super().__init__()
+        self.linear, self.masks = nn.Linear(WIDTH, WIDTH), masks
+
+    def _drop(self, x: Tensor) -> Tensor:
+        mask = nnf.dropout(torch.ones_like(x), training=self.training)
+        self.masks.append(mask.flatten().tolist())
+        y: Tensor = self.linear(x) * mask
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self._drop, x, use_reentrant=False)
+        return y
+
+
+def drops(folder: Path) -> Found:
+    """The masks of two steps, of a step after the seed was set again, and the user's own random numbers."""
+    found, masks = Found(), list[list[float]]()
+    torch.manual_seed(5)
+    layers = nn.Sequential(*(Dropping(masks) for _ in range(4)))
+    with pipeline(folder, layers=layers) as pipe:
+        for name in ("first", "second", "evaluated", "again"):
+            masks.clear()
+            if name in ("first", "again"):
+                torch.manual_seed(7)
+            before = torch.get_rng_state()
+            (pipe.evaluate if name == "evaluated" else pipe.step)(*batch())
+            found[name] = [*masks]
+            found[f"state of {name}"] = torch.equal(before, torch.get_rng_state())
+            found[f"own {name}"] = torch.rand(2).tolist()
+    return found
 
 
 class Begin(nn.Module):

@@ -20,6 +20,7 @@ PROGRAMS = (
     "changes_shapes",
     "lacks_keyword",
     "shares_data",
+    "drops",
     "trains",
     "saves",
     "parameterless",
@@ -124,6 +125,25 @@ def test_batches_may_have_other_shapes_if_all_ranks_see_them(seen: dict[str, Fou
         assert "A stage's output must keep its shape" in found["said"][5]
         assert found["said"][6] == ""
         assert f"Disagreement: the batches of ranks {rank} and {1 - rank} have" in found["said"][7]
+
+
+def test_ranks_that_are_seeded_alike_drop_other_elements(seen: dict[str, Found]) -> None:
+    for rank in seen["drops"]:
+        for name in ("first", "second", "again"):
+            assert len(rank[name]) == 16  # two layers, four microbatches, each with a recomputation
+            assert all(rank[name].count(mask) == 2 for mask in rank[name])
+        assert rank["again"] == rank["first"]
+    drawn = [mask for rank in seen["drops"] for name in ("first", "second") for mask in rank[name]]
+    assert all(drawn.count(mask) == 2 for mask in drawn)
+
+
+def test_random_numbers_outside_of_the_layers_stay_those_of_the_user(seen: dict[str, Found]) -> None:
+    """Loaders that shuffle draw them, and must do so alike on all ranks."""
+    first, second = seen["drops"]
+    for name in ("first", "second", "evaluated", "again"):
+        assert first[f"own {name}"] == second[f"own {name}"]
+        assert first[f"state of {name}"] == (name == "evaluated")
+    assert first["own first"] == first["own again"]
 
 
 def test_a_rank_that_lacks_a_keyword_is_named(seen: dict[str, Found]) -> None:

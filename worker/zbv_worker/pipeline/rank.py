@@ -33,6 +33,7 @@ from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
 from zbv_worker.training.accumulation import Accumulation
 from zbv_worker.training.batch_loss import BatchLoss
 from zbv_worker.training.gradients import Gradients, gradients_of, multiply, trained_by
+from zbv_worker.training.replicas import numbers_of_place
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.connected import ConnectedTransport
@@ -192,7 +193,8 @@ class PipelineRank:
         unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
         for stage in self._stages.values():
             stage.take_input_gradients()  # of a step that must run again
-        launched = self._executor.launch(self.steps)
+        with numbers_of_place(self._transport, self.device, advances=True):
+            launched = self._executor.launch(self.steps)
         for name in unused:
             if self._absent[name].grad is not None:
                 raise InvalidRun(
@@ -270,7 +272,8 @@ class PipelineRank:
     def evaluate(self) -> Tensor | None:
         """Run the forwards; returns the loss on ranks with the last stage. Collective."""
         self.check_ties("evaluating")
-        losses = self._executor.evaluate(self.steps)
+        with numbers_of_place(self._transport, self.device, advances=False):
+            losses = self._executor.evaluate(self.steps)
         self._gradients.free_parameters()
         found = torch.tensor([*losses.values()], device=self.device)
         with naming_errors(self._transport.rank, "evaluating"):

@@ -186,6 +186,24 @@ def resumed_with(folder: Path, first: Callable[..., Any], second: Callable[..., 
     return on_ranks(plan_of(1, "single"), blocks, mse, partial(program, second, 2), ranks=1)
 
 
+def test_every_schedule_of_an_optimizer_gets_its_state(tmp_path: Path) -> None:
+    def program(last: int, pipe: Pipeline) -> list[Any]:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        rates = [lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.5, 0.25)]
+        checkpoints = pipe.checkpoints(tmp_path, optimizer, [*rates, lr_scheduler.StepLR(optimizer, 7)])
+        for step in checkpoints.steps(last, every=1):
+            pipe.step(*batch(step))
+            optimizer.step()
+            rates[0].step()
+        return [(each.gamma, each.last_epoch) for each in rates]
+
+    for last, ranks in ((2, 2), (3, 1)):
+        found = on_ranks(
+            plan_of(ranks, "single"), blocks, nn.functional.mse_loss, partial(program, last), ranks=ranks
+        )
+        assert found == [[(0.5, last), (0.25, 0)]] * ranks
+
+
 def test_groups_that_had_other_settings_do_not_become_one(tmp_path: Path) -> None:
     def apart(pipe: Pipeline) -> torch.optim.Optimizer:
         named = [*pipe.named_parameters()]
@@ -203,7 +221,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     assert "optimizer" in str(error)
 
 
-def test_a_layer_that_was_frozen_begins_anew(tmp_path: Path) -> None:
+def test_a_layer_that_was_frozen_begins_as_new(tmp_path: Path) -> None:
     """It had no state and no settings, so its optimizer decides."""
 
     def half(pipe: Pipeline) -> torch.optim.Optimizer:
@@ -213,7 +231,8 @@ def test_a_layer_that_was_frozen_begins_anew(tmp_path: Path) -> None:
     def every(pipe: Pipeline) -> torch.optim.Optimizer:
         last = [p for name, p in pipe.named_parameters() if name.startswith("3.")]
         rest = [p for name, p in pipe.named_parameters() if not name.startswith("3.")]
-        return torch.optim.AdamW([{"params": rest}, {"params": last, "lr": 0.7}], lr=0.5)
+        groups: list[dict[str, Any]] = [{"params": rest}, {"params": last, "lr": 0.7}]
+        return torch.optim.AdamW(groups, lr=0.5)
 
     (rates,) = resumed_with(tmp_path, half, every)
     assert rates == {0.1, 0.7}

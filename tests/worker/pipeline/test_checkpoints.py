@@ -97,7 +97,7 @@ def test_a_new_optimizer_resumes_although_its_parameters_have_gradients(plan: Pl
     [
         ({"depth": 2}, r"belongs to another model \(it has 2\.weight\)"),
         ({"depth": 4}, r"belongs to another model \(it lacks 3\.weight\)"),
-        ({"optimizer": torch.optim.Adagrad}, r"it lacks state\..*sum of the optimizer"),
+        ({"optimizer": torch.optim.Adagrad}, r"it lacks .* of the optimizer"),
     ],
 )
 def test_a_checkpoint_of_other_layers_or_another_optimizer_is_refused(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import random as python_random
 import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.agents import DEADLINE, until
 from support.checkpointed import (
     STEPS,
@@ -25,15 +22,11 @@ from support.checkpointed import (
     write_plan,
     write_v,
 )
-from support.pickled import Bomb
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save
 from zbv_solver.construct.baselines import baseline
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LaunchError
 from zbv_worker.stage.precision import Precision
 from zbv_worker.training.checkpoint import newest_checkpoint
-from zbv_worker.training.convert_checkpoint import convert
 from zbv_worker.training.loss_scale import LossScale
 
 CLIPPING = ("--clip-norm", "0.5")
@@ -158,63 +151,6 @@ def test_a_directory_that_cannot_be_written_is_named(runs: Runs, plan: Path, tmp
         runs.start(plan, *saving(tmp_path / "file" / "below"), steps=2) as started,
     ):
         started.wait(timeout=DEADLINE)
-
-
-def write_as_before(folder: Path, made: Alone, step: int, **more: Any) -> None:
-    """Write a checkpoint in the former format, of torch.distributed.checkpoint."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    optimizer, schedule = made.update.optimizer, made.update.schedule
-    assert optimizer is not None
-    model, state = get_state_dict(made.module, optimizer, options=options)
-    progress = {
-        "step": step,
-        "model": "model",
-        "loss_scale": {"value": 1.0, "is_dynamic": False, "good_steps": 0},
-        "schedule": schedule.state_dict(),
-    }
-    random = {"torch": torch.get_rng_state(), "python": python_random.getstate()}
-    everything = {"model": model, "optimizer": state, "progress": progress, "random.0": random, **more}
-    with pytest.warns(UserWarning, match="single process"):
-        save(everything, checkpoint_id=folder / f"step-{step:08d}", no_dist=True)
-
-
-def test_a_pickled_checkpoint_is_refused_and_resumes_exactly_once_converted(
-    tmp_path: Path,
-) -> None:
-    made = Alone.of(tmp_path, seed=1)
-    made.train(3)
-    write_as_before(tmp_path, made, 3)
-    again = Alone.of(tmp_path, seed=2)
-    with pytest.raises(InvalidRun, match=r"step 3 was written by an older zbv.*convert_checkpoint"):
-        again.checkpoints.load_newest()
-    convert(tmp_path / "step-00000003")
-    assert again.checkpoints.load_newest() == 3
-    made_random = torch.randn(3)
-    again.checkpoints.load_newest()
-    assert torch.equal(torch.randn(3), made_random)
-    assert again.update.schedule.state_dict() == made.update.schedule.state_dict()
-    for one in (made, again):
-        torch.manual_seed(7)
-        one.train(3)
-    for mine, theirs in zip(made.module.parameters(), again.module.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    with pytest.raises(InvalidRun, match="found no checkpoint of an older zbv"):
-        convert(tmp_path / "step-00000003")
-
-
-def test_a_crafted_checkpoint_runs_no_code(tmp_path: Path) -> None:
-    """Neither a checkpoint of an older zbv, nor one with the files of both formats."""
-    target = tmp_path / "made"
-    directory = tmp_path / "saved"
-    Alone.of(directory, seed=1).save(1)
-    bomb = pickle.dumps(Bomb(target))
-    (directory / "step-00000001.g1" / ".metadata").write_bytes(bomb)
-    assert Alone.of(directory, seed=2).checkpoints.load_newest() == 1
-    (directory / "step-00000002").mkdir()
-    (directory / "step-00000002" / ".metadata").write_bytes(bomb)
-    with pytest.raises(InvalidRun, match="older zbv"):
-        Alone.of(directory, seed=2).checkpoints.load_newest()
-    assert not target.exists()
 
 
 def test_data_whose_state_is_an_object_is_refused_when_it_is_saved(tmp_path: Path) -> None:

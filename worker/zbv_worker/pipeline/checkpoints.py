@@ -158,10 +158,9 @@ def training_state(
                 f"checkpoints: {name} is a {type(stateful).__name__}; must have state_dict and "
                 f"load_state_dict."
             )
-    has_parameters = any(True for module in modules.values() for _ in module.parameters())
     return TrainedState(
         modules,
-        optimizers=optimizers if has_parameters else [],
+        optimizers=optimizers,
         schedules=[each for each in schedules if each is not None],
         data=None if data is None else _Data(data),
         ties=ties,

@@ -45,10 +45,14 @@ class PipelineState:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters with their names in the whole model, each parameter once.
 
-        A tied parameter has its first name in the model on every rank that has a copy. A rank with layers
-        that have no parameters gets one without elements, because torch's optimizers refuse an empty list.
+        A tied parameter has its first name in the model on every rank that has a copy. A rank without a
+        trainable parameter also gets one without elements, because torch's optimizers refuse an empty list.
         """
-        return iter([*self._own.ties.named_parameters()] or [self._no_parameter])
+        named = [*self._own.ties.named_parameters()]
+        if any(parameter.requires_grad for _, parameter in named):
+            return iter(named)
+        self._no_parameter[1].requires_grad_(True)  # the user may have frozen all parameters
+        return iter([*named, self._no_parameter])
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""

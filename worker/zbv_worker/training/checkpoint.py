@@ -37,11 +37,9 @@ from zbv_worker.errors import (
 from zbv_worker.training.checkpoint_files import RankFiles, State, write_index
 from zbv_worker.training.checkpoint_state import RunState, TrainedState
 from zbv_worker.training.checkpoint_writer import BackgroundWriter, HostCopies
-from zbv_worker.training.fence import Claimant, Fence, checkpoints, is_complete
+from zbv_worker.training.fence import Claimant, Fence, checkpoints
 from zbv_worker.transport.channels import Transport
 
-OLD_INDEX = ".metadata"
-"""Of torch.distributed.checkpoint, zbv's former format: it is pickled, so reading it can run code."""
 _VISIBLE_SECONDS = 10.0
 """How long a rank waits to see what rank 0 wrote; network file systems may delay it."""
 _RAISED_TOGETHER = {error.__name__: error for error in (Superseded, InvalidRun, ChannelTimeout, PeerLost)}
@@ -217,7 +215,6 @@ class Checkpoints:
         With the token, several directories of one process do not share their notes.
         """
         options = self._options
-        _require_no_old(options.directory)
         claimant = Claimant(self._model, options.run, options.attempt)
         fence = Fence.claim(options.directory, claimant)
         found = checkpoints(options.directory)
@@ -276,18 +273,6 @@ def newest_checkpoint(directory: Path) -> Path | None:
     """The newest complete checkpoint of a directory; None if there is none."""
     found = checkpoints(directory)
     return found[max(found)] if found else None
-
-
-def _require_no_old(directory: Path) -> None:
-    """Refuse a directory whose newest checkpoint has zbv's former, pickled format."""
-    newest = max(checkpoints(directory), default=-1)
-    old = checkpoints(directory, lambda path: (path / OLD_INDEX).is_file() and not is_complete(path))
-    if old and max(old) > newest:
-        raise InvalidRun(
-            f"checkpoints in {directory}: the checkpoint of step {max(old)} was written by an older zbv in "
-            f"a format that can run code when read. If you trust it, convert it: `python -m "
-            f"zbv_worker.training.convert_checkpoint {old[max(old)]}`; otherwise remove it."
-        )
 
 
 def _raise_first(outcomes: list[list[Any]]) -> None:

@@ -16,9 +16,10 @@ import json
 import math
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -168,6 +169,37 @@ class Reader:
     def tensors(self) -> Collection[str]:
         """The names of all tensors."""
         return self._index.tensors.keys()
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The names of everything."""
+        return chain(self._index.tensors, self._index.values)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor; None for another value."""
+        return self._index.tensors[name].shape if name in self._index.tensors else None
+
+    def value_or_tensor(self, name: str, *, like: Tensor | None = None) -> Any:
+        """The value or the tensor that was saved under this name, in its dtype.
+
+        Parameters
+        ----------
+        like
+            A tensor of the same shape that is divided among ranks in the same way; None for a whole one.
+        """
+        entry = self._index.tensors.get(name)
+        if entry is None:
+            return self.value(name)
+        with ExitStack() as stack:
+            part = entry.parts[0]
+            opened = self._open(part.file, {}, stack)
+            few = opened.get_slice(part.key)[:0] if part.sizes else opened.get_tensor(part.key)
+        if like is not None:
+            target = torch.zeros_like(like, dtype=few.dtype)
+        else:
+            target = torch.zeros(entry.shape, dtype=few.dtype, device="cpu")
+        self.read_into({name: target})
+        return target
 
     def value(self, name: str) -> Any:
         """The value that was saved under this name."""

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from zbv_worker.model.protocol import StatefulData
 from zbv_worker.stage.dtensors import is_dtensor, is_first_holder
 from zbv_worker.training.checkpoint_files import Reader, State
 from zbv_worker.training.loss_scale import LossScale
+from zbv_worker.training.optimizer_state import NamedOptimizers
+from zbv_worker.training.schedule_state import ScheduleState
 from zbv_worker.training.tied_names import TiedNames
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.channels import Transport
+
+_SCHEDULE = "schedule."
 
 
 @dataclass(frozen=True)
@@ -63,24 +68,12 @@ class RunState:
         self._data = trained.data if isinstance(trained.data, StatefulData) else None
         self._transport = transport
         self._names = TiedNames(trained.ties)
+        _ = self._optimizers  # refuses parameters of others at once
 
     @property
     def layers(self) -> list[str]:
         """The names of this rank's layers, or other children of its stages."""
         return [whole_name(name) for name, _ in self._whole.named_children()]
-
-    def before(self, step: int) -> State:
-        """The state before a step, as far as this rank writes it.
-
-        A new optimizer is left without a state. To return one, torch creates it by a step with zero
-        gradients, which would count as a step in Adam's bias correction.
-        """
-        fresh = [optimizer for optimizer in self._trained.optimizers if not optimizer.state]
-        with _bare(self._trained.optimizers):
-            found = self._mine(step)
-        for optimizer in fresh:
-            optimizer.state.clear()
-        return found
 
     def load(self, folder: Path, layers: Sequence[str] | None = None) -> None:
         """Continue from a checkpoint.
@@ -95,30 +88,20 @@ class RunState:
         InvalidRun
             If it belongs to another model.
         """
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-        optimizers = self._trained.optimizers
-        with self._naming_files(folder), _bare(optimizers):
+        with self._naming_files(folder):
             reader = Reader(folder)
             self._require_same_model(folder, reader, layers)
-            state = self._state()
+            state = self._model_state()
             self._require_names(folder, reader, state)
             tensors = _named_tensors(state)
             for some in self._names.by_stored(tensors, reader):
                 reader.read_into(some)
-            for name in state["optimizer"]:
-                there = f"optimizer.{whole_name(name)}"
-                if there not in tensors:
-                    state["optimizer"][name] = reader.value(self._names.stored(there, reader))
-            if state["model"]:
-                set_state_dict(
-                    self._whole,
-                    optimizers,
-                    model_state_dict=state["model"],
-                    optim_state_dict=state["optimizer"],
-                    options=StateDictOptions(flatten_optimizer_state_dict=True),
-                )
-            self._go_on(reader)
+            if state:
+                set_model_state_dict(self._whole, state)
+            self._optimizers.load(reader, partial(self._other_model, folder))
+            self._go_on(reader, folder)
 
     def _require_same_model(self, folder: Path, reader: Reader, layers: Sequence[str] | None) -> None:
         saved, own = reader.value("progress.model"), self._trained.model
@@ -129,30 +112,35 @@ class RunState:
             if name.startswith("model.") and not name.startswith(known):
                 raise self._other_model(folder, f"it has {name.removeprefix('model.')}")
 
-    def _require_names(self, folder: Path, reader: Reader, state: Mapping[str, Mapping[str, Any]]) -> None:
-        for kind, place in (("model", ""), ("optimizer", " of the optimizer")):
-            for name in map(whole_name, state[kind]):
-                if self._names.stored(f"{kind}.{name}", reader) not in reader:
-                    raise self._other_model(folder, f"it lacks {name}{place}")
+    def _require_names(self, folder: Path, reader: Reader, state: Mapping[str, Any]) -> None:
+        for name in map(whole_name, state):
+            if self._names.stored(f"model.{name}", reader) not in reader:
+                raise self._other_model(folder, f"it lacks {name}")
 
-    def _state(self) -> dict[str, dict[str, Any]]:
-        """Parameters, buffers and optimizer state, by their names in the modules."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    @property
+    def _optimizers(self) -> NamedOptimizers:
+        """The optimizers with the parameters that the layers have now."""
+        return NamedOptimizers(self._whole, self._trained.optimizers, self._names)
 
-        if not self._whole.state_dict():  # torch's functions refuse that
-            return {"model": {}, "optimizer": {}}
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        model, optimizer = get_state_dict(self._whole, self._trained.optimizers, options=options)
-        return {"model": model, "optimizer": optimizer}
+    def _model_state(self) -> dict[str, Any]:
+        """Parameters and buffers, by their names in the modules."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    def _mine(self, step: int) -> State:
-        """The state that this rank writes; ranks divide tensors that they all hold."""
-        state, column, columns = self._state(), self._transport.column, self._transport.layout.columns
+        if not self._whole.state_dict():  # torch's function refuses that
+            return {}
+        return get_model_state_dict(self._whole)
+
+    def before(self, step: int) -> State:
+        """The state before a step, as far as this rank writes it; ranks divide tensors that they all hold."""
+        column, columns = self._transport.column, self._transport.layout.columns
+        of_optimizers = self._optimizers.entries()
         # The first rank with the same stages stands for parts that several of them hold.
         first = self._transport.layout.global_rank(self._transport.pp_rank, 0)
+        every = _named_tensors(self._model_state())
+        every |= {name: value for name, value in of_optimizers.items() if isinstance(value, Tensor)}
         tensors = {
             name: tensor
-            for at, (name, tensor) in enumerate(_named_tensors(state).items())
+            for at, (name, tensor) in enumerate(every.items())
             if (is_first_holder(tensor, first) if is_dtensor(tensor) else at % columns == column)
             and not self._names.is_further(name)
         }
@@ -161,10 +149,9 @@ class RunState:
             values[f"data.{self._transport.rank}"] = self._data.data_state()
         if column == 0:
             values |= self._progress(step)
-            for name, value in state["optimizer"].items():
-                there = f"optimizer.{whole_name(name)}"
-                if not isinstance(value, Tensor) and not self._names.is_further(there):
-                    values[there] = value
+            for name, value in of_optimizers.items():
+                if not isinstance(value, Tensor) and not self._names.is_further(name):
+                    values[name] = value
         return State(tensors, values)
 
     def _progress(self, step: int) -> dict[str, Any]:
@@ -173,14 +160,28 @@ class RunState:
             "progress.model": self._trained.model,
             "progress.loss_scale": asdict(self._trained.loss_scale),
         }
-        schedules = enumerate(self._trained.schedules)  # none on a rank without parameters
-        return progress | {_schedule(at): schedule.state_dict() for at, schedule in schedules}
+        schedules = enumerate(self._schedules())
+        return progress | {f"{_SCHEDULE}{self._transport.rank}.{at}": vars(each) for at, each in schedules}
 
-    def _go_on(self, reader: Reader) -> None:
+    def _schedules(self) -> list[ScheduleState]:
+        """The states of this rank's schedules."""
+        named, optimizers, states = self._optimizers, self._trained.optimizers, list[ScheduleState]()
+        known: list[Any] = []
+        for schedule in self._trained.schedules:
+            alone = optimizers[0] if len(optimizers) == 1 else None
+            optimizer = getattr(schedule, "optimizer", alone)
+            groups = [] if optimizer is None else named.groups(optimizer)
+            place = sum(other is optimizer for other in known)
+            known.append(optimizer)
+            states.append(ScheduleState(type(schedule).__name__, place, groups, schedule.state_dict()))
+        return states
+
+    def _go_on(self, reader: Reader, folder: Path) -> None:
         rank = self._transport.rank
         self._trained.loss_scale.go_on_from(LossScale(**reader.value("progress.loss_scale")))
-        for at, schedule in enumerate(self._trained.schedules):
-            schedule.load_state_dict(reader.value(_schedule(at)))
+        saved = [ScheduleState(**reader.value(name)) for name in reader.names if name.startswith(_SCHEDULE)]
+        for schedule, state in zip(self._trained.schedules, self._schedules(), strict=True):
+            schedule.load_state_dict(state.resumed(saved, partial(self._other_model, folder)))
         # After a change of the number of ranks, some ranks have no saved random state; they use a new one.
         if f"random.{rank}" in reader:
             _set_random_state(reader.value(f"random.{rank}"))
@@ -226,34 +227,6 @@ def _as_one_module(modules: Mapping[int, nn.Module]) -> nn.Module:
     return whole
 
 
-def _schedule(at: int) -> str:
-    """The name of a schedule's state."""
-    return f"progress.schedule.{at}" if at else "progress.schedule"
-
-
-@contextmanager
-def _bare(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Optimizers without what torch's functions for their state cannot handle, within a context.
-
-    A new optimizer whose parameters have gradients would get no state, and the names of a group's parameters
-    depend on the rank.
-    """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    gradients = [(each, each.grad) for group in groups for each in group["params"]]
-    names = [group.pop("param_names", None) for group in groups]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        now = [group for optimizer in optimizers for group in optimizer.param_groups]  # loading replaces them
-        for group, known in zip(now, names, strict=True):
-            if known is not None:
-                group["param_names"] = known
-
-
 def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
@@ -268,10 +241,6 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _named_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    return {
-        f"{kind}.{whole_name(name)}": value
-        for kind, values in state.items()
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
+def _named_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = {f"model.{whole_name(name)}": value for name, value in state.items()}
+    return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}

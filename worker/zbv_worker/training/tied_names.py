@@ -33,6 +33,10 @@ class TiedNames:
         found = self._parameter(name)
         return found is not None and found[1] in self._further
 
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """All names of a parameter, the first one first."""
+        return next((tuple(some) for some in self._sets if name in some), (name,))
+
     def stored(self, name: str, known: Container[str]) -> str:
         """The name of an entry in a checkpoint that has the ``known`` names; its own if there is none."""
         found = None if name in known else self._parameter(name)

@@ -1,0 +1,96 @@
+"""What a checkpoint holds of learning-rate schedules.
+
+The groups of an optimizer depend on the rank, and schedules keep a value per group (``base_lrs``). So every
+rank saves its schedules, with the names of the parameters in each group. After a resume with other ranks or
+other groups, a group gets the values of the saved groups that had its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zbv_worker.errors import InvalidRun
+
+_NOT_OF_GROUPS = ("milestones", "_milestones", "_schedule_phases")
+"""Lists of torch's schedules that may be as long as the groups, and are not about them."""
+
+
+@dataclass(frozen=True)
+class ScheduleState:
+    """The state of one schedule.
+
+    Attributes
+    ----------
+    kind
+        The schedule's class.
+    place
+        Which of the rank's schedules of the same optimizer it is.
+    groups
+        The names of the parameters in each group of its optimizer.
+    values
+        Its ``state_dict``.
+    """
+
+    kind: str
+    place: int
+    groups: list[list[str]]
+    values: dict[str, Any]
+
+    def resumed(self, saved: Iterable[ScheduleState], refuse: Callable[[str], InvalidRun]) -> dict[str, Any]:
+        """The state that this schedule has after a resume; raises the error that ``refuse`` makes.
+
+        Parameters
+        ----------
+        saved
+            Those of all ranks.
+        """
+        alike = [each for each in saved if (each.kind, each.place) == (self.kind, self.place)]
+        if not alike:
+            raise refuse(f"it lacks the schedule, a {self.kind}")
+        same = next((each for each in alike if each.groups == self.groups), None)
+        if same is not None:
+            return same.values
+        homes = {name: (each, at) for each in alike for at, names in enumerate(each.groups) for name in names}
+        sources = [[homes[name] for name in names if name in homes] for names in self.groups]
+        used = [each for each in alike if any(each is home for source in sources for home, _ in source)]
+        return _merged(self, used or alike[:1], sources, refuse)
+
+
+def _merged(
+    own: ScheduleState,
+    saved: Sequence[ScheduleState],
+    sources: Sequence[Sequence[tuple[ScheduleState, int]]],
+    refuse: Callable[[str], InvalidRun],
+) -> dict[str, Any]:
+    def one(values: Sequence[Any], key: str) -> Any:
+        if any(value != values[0] for value in values):
+            raise refuse(f"{key} of the schedule was {values[0]} and {values[-1]} for what is one group now")
+        return values[0]
+
+    def merge(mine: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        by_schedule = {id(each): state for each, state in zip(saved, states, strict=True)}
+        merged: dict[str, Any] = {}
+        for key, value in states[0].items():
+            values = [state[key] for state in states if key in state]
+            if key == "_schedulers":
+                inner = zip(mine[key], *values, strict=True)
+                merged[key] = [merge(first, rest) for first, *rest in inner]
+            elif _is_of_groups(key, mine.get(key), own) and all(
+                _is_of_groups(key, each, home) for each, home in zip(values, saved, strict=True)
+            ):
+                merged[key] = [
+                    one([by_schedule[id(home)][key][at] for home, at in source], key) if source else initial
+                    for initial, source in zip(mine[key], sources, strict=True)
+                ]
+            else:
+                merged[key] = one(values, key) if value is not None else None
+        return merged
+
+    return merge(own.values, [each.values for each in saved])
+
+
+def _is_of_groups(key: str, value: Any, schedule: ScheduleState) -> bool:
+    is_list = isinstance(value, list) and len(value) == len(schedule.groups)
+    return is_list and key not in _NOT_OF_GROUPS

@@ -78,7 +78,8 @@ class NamedOptimizers:
     def load(self, reader: Reader, refuse: Callable[[str], InvalidRun]) -> None:
         """Give every parameter the state and the settings that a checkpoint has of it, and no others.
 
-        A parameter that the saved optimizers did not have, for example because it was frozen, begins without a state.
+        A parameter that the saved optimizers did not have, for example because it was frozen, begins without
+        a state.
 
         Parameters
         ----------

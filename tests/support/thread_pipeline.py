@@ -45,16 +45,26 @@ class _Connected(ThreadTransport):
     def abort(self, seconds: float = 0.0) -> None:
         self.close()
 
+    def start_send(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        self.send(tensor, peer, TIMEOUT)
+        return lambda timeout: None
+
+    def start_receive(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
+        return lambda timeout: self.receive(tensor, peer, timeout)
+
     def send(self, tensor: Tensor, peer: int, timeout: float) -> None:
         with self._hub.changed:
             self._sent[self.rank, peer].append(tensor.clone())
             self._hub.changed.notify_all()
 
     def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
+        sent, lost = self._sent[peer, self.rank], self._hub.lost
         with self._hub.changed:
-            if not self._hub.changed.wait_for(lambda: self._sent[peer, self.rank], timeout):
+            if not self._hub.changed.wait_for(lambda: sent or peer in lost, timeout):
                 raise TimeoutError(f"rank {peer} sent no tensor")
-            tensor.copy_(self._sent[peer, self.rank].popleft())
+            if not sent:
+                raise ConnectionError(f"rank {peer} has closed its transport")
+            tensor.copy_(sent.popleft())
 
 
 @cache

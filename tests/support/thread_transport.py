@@ -109,9 +109,15 @@ class ThreadTransport(Transport):
             gathered[turn, self.rank] = json.dumps(value)
             self._hub.changed.notify_all()
             ranks = range(self.world_size)
-            if not self._hub.changed.wait_for(lambda: all((turn, r) in gathered for r in ranks), timeout):
-                absent = [rank for rank in ranks if (turn, rank) not in gathered]
-                raise TimeoutError(f"ranks {absent} did not take part")
+
+            def absent() -> set[int]:
+                return {rank for rank in ranks if (turn, rank) not in gathered}
+
+            self._hub.changed.wait_for(lambda: not absent() or absent() & self._hub.lost, timeout)
+            if absent() & self._hub.lost:
+                raise ConnectionError(f"ranks {absent() & self._hub.lost} have closed their transports")
+            if absent():
+                raise TimeoutError(f"ranks {absent()} did not take part")
             return [json.loads(gathered[turn, rank]) for rank in ranks]
 
     @override
@@ -205,7 +211,10 @@ class _Sum:
     def wait(self, timeout: float) -> None:
         with self.hub.changed:
             replicas = range(self.count)
-            if not self.hub.changed.wait_for(lambda: len(self.parts) == len(replicas), timeout):
+            self.hub.changed.wait_for(lambda: len(self.parts) == len(replicas) or self.hub.lost, timeout)
+            if len(self.parts) < len(replicas) and self.hub.lost:
+                raise ConnectionError(f"ranks {self.hub.lost} have closed their transports")
+            if len(self.parts) < len(replicas):
                 absent = [replica for replica in replicas if replica not in self.parts]
                 raise TimeoutError(f"replicas {absent} did not take part in a sum")
             self.target.copy_(self.combined([self.parts[replica] for replica in replicas]))

@@ -87,6 +87,8 @@ class ExecutorOptions:
     stated
         The structures of what crosses boundaries in a step, by microbatch, if the model states them; else
         empty.
+    meet
+        Called with a peer's global rank before the first of its tensors is taken in a step or evaluation.
     """
 
     look_ahead: int = DEFAULT_LOOK_AHEAD
@@ -100,6 +102,7 @@ class ExecutorOptions:
     parts: int = 1
     keywords: Keywords | None = None
     stated: Sequence[Structure] = ()
+    meet: Callable[[int], None] | None = None
 
 
 class Executor:
@@ -187,7 +190,17 @@ class Executor:
         program = lower(plan, lambda position: layout.global_rank(position, column))
 
         def inboxes(channels: Iterable[Channel], crossings: Crossings) -> dict[ChannelKey, Inbox]:
-            return {key_of(c): Inbox(transport, c, crossings, options.look_ahead) for c in channels}
+            meet = options.meet
+            return {
+                key_of(c): Inbox(
+                    transport,
+                    c,
+                    crossings,
+                    options.look_ahead,
+                    None if meet is None else partial(meet, layout.global_rank(c.sender, column)),
+                )
+                for c in channels
+            }
 
         def outboxes(crossings: Crossings) -> dict[ChannelKey, Outbox]:
             outgoing = [channel for channel in plan.channels if channel.sender == plan.rank]

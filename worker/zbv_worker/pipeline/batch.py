@@ -74,6 +74,13 @@ class Batch:
             )
 
     @property
+    def rows(self) -> int:
+        """Its rows, if it is split evenly and this rank has inputs or targets; else 0."""
+        leaves = (leaf for part in (self.inputs, self.targets) for leaf in tree_leaves(part))
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
+        return next((tensor.shape[0] for tensor in tensors), 0) if self.is_even else 0
+
+    @property
     def is_even(self) -> bool:
         """Whether it is split into microbatches of equal shapes."""
         return self.microbatches is None and self.cu_seqlens is None

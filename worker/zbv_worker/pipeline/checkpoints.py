@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,7 +46,9 @@ class PipelineCheckpoints:
         transport: ConnectedTransport,
         device: torch.device,
         failures: Failures,
+        join: Callable[[str], None],
     ):
+        self._join = join
         self._failures = failures
         self._transport = transport
         self._timeout = options.timeout
@@ -96,6 +98,7 @@ class PipelineCheckpoints:
                 f"must increase. Begin the loop at checkpoints.step, or use another directory."
             )
         with self._failures.watched(f"saving the checkpoint of step {step}"):
+            self._join("checkpoints.save")
             found = self._transport.gather(step, self._timeout)
             if found != [step] * len(found):
                 raise Disagreement(f"the ranks save the steps {found}; every rank must save the same step.")
@@ -104,6 +107,12 @@ class PipelineCheckpoints:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete; raises like :meth:`save`."""
+        with self._failures.watched("waiting for a checkpoint"):
+            self._join("checkpoints.finish")
+        self.complete()
+
+    def complete(self) -> None:
+        """Like :meth:`finish`, within another call."""
         with self._failures.watched("waiting for a checkpoint"):
             self._checkpoints.finish()
 

@@ -123,6 +123,11 @@ class SharedData:
         self._patience = self._timeout
         return found
 
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank has the batches."""
+        return self._rank == self._source
+
     def finish(self, timeout: float) -> None:
         """Wait until the other ranks have received everything."""
         pending, self._pending = self._pending, []

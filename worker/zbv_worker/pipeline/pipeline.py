@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zbv_worker.errors import InvalidRun, naming_errors
+from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.stated_shapes import ShapeOf
 from zbv_worker.execution.step import Launched
 from zbv_worker.model.layer_list import Layers
@@ -28,7 +29,7 @@ from zbv_worker.pipeline.pipeline_state import PipelineState
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
-from zbv_worker.pipeline.shapes import Given, Shapes
+from zbv_worker.pipeline.shapes import Call, Given, Shapes
 from zbv_worker.pipeline.step_plan import Values
 from zbv_worker.pipeline.step_plans import PER_STEP, PlanningReport, ProblemLike, StepPlans
 from zbv_worker.stage.precision import Precision
@@ -250,18 +251,21 @@ class Pipeline(PipelineState):
             If a peer failed.
         """
         own = self._own
-        own.loss.require()
-        if not torch.is_grad_enabled():
-            raise InvalidRun(
-                "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a gradient. "
-                "Call step outside of it, or call evaluate."
-            )
-        if self._transport.layout.pp_degree > 1:
-            require_no_line_search()
+        with self._refusing("step"):
+            own.loss.require()
+            if not torch.is_grad_enabled():
+                raise InvalidRun(
+                    "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a "
+                    "gradient. Call step outside of it, or call evaluate."
+                )
+            if self._transport.layout.pp_degree > 1:
+                require_no_line_search()
         batch = Batch(inputs, targets, keywords, microbatches, cu_seqlens, sequences)
-        found, given = self._microbatches(batch, is_trained=True)
+        found, given = self._microbatches("step", batch)
         with self._failures.watched(f"step {own.steps}"):
             if own.plans is not None:
+                if not own.plans.is_source:
+                    own.calls.meet_all()
                 own.plan_step(own.plans.values(features, cu_seqlens, sequences))
             own.take("step", found, given)
             own.loss.record(outputs)
@@ -287,7 +291,7 @@ class Pipeline(PipelineState):
         """
         own = self._own
         batch = Batch(inputs, targets, keywords, microbatches, cu_seqlens, sequences)
-        found, given = self._microbatches(batch)
+        found, given = self._microbatches("evaluate", batch)
         with self._failures.watched("evaluating"):
             own.take("evaluate", found, given)
             own.loss.record(outputs)
@@ -360,8 +364,10 @@ class Pipeline(PipelineState):
         self._finalizer.detach()
         if self._failures.has_failed or self._failures.is_closed:
             return
+        with self._failures.watched("closing"):
+            self._own.join("close")
         for checkpoints in self._saving:
-            checkpoints.finish()
+            checkpoints.complete()
         with self._failures.watched("closing"), naming_errors(self._transport.rank, "closing"):
             if self._reports is not None:
                 self._reports.finish()
@@ -380,25 +386,38 @@ class Pipeline(PipelineState):
         else:
             self._failures.end(error)
 
-    def _microbatches(
-        self, batch: Batch, *, is_trained: bool = False
-    ) -> tuple[list[Microbatch], Given | Shapes]:
+    @contextmanager
+    def _refusing(self, call: str) -> Iterator[None]:
+        """A block that only this rank runs; if it refuses the call, the other ranks learn why."""
+        try:
+            yield
+        except WorkerError as error:
+            with self._failures.watched(f"refusing {call}"):
+                self._own.calls.refuse(call, str(error))
+            raise
+
+    def _microbatches(self, call: Call, batch: Batch) -> tuple[list[Microbatch], Given | Shapes]:
         """This rank's microbatches of a call, and what it was given, or with a data rank the shapes."""
-        own = self._own
+        own, shared = self._own, self._shared
 
         def check() -> None:
-            if is_trained:
+            if call == "step":
                 batch.require_gradients_can_arrive(has_first_layer=0 in self.modules)
 
         def split() -> list[Microbatch]:
-            if self._shared is not None:
+            if shared is not None:
                 check()  # here, because the data rank tells the others
             return microbatches_of(batch, own.microbatches, own.tokens, self._keywords)
 
-        if self._shared is None:
-            with self._failures.watched("checking the batch"):  # other ranks may be given another one
-                check()
-            found = split()
-            names = {name for each in found for name in each.keywords}
-            return found, Given.of(found, names, equal=batch.is_even)
-        return self._shared.exchange(batch.is_given, split, equal=batch.is_even), self._shared.shapes
+        if shared is not None:
+            with self._failures.watched(f"calling {call}"):
+                own.begin_without_batch(call, waits=not shared.is_source)
+            return shared.exchange(batch.is_given, split, equal=batch.is_even), shared.shapes
+        with self._refusing(call):
+            check()
+            microbatches = split()
+            names = {name for each in microbatches for name in each.keywords}
+            given = Given.of(microbatches, names, equal=batch.is_even, rows=batch.rows)
+        with self._failures.watched(f"calling {call}"):
+            own.begin(call, batch, microbatches, given)
+        return microbatches, given

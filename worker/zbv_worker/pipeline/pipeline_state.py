@@ -73,6 +73,7 @@ class PipelineState:
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks."""
         with self._failures.watched("gathering the model"):
+            self._own.join("full_state_dict")
             self._own.check_ties("gathering the model")
             return gather_state(self.modules, self._transport, self._timeout)
 
@@ -119,9 +120,11 @@ class PipelineState:
         InvalidRun
             If the newest checkpoint belongs to another model, or the ranks see different directories.
         """
+        with self._failures.watched("resuming from a checkpoint"):
+            self._own.join("checkpoints")
         options = CheckpointOptions(Path(directory), every=1, kept=kept, timeout=timeout)
         own = self._own
         trained = training_state(self.modules, optimizer, schedule, data, own.ties)
-        made = PipelineCheckpoints(options, trained, self._transport, own.device, self._failures)
+        made = PipelineCheckpoints(options, trained, self._transport, own.device, self._failures, own.join)
         self._saving.append(made)
         return made

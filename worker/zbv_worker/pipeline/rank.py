@@ -20,7 +20,8 @@ from zbv_worker.execution.stated_shapes import stated_structures
 from zbv_worker.execution.step import Launched, StepResult
 from zbv_worker.model.loss_module import require_known_parameters
 from zbv_worker.model.protocol import Microbatch
-from zbv_worker.pipeline.batch import StepData
+from zbv_worker.pipeline.batch import Batch, StepData
+from zbv_worker.pipeline.calls import Announcement, Calls, digest
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.shapes import AgreedShapes, Call, Given, Shapes
@@ -75,14 +76,16 @@ class PipelineRank:
     ):
         plan, stages = prepared.plan, prepared.stages
         self._plan = plan
+        self._trained_digest = 0
         self._timeout, self._patience = options.timeout, options.patience
         self._transport = transport
         self.device = place.device
         self.data = StepData()
+        self.calls = Calls(transport, plan.channels, options.timeout, options.patience)
         self._agreed = AgreedShapes(
             transport,
+            self.calls,
             prepared.keywords_by_rank,
-            options.timeout,
             options.patience,
             may_differ=bool(plan.features),
         )
@@ -112,6 +115,7 @@ class PipelineRank:
                 keywords=prepared.keywords,
                 progress=progress,
                 stated=prepared.stated,
+                meet=self.calls.meet,
             ),
         )
         self.plans, self._shape_of = plans, prepared.shape_of
@@ -141,6 +145,7 @@ class PipelineRank:
 
     def _gradients_of(self, trained: list[tuple[int, nn.Parameter]]) -> Gradients:
         self._trained = trained
+        self._trained_digest = digest([(stage, *p.shape, str(p.dtype)) for stage, p in trained])
         found = gradients_of(self._modules, self._transport, ties=self.ties)
         found.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
         return found
@@ -175,6 +180,37 @@ class PipelineRank:
             shapes = self._agreed.agree(call, given) if isinstance(given, Given) else given
         self._executor.expect(shapes, evaluation=call == "evaluate")
 
+    def begin(self, call: Call, batch: Batch, microbatches: list[Microbatch], given: Given) -> None:
+        """Tell the neighbours of a step or evaluation."""
+        mine = self._announcement(call)._replace(shapes=self._agreed.announced(call, given))
+        with naming_errors(self._transport.rank, f"calling {call}"):
+            self.calls.begin(mine.of_batch(batch, microbatches))
+
+    def begin_without_batch(self, call: Call, *, waits: bool) -> None:
+        """Tell the neighbours of a step or evaluation whose batch the data rank has.
+
+        Parameters
+        ----------
+        waits
+            Whether this rank then waits for that batch.
+        """
+        with naming_errors(self._transport.rank, f"calling {call}"):
+            self.calls.begin(self._announcement(call))
+            if waits:
+                self.calls.meet_all()
+
+    def _announcement(self, call: Call) -> Announcement:
+        if call == "evaluate":
+            return Announcement.of(call)
+        self._follow_parameters()
+        return Announcement.of(call, trained=self._trained_digest)
+
+    def join(self, call: str) -> None:
+        """Begin a call in which all ranks wait for each other anyway. Collective."""
+        with naming_errors(self._transport.rank, f"calling {call}"):
+            self.calls.begin(Announcement.of(call))
+            self.calls.meet_all()
+
     def check_ties(self, what: str) -> None:
         """Require that copies of tied parameters are equal; see :meth:`Ties.check`. Collective."""
         with naming_errors(self._transport.rank, f"{what}, comparing copies of tied parameters"):
@@ -183,7 +219,6 @@ class PipelineRank:
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
         self.check_ties(f"step {self.steps}")
-        self._follow_parameters()
         if self.steps == 0:
             self._require_trainable()
         before = self._side_effects() if self._batch_loss.is_weighted is None else None
@@ -195,6 +230,8 @@ class PipelineRank:
             stage.take_input_gradients()  # of a step that must run again
         with numbers_of_place(self._transport, self.device, advances=True):
             launched = self._executor.launch(self.steps)
+        with naming_errors(self._transport.rank, f"step {self.steps}"):
+            self.calls.meet_all()
         for name in unused:
             if self._absent[name].grad is not None:
                 raise InvalidRun(
@@ -274,6 +311,8 @@ class PipelineRank:
         self.check_ties("evaluating")
         with numbers_of_place(self._transport, self.device, advances=False):
             losses = self._executor.evaluate(self.steps)
+        with naming_errors(self._transport.rank, "evaluating"):
+            self.calls.meet_all()
         self._gradients.free_parameters()
         found = torch.tensor([*losses.values()], device=self.device)
         with naming_errors(self._transport.rank, "evaluating"):
@@ -303,6 +342,7 @@ class PipelineRank:
 
     def clip(self, max_norm: float) -> Tensor:
         """Limit the norm of all gradients of the model; returns the norm before. Collective."""
+        self.join("clip_grad_norm_")
         gradients = [local_of(p.grad) for p in self._gradients.parameters if p.grad is not None]
         found = self._gradients.square_sum(lambda parameter: parameter.grad)
         mine = torch.zeros((), dtype=torch.float64, device=self.device) if found is None else found
@@ -313,6 +353,7 @@ class PipelineRank:
 
     def trace(self, newest: StepResult, path: Path | None) -> tuple[RankTrace, ...]:
         """A step on all ranks; rank 0 writes it to ``path``. Collective."""
+        self.join("trace")
         if path is not None and self._transport.rank == 0:
             claim(path, "trace")
         mine = RankTrace.of(self._plan.plan_id, self._transport.rank, [newest])

@@ -12,14 +12,14 @@ The first call also finds ranks that lack a keyword, which their layers would si
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from zbv_worker.errors import Disagreement, InvalidRun
+from zbv_worker.errors import InvalidRun
+from zbv_worker.pipeline.calls import Calls, digest, require_same_rows
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.connected import ConnectedTransport
 
@@ -32,13 +32,21 @@ _MOST_KNOWN = 4096
 
 
 class Given(NamedTuple):
-    """What a rank was given in a call: the names of keywords, and the shapes."""
+    """What a rank was given in a call: the names of keywords, the shapes, and the rows if known."""
 
     keywords: list[str]
     shapes: Shapes
+    rows: int = 0
 
     @classmethod
-    def of(cls, microbatches: Sequence[tuple[Any, ...]], keywords: Collection[str], *, equal: bool) -> Given:
+    def of(
+        cls,
+        microbatches: Sequence[tuple[Any, ...]],
+        keywords: Collection[str],
+        *,
+        equal: bool,
+        rows: int = 0,
+    ) -> Given:
         """Describe microbatches: any nested containers of tensors.
 
         Parameters
@@ -47,8 +55,8 @@ class Given(NamedTuple):
             Whether they are known to have equal shapes.
         """
         if equal:
-            return cls(sorted(keywords), (_number_of(microbatches[0]),) * len(microbatches))
-        return cls(sorted(keywords), tuple(map(_number_of, microbatches)))
+            return cls(sorted(keywords), (_number_of(microbatches[0]),) * len(microbatches), rows)
+        return cls(sorted(keywords), tuple(map(_number_of, microbatches)), rows)
 
     @property
     def are_equal(self) -> bool:
@@ -58,18 +66,13 @@ class Given(NamedTuple):
     @property
     def combination(self) -> int:
         """A number that stands for all shapes."""
-        return self.shapes[0] if self.are_equal else _digest(self.shapes)
+        return self.shapes[0] if self.are_equal else digest(self.shapes)
 
 
 def _number_of(microbatch: tuple[Any, ...]) -> int:
     leaves, structure = tree_flatten(microbatch)
     shapes = [(*x.shape, str(x.dtype)) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
-    return _digest((structure, shapes))
-
-
-def _digest(value: object) -> int:
-    """A number that is equal on all ranks; hash() is not."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6])
+    return digest((structure, shapes))
 
 
 class AgreedShapes:
@@ -79,8 +82,10 @@ class AgreedShapes:
     ----------
     keywords_by_rank
         Those that the layers of each rank take.
-    timeout, startup_timeout
-        Seconds to wait for another rank, and for all of them in the first call.
+    calls
+        Compare new shapes with those of the neighbours.
+    startup_timeout
+        Seconds to wait for all ranks in the first call of each kind.
     may_differ
         Whether the plan says that microbatches differ.
     """
@@ -88,21 +93,25 @@ class AgreedShapes:
     def __init__(
         self,
         transport: ConnectedTransport,
+        calls: Calls,
         keywords_by_rank: Sequence[Keywords],
-        timeout: float,
         startup_timeout: float,
         *,
         may_differ: bool = False,
     ):
         self._transport = transport
-        self._control = transport.control
+        self._calls = calls
         layout = transport.layout
         self._column = [layout.global_rank(at, transport.column) for at in range(layout.pp_degree)]
         self._takes = keywords_by_rank
-        self._timeout, self._startup_timeout = timeout, startup_timeout
+        self._startup_timeout = startup_timeout
         self._may_differ = may_differ
         self._known: dict[Call, set[int]] = {}
         self._rule: dict[Call, Literal["seen", "equal", "unknown"]] = {}
+
+    def announced(self, call: Call, given: Given) -> int:
+        """What neighbours must have too: all shapes, if the ranks see them, else 0."""
+        return given.combination + 1 if self._rule.get(call) == "seen" else 0
 
     def agree(self, call: Call, given: Given) -> Shapes | None:
         """Return the shapes of a call's microbatches; None if the ranks cannot know them.
@@ -123,29 +132,30 @@ class AgreedShapes:
             self._known[call] = {combination}
             self._rule[call] = self._agree_first(call, given)
         elif self._rule[call] == "seen" and combination not in known:
-            self._agree_again(combination)
+            self._calls.meet_all()
             if len(known) == _MOST_KNOWN:
                 known.clear()
             known.add(combination)
+        elif self._rule[call] == "equal" and combination not in known:
+            raise InvalidRun(
+                f"found a batch of other shapes than in the first {call}. They may change if all ranks or "
+                f"only the data_rank are given the whole batch."
+            )
         if self._rule[call] == "equal":
             return (0,) * len(given.shapes)
         return given.shapes if self._rule[call] == "seen" else None
 
     def _agree_first(self, call: Call, given: Given) -> Literal["seen", "equal", "unknown"]:
         """Who knows the shapes: all ranks of the pipeline, because they were given the same, or none."""
+        self._calls.meet_all()
         said = self._transport.gather(
-            [call, given.keywords, given.combination, given.are_equal], self._startup_timeout
+            [given.keywords, given.combination, given.are_equal, given.rows], self._startup_timeout
         )
-        for rank, (other, *_) in enumerate(said):
-            if other != said[0][0]:
-                raise Disagreement(
-                    f"rank 0 called {said[0][0]} and rank {rank} called {other}. All ranks must make the "
-                    f"same calls in the same order."
-                )
-        self._require_keywords({rank: said[rank][1] for rank in self._column})
-        if len({said[rank][2] for rank in self._column}) == 1:
+        require_same_rows({rank: said[rank][3] for rank in self._column})
+        self._require_keywords({rank: said[rank][0] for rank in self._column})
+        if len({said[rank][1] for rank in self._column}) == 1:
             return "seen"
-        all_equal = all(said[rank][3] for rank in self._column)
+        all_equal = all(said[rank][2] for rank in self._column)
         return "equal" if all_equal and not self._may_differ else "unknown"
 
     def _require_keywords(self, given: Mapping[int, Sequence[str]]) -> None:
@@ -159,20 +169,3 @@ class AgreedShapes:
                     f"{names[lacking[0]]} was given. Pass it on every rank, or pass data_rank= to Pipeline "
                     f"and the batch on that rank only."
                 )
-
-    def _agree_again(self, shapes: int) -> None:
-        """Compare new shapes with those of the pipeline's other ranks."""
-        first, *others = self._column
-        if self._transport.rank == first:
-            found = {rank: self._control.hear(rank, self._timeout) for rank in others}
-            for rank in others:
-                self._control.tell(rank, shapes, self._timeout)
-            wrong = [rank for rank, other in found.items() if other != shapes]
-        else:
-            self._control.tell(first, shapes, self._timeout)
-            wrong = [first] if self._control.hear(first, self._timeout) != shapes else []
-        if wrong:
-            raise Disagreement(
-                f"the batches of ranks {self._transport.rank} and {wrong[0]} have different shapes. Load the "
-                f"same batches on all ranks of a pipeline, in the same order."
-            )

@@ -15,6 +15,7 @@ unknown structure.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,9 +124,19 @@ class Inbox:
         channel run one after another, so at most one kernel waits per channel, whatever the look-ahead. With
         0, a receive is posted only when its action is next: a kernel waits only while the rank would be idle,
         but the sender's kernel waits instead if the sender is early.
+    meet
+        Called before the first tensor of a step or evaluation is taken.
     """
 
-    def __init__(self, transport: Transport, channel: Channel, crossings: Crossings, look_ahead: int):
+    def __init__(
+        self,
+        transport: Transport,
+        channel: Channel,
+        crossings: Crossings,
+        look_ahead: int,
+        meet: Callable[[], None] | None = None,
+    ):
+        self._meet, self._is_met = meet, True
         self._receive = transport.receiver(key_of(channel))
         self._transfers = channel.transfers
         self._index = {transfer: index for index, transfer in enumerate(channel.transfers)}
@@ -136,7 +147,7 @@ class Inbox:
 
     def begin(self) -> None:
         """Start a step: post the first receives."""
-        self._posted = 0
+        self._posted, self._is_met = 0, self._meet is None
         self._pending.clear()
         self._post_ahead(self._look_ahead)
 
@@ -146,6 +157,9 @@ class Inbox:
 
     def take(self, index: int, timeout: float) -> Any:
         """The value at an index of the channel, for the current stream (:meth:`Pending.on_stream`)."""
+        if not self._is_met and self._meet is not None:
+            self._is_met = True
+            self._meet()
         while self._posted <= index:
             if not self._post_next():
                 self._receive_header(timeout)

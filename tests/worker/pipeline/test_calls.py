@@ -1,0 +1,180 @@
+"""Ranks that disagree are told at once, on both sides: another call, another batch, other parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.thread_pipeline import on_ranks, plan_of
+from torch import Tensor, nn
+from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, WorkerError
+from zbv_worker.pipeline.pipeline import Pipeline
+
+WIDTH, ROWS = 4, 8
+PLACES = [(2, "single"), (2, "v"), (4, "single")]
+mse = nn.functional.mse_loss
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
+
+
+def batch(rows: int = ROWS, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def outcomes(
+    program: Callable[[Pipeline, int], Any], ranks: int, placement: str, replicas: int = 1
+) -> list[Any]:
+    """What a program returns or raises on every rank; two batches are known before it."""
+
+    def run(pipe: Pipeline) -> Any:
+        for rows in (ROWS, 2 * ROWS):
+            pipe.step(*batch(rows))
+            pipe.evaluate(*batch(rows))
+        return program(pipe, pipe._transport.rank)
+
+    return on_ranks(plan_of(ranks, placement), layers, mse, run, ranks=ranks, replicas=replicas)
+
+
+def require_told(found: list[Any]) -> None:
+    """No rank goes on or waits for its timeout, and those who disagree say so."""
+    assert all(isinstance(each, Disagreement | PeerLost) for each in found), found
+    assert any(isinstance(each, Disagreement) for each in found), found
+
+
+CALLS: dict[str, Callable[[Pipeline, Path], Any]] = {
+    "step": lambda pipe, folder: pipe.step(*batch()),
+    "evaluate": lambda pipe, folder: pipe.evaluate(*batch()),
+    "clip": lambda pipe, folder: pipe.clip_grad_norm_(1.0),
+    "state": lambda pipe, folder: pipe.full_state_dict(),
+    "trace": lambda pipe, folder: pipe.trace(),
+    "checkpoints": lambda pipe, folder: pipe.checkpoints(folder, []),
+    "close": lambda pipe, folder: pipe.close(),
+}
+PAIRS = [(one, other) for one in CALLS for other in CALLS if one != other]
+
+
+@pytest.mark.parametrize("at", range(len(PAIRS)))
+def test_a_rank_that_makes_another_call_is_told_with_both_calls(tmp_path: Path, at: int) -> None:
+    one, other = PAIRS[at]
+    ranks, placement = PLACES[at % len(PLACES)]
+    odd = at % ranks
+
+    def program(pipe: Pipeline, rank: int) -> None:
+        CALLS[one if rank == odd else other](pipe, tmp_path)
+        pipe.step(*batch())
+
+    require_told(outcomes(program, ranks, placement))
+
+
+@pytest.mark.parametrize(("ranks", "placement"), PLACES)
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        batch(2 * ROWS),  # both are known
+        batch(3 * ROWS),
+        batch(seed=2),
+        (batch()[0], None),
+        (batch(2 * ROWS)[0], None),
+        (None, batch(2 * ROWS)[1]),
+        tuple(each.double() for each in batch()),
+    ],
+    ids=["known rows", "new rows", "other data", "no targets", "only inputs", "only targets", "dtype"],
+)
+def test_a_rank_with_another_batch_is_told(ranks: int, placement: str, call: str, other: Any) -> None:
+    def program(pipe: Pipeline, rank: int) -> None:
+        getattr(pipe, call)(*(other if rank == 0 else batch()))
+        pipe.step(*batch())
+
+    require_told(outcomes(program, ranks, placement))
+
+
+@pytest.mark.parametrize(("ranks", "placement"), PLACES)
+def test_parts_of_batches_of_other_sizes_are_refused_in_the_first_call(ranks: int, placement: str) -> None:
+    """The ranks have nothing in common but the number of rows."""
+
+    def program(pipe: Pipeline) -> None:
+        rank = pipe._transport.rank
+        inputs = batch()[0] if rank == 0 else None
+        targets = batch(2 * ROWS)[1] if rank == ranks - 1 else None
+        if rank in (0, ranks - 1):
+            pipe.step(inputs, targets)
+        else:
+            pipe.step()
+
+    if placement == "v":  # one rank has both, and sees it alone
+        return
+    require_told_or_refused(on_ranks(plan_of(ranks, placement), layers, mse, program, ranks=ranks))
+
+
+def require_told_or_refused(found: list[Any]) -> None:
+    assert all(isinstance(each, WorkerError) and not isinstance(each, ChannelTimeout) for each in found), (
+        found
+    )
+
+
+@pytest.mark.parametrize(("ranks", "placement"), PLACES)
+def test_a_batch_that_one_rank_refuses_is_refused_by_all(ranks: int, placement: str) -> None:
+    def program(pipe: Pipeline, rank: int) -> None:
+        pipe.step(*batch(ROWS if rank else ROWS - 1))
+
+    first, *others = outcomes(program, ranks, placement)
+    assert isinstance(first, InvalidRun)
+    require_told(others)
+    assert "7 rows" in str(others[0])
+
+
+@pytest.mark.parametrize(("ranks", "placement"), PLACES)
+def test_a_batch_that_all_ranks_refuse_leaves_the_pipeline_usable(ranks: int, placement: str) -> None:
+    def program(pipe: Pipeline, rank: int) -> float:
+        for wrong in (batch(ROWS - 1), batch(0)):
+            with pytest.raises(InvalidRun):
+                pipe.step(*wrong)
+        with torch.no_grad(), pytest.raises(InvalidRun):
+            pipe.step(*batch())
+        pipe.step(*batch())
+        return float(pipe.clip_grad_norm_(1.0))
+
+    assert len({round(each, 4) for each in outcomes(program, ranks, placement)}) == 1
+
+
+@pytest.mark.parametrize(("ranks", "placement"), PLACES)
+def test_ranks_may_be_given_only_what_their_layers_need(ranks: int, placement: str) -> None:
+    def program(pipe: Pipeline) -> bool:
+        for seed in range(3):
+            inputs, targets = batch(seed=seed)
+            is_first, is_last = 0 in pipe.modules, max(pipe.modules) == len(pipe.modules) * ranks - 1
+            pipe.step(inputs if is_first else None, targets if is_last else None)
+        return True
+
+    assert on_ranks(plan_of(ranks, placement), layers, mse, program, ranks=ranks) == [True] * ranks
+
+
+def test_replicas_that_train_other_parameters_are_told() -> None:
+    def program(pipe: Pipeline, rank: int) -> None:
+        if rank == 0:
+            next(pipe.parameters()).requires_grad_(False)
+        pipe.step(*batch())
+
+    require_told(outcomes(program, 2, "v", replicas=2))
+
+
+def test_replicas_train_on_batches_of_their_own_and_make_the_same_calls() -> None:
+    def same(pipe: Pipeline, rank: int) -> bool:
+        pipe.step(*batch(seed=rank % 2))
+        return True
+
+    assert outcomes(same, 2, "v", replicas=2) == [True] * 4
+
+    def other(pipe: Pipeline, rank: int) -> None:
+        (pipe.evaluate if rank % 2 else pipe.step)(*batch())
+        pipe.step(*batch())
+
+    require_told(outcomes(other, 2, "v", replicas=2))

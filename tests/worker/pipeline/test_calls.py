@@ -1,4 +1,4 @@
-"""Ranks that disagree raise an error at once, on both sides: another call, another batch, other parameters."""
+"""Ranks that disagree raise an error at once, on both sides: other calls, batches or parameters."""
 
 from __future__ import annotations
 

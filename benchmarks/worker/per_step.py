@@ -108,6 +108,7 @@ def on_rank(request: Request, world: World) -> dict[str, Any]:
         return torch.empty(int(features["tokens"]), width, device="meta")
 
     layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(workload.layers)]
+    torch.manual_seed(0)  # equal batches on every rank
     data = torch.randn(workload.longest, width)
     pipe = zbv.Pipeline(
         "per-step", layers, loss, problem=workload.problem(), shape_of=shape_of, backend="gloo"

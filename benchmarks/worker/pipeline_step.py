@@ -91,6 +91,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     workload = parse_workload(PipelineStepWorkload, request["workload"])
     plan = WholePlan.of_document(request["plan"])
     rows, width, loss = workload.rows * workload.microbatches, workload.width, nn.functional.mse_loss
+    torch.manual_seed(0)  # equal batches on every rank
     inputs, targets = torch.randn(2, rows, width).unbind()
     data = StepData()
     data.microbatches = split_batch(inputs, targets, {}, workload.microbatches)

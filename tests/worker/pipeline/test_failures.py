@@ -42,10 +42,12 @@ class Wire(Board):
         super().__init__()
         self.aborted, self.may_close = threading.Event(), threading.Event()
         self.may_close.set()
+        self.can_abort = True
         self.control = SimpleNamespace(abort=lambda: None)
 
-    def abort(self, timeout: float) -> None:
+    def abort(self, timeout: float) -> bool:
         self.aborted.set()
+        return self.can_abort
 
     def close(self) -> None:
         self.may_close.wait()
@@ -110,3 +112,19 @@ def test_connections_that_do_not_close_do_not_block_the_error(
     late.cancel()
     assert ended
     assert "did not close" in capsys.readouterr().err
+
+
+def test_connections_that_cannot_be_aborted_are_not_closed(
+    wire: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits: list[Any] = []
+    monkeypatch.setattr(atexit, "register", limits.append)
+    wire.can_abort = False
+    failures = Failures(wire)
+    closed: list[bool] = []
+    monkeypatch.setattr(wire, "close", lambda: closed.append(True))
+    with pytest.raises(ValueError, match="mine"), failures.watched("step 3"):
+        raise ValueError("mine")
+    assert not closed
+    assert limits, "the interpreter's exit has a limit"
+    assert "stay open" in capsys.readouterr().err

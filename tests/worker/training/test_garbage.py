@@ -7,13 +7,16 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
+import zbv_solver
 from support.plans import unit_problem
 from support.thread_transport import ThreadHub
 from support.trained import CPU, Remembering
-from torch import Tensor
+from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.pipeline.pipeline import Pipeline
 from zbv_worker.training.garbage import GarbageCollection
 from zbv_worker.training.options import RunOptions
 from zbv_worker.training.run import train
@@ -122,3 +125,24 @@ def test_training_collects_only_between_steps() -> None:
         gc.callbacks.remove(count)
     assert in_action == [False] * 4
     assert runs >= 4
+
+
+def test_a_pipeline_collects_nothing_within_a_step() -> None:
+    """Whatever the user has set stays: collections go on in the code between two steps."""
+    within: list[bool] = []
+
+    class Watching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            within.append(gc.isenabled())
+            return super().forward(x)
+
+    plan = zbv_solver.plan(unit_problem(1, 2), "quick")
+    with Pipeline(plan, [Watching(2, 2), nn.Linear(2, 2)], nn.functional.mse_loss) as pipe:
+        for is_on in (True, False, True):
+            if not is_on:
+                gc.disable()
+            pipe.step(torch.ones(4, 2), torch.zeros(4, 2))
+            assert gc.isenabled() == is_on
+            gc.enable()
+    assert within
+    assert not any(within)

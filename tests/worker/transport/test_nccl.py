@@ -406,7 +406,7 @@ def test_after_an_abort_nothing_counts_as_complete() -> None:
     rank = rank_of_v()
     pending = rank.transport.receiver(ChannelKey(0, 1))(SPEC)
     rank.transport.sender(ChannelKey(1, 2))(torch.ones(2), "1F0")
-    rank.transport.abort(5.0)
+    assert rank.transport.abort(5.0)
     assert all(group.is_aborted for group in rank.api.groups)
     uses: list[Callable[[], object]] = [
         lambda: pending.wait(5.0),
@@ -425,7 +425,7 @@ def test_after_an_abort_nothing_counts_as_complete() -> None:
 def test_aborts_run_at_the_same_time_and_one_that_hangs_does_not_hold_the_rank() -> None:
     rank = rank_of_v()
     rank.api.groups[0].abort_takes, rank.api.groups[1].abort_fails = 3600.0, True
-    rank.transport.abort(0.2)
+    assert not rank.transport.abort(0.2)
     assert [group.is_aborted for group in rank.api.groups] == [False, False, True, True]
     assert {group.timeout for group in rank.api.groups} == {timedelta(seconds=0.2)}
 
@@ -468,4 +468,7 @@ def test_the_start_reports_version_options_memory_and_environment(capsys: pytest
     said_of = transport.described(
         {"NCCL_SOCKET_IFNAME": "eth0", "HOME": "/root", "CUDA_LAUNCH_BLOCKING": "0"}
     )
-    assert said_of.endswith("; CUDA_LAUNCH_BLOCKING=0, NCCL_SOCKET_IFNAME=eth0")
+    variables = said_of.rpartition("; ")[2].split(", ")
+    assert {"CUDA_LAUNCH_BLOCKING=0", "NCCL_SOCKET_IFNAME=eth0"} < set(variables)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in variables, "as in the worker's own groups"
+    assert not any(each.startswith("HOME") for each in variables)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from support.paths import ROOT
 from zbv_worker.errors import InvalidRun
+from zbv_worker.transport import torch_api
+from zbv_worker.transport.communicators import CHANNEL_OPTIONS
 from zbv_worker.transport.nccl_environment import TABLE, apply
+from zbv_worker.transport.torch_api import TorchNccl
 
 
 def test_an_empty_environment_gets_what_the_pipeline_needs_and_nothing_is_said() -> None:
@@ -18,12 +24,6 @@ def test_an_empty_environment_gets_what_the_pipeline_needs_and_nothing_is_said()
         "CUDA_MODULE_LOADING": "EAGER",
         "NCCL_MAX_P2P_NCHANNELS": "4",
         "NCCL_RUNTIME_CONNECT": "0",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
-        "TORCH_NCCL_DESYNC_DEBUG": "0",
     }
     assert apply(environment) == [], "a second application changes nothing"
 
@@ -40,10 +40,23 @@ def test_a_value_with_which_a_pipeline_hangs_does_not_stay(name: str, theirs: st
     assert said.startswith(f"{name}: found {theirs}; now {ours}. ")
 
 
-def test_nothing_is_said_about_a_value_that_torchrun_sets() -> None:
-    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    assert apply(environment) == []
-    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+def test_the_watchdogs_of_groups_that_are_not_the_workers_keep_their_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch reads these variables whenever it creates a group."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    before, seen = dict(os.environ), dict[str, str]()
+    assert apply(os.environ | {}) == []
+
+    def new_group(*_: object, **__: object) -> None:
+        seen.update(os.environ)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(torch_api, "_options", lambda *_: None)  # needs a torch with CUDA
+    TorchNccl().new_group([0, 1], timedelta(seconds=1), CHANNEL_OPTIONS, "channel")
+    assert (seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"], seen["TORCH_NCCL_ENABLE_MONITORING"]) == ("0", "0")
+    assert dict(os.environ) == before
 
 
 def test_a_users_choice_of_a_default_stays_and_is_reported() -> None:

@@ -57,7 +57,7 @@ class Failures:
         self._doing = Doing("starting")
         self._watch: FailureWatch | None = None
         self._breaking = threading.Lock()
-        self._is_broken = False
+        self._is_broken, self._may_close = False, True
 
     def watch_others(self, timeout: float) -> None:
         """Watch the other ranks, if there are any, through an own connection to their store."""
@@ -113,9 +113,13 @@ class Failures:
         closing.join(CLOSE_SECONDS)
         if not closing.is_alive():
             return
+        self._leave_open("did not close", CLOSE_SECONDS)
+
+    def _leave_open(self, what: str, seconds: float) -> None:
+        """Say that the connections stay open, and limit the interpreter's exit, which may wait for them."""
         say(
-            f"rank {self._rank}: its connections did not close within {CLOSE_SECONDS:g} s; they stay open. "
-            f"When Python exits, the process ends after at most {CLOSE_SECONDS:g} s more."
+            f"rank {self._rank}: its connections {what} within {seconds:g} s; they stay open. When Python "
+            f"exits, the process ends after at most {CLOSE_SECONDS:g} s more."
         )
         if threading.main_thread().is_alive():
             atexit.register(_limit_exit)
@@ -131,7 +135,7 @@ class Failures:
         with self._breaking:
             if not self._is_broken:
                 self._is_broken = True
-                self._transport.abort(ABORT_SECONDS)
+                self._may_close = self._transport.abort(ABORT_SECONDS)
                 self._transport.control.abort()
 
     @contextmanager
@@ -215,7 +219,10 @@ class Failures:
             self._notes.publish(loss)
         self._break()
         self.stop_watching()
-        self.close_transport()
+        if self._may_close:
+            self.close_transport()
+        else:
+            self._leave_open("did not end their operations", ABORT_SECONDS)
         self.on_end()
 
 

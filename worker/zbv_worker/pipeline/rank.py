@@ -33,6 +33,7 @@ from zbv_worker.tracing.clocks import Alignment, find_offsets
 from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
 from zbv_worker.training.accumulation import Accumulation
 from zbv_worker.training.batch_loss import BatchLoss
+from zbv_worker.training.garbage import paused
 from zbv_worker.training.gradients import Gradients, gradients_of, multiply, trained_by
 from zbv_worker.training.replicas import numbers_of_place
 from zbv_worker.training.ties import Ties
@@ -228,7 +229,7 @@ class PipelineRank:
         unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
         for stage in self._stages.values():
             stage.take_input_gradients()  # of a step that must run again
-        with numbers_of_place(self._transport, self.device, advances=True):
+        with numbers_of_place(self._transport, self.device, advances=True), paused():
             launched = self._executor.launch(self.steps)
         with naming_errors(self._transport.rank, f"step {self.steps}"):
             self.calls.meet_all()

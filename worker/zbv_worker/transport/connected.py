@@ -33,10 +33,11 @@ class ConnectedTransport(Transport):
         """The ranks that hold the same stages; None when there is one replica."""
 
     @abstractmethod
-    def abort(self, timeout: float) -> None:
+    def abort(self, timeout: float) -> bool:
         """End all pending operations after a failure, from any thread; takes at most ``timeout`` seconds.
 
-        The transport is unusable afterwards and must not be closed.
+        Returns whether all have ended. Otherwise the transport must not be closed: closing waits for them. It
+        is unusable in any case.
         """
 
     def __enter__(self) -> ConnectedTransport:

@@ -208,12 +208,13 @@ class GlooTransport(ConnectedTransport):
         self._groups.clear()
 
     @override
-    def abort(self, timeout: float) -> None:
+    def abort(self, timeout: float) -> bool:
         for group in self._groups:
             break_connections(group)
         self._release()
         if self.world_size == 1:  # no peer can hinder it, and the process may go on
             self.control.close(self._groups)
+        return True
 
     def _release(self) -> None:
         for sender in self._senders.values():

@@ -339,15 +339,16 @@ class NcclTransport(ConnectedTransport):
         self.control.close([group for group in made if group is not None])
 
     @override
-    def abort(self, timeout: float) -> None:
-        """Start to abort all groups, and wait at most ``timeout`` seconds; some may not have ended then."""
+    def abort(self, timeout: float) -> bool:
+        """Start to abort all groups, and wait at most ``timeout`` seconds; returns whether all have ended."""
         self._operations.aborted = True
         if self._operations.is_through_host:
             self.control.abort()
         # In threads: one group's abort may wait for a kernel of another group, or never return. Daemons: the
         # process ends all the same.
+        ended: list[NcclGroup] = []
         threads = [
-            threading.Thread(target=_abort, args=(group, timeout), name="zbv-abort", daemon=True)
+            threading.Thread(target=_abort, args=(group, timeout, ended), name="zbv-abort", daemon=True)
             for group in self._groups
         ]
         for thread in threads:
@@ -355,6 +356,7 @@ class NcclTransport(ConnectedTransport):
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return len(ended) == len(threads)
 
     def _release(self) -> None:
         self._senders.clear()
@@ -364,7 +366,8 @@ class NcclTransport(ConnectedTransport):
         self._groups.clear()
 
 
-def _abort(group: NcclGroup, timeout: float) -> None:
+def _abort(group: NcclGroup, timeout: float, ended: list[NcclGroup]) -> None:
     with contextlib.suppress(RuntimeError):  # too late or impossible; the process ends all the same
         group.set_timeout(timedelta(seconds=timeout))  # after it, the abort raises, if it returns at all
         group.abort()
+        ended.append(group)

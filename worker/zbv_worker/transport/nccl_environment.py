@@ -1,20 +1,22 @@
 """The environment variables of CUDA, NCCL and torch's NCCL backend that decide whether a pipeline works.
 
-They are read when CUDA starts or when the first group is created, so :func:`apply` runs before both. The
+They are read when CUDA starts or when a group is created, so :func:`apply` runs before both. The
 table is part of the documentation (docs/nccl.md); a test compares the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from zbv_worker.errors import InvalidRun
 
-Action = Literal["default", "replace", "refuse", "warn"]
-"""``default``: set if absent, another value is reported. ``replace``: set in any case. ``refuse``: another
-value ends the run. ``warn``: another value is reported."""
+Action = Literal["default", "replace", "group", "refuse", "warn"]
+"""``default``: set if absent, another value is reported. ``replace``: set in any case. ``group``: set while
+the worker creates a group, because torch reads it then; other groups of the process keep the user's value.
+``refuse``: another value ends the run. ``warn``: another value is reported."""
 
 
 @dataclass(frozen=True)
@@ -92,37 +94,37 @@ TABLE = (
     Variable(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "0",
-        "replace",
+        "group",
         "Otherwise torch's watchdog ends a failed process before it has written the reason.",
     ),
     Variable(
         "TORCH_NCCL_ENABLE_MONITORING",
         "0",
-        "replace",
+        "group",
         "Otherwise torch's monitors may end processes minutes after an error of another rank.",
     ),
     Variable(
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
         "0",
-        "replace",
+        "group",
         "Otherwise an error of one rank makes the monitors of all ranks act.",
     ),
     Variable(
         "TORCH_NCCL_RETHROW_CUDA_ERRORS",
         "0",
-        "replace",
+        "group",
         "Otherwise torch's watchdog ends the process after a CUDA error, before it has written the reason.",
     ),
     Variable(
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
         "250",
-        "replace",
+        "group",
         "After a network error, the watchdog sleeps four times as long, and sends wait for it meanwhile.",
     ),
     Variable(
         "TORCH_NCCL_DESYNC_DEBUG",
         "0",
-        "replace",
+        "group",
         "It turns the handling of errors by torch's watchdog on again, and needs timing events.",
     ),
     Variable(
@@ -151,8 +153,7 @@ TABLE = (
     ),
 )
 
-SET_BY_TORCHRUN = {("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
-"""Values that torchrun always sets, so the user did not choose them: they are replaced without a message."""
+_OF_GROUPS = {variable.name: variable.wanted for variable in TABLE if variable.action == "group"}
 
 REPORTED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "TORCH_NCCL_")
 """Names, or their beginnings, of variables that are only reported, such as NCCL_SOCKET_IFNAME."""
@@ -180,7 +181,7 @@ def apply(environment: MutableMapping[str, str], *, has_cuda_started: bool = Fal
         found = environment.get(name)
         if variable.action == "replace" or (variable.action == "default" and found is None):
             environment[name] = wanted[0]
-        if found is None or found in wanted or (name, found) in SET_BY_TORCHRUN:
+        if found is None or found in wanted or variable.action == "group":
             continue
         if variable.action == "refuse":
             fine = ", or ".join([*filter(None, [" or ".join(wanted)]), "absent"])
@@ -190,6 +191,25 @@ def apply(environment: MutableMapping[str, str], *, has_cuda_started: bool = Fal
         change = "now" if variable.action == "replace" else "recommended"
         said.append(f"{name}: found {found}; {change} {wanted[0]}. {variable.reason}")
     return said
+
+
+@contextmanager
+def of_groups(environment: MutableMapping[str, str]) -> Iterator[None]:
+    """A context in which torch creates groups of the worker; afterwards the variables are as before.
+
+    Torch reads these variables in the constructor of every group (``ProcessGroupNCCL``). The watchdogs of the
+    user's own groups keep their settings, so a hang there is still noticed.
+    """
+    before = {name: environment.get(name) for name in _OF_GROUPS}
+    environment.update(_OF_GROUPS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del environment[name]
+            else:
+                environment[name] = value
 
 
 def _require_in_force(environment: Mapping[str, str]) -> None:
@@ -214,7 +234,8 @@ def _require_in_force(environment: Mapping[str, str]) -> None:
 
 
 def found(environment: Mapping[str, str]) -> str:
-    """All variables that matter, with their values, in one line."""
+    """All variables that matter, with their values for the worker's groups, in one line."""
+    environment = {**environment, **_OF_GROUPS}
     names = {variable.name for variable in TABLE}
     listed = sorted(name for name in environment if name in names or name.startswith(REPORTED))
     return ", ".join(f"{name}={environment[name]}" for name in listed)

@@ -12,6 +12,7 @@ about C++ sources refer to ``ProcessGroupNCCL.cpp`` of torch's main branch.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from zbv_worker.transport import nccl_environment
 
 _TAG = 0
 """Channels are ordered, so all messages use the same tag, which NCCL ignores."""
@@ -225,7 +228,10 @@ class TorchNccl:
     ) -> NcclGroup | None:
         """See :class:`NcclApi`."""
         made = _options(options, timeout)
-        group = new_group(sorted(ranks), timeout=timeout, backend="nccl", pg_options=made, group_desc=name)
+        with nccl_environment.of_groups(os.environ):
+            group = new_group(
+                sorted(ranks), timeout=timeout, backend="nccl", pg_options=made, group_desc=name
+            )
         return TorchNcclGroup(group) if isinstance(group, dist.ProcessGroup) else None
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 from zbv_solver.plans.channels import Channel
 
 from zbv_worker.errors import Disagreement
+from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import Batch
 from zbv_worker.transport.connected import ConnectedTransport
@@ -96,13 +97,21 @@ class Calls:
     ----------
     channels
         Those of this rank's list.
+    progress
+        Updated while the rank waits for another one.
     timeout, patience
         Seconds to wait for another rank's announcement, and for those of the first call.
     """
 
     def __init__(
-        self, transport: ConnectedTransport, channels: Iterable[Channel], timeout: float, patience: float
+        self,
+        transport: ConnectedTransport,
+        channels: Iterable[Channel],
+        progress: CurrentProgress,
+        timeout: float,
+        patience: float,
     ):
+        self._progress = progress
         layout, position, column = transport.layout, transport.pp_rank, transport.column
         positions = {position - 1, position + 1, *chain(*((each.sender, each.receiver) for each in channels))}
         positions &= set(range(layout.pp_degree))
@@ -148,6 +157,7 @@ class Calls:
         sent, received, theirs = waiting
         seconds = self._patience if self._number == 1 else self._timeout
         name = CALLS[self._mine.call]
+        before, self._progress.waiting_for = self._progress.waiting_for, peer
         try:
             received(seconds)
             sent(seconds)
@@ -156,6 +166,7 @@ class Calls:
                 f"rank {peer} has not called {name} for {seconds:g} s. Check what it does; if it is only "
                 f"slow, raise timeout"
             ) from error
+        self._progress.waiting_for = before
         self._compare(peer, Announcement(*theirs.tolist()))
 
     def meet_all(self) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError, describe_error
+from zbv_worker.execution.progress import CurrentProgress, progress_of_error
 from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport
 from zbv_worker.transport.failure_watch import (
     SILENT_SECONDS,
@@ -42,6 +43,8 @@ class Failures:
 
     Attributes
     ----------
+    progress
+        Where the rank is, and which rank it waits for; others read it in its signs of life.
     on_end
         Called once, after a failure. Must not refer to the pipeline, which would then never be freed.
     """
@@ -54,7 +57,8 @@ class Failures:
         self.has_failed = self.is_closed = False
         self._loss: Loss | None = None
         self._watched_loss: Loss | None = None
-        self._doing = Doing("starting")
+        self._doing = "starting"
+        self.progress = CurrentProgress()
         self._watch: FailureWatch | None = None
         self._breaking = threading.Lock()
         self._is_broken, self._may_close = False, True
@@ -84,7 +88,7 @@ class Failures:
             FailureNotes(notes, self._rank),
             following,
             patience,
-            lambda: self._doing,
+            lambda: Doing(self._doing, self.progress.waiting_for),
             self._lose,
             needs_store=False,
         )
@@ -160,7 +164,7 @@ class Failures:
             )
         # Tensors that are made in inference mode, and kept, could not be used in training.
         outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        self._doing = Doing(what)
+        self._doing = what
         if self._watched_loss is not None:
             raise self._lost(what)
         try:
@@ -180,7 +184,7 @@ class Failures:
             self.end(error)
             raise
         finally:
-            self._doing = Doing("code outside of the pipeline")
+            self._doing, self.progress.waiting_for = "code outside of the pipeline", None
 
     def _lost(self, what: str) -> PeerLost:
         """End the pipeline because of a failure that the watch found."""
@@ -197,10 +201,22 @@ class Failures:
     def _blamed(self, error: ChannelTimeout | PeerLost, what: str) -> ChannelTimeout | PeerLost:
         """The error of a peer, with the reason that the first failed rank has published."""
         loss = self._first()
-        self._end(loss or Loss(self._rank, str(error)))
+        cause = self._cause(error) if loss is None else None
+        self._end(loss or cause or Loss(self._rank, str(error)))
+        if cause is not None and cause.rank != self._rank:
+            return type(error)(f"{str(cause).rstrip('.')}. {error}")
         if loss is None or loss.rank == self._rank:
             return error
         return type(error)(f"{str(loss).rstrip('.')}. Rank {self._rank} needed it in {what}.")
+
+    def _cause(self, error: ChannelTimeout | PeerLost) -> Loss | None:
+        """The rank to blame for a wait, which is not always the one that this rank waited for."""
+        at = progress_of_error(error)
+        if self._watch is None or at is None or at.peer is None:
+            return None
+        with suppress(ConnectionError):  # of the ranks' store
+            return self._notes.cause(at.peer)
+        return None
 
     def _first(self) -> Loss | None:
         """The published reason; waits a moment for it, because connections may break before it is there."""

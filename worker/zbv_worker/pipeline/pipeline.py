@@ -177,8 +177,9 @@ class Pipeline(PipelineState):
         with failures.watched("starting"):
             prepared = prepare(options, layers, loss, transport, place)
             self._reports = RunReports.of_environment(prepared.plan, transport, options.patience)
-            progress = None if self._reports is None else self._reports.progress
-            own = PipelineRank(options, prepared, transport, place, progress, plans)
+            if self._reports is not None:
+                failures.progress = self._reports.progress
+            own = PipelineRank(options, prepared, transport, place, failures.progress, plans)
         failures.on_end = partial(give_up, saving, own)
         super().__init__(prepared, own, transport, failures, saving, timeout)
         self._shared = None

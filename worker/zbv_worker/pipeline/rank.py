@@ -72,7 +72,7 @@ class PipelineRank:
         prepared: Prepared,
         transport: ConnectedTransport,
         place: RankDevice,
-        progress: CurrentProgress | None = None,
+        progress: CurrentProgress,
         plans: StepPlans | None = None,
     ):
         plan, stages = prepared.plan, prepared.stages
@@ -82,7 +82,7 @@ class PipelineRank:
         self._transport = transport
         self.device = place.device
         self.data = StepData()
-        self.calls = Calls(transport, plan.channels, options.timeout, options.patience)
+        self.calls = Calls(transport, plan.channels, progress, options.timeout, options.patience)
         self._agreed = AgreedShapes(
             transport,
             self.calls,

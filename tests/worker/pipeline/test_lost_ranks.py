@@ -1,0 +1,39 @@
+"""Three real ranks over gloo, of which one leaves its pipeline: the others name it, and end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from support.leaving_pipeline_rank import TIMEOUT
+from support.plans import unit_problem
+from zbv_solver.search.search import SearchOptions, search
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.pipeline.failures import CLOSE_SECONDS
+
+P = 3
+LOST = P - 1
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    search(unit_problem(P, 4), SearchOptions(effort="quick")).save(path)
+    return path
+
+
+@pytest.mark.parametrize("way", ["returns", "exits", "raises", "SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP"])
+def test_the_other_ranks_name_the_rank_that_has_left_and_end(plan: Path, tmp_path: Path, way: str) -> None:
+    command = python_command("support.leaving_pipeline_rank", str(plan), way)
+    with LocalRanks([command] * P, tmp_path / "logs") as ranks:
+        deadline = time.monotonic() + 60 + 4 * TIMEOUT + CLOSE_SECONDS
+        while any(ranks.processes[rank].poll() is None for rank in range(P) if rank != LOST):
+            assert time.monotonic() < deadline, "\n".join(ranks.log(rank) for rank in range(P))
+            time.sleep(0.05)
+        for rank in range(P):
+            log = ranks.log(rank)
+            if rank != LOST:
+                assert ranks.processes[rank].returncode == 0, log
+                assert f"rank {LOST}" in log, "\n".join(ranks.log(each) for each in range(P))
+                assert any(kind in log for kind in ("PeerLost", "ChannelTimeout", "Disagreement")), log

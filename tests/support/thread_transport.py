@@ -117,7 +117,7 @@ class ThreadTransport(Transport):
             if absent() & self._hub.lost:
                 raise ConnectionError(f"ranks {absent() & self._hub.lost} have closed their transports")
             if absent():
-                raise TimeoutError(f"ranks {absent()} did not take part")
+                raise TimeoutError(f"ranks {sorted(absent())} did not take part")
             return [json.loads(gathered[turn, rank]) for rank in ranks]
 
     @override

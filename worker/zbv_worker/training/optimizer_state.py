@@ -138,7 +138,7 @@ def _settings(
     settings: dict[str, Any] = {}
     first = ""
     for name, entries in stored:
-        lacking = sorted(set(optimizer.defaults) - set(entries))
+        lacking = sorted(set(getattr(optimizer, "defaults", ())) - set(entries))
         if lacking:
             raise refuse(f"it lacks {lacking[0]} of the optimizer for {name}")
         values = {key: reader.value_or_tensor(entry) for key, entry in entries.items()}

@@ -12,18 +12,8 @@ from itertools import pairwise
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layer import Model
+from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP, PART, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
-
-EMBEDDING, DECODER, MTP, LOSS, PART = "E", "t", "m", "L", ""
-"""Megatron-LM's letters of modules, and the mark of a layer that belongs to the module before it."""
-
-_RULES = (
-    (PART, r"norm|\.(mlp|ffn|feed_forward|moe)$|^final_"),
-    (MTP, r"mtp|nextn|^prediction"),
-    (EMBEDDING, r"embed|wte"),
-    (LOSS, r"head|loss|logits|classifier|^output"),
-)
-"""Letters by what a layer's name contains; any other layer is a transformer layer."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ class Modules:
         unknown = set(given) - {layer.name for layer in model.layers}
         if unknown:
             raise InvalidInput.at("/layers", f"found a letter for {min(unknown)!r}, which is not a layer.")
-        return cls(model, tuple(given.get(layer.name, _letter(layer.name)) for layer in model.each))
+        return cls(model, tuple(given.get(layer.name, letter_of(layer.name)) for layer in model.each))
 
     @property
     def late(self) -> str | None:
@@ -115,11 +105,6 @@ class Modules:
             bounds.append(begins[done])
         bounds[-1] = len(self.letters)
         return tuple(bounds)
-
-
-def _letter(name: str) -> str:
-    lowered = name.lower()
-    return next((letter for letter, pattern in _RULES if re.search(pattern, lowered)), DECODER)
 
 
 def _short(letters: str) -> str:

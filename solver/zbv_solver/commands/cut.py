@@ -23,7 +23,8 @@ from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.reading import load_problem
-from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.baselines import compare
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
@@ -156,5 +157,7 @@ def _summary(found: ExecutorCut, free: Plan | None) -> str:
         )
     if free is not None and free.objective < best.objective:
         lines.append(f"A free order gains {1 - free.objective / best.objective:.1%} more: see zbv plan.")
+    if found.even_remark:
+        lines.append(found.even_remark)
     lines += ["", found.settings.rstrip()] if found.settings else [found.remark]
     return "\n".join(lines) + "\n"

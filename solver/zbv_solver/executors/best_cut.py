@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -112,6 +112,7 @@ def best_cut(
     allow_empty: bool = False,
     late: str | None = None,
     also: Iterable[Boundaries] = (),
+    even: Mapping[Schedule, Boundaries] | None = None,
     effort: Effort = "standard",
     seed: int = 0,
     time_limit: float | None = None,
@@ -132,6 +133,8 @@ def best_cut(
         Name of the first layer that must lie on the last chunk of its rank (Megatron-LM's MTP layers).
     also
         Boundaries, as layer indices, of cuts that the result must not be worse than.
+    even
+        The executor's own cuts, likewise, to compare with.
     time_limit
         Seconds until the best cut so far is the answer, with the bounds that are proved; None for no limit.
 
@@ -160,6 +163,7 @@ def best_cut(
                 effort=effort,
                 seed=seed,
                 deadline=deadline,
+                even=(even or {}).get(schedule),
             )
             if made is not None:
                 searches.append(made)
@@ -197,12 +201,14 @@ def order_search(
     effort: Effort,
     seed: int = 0,
     deadline: float = math.inf,
+    even: Boundaries | None = None,
 ) -> OrderSearch | None:
     """The search for cuts under one schedule, not yet begun; None if the model has too few layers."""
     placed = _placed(own.problem, schedule, allow_empty)
     if placed is None:
         return None
-    return OrderSearch(placed, schedule, recompute, _latest(placed, schedule, late), effort, seed, deadline)
+    latest = _latest(placed, schedule, late)
+    return OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even)
 
 
 def _placed(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) -> LayeredProblem | None:

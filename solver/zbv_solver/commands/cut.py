@@ -18,6 +18,7 @@ from zbv_solver.documents.files import file_label, output
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
+from zbv_solver.executors.free_order import free_plan
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -26,7 +27,6 @@ from zbv_solver.problem.reading import load_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.baselines import compare
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
 
 FLAGS = ("virtual_stages", "group_size", "schedule")
 """Flags that restrict the schedules."""
@@ -57,7 +57,7 @@ def cut(arguments: argparse.Namespace) -> None:
             left = options.time_limit - (time.monotonic() - began)
             options = replace(options, time_limit=max(left, LEAST_SECONDS))
         say("searching a free order")
-        free = None if arguments.no_free_order else search(problem, options)
+        free = None if arguments.no_free_order else free_plan(problem, found.best, options)
     if arguments.output is not None:
         with output(arguments.output) as write_text:
             write_text(json.dumps(plan_json(_plan(found))) + "\n")
@@ -101,7 +101,12 @@ def _plan(found: ExecutorCut) -> Plan:
 
 def _free_json(free: Plan) -> dict[str, object]:
     bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
-    return {"objective": free.objective, "lower_bound": bound, "plan_id": free.plan_id}
+    return {
+        "objective": free.objective,
+        "lower_bound": bound,
+        "placement": free.problem.placement.name,
+        "plan_id": free.plan_id,
+    }
 
 
 def _table(found: ExecutorCut, free: Plan | None) -> Table:
@@ -122,7 +127,8 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
     if free is not None:
         bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
         table.add_section()
-        table.add_row("any order (zbv plan)", "", "", "", f"{free.objective:.6g}", f"{bound:.6g}", "")
+        name = f"any order, placement {free.problem.placement.name}"
+        table.add_row(name, "", "", "", f"{free.objective:.6g}", f"{bound:.6g}", "")
     return table
 
 
@@ -156,7 +162,8 @@ def _summary(found: ExecutorCut, free: Plan | None) -> str:
             f"tried; a longer --time-limit tries them."
         )
     if free is not None and free.objective < best.objective:
-        lines.append(f"A free order gains {1 - free.objective / best.objective:.1%} more: see zbv plan.")
+        gain, placement = 1 - free.objective / best.objective, free.problem.placement.name
+        lines.append(f"A free order gains {gain:.1%} more: see zbv plan with placement {placement}.")
     if found.even_remark:
         lines.append(found.even_remark)
     lines += ["", found.settings.rstrip()] if found.settings else [found.remark]

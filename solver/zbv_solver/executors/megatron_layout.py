@@ -11,7 +11,7 @@ import re
 from itertools import groupby
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.letters import DECODER, EMBEDDING, LOSS, MTP
+from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP
 
 LONGEST = 100_000
 """Most characters of an expanded layout."""

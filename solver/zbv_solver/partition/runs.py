@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
+from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I
 

@@ -148,7 +148,7 @@ class RunState:
         if self._data is not None:
             values[f"data.{self._transport.rank}"] = self._data.data_state()
         if column == 0:
-            values |= self._progress(step)
+            values |= self._progress(step) | self._optimizers.rest(self._transport.rank)
             for name, value in of_optimizers.items():
                 if not isinstance(value, Tensor) and not self._names.is_further(name):
                     values[name] = value

@@ -13,8 +13,9 @@ import torch
 from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import InvalidRun, WorkerError
 from zbv_worker.pipeline.pipeline import Pipeline
+from zbv_worker.training import checkpoint_state
 
 WIDTH, ROWS = 4, 8
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -235,6 +236,45 @@ def test_every_schedule_of_an_optimizer_gets_its_state(tmp_path: Path) -> None:
             plan_of(ranks, "single"), blocks, nn.functional.mse_loss, partial(program, last), ranks=ranks
         )
         assert found == [[(0.5, last), (0.25, 0)]] * ranks
+
+
+class Position:
+    """A loader with a state."""
+
+    def __init__(self, at: int = 0):
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_ranks_that_did_not_exist_get_the_state_that_all_ranks_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored: list[Any] = []
+    monkeypatch.setattr(checkpoint_state, "_set_random_state", restored.append)
+
+    def program(differs: bool, pipe: Pipeline) -> int:
+        data = Position()
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        checkpoints = pipe.checkpoints(tmp_path / str(differs), optimizer, data=data)
+        data.at += 3 + differs * pipe._transport.rank
+        checkpoints.save(checkpoints.step + 1)
+        checkpoints.finish()
+        return data.at
+
+    for differs in (False, True):
+        for ranks in (2, 4):
+            run, mse = partial(program, differs), nn.functional.mse_loss
+            found = on_ranks(plan_of(ranks, "single"), blocks, mse, run, ranks=ranks)
+            if not differs:
+                assert found == [3 * ranks // 2] * ranks
+                assert len(restored) == (0 if ranks == 2 else 4)
+    assert all(isinstance(each, WorkerError) for each in found)
+    assert "the data of rank" in str(found[2])
 
 
 def test_groups_that_had_other_settings_do_not_become_one(tmp_path: Path) -> None:

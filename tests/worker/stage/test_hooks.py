@@ -212,6 +212,11 @@ def test_modules_that_defer_their_weight_gradients_by_themselves_are_refused() -
         defer_weight_gradients(nn.Sequential(nn.Linear(WIDTH, WIDTH), Delayed(WIDTH, WIDTH)))
 
 
+def test_parameters_without_shapes_are_refused() -> None:
+    with pytest.raises(ModelError, match="found a LazyLinear whose parameters have no shapes yet"):
+        defer_weight_gradients(nn.Sequential(nn.LazyLinear(WIDTH)))
+
+
 def test_hooks_on_shared_parameters_of_a_recomputed_stage_are_refused() -> None:
     one, two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     two.weight = one.weight

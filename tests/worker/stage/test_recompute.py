@@ -110,6 +110,28 @@ def gradients_of(model: GPT, problem: Problem, precision: str, seed: int = 0) ->
     }
 
 
+class Queries(nn.Module):
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.expand_as(x)
+
+
+@pytest.mark.parametrize("module", [nn.Flatten(0), nn.Identity(), Queries()])
+def test_recomputed_stages_may_return_a_view_of_their_input_or_of_a_parameter(module: nn.Module) -> None:
+    x, found = torch.randn(3, 4), []
+    for is_recomputed in (False, True):
+        module.zero_grad()
+        stage = Stage(1, 3, module, 1, is_recomputed=is_recomputed)
+        output = stage.forward(0, x, split=True)
+        found.append([output, stage.backward_input(0, output.cos()), *(p.grad for p in module.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_recomputation_does_not_change_later_random_numbers() -> None:
     stage = Stage(1, 3, nn.Dropout(0.5), 1, is_recomputed=True)
     stage.forward(0, torch.ones(4), split=False)

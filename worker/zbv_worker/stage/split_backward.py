@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.dtensors import is_dtensor
@@ -63,8 +64,8 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
     Raises
     ------
     ModelError
-        If the tree has a DistributedDataParallel, whose hooks are invisible to Python, or a module that
-        defers its weight gradients by itself.
+        If the tree has a DistributedDataParallel, whose hooks are invisible to Python, a module that defers
+        its weight gradients by itself, or one whose parameters are not initialized yet.
     """
     for child in module.modules():
         _require_splittable(child)
@@ -88,6 +89,11 @@ def _require_splittable(module: nn.Module) -> None:
         raise ModelError(
             "found a DistributedDataParallel in a stage; it sums gradients before W has computed them. Build "
             "the stage without it, and pass --data-parallel."
+        )
+    if any(map(is_lazy, module._parameters.values())):
+        raise ModelError(
+            f"found a {type(module).__name__} whose parameters have no shapes yet. Before the pipeline is made, "
+            f"call the layers once, each with the output of the layer before, or build them with all sizes."
         )
     delays: Any = getattr(module, "need_backward_dw", None)  # as modules of TransformerEngine have it
     if callable(delays) and delays():

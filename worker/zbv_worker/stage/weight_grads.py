@@ -7,6 +7,7 @@ of a microbatch, and embeddings that scale gradients by frequency.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -35,10 +36,13 @@ class WeightGrads(deque["LinearGrad | GroupedGrad | EmbeddingGrad"]):
         """Compute every queued gradient and accumulate it into its parameter's ``.grad``.
 
         Releases each gradient's operands as soon as it is computed. Without ``no_grad`` the results would
-        have a graph that keeps all output gradients alive. Raises :class:`ModelError` if an operand was
-        written to since I, as autograd does for what it saved.
+        have a graph that keeps all output gradients alive, and autocast of the user, around the whole step,
+        would round them. Raises :class:`ModelError` if an operand was written to since I, as autograd does
+        for what it saved.
         """
-        with torch.no_grad():
+        device = self[0].grad_output.device.type if self else "cpu"
+        is_cast = torch.is_autocast_enabled(device)
+        with torch.no_grad(), torch.autocast(device, enabled=False) if is_cast else nullcontext():
             while self:
                 deferred = self.popleft()
                 deferred.require_unchanged()

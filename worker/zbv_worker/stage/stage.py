@@ -313,7 +313,12 @@ class Stage:
         try:
             yield
         finally:
-            for module, mode in before:  # not train(): some may be in evaluation mode on purpose
+            # First by each module's own train(): it may undo what eval() did, such as merging weights. Parents
+            # precede their children, which may be in evaluation mode on purpose.
+            for module, mode in before:
+                if module.training != mode:
+                    module.train(mode)
+            for module, mode in before:
                 module.training = mode
 
     def evaluate(self, input: Any, target: Any = None, *, keywords: Mapping[str, Any] = NO_KEYWORDS) -> Any:

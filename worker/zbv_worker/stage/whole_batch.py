@@ -73,6 +73,8 @@ class Decisions:
         leaves = _leaves(plain)
         sizes = {size for tensor in tensors_of(arguments) for size in tensor.shape[1:]}
         sizes |= {size for whole, _ in leaves for size in whole.shape[1:]}
+        if any(len(part) == 1 for _, part in leaves):  # would fit what the layer computes inside, too
+            sizes |= {size for parameter in layer.parameters() for size in parameter.shape}
         if not any(whole.shape[0] in sizes for whole, _ in leaves):
             return _chosen(plain, (False,) * len(leaves))
         choice = self._known.get(names)

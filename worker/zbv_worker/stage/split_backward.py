@@ -15,6 +15,7 @@ Autograd computes all other gradients during I. These are the gradients of
   cost a second pass and keep two more activations until W),
 - convolutions, parameters that a module owns directly, and subclasses of Linear with their own forward,
 - reparametrised weights, and sparse, renormalising or tensor-parallel embeddings,
+- layers that the user has compiled (``--compile`` splits them, :mod:`zbv_worker.stage.compiled`),
 - complex, sparse, nested and quantized tensors, and subclasses of tensors, except DTensors,
 - parameters with hooks. A hook may need the whole gradient of a backward (masks) or consume it (an optimizer
   in the backward). Only autograd's own accumulation calls hooks as their authors expect.
@@ -92,8 +93,8 @@ def _require_splittable(module: nn.Module) -> None:
         )
     if any(map(is_lazy, module._parameters.values())):
         raise ModelError(
-            f"found a {type(module).__name__} whose parameters have no shapes yet. Before the pipeline is made, "
-            f"call the layers once, each with the output of the layer before, or build them with all sizes."
+            f"found a {type(module).__name__} whose parameters have no shapes yet. Build it with all sizes, "
+            f"or call the layers once before the pipeline is made, each with the output of the one before."
         )
     delays: Any = getattr(module, "need_backward_dw", None)  # as modules of TransformerEngine have it
     if callable(delays) and delays():

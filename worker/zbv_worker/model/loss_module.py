@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -68,9 +68,9 @@ def ties_of(layers: Layered, loss: nn.Module | None) -> Sequence[tuple[str, str]
 
 
 def require_known_parameters(
-    modules: Mapping[int, nn.Module], loss: Tensor, inputs: Collection[Tensor]
+    modules: Mapping[int, nn.Module], outputs: Iterable[Tensor], inputs: Collection[Tensor]
 ) -> None:
-    """Refuse a loss that depends on a parameter which is in no module of the rank.
+    """Refuse outputs or a loss that depend on a parameter which is in no module of the rank.
 
     Nobody would scale, sum, clip or save its gradient.
 
@@ -79,22 +79,27 @@ def require_known_parameters(
     modules
         The rank's stages.
     inputs
-        The inputs of the loss's graph.
+        The inputs of the graph.
     """
     known = {id(each) for module in modules.values() for each in module.parameters()} | set(map(id, inputs))
-    for leaf in _leaves(loss):
+    for leaf in _leaves(outputs):
         if id(leaf) not in known:
             raise ModelError(
-                f"the loss, or a layer before it, uses a trainable tensor of shape {list(leaf.shape)} that "
+                f"a layer, or the loss, uses a trainable tensor of shape {list(leaf.shape)} that "
                 f"no layer of this rank has. A layer must register its parameters, and a loss with "
                 f"parameters must be an nn.Module that has them. If it is a parameter of a layer on another "
                 f"rank, compute with it in that layer; if it is a constant, detach it."
             )
 
 
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
+def _leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """The leaves of a graph."""
-    waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+    waiting: list[Node] = []
+    for tensor in outputs:
+        if tensor.grad_fn is not None:
+            waiting.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            yield tensor
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -205,7 +205,8 @@ def _ambiguous(leaves: Sequence[tuple[tuple[Any, ...], Any]], count: int, *, is_
     return {
         path[1].key
         for path, leaf in leaves
-        if path[0].idx == _KEYWORDS and _is_split(leaf) and (leaf.shape[0] in {*others, count} or not is_known)
+        if path[0].idx == _KEYWORDS
+        if _is_split(leaf) and (leaf.shape[0] in {*others, count} or not is_known)
     }
 
 

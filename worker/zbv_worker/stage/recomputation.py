@@ -36,8 +36,11 @@ Segment = Callable[[Any], Any]
 Computing = Callable[[Any], AbstractContextManager[object]]
 """The context of an input's forward (autocast)."""
 
-Seed = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""The initial gradient of an output, if the backward receives none; takes also the inputs of the graph."""
+Seed = Callable[[Tensor], Tensor]
+"""The initial gradient of an output, if the backward receives none."""
+
+CheckGraph = Callable[[Iterable[Tensor], Sequence[Tensor]], None]
+"""Takes the tensors that a graph computes, and those that it begins at; may raise an error."""
 
 
 class _Kept(NamedTuple):
@@ -71,12 +74,21 @@ class Recomputed:
         Given if the last segment ends in the loss.
     auxiliary
         The auxiliary losses of the stage.
+    check
+        Called for the graph of each segment.
     """
 
-    def __init__(self, computing: Computing, seed: Seed | None, auxiliary: AuxiliaryLosses):
+    def __init__(
+        self,
+        computing: Computing,
+        seed: Seed | None,
+        auxiliary: AuxiliaryLosses,
+        check: CheckGraph | None = None,
+    ):
         self._computing = computing
         self._seed = seed
         self._auxiliary = auxiliary
+        self._check = check
         self._kept: list[_Kept] = []
 
     def forward(self, segments: Sequence[Segment], x: Any) -> Any:
@@ -124,8 +136,10 @@ class Recomputed:
         repeating = auxiliary.during("repeated")
         with repeating, torch.enable_grad(), _drawing_again(kept.random, device_of(x)), self._computing(x):
             output = kept.segment(x)
+        if self._check is not None:
+            self._check(tensors_of(output), leaves)
         if gradient is None and self._seed is not None:
-            gradient = self._seed(output, leaves)
+            gradient = self._seed(output)
         edges, gradients = auxiliary.take_roots()
         for edge, each in _roots(output, kept.flags, gradient):
             edges.append(edge)

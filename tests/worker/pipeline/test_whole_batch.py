@@ -115,7 +115,7 @@ def test_a_single_row_of_a_vector_is_not_taken_for_a_width(place: int, is_per_ro
     plan = search(unit_problem(1, ROWS, "v"), SearchOptions(effort="quick"))
 
     class Scaled(nn.Linear):
-        def forward(self, input: Tensor, *, a: Tensor) -> Tensor:
+        def forward(self, input: Tensor, *, a: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(input) * (a[:, None] if is_per_row else a)
 
     torch.manual_seed(0)

@@ -85,7 +85,8 @@ def require_known_parameters(
                 f"a layer, or the loss, uses a trainable tensor of shape {list(leaf.shape)} that "
                 f"no layer of this rank has. A layer must register its parameters, and a loss with "
                 f"parameters must be an nn.Module that has them. If it is a parameter of a layer on another "
-                f"rank, compute with it in that layer; if it is a constant, detach it."
+                f"rank, register it here too (self.weight = layer.weight): it is then tied. If it is a "
+                f"constant, detach it."
             )
 
 

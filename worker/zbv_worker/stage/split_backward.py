@@ -91,7 +91,7 @@ def _require_splittable(module: nn.Module) -> None:
             "found a DistributedDataParallel in a stage; it sums gradients before W has computed them. Build "
             "the stage without it, and pass --data-parallel."
         )
-    if any(map(is_lazy, module._parameters.values())):
+    if any(map(is_lazy, module.parameters(recurse=False))):
         raise ModelError(
             f"found a {type(module).__name__} whose parameters have no shapes yet. Build it with all sizes, "
             f"or call the layers once before the pipeline is made, each with the output of the one before."

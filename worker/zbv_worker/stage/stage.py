@@ -279,7 +279,7 @@ class Stage:
         recomputed = Recomputed(self._computing, seed, self._auxiliary, self.check_graph)
         self.check_graph = None
         with self._auxiliary.during("forward"):
-            output = recomputed.forward(self._segments(target, keywords), x)
+            output = recomputed.forward(self._segments(target, keywords), x, self.module.modules())
         if self._objective is not None:
             self._objective.count()
         self._forwards[microbatch] = _Forward(

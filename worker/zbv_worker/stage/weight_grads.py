@@ -108,6 +108,16 @@ class LinearGrad(_Operands):
         if self.bias is not None and self.bias.requires_grad:
             _add(self.bias, grad.sum(0))
 
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias themselves, where they are needed."""
+        grad, x = rows_of(self.grad_output), rows_of(self.x)
+        weight = bias = None
+        if self.weight is not None:
+            weight = (x.t().mm(grad) if self.is_transposed else grad.t().mm(x)).to(self.weight.dtype)
+        if self.bias is not None:
+            bias = grad.sum(0).to(self.bias.dtype)
+        return weight, bias
+
     def _added_locally(self) -> bool:
         from zbv_worker.stage.distributed_grads import add_linear_gradients
 
@@ -166,15 +176,22 @@ class EmbeddingGrad(_Operands):
         """Add the gradient to ``.grad``; runs under ``no_grad``."""
         if not self.weight.requires_grad:
             return
-        padding = -1 if self.padding_idx is None else self.padding_idx % len(self.weight)
         is_large = self.weight.numel() > self.grad_output.numel()
         if is_large and not self.scale_by_frequency and not has_hooks(self.weight):
-            add_rows(self.weight, self.x, self.grad_output, padding)
-            return
-        grad = torch.ops.aten.embedding_dense_backward(
-            self.grad_output, self.x, self.weight.shape[0], padding, self.scale_by_frequency
+            add_rows(self.weight, self.x, self.grad_output, self._padding)
+        else:
+            _add(self.weight, self.gradient())
+
+    def gradient(self) -> Tensor:
+        """The gradient itself."""
+        found: Tensor = torch.ops.aten.embedding_dense_backward(
+            self.grad_output, self.x, self.weight.shape[0], self._padding, self.scale_by_frequency
         )
-        _add(self.weight, grad)
+        return found
+
+    @property
+    def _padding(self) -> int:
+        return -1 if self.padding_idx is None else self.padding_idx % len(self.weight)
 
     def parameters(self) -> tuple[Tensor, ...]:
         """The parameters whose gradients it adds to."""

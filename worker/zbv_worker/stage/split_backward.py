@@ -21,9 +21,9 @@ Autograd computes all other gradients during I. These are the gradients of
   in the backward). Only autograd's own accumulation calls hooks as their authors expect.
 
 Only a backward that accumulates into parameters fills the queue. A model may call ``torch.autograd.grad`` in
-its forward or in the backward of functions that it defines; nothing is queued then, and the gradients that it asks
-for are computed at once. Gradients of gradients through a queueing module (``create_graph=True``) raise an
-error.
+its forward or in the backward of functions that it defines; nothing is queued then, and the gradients that it
+asks for are computed at once. Gradients of gradients through a queueing module (``create_graph=True``) raise
+an error.
 """
 
 from __future__ import annotations

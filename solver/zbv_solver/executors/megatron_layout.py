@@ -11,7 +11,8 @@ import re
 from itertools import groupby
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.letters import DECODER, EMBEDDING, LOSS, MTP
+from zbv_solver.executors.letters import without_vision
+from zbv_solver.problem.module_letters import DECODER, EMBEDDING, LOSS, MTP
 
 LONGEST = 100_000
 """Most characters of an expanded layout."""
@@ -120,6 +121,7 @@ def layout_flags(stages: Stages, ranks: int, group: int | None, recompute: str =
     InvalidInput
         When Megatron-LM does not accept the layout, or cannot recompute like that.
     """
+    stages = without_vision(stages)
     check_layout(stages, ranks)
     letters = "".join(stages)
     flags = [

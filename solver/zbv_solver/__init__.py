@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from zbv_solver.problem.problem import Problem
     from zbv_solver.problem.reading import load_problem
     from zbv_solver.problem.reading import parse_any_problem as parse
-    from zbv_solver.search.assemble import compare
+    from zbv_solver.search.baselines import compare
     from zbv_solver.search.claims import CheckedPlan
     from zbv_solver.search.options import Effort
     from zbv_solver.search.search_state import Progress

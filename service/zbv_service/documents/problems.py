@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from statistics import fmean
+import re
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.documents import LayeredProblemDocument, ProblemDocument
-from zbv_solver.problem.layered_problem import LayeredProblem, PlacementChoice
+from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.limits import MAX_CELLS
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import to_cut_problem, to_layered, to_problem
@@ -20,8 +20,8 @@ Question = Problem | LayeredProblem
 MAX_STAGES = 16_384
 """Largest number of stages for bounds and schedules. Their time is quadratic: more stages take minutes."""
 
-OTHER_PLACEMENTS = ("v", "single", "loop-")
-"""Prefixes of the baselines that only a search of several placements has."""
+OTHER_PLACEMENT = re.compile(r"v|single|loop-\d+")
+"""Names of the baselines that only a search of several placements has."""
 
 
 def _kind(document: Any) -> str:
@@ -113,44 +113,6 @@ def largest_stages(question: Question) -> int:
     return max(placement.n_stages for placement in question.placements)
 
 
-def uncut(problem: Problem, placement: PlacementChoice | None = None) -> LayeredProblem:
-    """The layers of a problem before they were cut.
-
-    Without a link, the transfer time is the same at every boundary: the mean of the problem's times.
-
-    Parameters
-    ----------
-    placement
-        Replaces the placement of the cut.
-
-    Raises
-    ------
-    ValueError
-        When the problem has no layers.
-    """
-    if problem.model is None:
-        raise ValueError("found a problem without layers, which has no cut.")
-    cut, p2p = problem.model, problem.costs.p2p
-    asked = placement or problem.placement.kind
-    return LayeredProblem(
-        model=cut.model,
-        pp_degree=problem.pp_degree,
-        microbatches=problem.microbatches,
-        static=cut.static,
-        limit=problem.memory.limit,
-        placement=asked,
-        chunks=problem.placement.chunks if asked == "loop" else None,
-        objective=problem.objective,
-        p2p=fmean(p2p) if p2p and cut.link is None and not cut.links else 0.0,
-        link=cut.link,
-        links=cut.links,
-        devices=cut.devices,
-        rules=cut.rules,
-        units=problem.units,
-        measured=problem.measured,
-    )
-
-
 def asked_of(plan: Plan) -> LayeredProblem:
     """The layers that were searched for a plan, as far as the plan shows.
 
@@ -162,7 +124,7 @@ def asked_of(plan: Plan) -> LayeredProblem:
     ValueError
         When the plan has no layers.
     """
-    had_choice = any(each.name.startswith(OTHER_PLACEMENTS) for each in plan.baselines)
+    had_choice = any(OTHER_PLACEMENT.fullmatch(each.name) for each in plan.baselines)
     return uncut(plan.problem, placement="auto" if had_choice else None)
 
 

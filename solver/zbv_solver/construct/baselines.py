@@ -1,7 +1,8 @@
 """Classical schedules, to compare every plan with.
 
-They run the same model: their stages are the problem's stages merged in model order (one chunk per rank), or
-distributed in turn (interleaved). B is the full backward, as everywhere.
+They run the same model: their stages are the problem's stages merged in model order (one chunk per rank),
+distributed in turn (interleaved), or in a V. B is the full backward, as everywhere. For layers,
+:mod:`zbv_solver.search.baselines` gives each schedule the best cut for its own order.
 
 If microbatches differ, the schedules run them in the given order and, with ``-practice`` behind their names,
 in the order used in practice: by size, the small ones at both ends. DynaPipe's schedule is made for such
@@ -10,17 +11,20 @@ microbatches, and chooses its order itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zbv_solver.construct import torch_schedules
+from zbv_solver.construct.controllable_memory import v_half, v_min
 from zbv_solver.construct.cyclic import dynapipe
 from zbv_solver.construct.entry_orders import practice_order
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.costs import Costs, Deltas, Memory
+from zbv_solver.problem.layered_problem import AUTO_CHUNKS, uncut
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
@@ -123,20 +127,70 @@ _SINGLE: dict[str, Callable[[int, int, int], Rows]] = {
     "eager-1f1b": eager_1f1b,
     "zb-h1": zb_h1,
 }
-BASELINES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
+_V: dict[str, Callable[[int, int], Sequence[Rows | torch_schedules.Actions]]] = {
+    "zb-v": lambda p, m: [torch_schedules.zbv(rank, p, m) for rank in range(p)],
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": lambda p, m: [torch_schedules.dualpipe_v(rank, p, m) for rank in range(p)],
+}
+"""ZB-V and DualPipeV are PyTorch's; DualPipeV runs an F and a B that PyTorch may overlap one after the other."""
+INTERLEAVED = "interleaved-1f1b"
+BASELINES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", *_V)
 PRACTICE = "-practice"
 DYNAPIPE = "dynapipe"
 
 
 def baseline_names(problem: Problem) -> tuple[str, ...]:
-    """The baselines of a problem: ``BASELINES``, and more if microbatches differ."""
+    """The baselines of a problem: ``BASELINES`` that it has, and more if microbatches differ."""
+    names = tuple(name for name in BASELINES if not missing(name, problem))
     if problem.is_equal:
-        return BASELINES
-    return (*BASELINES, *(name + PRACTICE for name in BASELINES), DYNAPIPE)
+        return names
+    return (*names, *(name + PRACTICE for name in names), DYNAPIPE)
+
+
+def missing(name: str, problem: Problem) -> str:
+    """Why a problem has no such baseline; empty if it has."""
+    if problem.model is not None and not placements_of(name, problem):
+        return "needs more stages than the layers can be cut into"
+    if name in _V and problem.placement.chunks != 2 and problem.model is None:
+        return f"needs two stages per rank; the problem has {problem.placement.chunks}"
+    if name == "dualpipe-v" and problem.microbatches < 2 * problem.pp_degree:
+        return f"needs a microbatch per stage, {2 * problem.pp_degree}; the problem has {problem.microbatches}"
+    return ""
+
+
+def placements_of(name: str, problem: Problem) -> tuple[Placement, ...]:
+    """The placements of a baseline to choose from.
+
+    Interleaved 1F1B has as many stages per rank as the problem. Layers can also be cut into others, so there
+    it may have 2, 3 or 4.
+    """
+    method, p = name.removesuffix(PRACTICE), problem.pp_degree
+    if method != INTERLEAVED:
+        found = [Placement.of("v" if method in _V else "single", p)]
+    elif problem.model is None:
+        found = [Placement.of("loop", p, problem.placement.chunks)]
+    else:
+        found = [Placement.of("loop", p, chunks) for chunks in AUTO_CHUNKS]
+    if problem.model is None:
+        return tuple(found)
+    layers = uncut(problem)
+    return tuple(placement for placement in found if layers.has_room(placement.n_stages))
+
+
+def order_of(name: str, placement: Placement, m: int) -> Orders:
+    """The order of a baseline on its placement, with m microbatches in the given order."""
+    method, p = name.removesuffix(PRACTICE), placement.pp_degree
+    if method in _V:
+        return Orders.of_rows([np.asarray(rows, dtype=np.int32) for rows in _V[method](p, m)])
+    if method == INTERLEAVED:
+        chunks = placement.chunks
+        return Orders.of_rows([interleaved_1f1b(rank, p, m, chunks) for rank in range(p)])
+    return Orders.of_rows([_SINGLE[method](rank, p, m) for rank in range(p)])
 
 
 def baseline(name: str, problem: Problem) -> tuple[Problem, Orders]:
-    """The problem of a baseline (same model, other placement) and its order.
+    """The problem of a baseline (the same stages, on another placement) and its order.
 
     Parameters
     ----------
@@ -150,22 +204,22 @@ def baseline(name: str, problem: Problem) -> tuple[Problem, Orders]:
     InvalidInput
         For a name that the problem's baselines do not have.
     """
-    names = baseline_names(problem)
-    if name not in names:
-        raise InvalidInput.at("", f"found baseline {name!r}; must be one of {', '.join(names)}.")
-    p, m = problem.pp_degree, problem.microbatches
+    require_baseline(name, problem)
     if name == DYNAPIPE:
         merged = merge_stages(problem)
         return merged, dynapipe(merged)
-    method = name.removesuffix(PRACTICE)
-    if method == "interleaved-1f1b":
-        own = _on(problem, Placement.of("loop", p, problem.placement.chunks))
-        chunks = own.placement.chunks
-        orders = Orders.of_rows([interleaved_1f1b(rank, p, m, chunks) for rank in range(p)])
-    else:
-        own = merge_stages(problem)
-        orders = Orders.of_rows([_SINGLE[method](rank, p, m) for rank in range(p)])
-    return own, orders if method == name else orders.renamed(practice_order(problem))
+    (placement, *_) = placements_of(name, replace(problem, model=None))
+    own = merge_stages(problem) if placement.kind == "single" else _on(problem, placement)
+    orders = order_of(name, placement, problem.microbatches)
+    return own, orders.renamed(practice_order(problem)) if name.endswith(PRACTICE) else orders
+
+
+def require_baseline(name: str, problem: Problem) -> None:
+    """Raise :class:`InvalidInput` for a name that the problem's baselines do not have."""
+    names = baseline_names(problem)
+    if name not in names:
+        reason = missing(name, problem) if name in BASELINES else f"must be one of {', '.join(names)}"
+        raise InvalidInput.at("", f"found baseline {name!r}; {reason}.")
 
 
 def _on(problem: Problem, placement: Placement) -> Problem:

@@ -217,7 +217,8 @@ def _placed(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) -> L
         )
     chunks = placement.chunks if placement.kind == "loop" else None
     try:
-        return replace(problem, placement=placement.kind, chunks=chunks, rules=rules)
+        blocking = problem.blocking or schedule.blocking
+        return replace(problem, placement=placement.kind, chunks=chunks, rules=rules, blocking=blocking)
     except InvalidInput:
         return None
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layer import Model
+from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP, PART, VISION, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.module_letters import DECODER, EMBEDDING, LOSS, MTP, PART, VISION, letter_of
 
 
 @dataclass(frozen=True)

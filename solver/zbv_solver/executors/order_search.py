@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from zbv_solver.executors.count_model import CountModel
-from zbv_solver.executors.descent import CutDescent
-from zbv_solver.executors.fixed_order import FixedOrder, Terms
+from zbv_solver.partition.descent import CutDescent
+from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.executors.relaxation import Relaxed, relax
-from zbv_solver.executors.runs import Choice, Runs
+from zbv_solver.partition.runs import Choice, Runs
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import CutTables

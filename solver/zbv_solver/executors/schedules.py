@@ -10,7 +10,7 @@ import numpy as np
 from zbv_solver.construct import baselines
 from zbv_solver.construct.baselines import Rows
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors import torch_schedules
+from zbv_solver.construct import torch_schedules
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement, PlacementKind
 
@@ -34,6 +34,15 @@ class Schedule:
     placement: Placement
     microbatches: int
     group: int | None = None
+
+    @property
+    def blocking(self) -> bool:
+        """Whether transfers keep both ranks waiting, as in 1F1B of Megatron-LM.
+
+        ``megatron/training/arguments.py`` turns ``overlap_p2p_comm`` off for it, and
+        ``send_forward_recv_backward`` of ``p2p_communication.py`` waits between two actions.
+        """
+        return self.executor == "megatron" and self.placement.chunks == 1
 
     def orders(self) -> Orders:
         """The action list of every rank."""

@@ -17,7 +17,7 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.megatron_layout import Stages
 from zbv_solver.executors.schedules import Schedule, torch_schedule
-from zbv_solver.problem.module_letters import DECODER, EMBEDDING, LOSS
+from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS
 
 
 class ParallelismDocument(BaseModel):

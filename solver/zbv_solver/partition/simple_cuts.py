@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 import numpy as np
 
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
-
-LONGEST_PERIOD = 4
-"""Most parts per repeated block of a model: a block is one part, attention and MLP, or finer."""
-
+from zbv_solver.problem.layer_letters import DECODER, letter_of
 
 def even_cut(space: CutSpace) -> Boundaries:
-    """Deal the longest run of repeated layers evenly; layers before and after it go to the end stages.
+    """Deal all transformer layers evenly; the layers before and after them go to the end stages.
 
-    Megatron-LM does this if the first and last pipeline stages are not configured: it deals the transformer
-    blocks, and adds the embedding and the head. Without a run that is long enough, all parts are dealt
-    evenly.
+    Megatron-LM does this unless it is told otherwise (``get_num_layers_to_build`` in
+    ``megatron/core/transformer/transformer_block.py``), if the layers divide; here they need not. What is a
+    transformer layer follows from the names of layers. With fewer of them than stages, all parts are dealt.
     """
-    problem, stages = space.problem, space.n_stages
-    each = problem.model.each
-    parts = [
-        tuple((layer.costs, layer.recompute, layer.on) for layer in each[begin:end])
-        for begin, end in pairwise(problem.places)
-    ]
-    begin, end = max(
-        (_longest_run(parts, period) for period in range(1, LONGEST_PERIOD + 1)),
-        key=lambda run: run[1] - run[0],  # of the same length, the first: the shortest period
-    )
-    if end - begin < stages:
-        begin, end = 0, len(parts)
-    dealt = np.linspace(begin, end, stages + 1).round().astype(np.int64)
-    dealt[0], dealt[-1] = 0, len(parts)
-    return space.repaired(dealt)
-
-
-def _longest_run(parts: Sequence[object], period: int) -> tuple[int, int]:
-    """Begin and end of the longest run with a period, repeated at least twice."""
-    best, begin = (0, 0), 0
-    for place in range(period, len(parts) + 1):
-        if place == len(parts) or parts[place] != parts[place - period]:
-            if place - begin >= 2 * period and place - begin > best[1] - best[0]:
-                best = begin, place
-            # The parts at place - period and place differ, so no run contains both.
-            begin = place - period + 1
-    return best
+    places, stages = space.problem.places, space.n_stages
+    letters = [letter_of(layer.name) for layer in space.problem.model.each]
+    parts = [letters[begin] for begin in places[:-1]]
+    blocks = [at for at, letter in enumerate(parts) if letter == DECODER]
+    # A block may be several parts, such as attention and MLP; it begins with the first of them.
+    if len(blocks) < stages:
+        blocks = list(range(len(parts)))
+    at = np.linspace(0, len(blocks), stages + 1).round().astype(np.int64)[1:-1]
+    return space.repaired(np.array([0, *(blocks[begin] for begin in at), len(parts)]))
 
 
 def histogram_cut(space: CutSpace) -> Boundaries:

@@ -49,7 +49,15 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Metrics of a classical schedule on the same model; ``fits`` says whether it keeps the memory limit."""
+    """Metrics of a classical schedule on the same model.
+
+    Attributes
+    ----------
+    fits
+        Whether it keeps the memory limit.
+    layers_per_stage, recompute
+        For layers, the cut of a classical schedule: the best that was found for its own order.
+    """
 
     name: str
     span: float
@@ -57,6 +65,8 @@ class Baseline:
     bubble_rate: float
     peak_memory: tuple[float, ...]
     fits: bool
+    layers_per_stage: tuple[int, ...] | None = None
+    recompute: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ Stated = Annotated[Number, Field(allow_inf_nan=False)]
 PerRank = Annotated[list[Stated], AtMost(MAX_PP_DEGREE)]
 Ranks = Annotated[list[Annotated[list[str], AtMost(MAX_ACTIONS)]], AtMost(MAX_PP_DEGREE)]
 """Every rank's actions."""
+_Amount = Annotated[int, Field(strict=True, ge=0)]
 _Line = Annotated[str, Field(max_length=MAX_NAME)]
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _StatedPartition = Annotated[list[Annotated[list[str], AtMost(MAX_LAYERS)]], AtMost(MAX_STAGES)]
@@ -61,6 +62,10 @@ class BaselineDocument(_Lenient):
     bubble_rate: Stated
     peak_memory: PerRank
     fits: bool
+    layers_per_stage: Annotated[list[_Amount], AtMost(MAX_STAGES)] | None = Field(
+        None, description="The cut of a classical schedule, the best that was found for its own order."
+    )
+    recompute: Annotated[list[bool], AtMost(MAX_STAGES)] | None = None
 
 
 class ProvenanceDocument(_Lenient):
@@ -201,10 +206,6 @@ def to_plan(parsed: PlanDocument) -> Plan:
         gap_of(value, stated.lower_bound) if stated.gap is None else stated.gap,
         stated.status,
     )
-    baselines = [
-        Baseline(b.name, b.span, b.makespan, b.bubble_rate, tuple(b.peak_memory), b.fits)
-        for b in parsed.baselines
-    ]
     certificate = None
     if cut is not None:
         gap = gap_of(value, cut.lower_bound) if cut.gap is None else cut.gap
@@ -213,7 +214,7 @@ def to_plan(parsed: PlanDocument) -> Plan:
         problem,
         orders,
         metrics,
-        tuple(baselines),
+        tuple(map(to_baseline, parsed.baselines)),
         Provenance(
             provenance.method,
             provenance.seed,
@@ -223,6 +224,21 @@ def to_plan(parsed: PlanDocument) -> Plan:
         ),
         certificate,
         None if parsed.simulation is None else _simulation(parsed.simulation),
+    )
+
+
+def to_baseline(stated: BaselineDocument) -> Baseline:
+    """A stated baseline."""
+    cut, recompute = stated.layers_per_stage, stated.recompute
+    return Baseline(
+        stated.name,
+        stated.span,
+        stated.makespan,
+        stated.bubble_rate,
+        tuple(stated.peak_memory),
+        stated.fits,
+        None if cut is None else tuple(cut),
+        None if recompute is None else tuple(recompute),
     )
 
 

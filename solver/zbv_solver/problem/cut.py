@@ -88,8 +88,10 @@ class CutModel:
         The link that p2p costs were computed from; None if p2p was given.
     static
         (p,) static memory of every rank in addition to that of its layers.
-    devices, links
+    devices, links, blocking
         As in :class:`~zbv_solver.problem.layered_problem.LayeredProblem`.
+    blocked
+        The latency that blocking transfers without a link add to the costs of stages.
     """
 
     model: Model
@@ -99,6 +101,8 @@ class CutModel:
     static: tuple[float, ...]
     devices: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
+    blocking: bool = False
+    blocked: float = 0.0
 
     @cached_property
     def partition(self) -> tuple[tuple[str, ...], ...]:

@@ -205,6 +205,11 @@ class LayeredCostsDocument(Document):
         ]
         | None
     ) = Field(None, description="One link, or one per rank: to the next rank, from the last to the first.")
+    blocking: bool = Field(
+        False,
+        description="Whether transfers keep both ranks waiting, as in 1F1B of Megatron-LM, instead of "
+        "overlapping with their actions. The costs of stages then include them.",
+    )
     forward: NumberOrList | None = None
     backward_input: NumberOrList | None = None
     backward_weight: NumberOrList | None = None

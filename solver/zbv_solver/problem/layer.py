@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.limits import MAX_LAYERS
-from zbv_solver.problem.module_letters import DECODER, PART, letter_of
+from zbv_solver.problem.layer_letters import DECODER, PART, letter_of
 from zbv_solver.problem.numeric import broken_rule, delta_rule
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise, starmap
+from operator import add
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -52,6 +54,10 @@ class LayeredProblem:
     links
         (p,) or empty: in place of ``link``, the link from every rank to the next one, and from the last rank
         to the first.
+    blocking
+        Whether transfers keep both ranks waiting instead of overlapping with their actions. The costs of a
+        cut's stages then include them: those of an F that of its output, and those of a backward that of the
+        gradient it returns.
 
     Raises
     ------
@@ -74,6 +80,7 @@ class LayeredProblem:
     measured: tuple[tuple[str, str], ...] = ()
     devices: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
+    blocking: bool = False
 
     def __post_init__(self) -> None:
         issues = (
@@ -158,28 +165,39 @@ class LayeredProblem:
         """The problem by stages that a cut results in."""
         # A cut is made, so its rules no longer depend on an executor.
         rules = replace(self.rules, allow_empty=bool(self.rules.allow_empty))
-        model = CutModel(self.model, cut, rules, self.link, self.static, self.devices, self.links)
+        model = CutModel(
+            self.model,
+            cut,
+            rules,
+            self.link,
+            self.static,
+            self.devices,
+            self.links,
+            self.blocking,
+            self.p2p if self.blocking else 0.0,
+        )
         rank_of = placement.rank_of
-        costs = [
+        columns = [
             self.model.columns(recomputed, self.kinds[self.kind_of[rank]])
             for recomputed, rank in zip(cut.recompute, rank_of, strict=True)
         ]
-        stages = [*zip(costs, starmap(slice, pairwise(cut.bounds)), strict=True)]
+        stages = [*zip(columns, starmap(slice, pairwise(cut.bounds)), strict=True)]
 
         def total(of: str) -> tuple[float, ...]:
             return tuple(float(sum(getattr(columns, of)[layers])) for columns, layers in stages)
 
         has_fused = any(any(columns.is_fused[layers]) for columns, layers in stages)
+        costs = Costs(
+            total("forward"),
+            total("backward_input"),
+            total("backward_weight"),
+            tuple(map(self.transfer, cut.bounds[1:-1], rank_of, rank_of[1:])),
+            total("fused") if has_fused else None,
+        )
         return Problem(
             placement=placement,
             microbatches=self.microbatches,
-            costs=Costs(
-                total("forward"),
-                total("backward_input"),
-                total("backward_weight"),
-                tuple(map(self.transfer, cut.bounds[1:-1], rank_of, rank_of[1:])),
-                total("fused") if has_fused else None,
-            ),
+            costs=_waiting(costs, placement) if self.blocking else costs,
             memory=Memory(
                 total("after_forward"),
                 total("after_input"),
@@ -229,6 +247,59 @@ class LayeredProblem:
 
 
 AnyProblem = Problem | LayeredProblem
+
+
+def uncut(problem: Problem, placement: PlacementChoice | Placement | None = None) -> LayeredProblem:
+    """The layers of a problem before they were cut, on its own placement or another one.
+
+    Without a link, the transfer time is the same at every boundary: the mean of the problem's times.
+
+    Raises
+    ------
+    ValueError
+        When the problem has no layers.
+    InvalidInput
+        When the layers are too few for the placement.
+    """
+    cut = problem.model
+    if cut is None:
+        raise ValueError("found a problem without layers, which has no cut.")
+    asked = placement or problem.placement
+    chunks = asked.chunks if isinstance(asked, Placement) else problem.placement.chunks
+    kind = asked.kind if isinstance(asked, Placement) else asked
+    has_p2p = problem.costs.p2p and cut.link is None and not cut.links
+    return LayeredProblem(
+        model=cut.model,
+        pp_degree=problem.pp_degree,
+        microbatches=problem.microbatches,
+        static=cut.static,
+        limit=problem.memory.limit,
+        placement=kind,
+        chunks=chunks if kind == "loop" else None,
+        objective=problem.objective,
+        p2p=cut.blocked if cut.blocking else fmean(problem.costs.p2p) if has_p2p else 0.0,
+        link=cut.link,
+        links=cut.links,
+        devices=cut.devices,
+        rules=cut.rules,
+        units=problem.units,
+        measured=problem.measured,
+        blocking=cut.blocking,
+    )
+
+
+def _waiting(costs: Costs, placement: Placement) -> Costs:
+    """The costs of stages with the transfers to other ranks, which then take no further time."""
+    p2p = [0.0 if placement.is_local(at) else time for at, time in enumerate(costs.p2p)]
+    after, before = (*p2p, 0.0), (0.0, *p2p)
+    fused = costs.backward
+    return replace(
+        costs,
+        forward=tuple(map(add, costs.forward, after)),
+        backward_input=tuple(map(add, costs.backward_input, before)),
+        backward=None if fused is None else tuple(map(add, fused, before)),
+        p2p=(0.0,) * len(p2p),
+    )
 
 
 def _shape_issues(problem: LayeredProblem) -> Iterator[Issue]:

@@ -255,6 +255,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         ),
         units=_units(document.units),
         measured=tuple(sorted((document.measured or {}).items())),
+        blocking=costs.blocking,
     )
 
 

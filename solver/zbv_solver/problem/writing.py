@@ -42,6 +42,8 @@ def problem_json(problem: Problem) -> dict[str, Any]:
         document["memory"]["static_beside_layers"] = plain(cut_model.static)
         if (link := cut_model.links or cut_model.link) is not None:
             document["costs"]["link"] = plain(link)
+        if cut_model.blocking:
+            document["costs"] |= {"blocking": True} | ({} if link else {"p2p": number(cut_model.blocked)})
         if cut_model.devices:
             document["devices"] = plain(cut_model.devices)
     return document | _descriptions(problem)
@@ -70,6 +72,8 @@ def layered_json(problem: LayeredProblem) -> dict[str, Any]:
         "memory": {"static": plain(problem.static), "limit": plain(problem.limit)},
         "cut": plain(problem.rules),
     }
+    if problem.blocking:
+        document["costs"]["blocking"] = True
     if problem.devices:
         document["devices"] = plain(problem.devices)
     if problem.placement == "loop":

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from zbv_solver import bounds
-from zbv_solver.construct.baselines import baseline, baseline_names, without_limit
+from zbv_solver.construct.baselines import without_limit
 from zbv_solver.documents.files import file_label
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.certificate import certify
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Baseline, Metrics, Plan, Provenance
+from zbv_solver.plans.plan import Metrics, Plan, Provenance
 from zbv_solver.plans.reading import load_plan_document, parse_orders, to_plan
-from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
 from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.search.baselines import classical, fits
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify, verify_orders
 
@@ -94,40 +94,7 @@ def baseline_plan(name: str, problem: Problem) -> Plan:
     If the schedule exceeds the memory limit, the plan's problem has no limit, so that it can still be shown
     and run.
     """
-    own_problem, orders = baseline(name, problem)
+    own_problem, orders = classical(name, problem)
     unlimited = without_limit(own_problem)
     peaks = evaluate(unlimited, orders).peak_memory
-    return make_plan(own_problem if _fits(own_problem, peaks) else unlimited, orders, method=name)
-
-
-def compare(problem: Problem) -> tuple[Baseline, ...]:
-    """What the classical schedules achieve on a problem: GPipe, 1F1B, eager and interleaved 1F1B, and ZB-H1.
-
-    If microbatches differ, also in the order used in practice (``-practice``), and DynaPipe's schedule. Only
-    that one knows the memory limit; :attr:`Baseline.fits` says which of them keep it. Every plan has them as
-    ``plan.baselines``.
-    """
-    results = []
-    for name in baseline_names(problem):
-        own_problem, orders = baseline(name, problem)
-        unlimited = without_limit(own_problem)
-        verify_orders(unlimited, orders)
-        timing = evaluate(unlimited, orders)
-        results.append(
-            Baseline(
-                name,
-                timing.span,
-                timing.makespan,
-                timing.bubble_rate,
-                timing.peak_memory,
-                _fits(own_problem, timing.peak_memory),
-            )
-        )
-    return tuple(results)
-
-
-def _fits(problem: Problem, peaks: tuple[float, ...]) -> bool:
-    limits = problem.memory.limit
-    return limits is None or not any(
-        exceeds(p, limit, SEARCH_MEMORY) for p, limit in zip(peaks, limits, strict=True)
-    )
+    return make_plan(own_problem if fits(own_problem, peaks) else unlimited, orders, method=name)

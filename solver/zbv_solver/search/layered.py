@@ -34,7 +34,8 @@ from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
 from zbv_solver.problem.problem import Problem, require_same_problem
 from zbv_solver.problem.writing import layered_json
-from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.baselines import compare
 from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.search.options import STAGES, SearchOptions
 from zbv_solver.search.pipeline import Pipeline
@@ -90,10 +91,12 @@ def plan_layers(
     start = None if incumbent is None else own.incumbent(_checked(problem, incumbent))
     hear = None if on_progress is None else lambda heard: on_progress(own.progress(heard))
     try:
-        return own.plan(_LayersSearch(own.problem, options or SearchOptions(), hear, cancelled).run(start))
+        plan = own.plan(_LayersSearch(own.problem, options or SearchOptions(), hear, cancelled).run(start))
     except ContradictedBound as error:
         objective, bound = error.objective * own.length, error.bound * own.length
         raise ContradictedBound(layered_json(problem), objective, bound, error.source) from None
+    # In the caller's unit, as everywhere else, so that the same problem has the same baselines.
+    return replace(plan, baselines=(*compare(plan.problem), *plan.baselines))
 
 
 def first_plan(problem: LayeredProblem, cancelled: Cancelled | None = None, workers: int = 1) -> Plan:
@@ -316,7 +319,7 @@ class _LayersSearch:
         provenance = replace(best.provenance, seconds=time.monotonic() - self.began, extra=extra)
         return replace(
             best,
-            baselines=(*compare(best.problem), *beside),
+            baselines=beside,
             cut=CutCertificate(self.method, certificate.lower_bound, certificate.gap),
             provenance=provenance,
         )

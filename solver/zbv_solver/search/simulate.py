@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from zbv_solver.construct.baselines import baseline, without_limit
+from zbv_solver.construct.baselines import baseline_names, without_limit
 from zbv_solver.errors import InvalidInput
 from zbv_solver.jitter.noise import MAX_SEED, Jitter
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.simulation import SimulatedBaseline, Simulation, Spans
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import compare
+from zbv_solver.search.baselines import compare, stated
 from zbv_solver.timing.step_times import iteration_times
 
 SCENARIOS = 256
@@ -32,11 +32,12 @@ def simulate(plan: Plan, jitter: Jitter, *, scenarios: int = SCENARIOS, seed: in
         raise InvalidInput.at("/seed", f"found {seed}; must be from 0 to {MAX_SEED}.")
     problem = plan.problem
     own = _spans(problem, plan.orders, jitter, scenarios, seed)
-    fits = {each.name: each.fits for each in compare(problem)}
+    names = baseline_names(problem)
+    rows = [each for each in plan.baselines if each.name in names] or compare(problem)
     others = [
-        SimulatedBaseline(name, _spans(without_limit(of), orders, jitter, scenarios, seed), is_fitting)
-        for name, is_fitting in fits.items()
-        for of, orders in [baseline(name, problem)]
+        SimulatedBaseline(row.name, _spans(without_limit(of), orders, jitter, scenarios, seed), row.fits)
+        for row in rows
+        for of, orders in [stated(row, problem)]
     ]
     return Simulation(jitter, scenarios, seed, own, tuple(others))
 

@@ -11,7 +11,7 @@ import pytest
 from support.fake_searches import plan_of
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.problems import uniform
-from zbv_service.documents.problems import question_json, uncut
+from zbv_service.documents.problems import question_json
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.compare import compare_view
 from zbv_service.pages.views.layers import facts_of_layers, recomputed
@@ -22,7 +22,7 @@ from zbv_solver.export import export
 from zbv_solver.export.report import plan_view
 from zbv_solver.export.report.layers import layers_view
 from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
-from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
 

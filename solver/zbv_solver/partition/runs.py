@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.executors.fixed_order import FixedOrder, Terms
+from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.problem import B, F, I
 
 Choice = tuple[Boundaries, tuple[bool, ...]]
 """A cut: boundaries in parts (S+1,), and recomputed stages (S,)."""
@@ -161,6 +162,10 @@ class Runs:
         again = inside * np.asarray(recompute, dtype=np.float64)[:, None]
         duration = self.duration[0] @ (inside - again).T + self.duration[1] @ again.T
         latency = self.remote * (self.first_transfer + counts[1:-1] @ self.transfer)
+        if self.space.problem.blocking:
+            duration[F, :-1] += latency
+            duration[[I, B], 1:] += latency
+            latency = np.zeros_like(latency)
         return duration, latency
 
     def value(self, order: FixedOrder, choice: Choice) -> float:
@@ -202,8 +207,11 @@ class Runs:
     def row_of_terms(self, terms: Terms) -> Row:
         """Terms of the order as a row."""
         slope = np.zeros((len(self.lower), len(self.size)))
-        slope[1:-1] += (terms.transfers * self.remote)[:, None] * self.transfer
-        fixed = float(terms.transfers @ self.remote) * self.first_transfer
+        crossed = terms.transfers
+        if self.space.problem.blocking:
+            crossed = terms.count[F, :-1] + terms.count[I, 1:] + terms.count[B, 1:]
+        slope[1:-1] += (crossed * self.remote)[:, None] * self.transfer
+        fixed = float(crossed @ self.remote) * self.first_transfer
         return self._row(fixed, slope, np.arange(len(self.lower) - 1), terms.count, self.duration)
 
     def row_of_memory(self, stages: IntArray, numbers: FloatArray) -> Row:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import problems
-from zbv_solver.executors.fixed_order import FixedOrder, largest_mean_cycle
+from zbv_solver.partition.fixed_order import FixedOrder, largest_mean_cycle
 from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.timing.start_times import evaluate
 

@@ -9,8 +9,8 @@ from random import Random
 
 import numpy as np
 
-from zbv_solver.executors.fixed_order import FixedOrder
-from zbv_solver.executors.runs import Choice, Runs
+from zbv_solver.partition.fixed_order import FixedOrder
+from zbv_solver.partition.runs import Choice, Runs
 from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
 
 KICKS = 3

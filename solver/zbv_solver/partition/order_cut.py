@@ -1,0 +1,95 @@
+"""A good cut of layers for one fixed order, by a local search: for schedules that plans are compared with.
+
+:mod:`zbv_solver.executors.best_cut` searches longer and proves a bound; here nothing is proved. The result is
+never worse than the cuts that the search begins with, as far as they fit the memory limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zbv_solver.errors import InvalidPlan
+from zbv_solver.partition.cut_space import CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.descent import CutDescent
+from zbv_solver.partition.fixed_order import FixedOrder
+from zbv_solver.partition.runs import Choice, Runs
+from zbv_solver.partition.simple_cuts import level_cut
+from zbv_solver.partition.starts import fitting_starts
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
+from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.timing.start_times import evaluate
+
+ACTIONS = 5_000_000
+"""Actions that the search for one order may time: some tenths of a second."""
+
+
+def cut_for_order(
+    problem: LayeredProblem, orders: Orders, also: Sequence[Cut] = (), actions: int = ACTIONS
+) -> Problem:
+    """The layers with the best cut that was found for an order, on the problem's only placement.
+
+    If no cut is found that fits the memory limit, the cut is the best one without it, and nothing is
+    recomputed.
+
+    Parameters
+    ----------
+    also
+        Cuts that the result must not be worse than.
+    """
+    found = _searched(problem, orders, also, actions)
+    if found is None:
+        found = _searched(replace(problem, limit=None), orders, also, actions)
+    if found is None:
+        raise InvalidPlan("no cut was timed; this is a bug in zbv, please report it.")
+    return problem.cut_into(problem.placements[0], found)
+
+
+def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], actions: int) -> Cut | None:
+    (placement,) = problem.placements
+    space = CutSpace(problem, placement, CutTables.of(problem))
+    starts = list(dict.fromkeys(_starts(space, also)))
+    if not problem.has_equal_ranks:
+        return _best_of(space, orders, starts)
+    runs = Runs.of(space)
+    order = FixedOrder.of(problem.cut_into(placement, space.cut(*starts[0])), orders)
+    can_choose = problem.limit is not None and problem.model.can_recompute
+    local = CutDescent(runs, order, actions, seed=0, may_recompute=can_choose)
+    for start in starts:
+        if runs.allows(start[0]):
+            local.consider(start)
+    first = local.best or local.closest
+    if first is not None:
+        local.run(first)
+    return None if local.best is None else space.cut(*local.best)
+
+
+def _starts(space: CutSpace, also: Sequence[Cut]) -> Iterator[Choice]:
+    """The given cuts and the usual ones, with those stages recomputed that need to be."""
+    plain = (False,) * space.n_stages
+    level = level_cut(space)
+    yield level, plain
+    if space.problem.limit is not None and space.tables.variants > 1:
+        yield level, (True,) * space.n_stages
+    for cut in also:
+        bounds = space.bounds_of(cut)
+        if space.allows(bounds) and space.cut(bounds, cut.recompute) == cut:
+            yield bounds, cut.recompute
+    yield from fitting_starts(space, level)[0].values()
+
+
+def _best_of(space: CutSpace, orders: Orders, choices: Sequence[Choice]) -> Cut | None:
+    """The best of some cuts that fit, for ranks that differ."""
+    limits, best, least = space.problem.limit, None, float("inf")
+    for choice in choices:
+        cut = space.cut(*choice)
+        timing = evaluate(replace(space.problem, limit=None).cut_into(space.placement, cut), orders)
+        peaks = zip(timing.peak_memory, limits or (), strict=False)
+        value = objective_value(space.problem.objective, timing)
+        if value < least and not any(exceeds(peak, limit, SEARCH_MEMORY) for peak, limit in peaks):
+            best, least = cut, value
+    return best

@@ -1,4 +1,4 @@
-"""What an executor calls the layers of a model: embedding, transformer layers, MTP layers, and loss.
+"""What an executor calls the layers of a model: vision, embedding, transformer, MTP, and loss.
 
 Executors cut between whole modules. Layers of a finer model belong to the module before them.
 """
@@ -16,9 +16,12 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 
 EMBEDDING, DECODER, MTP, LOSS, PART = "E", "t", "m", "L", ""
 """Megatron-LM's letters of modules, and the mark of a layer that belongs to the module before it."""
+VISION = "v"
+"""A layer of a vision encoder, for which Megatron-LM has no letter."""
 
 _RULES = (
     (PART, r"norm|\.(mlp|ffn|feed_forward|moe)$|^final_"),
+    (VISION, r"vision|visual|patch|projector"),
     (MTP, r"mtp|nextn|^prediction"),
     (EMBEDDING, r"embed|wte"),
     (LOSS, r"head|loss|logits|classifier|^output"),
@@ -30,8 +33,8 @@ _RULES = (
 class Modules:
     """The letter of every layer, copies counted.
 
-    Raises :class:`InvalidInput` unless at most the first layer is an embedding, transformer layers come next,
-    then MTP layers, and at most one loss is last.
+    Raises :class:`InvalidInput` unless the layers are, in this order, those of a vision encoder, at most one
+    embedding, transformer layers, MTP layers, and at most one loss.
     """
 
     model: Model
@@ -39,18 +42,18 @@ class Modules:
 
     def __post_init__(self) -> None:
         for name, letter in zip(self.model.names, self.letters, strict=True):
-            if letter not in (EMBEDDING, DECODER, MTP, LOSS, PART):
+            if letter not in (VISION, EMBEDDING, DECODER, MTP, LOSS, PART):
                 raise InvalidInput.at(
                     "/layers",
-                    f"found letter {letter!r} for layer {name!r}; must be E, t, m, L, or empty for a part of "
-                    f"the module before it.",
+                    f"found letter {letter!r} for layer {name!r}; must be v, E, t, m, L, or empty for a part "
+                    f"of the module before it.",
                 )
-        if not re.fullmatch("E?t+m*L?", "".join(self.letters)) or self.letters[0] == PART:
+        if not re.fullmatch("v*E?t+m*L?", "".join(self.letters)) or self.letters[0] == PART:
             raise InvalidInput.at(
                 "/layers",
-                f"found layers with the letters {_short(''.join(self.letters))}; executors take an embedding "
-                f"(E), then transformer layers (t), MTP layers (m) and the loss (L). Name the layers like "
-                f"that, or give the letters.",
+                f"found layers with the letters {_short(''.join(self.letters))}; executors take a vision "
+                f"encoder (v), an embedding (E), transformer layers (t), MTP layers (m) and the loss (L). Name "
+                f"the layers like that, in this order.",
             )
 
     @classmethod
@@ -84,15 +87,16 @@ class Modules:
         return text
 
     def kept_whole(self, problem: LayeredProblem) -> LayeredProblem:
-        """The problem with rules that keep the modules whole, and all MTP layers in one stage."""
+        """The problem with rules: modules stay whole, MTP layers are together, and so are vision and embedding."""
         names = self.model.names
         groups = [
             (before, name)
             for (before, name), letter in zip(pairwise(names), self.letters[1:], strict=True)
             if letter == PART
         ]
-        mtp = tuple(name for name, letter in zip(names, self.letters, strict=True) if letter == MTP)
-        groups += [(mtp[0], mtp[-1])] if len(mtp) > 1 else []
+        for joined in ((MTP,), (VISION, EMBEDDING)):
+            own = [name for name, letter in zip(names, self.letters, strict=True) if letter in joined]
+            groups += [(own[0], own[-1])] if len(own) > 1 else []
         rules = replace(problem.rules, together=(*problem.rules.together, *groups))
         return replace(problem, rules=rules)
 

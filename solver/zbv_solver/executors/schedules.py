@@ -38,6 +38,11 @@ class Schedule:
     group: int | None = None
     read: Orders | None = field(default=None, compare=False)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether backwards are split into I and W."""
+        return self.name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
     def orders(self) -> Orders:
         """The action list of every rank."""
         if self.read is not None:

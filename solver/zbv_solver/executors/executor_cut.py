@@ -20,7 +20,7 @@ from zbv_solver.executors.schedules import (
     torch_schedule,
     torch_schedule_name,
 )
-from zbv_solver.executors.torchtitan_settings import write_settings
+from zbv_solver.executors.torchtitan_settings import TitanSettings, module_names
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.limits import MAX_CHUNKS
 from zbv_solver.search.options import Effort
@@ -42,7 +42,7 @@ class ExecutorCut:
     stages
         The modules of every stage as letters; None for ``torch``, which does not name modules.
     settings
-        Flags of Megatron-LM, TOML of torchtitan, or nothing; None if the executor cannot express the result.
+        Flags of Megatron-LM or a function for torchtitan; None if the executor cannot express the result.
     remark
         Why there are no settings; empty if there are.
     """
@@ -102,6 +102,8 @@ def cut_for_executor(
         raise InvalidInput.at("", f"found executor {executor!r}; must be one of {', '.join(EXECUTORS)}.")
     _check_request(executor, virtual_stages or (), group, schedules)
     modules = None if executor == "torch" else Modules.of(problem.model, letters)
+    if modules is not None:
+        _check_modules(modules, executor, problem.pp_degree)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)
     best = best_cut(
         problem if modules is None else modules.kept_whole(problem),
@@ -155,6 +157,16 @@ def _check_request(
         raise error.below("/schedule") from None
 
 
+def _check_modules(modules: Modules, executor: str, pp_degree: int) -> None:
+    """Raise :class:`InvalidInput` for layers that the executor cannot run, whatever the cut."""
+    if executor == "torchtitan" and pp_degree > 1 and modules.late is not None:
+        raise InvalidInput.at(
+            "/layers",
+            f"found {modules.late!r}, which belongs to multi-token prediction; torchtitan has none in pipelines. "
+            f"Leave such layers out, or use another executor.",
+        )
+
+
 def stage_letters(best: BestCut, modules: Modules) -> Stages:
     """The modules of every stage."""
     model = best.problem.model
@@ -167,7 +179,12 @@ def stage_letters(best: BestCut, modules: Modules) -> Stages:
 def _settings(executor: str, best: BestCut, stages: Stages) -> str:
     recompute, schedule = _recomputed(best), best.schedule
     if executor == "torchtitan":
-        return write_settings(stages, schedule, recompute)
+        ranks = schedule.placement.pp_degree
+        parts = module_names(stages) if ranks > 1 else None
+        titan = TitanSettings(
+            ranks, schedule.name, schedule.microbatches, parts, recompute, schedule.is_split
+        )
+        return titan.text()
     flags = layout_flags(stages, schedule.placement.pp_degree, schedule.group, recompute)
     return " \\\n".join(flags) + "\n"
 

@@ -1,4 +1,4 @@
-"""What an executor calls the layers of a model: embedding, transformer layers, MTP layers, and loss.
+"""What an executor calls the layers of a model: vision, embedding, transformer, MTP, and loss.
 
 Executors cut between whole modules. Layers of a finer model belong to the module before them, and a vision
 encoder to the stage of the embedding: Megatron-LM's layouts have no letter for it, and the models of
@@ -29,11 +29,11 @@ class Modules:
     letters: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if not re.fullmatch("V*E?t+m*L?", "".join(self.letters)) or self.letters[0] == PART:
+        if not re.fullmatch("v*E?t+m*L?", "".join(self.letters)) or self.letters[0] == PART:
             raise InvalidInput.at(
                 "/layers",
                 f"found layers with the letters {short(''.join(self.letters))}; executors take a vision encoder "
-                f"(V), an embedding (E), then transformer layers (t), MTP layers (m) and the loss (L). Letters "
+                f"(v), an embedding (E), then transformer layers (t), MTP layers (m) and the loss (L). Letters "
                 f"follow from names: rename the layers, for example to vision, embedding, block, mtp and head.",
             )
 
@@ -48,37 +48,30 @@ class Modules:
         return self.model.names[self.letters.index(MTP)] if MTP in self.letters else None
 
     def of_stage(self, begin: int, end: int) -> str:
-        """The letters of the layers ``[begin, end)``, one V for a whole vision encoder.
-
-        An embedding and a loss without a layer are added.
-        """
-        text = re.sub(f"{VISION}+", VISION, "".join(self.letters[begin:end]))
+        """The letters of the layers ``[begin, end)``; an embedding and a loss without a layer are added."""
+        text = "".join(self.letters[begin:end])
         if begin == 0 and EMBEDDING not in self.letters:
-            text = re.sub(f"^{VISION}?", rf"\g<0>{EMBEDDING}", text)
+            text = re.sub(f"^{VISION}*", rf"\g<0>{EMBEDDING}", text)
         if end == len(self.letters) and LOSS not in self.letters:
             text += LOSS
         return text
 
     def kept_whole(self, problem: LayeredProblem) -> LayeredProblem:
-        """The problem with rules that keep the modules whole.
-
-        All MTP layers are in one stage, and a vision encoder is in that of the embedding.
-        """
+        """The problem with rules: modules stay whole, MTP layers are together, and so are vision and embedding."""
         names = self.model.names
         groups = [
             (before, name)
             for (before, name), letter in zip(pairwise(names), self.letters[1:], strict=True)
             if letter == PART
         ]
-        mtp = tuple(name for name, letter in zip(names, self.letters, strict=True) if letter == MTP)
-        groups += [(mtp[0], mtp[-1])] if len(mtp) > 1 else []
-        first = [name for name, letter in zip(names, self.letters, strict=True) if letter in (VISION, EMBEDDING)]
-        groups += [(first[0], first[-1])] if VISION in self.letters else []
+        for joined in ((MTP,), (VISION, EMBEDDING)):
+            own = [name for name, letter in zip(names, self.letters, strict=True) if letter in joined]
+            groups += [(own[0], own[-1])] if len(own) > 1 else []
         rules = replace(problem.rules, together=(*problem.rules.together, *groups))
         return replace(problem, rules=rules)
 
     def bounds(self, stages: tuple[str, ...]) -> tuple[int, ...]:
-        """The boundaries, as layer indices, of stages with these letters. V may be left out.
+        """The boundaries, as layer indices, of stages with these letters; those of vision may be left out.
 
         Raises :class:`InvalidInput` when the stages have other modules than the model.
         """

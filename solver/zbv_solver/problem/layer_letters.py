@@ -1,7 +1,7 @@
 """What the names of layers say: which are transformer layers, and which belong to the ends of a model.
 
 The letters are those of Megatron-LM's layouts (``PipelineParallelLayerLayout.parse_str_to_list`` in
-``megatron/core/transformer/pipeline_parallel_layer_layout.py``), and V for a vision encoder, for which
+``megatron/core/transformer/pipeline_parallel_layer_layout.py``), and v for a layer of a vision encoder, for which
 Megatron-LM has none.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-VISION, EMBEDDING, DECODER, MTP, LOSS, PART = "V", "E", "t", "m", "L", ""
+VISION, EMBEDDING, DECODER, MTP, LOSS, PART = "v", "E", "t", "m", "L", ""
 """Modules, and the mark of a layer that belongs to the module before it."""
 
 _RULES = (

@@ -19,7 +19,7 @@ from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.certificate import verdict
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Baseline, Plan
+from zbv_solver.plans.plan import Baseline, Metrics, Plan
 from zbv_solver.plans.reading import (
     BaselineDocument,
     PlanDocument,
@@ -63,11 +63,18 @@ class Claim:
 
 @dataclass(frozen=True, eq=False)
 class CheckedPlan:
-    """A plan file that passed all checks."""
+    """A plan file that passed all checks.
+
+    Attributes
+    ----------
+    metrics
+        As stated, or else computed; None if the file states none and Numba is not installed.
+    """
 
     problem: Problem
     orders: Orders
     claims: tuple[Claim, ...]
+    metrics: Metrics | None
 
     @property
     def verified(self) -> tuple[Claim, ...]:
@@ -113,10 +120,11 @@ def check_plan(
         require_answer(problem, asked)
     if parsed.metrics is None:
         verify_orders(problem, orders)
-        plan = None
+        plan, metrics = None, _metrics_of(problem, orders)
     else:
         plan = to_plan(parsed)
         verify(plan)
+        metrics = plan.metrics
     claims = [*_order_claims(parsed, problem), *_metric_claims(parsed)]
     claims += _baseline_claims(parsed, problem)
     if plan is not None:
@@ -136,7 +144,16 @@ def check_plan(
                 "how a plan was found does not follow from it",
             )
         )
-    return CheckedPlan(problem, orders, tuple(claims))
+    return CheckedPlan(problem, orders, tuple(claims), metrics)
+
+
+def _metrics_of(problem: Problem, orders: Orders) -> Metrics | None:
+    """The metrics of verified orders; None without Numba."""
+    if not can_compile():
+        return None
+    from zbv_solver.search.assemble import make_plan
+
+    return make_plan(problem, orders, method="unknown").metrics
 
 
 def require_answer(problem: Problem, asked: Problem | LayeredProblem) -> None:

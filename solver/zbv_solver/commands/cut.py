@@ -23,7 +23,8 @@ from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.reading import load_problem
-from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.baselines import compare
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 

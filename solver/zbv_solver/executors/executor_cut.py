@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -62,7 +62,6 @@ def cut_for_executor(
     group: int | None = None,
     schedules: Sequence[str] = (),
     recompute: Recompute = "uniform",
-    letters: Mapping[str, str] | None = None,
     also: Sequence[tuple[int, ...]] = (),
     effort: Effort = "standard",
     seed: int = 0,
@@ -82,8 +81,6 @@ def cut_for_executor(
         Names of PyTorch's schedules to try; by default those with fused backwards.
     recompute
         Which stages may be recomputed. Executors cannot express ``per-stage``.
-    letters
-        As in :meth:`~zbv_solver.executors.letters.Modules.of`.
     also
         Boundaries, as layer indices, of cuts that the result must not be worse than.
     time_limit
@@ -101,7 +98,7 @@ def cut_for_executor(
     if executor not in EXECUTORS:
         raise InvalidInput.at("", f"found executor {executor!r}; must be one of {', '.join(EXECUTORS)}.")
     _check_request(executor, virtual_stages or (), group, schedules)
-    modules = None if executor == "torch" else Modules.of(problem.model, letters)
+    modules = None if executor == "torch" else Modules.of(problem.model)
     if modules is not None:
         _check_modules(modules, executor, problem.pp_degree)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)

@@ -244,8 +244,12 @@ class ScheduleSource:
             # Costs already are those of the variant, so nothing more is recomputed.
             late = own.modules.late if own.modules is not None and own.allow_empty else None
             none = (False,) * schedule.placement.n_stages
-            made = order_search(
-                own.unit, schedule, none, allow_empty=own.allow_empty, late=late, effort=self.effort
-            )
-            self._searches[key] = None if made is None else SharedSearch(made)
+            try:
+                made = order_search(
+                    own.unit, schedule, none, allow_empty=own.allow_empty, late=late, effort=self.effort
+                )
+            except InvalidInput:
+                self._searches[key] = None
+            else:
+                self._searches[key] = SharedSearch(made)
         return self._searches[key]

@@ -288,7 +288,9 @@ def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) 
     shortest = objective if chosen == best.best else objective_of(optimum, orders)
     bound = shortest if bound >= shortest * (1 - OPTIMAL_GAP) else bound
     results[0] = replace(results[0], objective=shortest, lower_bound=min(results[0].lower_bound, shortest))
-    return BestCut(schedule, problem, orders, objective, bound, results[0].even, tuple(results), optimum, shortest)
+    return BestCut(
+        schedule, problem, orders, objective, bound, results[0].even, tuple(results), optimum, shortest
+    )
 
 
 def _infeasible(searches: Sequence[OrderSearch], problem: LayeredProblem) -> InfeasibleMemory:

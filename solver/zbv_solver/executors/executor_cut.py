@@ -11,7 +11,7 @@ from zbv_solver.documents.text import plain
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
 from zbv_solver.executors.letters import Modules
-from zbv_solver.executors.megatron_layout import Stages, layout_flags
+from zbv_solver.executors.megatron_layout import Stages, layout_flags, write_layout
 from zbv_solver.executors.schedules import (
     TORCH_DEFAULTS,
     Schedule,
@@ -23,6 +23,7 @@ from zbv_solver.executors.schedules import (
 from zbv_solver.executors.torchtitan_settings import TitanSettings, module_names
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.limits import MAX_CHUNKS
+from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import Effort
 
 Executor = Literal["megatron", "torch", "torchtitan"]
@@ -52,6 +53,13 @@ class ExecutorCut:
     stages: Stages | None
     settings: str | None
     remark: str = ""
+
+    @property
+    def shortest_layout(self) -> str | None:
+        """The shortest cut as ``zbv cut --layout`` takes it; None without modules."""
+        if self.stages is None or self.best.shortest.model is None:
+            return None
+        return write_layout(stage_letters(self.best.shortest, Modules.of(self.best.shortest.model.model)))
 
 
 def cut_for_executor(
@@ -115,11 +123,9 @@ def cut_for_executor(
     )
     if modules is None:
         return ExecutorCut(executor, best, None, None, "PyTorch's runtime has no settings of a cut.")
-    stages = stage_letters(best, modules)
-    try:
-        return ExecutorCut(executor, best, stages, _settings(executor, best, stages))
-    except InvalidInput as error:
-        return ExecutorCut(executor, best, stages, None, str(error.issues[0].detail))
+    stages = stage_letters(best.problem, modules)
+    settings, remark = executor_settings(executor, stages, best.schedule, recomputed(best.problem))
+    return ExecutorCut(executor, best, stages, settings, remark)
 
 
 def _check_request(
@@ -159,36 +165,47 @@ def _check_modules(modules: Modules, executor: str, pp_degree: int) -> None:
     if executor == "torchtitan" and pp_degree > 1 and modules.late is not None:
         raise InvalidInput.at(
             "/layers",
-            f"found {modules.late!r}, which belongs to multi-token prediction; torchtitan has none in pipelines. "
-            f"Leave such layers out, or use another executor.",
+            f"found {modules.late!r}, which belongs to multi-token prediction; torchtitan has none in "
+            f"pipelines. Leave such layers out, or use another executor.",
         )
 
 
-def stage_letters(best: BestCut, modules: Modules) -> Stages:
+def stage_letters(problem: Problem, modules: Modules) -> Stages:
     """The modules of every stage."""
-    model = best.problem.model
-    if model is None:
+    if problem.model is None:
         raise TypeError("the problem was not given by layers.")
-    bounds = model.cut.bounds
+    bounds = problem.model.cut.bounds
     return tuple(map(modules.of_stage, bounds[:-1], bounds[1:]))
 
 
-def _settings(executor: str, best: BestCut, stages: Stages) -> str:
-    recompute, schedule = _recomputed(best), best.schedule
-    if executor == "torchtitan":
-        ranks = schedule.placement.pp_degree
-        parts = module_names(stages) if ranks > 1 else None
-        titan = TitanSettings(
-            ranks, schedule.name, schedule.microbatches, parts, recompute, schedule.is_split
-        )
-        return titan.text()
-    flags = layout_flags(stages, schedule.placement.pp_degree, schedule.group, recompute)
-    return " \\\n".join(flags) + "\n"
+def executor_settings(
+    executor: str, stages: Stages, schedule: Schedule, recompute: str
+) -> tuple[str | None, str]:
+    """The settings of an executor, or None and why there are none.
+
+    Parameters
+    ----------
+    recompute
+        As :func:`recomputed` says it.
+    """
+    ranks = schedule.placement.pp_degree
+    if executor == "torch":
+        return None, "PyTorch's runtime has no settings of a cut."
+    try:
+        if executor == "torchtitan":
+            parts = module_names(stages) if ranks > 1 else None
+            titan = TitanSettings(
+                ranks, schedule.name, schedule.microbatches, parts, recompute, schedule.is_split
+            )
+            return titan.text(), ""
+        return " \\\n".join(layout_flags(stages, ranks, schedule.group, recompute)) + "\n", ""
+    except InvalidInput as error:
+        return None, str(error.issues[0].detail)
 
 
-def _recomputed(best: BestCut) -> str:
-    """``none``, ``all`` or ``per-stage``, as the cut has it."""
-    chosen = set(() if best.problem.model is None else best.problem.model.cut.recompute)
+def recomputed(problem: Problem) -> str:
+    """``none``, ``all`` or ``per-stage``, as the cut of a problem has it."""
+    chosen = set(() if problem.model is None else problem.model.cut.recompute)
     return "per-stage" if len(chosen) > 1 else "all" if True in chosen else "none"
 
 
@@ -242,6 +259,22 @@ def schedules_of(
     return found
 
 
+def schedule_of_stages(
+    problem: LayeredProblem, executor: str, chunks: int, group: int | None = None, names: Sequence[str] = ()
+) -> Schedule:
+    """The schedule that an executor runs with as many stages per rank, unless a group or a name is given.
+
+    Raises :class:`InvalidInput` like :func:`cut_for_executor`.
+    """
+    _check_request(executor, (chunks,), group, names)
+    p, m = problem.pp_degree, problem.microbatches
+    if executor == "megatron":
+        return megatron_schedule(p, m, chunks, group)
+    if len(names) > 1:
+        raise InvalidInput.at("/schedule", f"found {len(names)} names with a given cut; give one.")
+    return torch_schedule(names[0] if names else TORCH_DEFAULTS[chunks > 1], p, m, chunks)
+
+
 def _tried_groups(p: int, m: int, chunks: int) -> Sequence[int | None]:
     allowed = megatron_groups(p, m, chunks)
     if len(allowed) <= MOST_GROUPS:
@@ -260,10 +293,15 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
         "schedule": best.schedule.name,
         "virtual_stages": best.schedule.placement.chunks,
         "group_size": best.schedule.group,
-        "recompute": _recomputed(best),
+        "recompute": recomputed(best.problem),
         "objective": best.objective,
         "lower_bound": best.lower_bound,
         "status": "optimal" if best.is_optimal else "feasible",
+        "shortest": {
+            "objective": best.least,
+            "partition": None if best.shortest.model is None else plain(best.shortest.model.partition),
+            "layout": cut.shortest_layout,
+        },
         "even_cut": plain(best.even),
         "lower_bound_of_all_schedules": best.bound_of_all,
         "partition": None if model is None else plain(model.partition),
@@ -280,6 +318,15 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
                 "searched": each.is_searched,
             }
             for each in best.results
+        ],
+        "refused": [
+            {
+                "schedule": schedule.name,
+                "virtual_stages": schedule.placement.chunks,
+                "group_size": schedule.group,
+                "reason": f"{issue.pointer}: {issue.detail}",
+            }
+            for schedule, issue in best.refused.items()
         ],
     }
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layer import Model
-from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP, PART, VISION, letter_of
+from zbv_solver.problem.layer_letters import EMBEDDING, LOSS, MTP, PART, VISION, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 
 
@@ -32,9 +32,10 @@ class Modules:
         if not re.fullmatch("v*E?t+m*L?", "".join(self.letters)) or self.letters[0] == PART:
             raise InvalidInput.at(
                 "/layers",
-                f"found layers with the letters {short(''.join(self.letters))}; executors take a vision encoder "
-                f"(v), an embedding (E), then transformer layers (t), MTP layers (m) and the loss (L). Letters "
-                f"follow from names: rename the layers, for example to vision, embedding, block, mtp and head.",
+                f"found layers with the letters {short(''.join(self.letters))}; executors take a vision "
+                f"encoder (v), an embedding (E), then transformer layers (t), MTP layers (m) and the loss "
+                f"(L). Letters follow from names: rename the layers, such as vision, embedding, block, mtp, "
+                f"head.",
             )
 
     @classmethod
@@ -57,7 +58,7 @@ class Modules:
         return text
 
     def kept_whole(self, problem: LayeredProblem) -> LayeredProblem:
-        """The problem with rules: modules stay whole, MTP layers are together, and so are vision and embedding."""
+        """The problem with rules: modules stay whole, and so do all MTP layers, and vision with embedding."""
         names = self.model.names
         groups = [
             (before, name)
@@ -81,7 +82,7 @@ class Modules:
             raise InvalidInput.at("", f"found the modules {short(found)}; the model has {short(expected)}.")
         # The places where modules begin; an embedding or a loss without a layer lies in no layer.
         begins = [at for at, letter in enumerate(self.letters) if letter not in (PART, VISION)]
-        begins = [0] + begins[EMBEDDING in self.letters :]
+        begins = [0, *begins[EMBEDDING in self.letters :]]
         begins += [len(self.letters)] * (1 + (LOSS not in self.letters))
         bounds, done = [0], 0
         for stage in named:

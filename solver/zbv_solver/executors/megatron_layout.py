@@ -70,6 +70,7 @@ def check_layout(stages: Stages, ranks: int) -> int:
     InvalidInput
         When the layout breaks a rule.
     """
+    stages = without_vision(stages)
     chunks, rest = divmod(len(stages), ranks)
     letters = "".join(stages)
     last_chunk = stages[len(stages) - ranks :]
@@ -91,9 +92,9 @@ def check_layout(stages: Stages, ranks: int) -> int:
 
 
 def write_layout(stages: Stages) -> str:
-    """A short text of a layout."""
+    """A short text of a layout; a vision encoder has no letter in it."""
     # The last stage has no | behind it, so it does not join a repetition.
-    *head, last = map(_spelled, stages)
+    *head, last = map(_spelled, without_vision(stages))
     parts = []
     for stage, run in groupby(head):
         count = len(list(run))
@@ -121,7 +122,6 @@ def layout_flags(stages: Stages, ranks: int, group: int | None, recompute: str =
     InvalidInput
         When Megatron-LM does not accept the layout, or cannot recompute like that.
     """
-    stages = without_vision(stages)
     check_layout(stages, ranks)
     letters = "".join(stages)
     flags = [

@@ -61,8 +61,8 @@ def _share(name: str, count: int | None, chunks: int) -> int | None:
     if rest:
         raise InvalidInput.at(
             f"/cut/{name}",
-            f"found {count} transformer layers on the {name} rank, which has {chunks} virtual stages; they must "
-            f"divide evenly. Give a multiple of {chunks}, or other virtual stages.",
+            f"found {count} transformer layers on the {name} rank, which has {chunks} virtual stages; they "
+            f"must divide evenly. Give a multiple of {chunks}, or other virtual stages.",
         )
     return share
 
@@ -87,7 +87,7 @@ def inner_sizes(placed: LayeredProblem, schedule: Schedule) -> dict[int, int]:
     if found and np.diff(np.array(placed.model.blocks_before)[placed.places]).max() > 1:
         raise InvalidInput.at(
             "/cut/together",
-            "found groups of several transformer layers, with cut.first or cut.last and several virtual stages. "
-            "Give up one of these rules, or use one virtual stage.",
+            "found groups of several transformer layers, with cut.first or cut.last and several virtual "
+            "stages. Remove one of these rules, or use one virtual stage.",
         )
     return found

@@ -107,7 +107,10 @@ class _Regular:
         if not runs.allows(choice[0]):
             return False
         self.left -= 1
-        if limits is not None and (runs.peaks(order, choice) > np.array(limits) * (1 + SEARCH_MEMORY / 2)).any():
+        if (
+            limits is not None
+            and (runs.peaks(order, choice) > np.array(limits) * (1 + SEARCH_MEMORY / 2)).any()
+        ):
             return False
         return runs.value(order, choice) <= self.most
 
@@ -120,7 +123,7 @@ class _Regular:
         return kept
 
     def _patterns(self) -> Iterator[IntArray]:
-        """The end of the first stage, the begins of the last two, and the longer middle stages first or last."""
+        """All ends of the first stage and begins of the last two; longer middle stages are first or last."""
         bounds, n = np.array(self.best[0]), len(self.work_before) - 1
         free = min(3, len(bounds) - 2)
         width = int(MOST_DEALT ** (1 / free)) // 2

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.letters import EMBEDDING, LOSS, PART, Modules
+from zbv_solver.executors.letters import Modules
 from zbv_solver.executors.torchtitan_settings import TitanSettings, module_names
 from zbv_solver.export import torch_csv
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.layer_letters import EMBEDDING, LOSS, PART
 from zbv_solver.problem.problem import W
 
 _SCHEDULES = {"v": "ZBVZeroBubble", "loop": "Interleaved1F1B", "single": "1F1B"}

@@ -201,7 +201,7 @@ class Scheduled:
     def answer(self) -> tuple[BestCut, Stages | None]:
         """The best known cut, verified, and the modules of its stages if the executor names them."""
         best = answer_of(self.own.unit, [self.shared.search], self.own.allow_empty)
-        return best, None if self.own.modules is None else stage_letters(best, self.own.modules)
+        return best, None if self.own.modules is None else stage_letters(best.problem, self.own.modules)
 
 
 @dataclass

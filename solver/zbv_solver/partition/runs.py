@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
+from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I
 
@@ -156,7 +156,9 @@ class Runs:
         at = np.clip(np.array(bounds), self.lower, self.upper)
         for number in range(1, len(at)):
             size = self.sizes.get(number - 1)
-            at[number] = max(at[number], at[number - 1] + self.least) if size is None else at[number - 1] + size
+            at[number] = (
+                max(at[number], at[number - 1] + self.least) if size is None else at[number - 1] + size
+            )
         found = tuple(map(int, np.minimum(at, self.upper)))
         return found if self.allows(found) else None
 

@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.limits import MAX_LAYERS
 from zbv_solver.problem.layer_letters import DECODER, PART, letter_of
+from zbv_solver.problem.limits import MAX_LAYERS
 from zbv_solver.problem.numeric import broken_rule, delta_rule
 
 

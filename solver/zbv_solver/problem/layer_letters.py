@@ -1,8 +1,8 @@
 """What the names of layers say: which are transformer layers, and which belong to the ends of a model.
 
 The letters are those of Megatron-LM's layouts (``PipelineParallelLayerLayout.parse_str_to_list`` in
-``megatron/core/transformer/pipeline_parallel_layer_layout.py``), and v for a layer of a vision encoder, for which
-Megatron-LM has none.
+``megatron/core/transformer/pipeline_parallel_layer_layout.py``), and v for a layer of a vision encoder, for
+which Megatron-LM has none.
 """
 
 from __future__ import annotations

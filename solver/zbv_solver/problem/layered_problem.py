@@ -382,11 +382,12 @@ def _room_issues(problem: LayeredProblem) -> Iterator[Issue]:
     if lost := contradiction(problem, fewest, "stages"):
         yield Issue("/cut", lost)
         return
-    ends = ", in addition to those of cut.first and cut.last" * (rules.first is not None or rules.last is not None)
+    has_ends = rules.first is not None or rules.last is not None
+    ends = ", in addition to those of cut.first and cut.last" if has_ends else ""
     yield Issue(
         "/layers",
-        f"found {problem.n_atoms} separable layers for {fewest} stages; every stage needs at least one{ends}. "
-        f"Give finer layers, fewer ranks, another placement, or cut.allow_empty.",
+        f"found {problem.n_atoms} separable layers for {fewest} stages; every stage needs at least "
+        f"one{ends}. Give finer layers, fewer ranks, another placement, or cut.allow_empty.",
     )
 
 
@@ -407,9 +408,10 @@ def contradiction(problem: LayeredProblem, ends: int, what: str) -> str:
         wrong = f"so {left} of the model's layers would be in none of the {what}"
     else:
         return ""
+    total = f"{blocks}" if ends == 2 else f"at most {blocks}"
     return (
-        f"found first {first} and last {last} on {ends} {what}: together {first + last} of {blocks} transformer "
-        f"layers, {wrong}. Give numbers that add up to {'at most ' * (ends > 2)}{blocks}, or leave one out."
+        f"found first {first} and last {last} on {ends} {what}: together {first + last} of {blocks} "
+        f"transformer layers, {wrong}. Give numbers that add up to {total}, or leave one out."
     )
 
 

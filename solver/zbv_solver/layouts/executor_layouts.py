@@ -297,7 +297,8 @@ class _ExecutorSearch:
     def ranking(self) -> Ranking:
         """The best layouts, with their plans and settings."""
         steps, bounds = self._steps(), self._bounds()
-        best = tuple(self._answer(node, bounds[node.candidate]) for _, node in steps[: self.top])
+        answers = (self._answer(node, bounds[node.candidate]) for _, node in steps[: self.top])
+        best = tuple(sorted(answers, key=lambda each: each.step_time))
         below = min([*bounds.values(), *(each.step_time for each in best)])
         planned = {node.candidate for _, node in steps}
         shortest = self._longest() * (1 - OPTIMAL_GAP)
@@ -324,15 +325,16 @@ class _ExecutorSearch:
                 raise TypeError("a planned layout has no plan; this is a bug in zbv, please report it.")
             return node.of
         scheduled, setting = node.of, self.setting
-        (best, stages), estimated = scheduled.answer(), scheduled.variant.estimated
+        (best, step_time), estimated = scheduled.answer(), scheduled.variant.estimated
+        stages = scheduled.letters(best)
         (nodes,) = setting.cluster.groups
         schedule, executor = scheduled.schedule, node.candidate.executor
         settings, remark = layout_settings(executor, estimated.layout, setting.model, nodes, stages, schedule)
         return ExecutorLayout(
             estimated,
             make_plan(best.problem, best.orders, method=f"{executor} {schedule.name}"),
-            scheduled.step_time,
-            min(bound, scheduled.step_time),
+            step_time,
+            min(bound, step_time),
             executor,
             best,
             settings,

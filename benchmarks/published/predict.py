@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import add
 
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.errors import InvalidInput
@@ -23,12 +22,12 @@ from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.layers import LayerEstimate, Training, estimate_model
 from zbv_solver.estimate.parameters import StateBytes
 from zbv_solver.estimate.transformer import Transformer
+from zbv_solver.executors.even_cuts import dealt
 from zbv_solver.layouts.cluster import Cluster
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs
-from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.cut import Cut, Link
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem, objective_value
@@ -88,15 +87,6 @@ def published_step(run: MeasuredRun) -> float | None:
     return model.model_flops() * run.global_batch / (run.model_tflops * TERA * run.devices)
 
 
-def dealt(blocks: int, stages: int) -> list[int]:
-    """Blocks of every stage, if the run does not say them."""
-    if blocks % stages and not (blocks + 2) % stages:
-        each = (blocks + 2) // stages
-        return [each - 1, *(each,) * (stages - 2), each - 1]
-    each = -(-blocks // stages)
-    return [max(0, min(each, blocks - stage * each)) for stage in range(stages)]
-
-
 def _padded(model: Transformer, run: MeasuredRun) -> Transformer:
     """Tensor parallelism divides the vocabulary, padded to a multiple of 128 t (Megatron-LM)."""
     unit = 128 * run.tensor_parallel
@@ -122,21 +112,6 @@ def _predicted(
         is_too_large=_taken(max(timing.peak_memory)) > cluster.memory,
         recompute=recompute if isinstance(recompute, str) else ", ".join(recompute),
     )
-
-
-def _blocking(problem: Problem, in_turn: bool) -> Problem:
-    """The same, with transfers that keep both ranks waiting: those of 1F1B take place between actions.
-
-    One exchange sends an output and receives a gradient (Megatron-LM, ``p2p_communication.py``,
-    ``send_forward_recv_backward``), so F and I have a transfer each.
-    """
-    costs = problem.costs
-    p2p = tuple((2 if in_turn else 1) * time for time in costs.p2p)
-    after, before = (*p2p, 0.0), (0.0, *p2p)
-    forward = tuple(map(add, costs.forward, after))
-    backward_input = tuple(map(add, costs.backward_input, before))
-    waiting = Costs(forward, backward_input, costs.backward_weight, (0.0,) * len(costs.p2p))
-    return replace(problem, costs=waiting)
 
 
 def _taken(tensors: float) -> float:
@@ -209,14 +184,20 @@ def _ordered(run: MeasuredRun, layered: LayeredProblem, bounds: tuple[int, ...])
     schedules begin the next step at once, and correct it afterwards if they must (Qi et al. 2023, §5).
     """
     is_1f1b = run.schedule == "1f1b"
-    layered = replace(layered, limit=None, objective="makespan" if is_1f1b else "span")
+    is_blocking = is_1f1b and "pipeline" not in run.hides
+    link = layered.link
+    if is_blocking and run.transfers_in_turn and link is not None:
+        link = Link(2 * link.latency, link.bandwidth / 2)  # one direction after the other
+    layered = replace(
+        layered, limit=None, objective="makespan" if is_1f1b else "span", link=link, blocking=is_blocking
+    )
     is_recomputed = run.n_stages * (layered.model.each[0].recompute is not None,)
     p, chunks = run.pipeline_parallel, run.virtual_stages
     placement = Placement.of("loop", p, chunks) if chunks > 1 else Placement.of("single", p)
     problem = layered.cut_into(placement, Cut.at(bounds, is_recomputed))
     own, orders = baseline("interleaved-1f1b" if chunks > 1 else "1f1b", problem)
     if is_1f1b:
-        return (own if "pipeline" in run.hides else _blocking(own, run.transfers_in_turn)), orders
+        return own, orders
     peaks, static = evaluate(own, orders).peak_memory, own.memory.static
     most = max(peak - rest for peak, rest in zip(peaks, static, strict=True))
     limit = tuple(rest + MEMORY_OF_1F1B[run.schedule] * most for rest in static)

@@ -194,7 +194,8 @@ def planned(batch: Batch, options: SearchOptions) -> Variants:
     """By variant, what every replica runs."""
     from zbv_solver.construct.baselines import without_limit
     from zbv_solver.packing.pack import pack
-    from zbv_solver.search.assemble import baseline_plan, make_plan
+    from zbv_solver.search.assemble import make_plan
+    from zbv_solver.search.baselines import baseline_plan
     from zbv_solver.search.search import search
 
     from benchmarks.planner.packing import given_order

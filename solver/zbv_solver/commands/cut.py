@@ -21,6 +21,7 @@ from zbv_solver.documents.files import file_label, output
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
+from zbv_solver.executors.free_order import free_plan
 from zbv_solver.executors.score import score_layout
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
@@ -32,7 +33,6 @@ from zbv_solver.problem.reading import load_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.baselines import compare
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
 
 OTHER_FLAGS = ("layout", "recompute")
 FLAGS = ("virtual_stages", "group_size", "schedule", *OTHER_FLAGS)
@@ -69,7 +69,7 @@ def cut(arguments: argparse.Namespace) -> None:
             left = options.time_limit - (time.monotonic() - began)
             options = replace(options, time_limit=max(left, LEAST_SECONDS))
         say("searching a free order")
-        free = None if arguments.no_free_order else search(problem, options)
+        free = None if arguments.no_free_order else free_plan(problem, found.best, options)
     if arguments.output is not None:
         best = found.best
         _write(arguments.output, best.problem, best.orders, f"{found.executor} {best.schedule.name}")
@@ -157,7 +157,12 @@ def _write(path: str, problem: Problem, orders: Orders, method: str) -> None:
 
 def _free_json(free: Plan) -> dict[str, object]:
     bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
-    return {"objective": free.objective, "lower_bound": bound, "plan_id": free.plan_id}
+    return {
+        "objective": free.objective,
+        "lower_bound": bound,
+        "placement": free.problem.placement.name,
+        "plan_id": free.plan_id,
+    }
 
 
 def _table(found: ExecutorCut, free: Plan | None) -> Table:
@@ -178,7 +183,8 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
     if free is not None:
         bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
         table.add_section()
-        table.add_row("any order (zbv plan)", "", "", "", f"{free.objective:.6g}", f"{bound:.6g}", "")
+        name = f"any order, placement {free.problem.placement.name}"
+        table.add_row(name, "", "", "", f"{free.objective:.6g}", f"{bound:.6g}", "")
     return table
 
 
@@ -233,6 +239,9 @@ def _summary(found: ExecutorCut, free: Plan | None) -> str:
             f"tried; a longer --time-limit tries them."
         )
     if free is not None and free.objective < best.objective:
-        lines.append(f"A free order gains {1 - free.objective / best.objective:.1%} more: see zbv plan.")
+        gain, placement = 1 - free.objective / best.objective, free.problem.placement.name
+        lines.append(f"A free order gains {gain:.1%} more: see zbv plan with placement {placement}.")
+    if found.even_remark:
+        lines.append(found.even_remark)
     lines += ["", found.settings.rstrip()] if found.settings else [found.remark]
     return "\n".join(lines) + "\n"

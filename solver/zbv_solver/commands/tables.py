@@ -71,7 +71,7 @@ def _frontier_of_layers(problem: LayeredProblem, points: Sequence[FrontierPoint]
             f"{point.gap:.2%}",
             quantities.memory(point.needs, units),
             f"{recomputed_stages(plan)} of {plan.problem.n_stages}",
-            placement.kind if placement.kind != "loop" else f"loop-{placement.chunks}",
+            placement.name,
             plan.plan_id[:12],
         )
     return table

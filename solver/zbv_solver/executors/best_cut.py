@@ -122,6 +122,7 @@ def best_cut(
     allow_empty: bool = False,
     late: str | None = None,
     also: Iterable[Boundaries] = (),
+    even: Mapping[Schedule, Boundaries] | None = None,
     effort: Effort = "standard",
     seed: int = 0,
     time_limit: float | None = None,
@@ -142,6 +143,8 @@ def best_cut(
         Name of the first layer that must lie on the last chunk of its rank (Megatron-LM's MTP layers).
     also
         Boundaries, as layer indices, of cuts that the result must not be worse than.
+    even
+        The executor's own cuts, likewise, to compare with.
     time_limit
         Seconds until the best cut so far is the answer, with the bounds that are proved; None for no limit.
 
@@ -172,6 +175,7 @@ def best_cut(
                     effort=effort,
                     seed=seed,
                     deadline=deadline,
+                    even=(even or {}).get(schedule),
                 )
             except InvalidInput as error:
                 refused[schedule] = error.issues[0]
@@ -221,6 +225,7 @@ def order_search(
     effort: Effort,
     seed: int = 0,
     deadline: float = math.inf,
+    even: Boundaries | None = None,
 ) -> OrderSearch:
     """The search for cuts under one schedule, not yet begun.
 
@@ -229,7 +234,7 @@ def order_search(
     placed = placed_on(own.problem, schedule, allow_empty)
     sizes = inner_sizes(placed, schedule)
     latest = _latest(placed, schedule, late) | _behind(placed, sizes)
-    return OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, sizes)
+    return OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even, sizes)
 
 
 def _behind(placed: LayeredProblem, sizes: dict[int, int]) -> dict[int, int]:

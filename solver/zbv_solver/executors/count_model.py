@@ -12,9 +12,9 @@ from itertools import pairwise
 import numpy as np
 from ortools.sat.python import cp_model
 
+from zbv_solver.improve.exact import make_solver
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.runs import Choice, Row, Runs
-from zbv_solver.improve.exact import make_solver
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 
 STEPS = 44

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from zbv_solver.documents.text import plain
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
+from zbv_solver.executors.even_cuts import even_cut
 from zbv_solver.executors.letters import Modules
 from zbv_solver.executors.megatron_layout import Stages, layout_flags, write_layout
 from zbv_solver.executors.schedules import (
@@ -21,6 +22,7 @@ from zbv_solver.executors.schedules import (
     torch_schedule_name,
 )
 from zbv_solver.executors.torchtitan_settings import TitanSettings, module_names
+from zbv_solver.problem.layer_letters import letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.limits import MAX_CHUNKS
 from zbv_solver.problem.problem import Problem
@@ -46,6 +48,8 @@ class ExecutorCut:
         Flags of Megatron-LM or a function for torchtitan; None if the executor cannot express the result.
     remark
         Why there are no settings; empty if there are.
+    even_remark
+        What the even cut is if the executor has none by itself; empty if it is the executor's own.
     """
 
     executor: str
@@ -53,6 +57,7 @@ class ExecutorCut:
     stages: Stages | None
     settings: str | None
     remark: str = ""
+    even_remark: str = ""
 
     @property
     def shortest_layout(self) -> str | None:
@@ -110,6 +115,9 @@ def cut_for_executor(
     if modules is not None:
         _check_modules(modules, executor, problem.pp_degree)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)
+    names = problem.model.names
+    letters_of = tuple(map(letter_of, names)) if modules is None else modules.letters
+    even = {schedule: even_cut(executor, letters_of, schedule) for schedule in tried}
     best = best_cut(
         problem if modules is None else modules.kept_whole(problem),
         tried,
@@ -117,15 +125,18 @@ def cut_for_executor(
         allow_empty=executor == "megatron",
         late=modules.late if modules is not None and executor == "megatron" else None,
         also=also,
+        even={schedule: cut.bounds for schedule, cut in even.items()},
         effort=effort,
         seed=seed,
         time_limit=time_limit,
     )
+    about_even = even[best.schedule].remark
     if modules is None:
-        return ExecutorCut(executor, best, None, None, "PyTorch's runtime has no settings of a cut.")
+        remark = "PyTorch's runtime has no settings of a cut."
+        return ExecutorCut(executor, best, None, None, remark, about_even)
     stages = stage_letters(best.problem, modules)
     settings, remark = executor_settings(executor, stages, best.schedule, recomputed(best.problem))
-    return ExecutorCut(executor, best, stages, settings, remark)
+    return ExecutorCut(executor, best, stages, settings, remark, about_even)
 
 
 def _check_request(
@@ -303,6 +314,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
             "layout": cut.shortest_layout,
         },
         "even_cut": plain(best.even),
+        "even_cut_remark": cut.even_remark,
         "lower_bound_of_all_schedules": best.bound_of_all,
         "partition": None if model is None else plain(model.partition),
         "layers_per_stage": None if model is None else [len(stage) for stage in model.partition],

@@ -9,15 +9,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from zbv_solver.executors.count_model import CountModel
-from zbv_solver.partition.descent import CutDescent
-from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.executors.relaxation import Relaxed, relax
-from zbv_solver.partition.runs import Choice, Runs
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.descent import CutDescent
+from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.partition.runs import Choice, Runs
+from zbv_solver.partition.simple_cuts import histogram_cut, level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
 from zbv_solver.search.options import Effort
@@ -50,7 +50,7 @@ class OrderSearch:
     bound
         A lower bound over all cuts; inf if it is proved that none fits.
     even
-        The objective of the even cut, without the memory limit; inf if the rules do not allow it.
+        The objective of the executor's own cut, without the memory limit; inf if it is not known.
     is_searched
         Whether any cuts were tried.
     """
@@ -64,6 +64,7 @@ class OrderSearch:
         effort: Effort,
         seed: int,
         deadline: float = math.inf,
+        even: Boundaries | None = None,
         sizes: dict[int, int] | None = None,
     ):
         self.problem, self.schedule, self.recompute = problem, schedule, recompute
@@ -83,7 +84,8 @@ class OrderSearch:
         self.even = math.inf
         self.is_searched = False
         self.terms: dict[bytes, Terms] = {}
-        self.simple = (even_cut(self.space), histogram_cut(self.space), level)
+        self.simple = (histogram_cut(self.space), level)
+        self.own_cut = None if even is None else self._in_parts(even)
 
     @property
     def best(self) -> Choice | None:
@@ -118,19 +120,14 @@ class OrderSearch:
     def screen(self, also: Iterable[Boundaries] = ()) -> None:
         """A short local search from the usual cuts, and from others with boundaries in layers."""
         self.is_searched = True
-        places = {int(place): part for part, place in enumerate(self.problem.places)}
-        given = [tuple(places.get(bound, -1) for bound in bounds) for bounds in also]
         starts = []
-        for bounds in (*self.simple, *given):
-            if len(bounds) != len(self.plain) + 1 or -1 in bounds:
-                continue
-            start = self.runs.repaired(bounds)
+        for bounds in (self.own_cut, *self.simple, *map(self._in_parts, also)):
+            start = None if bounds is None else self.runs.repaired(bounds)
             if start is not None:
                 starts.append((start, self.plain))
                 self.local.consider(starts[-1])
-        even = self.runs.repaired(self.simple[0])
-        if even is not None:
-            self.even = self.runs.value(self.order, (even, self.plain))
+        if self.own_cut is not None:
+            self.even = self.runs.value(self.order, (self.own_cut, self.plain))
         if starts:
             first = min(starts, key=self.local.consider)
             self.local.run(first)
@@ -162,6 +159,13 @@ class OrderSearch:
         self.screen(best)
         if self.best is None:
             self._make_fit()
+
+    def _in_parts(self, bounds: Boundaries) -> Boundaries | None:
+        """Boundaries in parts; None if they are inside parts, or those of another number of stages."""
+        places = {int(place): part for part, place in enumerate(self.problem.places)}
+        if len(bounds) != len(self.plain) + 1 or not set(bounds) <= set(places):
+            return None
+        return tuple(places[bound] for bound in bounds)
 
     def _at(self, bounds: Boundaries) -> Boundaries:
         """Boundaries in layers."""

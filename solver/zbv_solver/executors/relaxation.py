@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 
+from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.runs import Choice, Row, Runs
-from zbv_solver.kernels.arrays import FloatArray
 
 QUICK_PATHS = 3
 """Paths of a bound without rounds."""

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from zbv_solver.construct import baselines
+from zbv_solver.construct import baselines, torch_schedules
 from zbv_solver.construct.baselines import Rows
 from zbv_solver.errors import InvalidInput
-from zbv_solver.construct import torch_schedules
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement, PlacementKind
 

@@ -169,7 +169,7 @@ def score_layout(
     placed = _placed(problem, modules, schedule, given, executor)
     cut, orders, chosen = _cut(placed, schedule, given, recompute)
     settings, remark = executor_settings(executor, stages, schedule, chosen)
-    search = _Search(problem, executor, modules, recompute, effort, seed, time_limit)
+    search = _Comparison(problem, executor, modules, recompute, effort, seed, time_limit)
     overall = search.overall(tuple(schedules))
     is_same = overall is not None and overall.schedule == schedule
     same = overall if is_same else search.under(schedule)
@@ -186,8 +186,8 @@ def score_layout(
 
 
 @dataclass(frozen=True)
-class _Search:
-    """The searches of best cuts to compare with; they share the time."""
+class _Comparison:
+    """The best cuts to compare with; their searches share the time."""
 
     problem: LayeredProblem
     executor: str

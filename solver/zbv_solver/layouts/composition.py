@@ -10,7 +10,10 @@ from zbv_solver.estimate.layers import LayerEstimate
 from zbv_solver.estimate.times import TimeShares
 from zbv_solver.layouts.layer_costs import EVERYWHERE, recomputed
 from zbv_solver.layouts.search import PlannedLayout
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layered_problem import uncut
+from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import evaluate
 
 SECONDS = 1e-6
@@ -68,9 +71,10 @@ class Composition:
 def composition(planned: PlannedLayout) -> Composition:
     """Attribute the step of a layout to its parts."""
     plan, estimate = planned.plan, planned.estimated.estimate
-    problem, model = plan.problem, plan.problem.model
+    model = plan.problem.model
     if model is None:  # for type checkers: the plan of a layout has layers
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
+    problem = _without_transfers(plan.problem, model.cut)
     hosted, recompute = problem.placement.stages_of, planned.layout.recompute
     rank = max(range(problem.pp_degree), key=problem.busy_time)
     of = _layers_on(planned, rank)
@@ -97,12 +101,12 @@ def composition(planned: PlannedLayout) -> Composition:
         "data_parallel": exchanges.data_parallel * scale,
     }
     # Fused backwards may be shorter than I and W.
-    saved = sum(of_microbatches.values()) - _busy_time(plan, rank) * SECONDS
+    saved = sum(of_microbatches.values()) - _busy_time(problem, plan.orders, rank) * SECONDS
     backward = of_microbatches["backward_input"] + of_microbatches["backward_weight"]
     for name in ("backward_input", "backward_weight") if backward > 0 else ():
         of_microbatches[name] -= saved * of_microbatches[name] / backward
     waiting = plan.metrics.span * SECONDS - sum(of_microbatches.values())
-    transfers = (plan.metrics.span - _span_without_transfers(plan)) * SECONDS
+    transfers = (plan.metrics.span - evaluate(problem, plan.orders).span) * SECONDS
     steps = [
         [own[name].step for s in stages for name in model.partition[s]]
         for stages, own in ((stages, _layers_on(planned, rank)) for rank, stages in enumerate(hosted))
@@ -127,19 +131,18 @@ def _layers_on(planned: PlannedLayout, rank: int) -> dict[str, LayerEstimate]:
     return {name: layers[kind] for layers in estimated.layers for name in layers[kind].names}
 
 
-def _busy_time(plan: Plan, rank: int) -> float:
-    """How long a rank computes in the plan's order."""
-    orders, part = plan.orders, plan.orders.slice_of(rank)
+def _busy_time(problem: Problem, orders: Orders, rank: int) -> float:
+    """How long a rank computes in an order."""
+    part = orders.slice_of(rank)
     of = (orders.stage[part], orders.letter[part], orders.microbatch[part])
-    return float(plan.problem.arrays.durations(*of).sum())
+    return float(problem.arrays.durations(*of).sum())
 
 
 def _row(*values: float) -> np.ndarray:
     return np.array(values)
 
 
-def _span_without_transfers(plan: Plan) -> float:
-    """The span of the plan's order if every transfer took no time."""
-    problem = plan.problem
-    costs = replace(problem.costs, p2p=(0.0,) * (problem.n_stages - 1))
-    return evaluate(replace(problem, costs=costs, model=None), plan.orders).span
+def _without_transfers(problem: Problem, cut: Cut) -> Problem:
+    """The same problem if every transfer took no time."""
+    layers = replace(uncut(problem), p2p=0.0, link=None, links=(), blocking=False, limit=None)
+    return layers.cut_into(problem.placement, cut)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.executors.best_cut import BestCut
+from zbv_solver.executors.free_order import improved_plan
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_solver.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, Scheduled, ScheduleSource
 from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
@@ -25,7 +26,14 @@ from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.first_plans import FirstPlans
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress, News
-from zbv_solver.layouts.search import LayoutSearch, PlannedLayout, Ranking, Waiting, plan_layout
+from zbv_solver.layouts.search import (
+    LayoutSearch,
+    PlannedLayout,
+    Ranking,
+    Waiting,
+    plan_layout,
+    with_plan,
+)
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import SearchOptions
@@ -255,13 +263,34 @@ class _ExecutorSearch:
                 self.unresolved.append(node._replace(bound=tighter, of=fresh))
 
     def finish(self) -> None:
-        """Search the cuts with the shortest steps in full, then those with the least bounds."""
+        """Search in full what may have the shortest steps."""
         if self.options is not None:
             again = {each.layout: each for each in self.free.ranked(self.options, self.cancelled)}
             self.found = [
                 node._replace(of=again[node.candidate.layout]) if node.candidate.executor == FREE else node
                 for node in self.found
             ]
+        self._search_cuts()
+        self._compare_free()
+
+    def _compare_free(self) -> None:
+        """Let no layout in a free order have a longer step than in the order of an executor."""
+        shortest: dict[Layout, Scheduled] = {}
+        for node in self.found:
+            of, layout = node.of, node.candidate.layout
+            if isinstance(of, Scheduled) and (
+                layout not in shortest or of.step_time < shortest[layout].step_time
+            ):
+                shortest[layout] = of
+        for number, node in enumerate(self.found):
+            free, scheduled = node.of, shortest.get(node.candidate.layout)
+            if isinstance(free, PlannedLayout) and scheduled is not None:
+                best, _ = scheduled.answer()
+                better = self._not_longer(free, scheduled, best)
+                self.found[number] = node._replace(of=better, bound=min(node.bound, better.lower_bound))
+
+    def _search_cuts(self) -> None:
+        """Search the cuts with the shortest steps in full, then those with the least bounds."""
         most = FULL_SEARCHES[self.effort] if self.found else 0
         for number in range(most):
             longest = self._longest()
@@ -339,17 +368,30 @@ class _ExecutorSearch:
             best,
             settings,
             remark,
-            self._free_plan(node.candidate.layout),
+            self._free_plan(node.candidate.layout, scheduled, best),
         )
 
-    def _free_plan(self, layout: Layout) -> PlannedLayout | None:
-        """The same layout in any order."""
+    def _free_plan(self, layout: Layout, scheduled: Scheduled, best: BestCut) -> PlannedLayout | None:
+        """The same layout in any order, which may be the executor's."""
         if self.is_cancelled():
             return None
         try:
-            return plan_layout(EstimatedLayout.of(layout, self.setting), self.options, self.cancelled)
+            free = plan_layout(EstimatedLayout.of(layout, self.setting), self.options, self.cancelled)
         except InfeasibleMemory:
-            return None
+            free = None
+        return self._not_longer(free, scheduled, best)
+
+    def _not_longer(
+        self, free: PlannedLayout | None, scheduled: Scheduled, best: BestCut
+    ) -> PlannedLayout:
+        """A layout in a free order, or an improved order of an executor if that is shorter."""
+        if free is not None and free.step_time <= scheduled.step_time:
+            return free
+        improved = with_plan(scheduled.variant.estimated, improved_plan(best, self.options))
+        if free is None:
+            return improved
+        bound = min(free.lower_bound, improved.lower_bound)
+        return replace(min(free, improved, key=lambda each: each.step_time), lower_bound=bound)
 
     def open_candidates(self) -> int:
         """Number of candidates without a proof that they do not fit."""

@@ -278,7 +278,7 @@ class LayoutSearch:
         return None if bound == math.inf else Waiting(bound, number, of, True)
 
     def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
-        return _with_plan(estimated, self.plans.plan(estimated.problem, self.cancelled))
+        return with_plan(estimated, self.plans.plan(estimated.problem, self.cancelled))
 
     def ranked(self, options: SearchOptions | None, cancelled: Cancelled | None) -> list[PlannedLayout]:
         """The planned layouts, best first; with options, the most promising ones are planned again."""
@@ -301,7 +301,7 @@ def _better(planned: PlannedLayout, plan: Plan | None) -> PlannedLayout:
     """A layout with the plan of a fuller search; every bound that was proved holds."""
     if plan is None:
         return planned
-    again = _with_plan(planned.estimated, plan)
+    again = with_plan(planned.estimated, plan)
     bound = max(planned.lower_bound, again.lower_bound)
     return replace(min(planned, again, key=lambda each: each.step_time), lower_bound=bound)
 
@@ -317,10 +317,10 @@ def plan_layout(
     plan = (
         first_plan(problem, cancelled) if options is None else plan_layers(problem, options, None, cancelled)
     )
-    return _with_plan(estimated, plan)
+    return with_plan(estimated, plan)
 
 
-def _with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
+def with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
     """A layout with a plan of its pipeline: adds what happens once per step."""
     model, placement = plan.problem.model, plan.problem.placement
     if model is None or plan.cut is None:  # for type checkers: layers have both

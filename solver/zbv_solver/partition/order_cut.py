@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zbv_solver.errors import InvalidPlan
 from zbv_solver.partition.cut_space import CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.descent import CutDescent
@@ -21,7 +20,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
-from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.problem.problem import objective_value
 from zbv_solver.timing.start_times import evaluate
 
 ACTIONS = 5_000_000
@@ -30,8 +29,8 @@ ACTIONS = 5_000_000
 
 def cut_for_order(
     problem: LayeredProblem, orders: Orders, also: Sequence[Cut] = (), actions: int = ACTIONS
-) -> Problem:
-    """The layers with the best cut that was found for an order, on the problem's only placement.
+) -> Cut:
+    """The best cut of layers that was found for an order, on the problem's only placement.
 
     If no cut is found that fits the memory limit, the cut is the best one without it, and nothing is
     recomputed.
@@ -42,14 +41,14 @@ def cut_for_order(
         Cuts that the result must not be worse than.
     """
     found = _searched(problem, orders, also, actions)
+    found = found or _searched(replace(problem, limit=None), orders, also, actions)
     if found is None:
-        found = _searched(replace(problem, limit=None), orders, also, actions)
-    if found is None:
-        raise InvalidPlan("no cut was timed; this is a bug in zbv, please report it.")
-    return problem.cut_into(problem.placements[0], found)
+        raise RuntimeError("no cut was timed; this is a bug in zbv, please report it.")
+    return found
 
 
 def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], actions: int) -> Cut | None:
+    """The best cut that fits; None if none was found."""
     (placement,) = problem.placements
     space = CutSpace(problem, placement, CutTables.of(problem))
     starts = list(dict.fromkeys(_starts(space, also)))
@@ -59,9 +58,9 @@ def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], acti
     order = FixedOrder.of(problem.cut_into(placement, space.cut(*starts[0])), orders)
     can_choose = problem.limit is not None and problem.model.can_recompute
     local = CutDescent(runs, order, actions, seed=0, may_recompute=can_choose)
-    for start in starts:
-        if runs.allows(start[0]):
-            local.consider(start)
+    for bounds, recompute in starts:
+        if (allowed := runs.repaired(bounds)) is not None:
+            local.consider((allowed, recompute))
     first = local.best or local.closest
     if first is not None:
         local.run(first)

@@ -21,8 +21,10 @@ def even_cut(space: CutSpace) -> Boundaries:
     # A block may be several parts, such as attention and MLP; it begins with the first of them.
     if len(blocks) < stages:
         blocks = list(range(len(parts)))
-    at = np.linspace(0, len(blocks), stages + 1).round().astype(np.int64)[1:-1]
-    return space.repaired(np.array([0, *(blocks[begin] for begin in at), len(parts)]))
+    dealt = np.linspace(0, len(blocks), stages + 1).round().astype(np.int64)
+    bounds = np.array([*blocks, len(parts)])[dealt]
+    bounds[0], bounds[-1] = 0, len(parts)
+    return space.repaired(bounds)
 
 
 def histogram_cut(space: CutSpace) -> Boundaries:

@@ -32,6 +32,11 @@ class Placement:
         return cls(kind, pp_degree, chunks if chunks is not None else 1 if kind == "single" else 2)
 
     @property
+    def name(self) -> str:
+        """The kind, with the number of chunks of a loop: ``v``, ``loop-3``, ``single``."""
+        return self.kind if self.kind != "loop" else f"loop-{self.chunks}"
+
+    @property
     def n_stages(self) -> int:
         """Number of stages S."""
         return self.pp_degree * self.chunks

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from zbv_solver import bounds
-from zbv_solver.construct.baselines import without_limit
 from zbv_solver.documents.files import file_label
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.certificate import certify
@@ -14,7 +13,6 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Metrics, Plan, Provenance
 from zbv_solver.plans.reading import load_plan_document, parse_orders, to_plan
 from zbv_solver.problem.problem import Problem, objective_value
-from zbv_solver.search.baselines import classical, fits
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify, verify_orders
 
@@ -86,15 +84,3 @@ def load_plan(path: str | Path) -> Plan:
     except InvalidPlan as error:
         raise InvalidPlan(f"{file_label(path)}: {error}") from None
     return plan
-
-
-def baseline_plan(name: str, problem: Problem) -> Plan:
-    """A classical schedule of the same model as a verified plan, on the placement of that schedule.
-
-    If the schedule exceeds the memory limit, the plan's problem has no limit, so that it can still be shown
-    and run.
-    """
-    own_problem, orders = classical(name, problem)
-    unlimited = without_limit(own_problem)
-    peaks = evaluate(unlimited, orders).peak_memory
-    return make_plan(own_problem if fits(own_problem, peaks) else unlimited, orders, method=name)

@@ -20,11 +20,13 @@ from zbv_solver.construct.baselines import (
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.partition.order_cut import cut_for_order
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Baseline
+from zbv_solver.plans.plan import Baseline, Plan
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import uncut
 from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
 from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
 
@@ -51,8 +53,9 @@ def _recut(name: str, problem: Problem) -> tuple[Problem, Orders]:
     found = []
     for placement in placements_of(name, problem):
         orders = order_of(name, placement, problem.microbatches)
-        also = _own_cut(problem, placement.n_stages)
-        found.append((cut_for_order(uncut(problem, placement), orders, also), orders))
+        own = OwnUnit.of(uncut(problem, placement))
+        cut = cut_for_order(own.problem, orders, _own_cut(problem, placement.n_stages))
+        found.append((own.given.cut_into(placement, cut), orders))
     if len(found) == 1:
         return found[0]
 
@@ -121,6 +124,18 @@ def baseline_row(name: str, problem: Problem, orders: Orders) -> Baseline:
         None if model is None else tuple(len(stage) for stage in model.partition),
         None if model is None or not model.model.can_recompute else model.cut.recompute,
     )
+
+
+def baseline_plan(name: str, problem: Problem) -> Plan:
+    """A classical schedule of the same model as a verified plan, on the placement of that schedule.
+
+    If the schedule exceeds the memory limit, the plan's problem has no limit, so that it can still be shown
+    and run.
+    """
+    own_problem, orders = classical(name, problem)
+    unlimited = without_limit(own_problem)
+    peaks = evaluate(unlimited, orders).peak_memory
+    return make_plan(own_problem if fits(own_problem, peaks) else unlimited, orders, method=name)
 
 
 def fits(problem: Problem, peaks: tuple[float, ...]) -> bool:

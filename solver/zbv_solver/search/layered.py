@@ -338,7 +338,7 @@ class _LayersSearch:
             problem = self.problem.cut_into(chosen, space.cut(bounds, recompute))
             yield self._baseline(name, problem, share)
         for placement in sorted(others, key=lambda each: (PLACEMENT_KINDS.index(each.kind), each.chunks)):
-            name = placement.kind if placement.kind != "loop" else f"loop-{placement.chunks}"
+            name = placement.name
             yield self._baseline(name, others[placement].problem, share)
 
     def _baseline(self, name: str, problem: Problem, share: float) -> Baseline:

@@ -15,8 +15,8 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, require_same_problem
-from zbv_solver.search.assemble import baseline_plan, make_plan
-from zbv_solver.search.baselines import compare
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.baselines import baseline_plan, compare
 from zbv_solver.search.for_jitter import for_jitter, planned_options
 from zbv_solver.search.options import BUDGETS, EFFORTS, STAGES, Budget, Effort, SearchOptions
 from zbv_solver.search.pipeline import Pipeline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -9,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.problems import limited, problems, uniform
+from support.problems import limited, problems, uniform, uniform_document
 from zbv_solver.construct.baselines import (
     BASELINES,
     baseline,
+    baseline_names,
     eager_1f1b,
     gpipe,
     interleaved_1f1b,
     merge_stages,
+    missing,
     one_f_one_b,
     without_limit,
     zb_h1,
@@ -42,10 +45,11 @@ UNEVEN = {
 }
 
 
-@given(problems(max_p=8, max_m=20), st.sampled_from(BASELINES))
-def test_every_baseline_is_valid_at_every_size(problem: Problem, name: str) -> None:
-    own, orders = baseline(name, problem)
-    verify_orders(without_limit(own), orders)
+@given(problems(max_p=8, max_m=20))
+def test_every_baseline_is_valid_at_every_size(problem: Problem) -> None:
+    for name in baseline_names(problem):
+        own, orders = baseline(name, problem)
+        verify_orders(without_limit(own), orders)
 
 
 @given(st.integers(1, 9), st.integers(1, 25), st.integers(1, 4))
@@ -153,7 +157,59 @@ def test_fits_judges_the_limit() -> None:
         "eager-1f1b": False,
         "interleaved-1f1b": False,
         "zb-h1": True,
+        "zb-v": True,
+        "v-half": True,
+        "v-min": True,
+        "dualpipe-v": False,
     }
+
+
+@pytest.mark.parametrize("p", range(1, 26))
+def test_memory_of_v_half_and_v_min(p: int) -> None:
+    """In forwards of a chunk, of which 1F1B holds 2p: 2 ⌊p/2⌋ + 2, and 2 ⌈(p - 1)/3⌉ + 2 (Qi et al. 2024)."""
+    peaks = {row.name: max(row.peak_memory) for row in compare(uniform(p, 2 * p + 2))}
+    assert peaks["1f1b"] == 2 * p
+    assert peaks["v-half"] == 2 * (p // 2) + 2
+    assert peaks["v-min"] == 2 * math.ceil((p - 1) / 3) + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "span"),
+    [
+        # The spans of zbv_greedy.py in sail-sg/zero-bubble for F = I = W = 1, without transfers.
+        ("v-half", 4, 16, 101),
+        ("v-half", 5, 20, 131),
+        ("v-half", 16, 64, 425),
+        ("v-min", 3, 12, 77),
+        ("v-min", 6, 24, 161),
+        ("v-min", 12, 48, 329),
+    ],
+)
+def test_v_half_and_v_min_are_as_fast_as_the_published_ones(name: str, p: int, m: int, span: int) -> None:
+    (found,) = [row.span for row in compare(uniform(p, m)) if row.name == name]
+    assert found == span
+
+
+def test_zero_bubble_of_a_v_has_no_bubble_between_equal_actions() -> None:
+    """ScheduleZBVZeroBubble of PyTorch, for F = I = W: the steady state is full."""
+    row = next(row for row in compare(uniform(4, 16)) if row.name == "zb-v")
+    assert row.span == 16 * 6
+    assert max(row.peak_memory) == 8
+
+
+def test_dualpipe_v_runs_pairs_one_after_the_other() -> None:
+    own, orders = baseline("dualpipe-v", uniform(2, 4))
+    assert own.placement.kind == "v"
+    assert len(orders) < 2 * 3 * 2 * 4  # most backwards are fused
+
+
+def test_a_baseline_is_absent_with_a_reason() -> None:
+    few, loop = uniform(4, 7), parse_problem(uniform_document(2, 4) | {"placement": "loop", "chunks": 3})
+    assert "needs a microbatch per stage, 8; the problem has 7" in missing("dualpipe-v", few)
+    assert "needs two stages per rank; the problem has 3" in missing("v-half", loop)
+    assert not {"zb-v", "v-half", "v-min", "dualpipe-v"} & set(baseline_names(loop))
+    with pytest.raises(InvalidInput, match="found baseline 'dualpipe-v'; needs a microbatch per stage"):
+        baseline("dualpipe-v", few)
 
 
 def test_a_baseline_that_does_not_fit_is_still_a_plan() -> None:

@@ -64,7 +64,7 @@ def differing_problems(draw: st.DrawFn, max_p: int = 5, max_m: int = 9) -> Probl
 @given(differing_problems())
 def test_every_baseline_is_a_valid_order(problem: Problem) -> None:
     names = baseline_names(problem)
-    assert names[: len(BASELINES)] == BASELINES
+    assert set(BASELINES) - set(names) <= {"dualpipe-v"}
     for name in names:
         own, orders = baseline(name, problem)
         verify_orders(without_limit(own), orders)
@@ -77,7 +77,7 @@ def test_practice_has_the_small_ones_at_both_ends(problem: Problem) -> None:
     largest = int(np.argmax(size[order]))
     assert all(a <= b for a, b in pairwise(size[order][: largest + 1]))
     assert all(a >= b for a, b in pairwise(size[order][largest:]))
-    for name in BASELINES:
+    for name in set(BASELINES) & set(baseline_names(problem)):
         given_order, practice = baseline(name, problem)[1], baseline(f"{name}-practice", problem)[1]
         assert practice == given_order.renamed(order)
 
@@ -163,7 +163,7 @@ def test_clusters_have_similar_sizes(size: list[int], count: int) -> None:
 
 
 def test_equal_microbatches_have_no_other_baselines() -> None:
-    problem = uniform(3, 4)
+    problem = uniform(3, 6)
     assert [row.name for row in compare(problem)] == list(BASELINES)
     with pytest.raises(InvalidInput, match="must be one of gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1"):
         baseline("1f1b-practice", problem)

@@ -79,7 +79,8 @@ def all_values(
     placement, n = schedule.placement, problem.model.n_layers
     chunks = placement.chunks if placement.kind == "loop" else None
     rules = replace(problem.rules, allow_empty=True)
-    placed = replace(problem, placement=placement.kind, chunks=chunks, rules=rules)
+    blocking = schedule.blocking
+    placed = replace(problem, placement=placement.kind, chunks=chunks, rules=rules, blocking=blocking)
     none, every = (False,) * placement.n_stages, (True,) * placement.n_stages
     chosen = {
         "none": [none],
@@ -112,6 +113,7 @@ def test_equal_to_enumeration(random: Random, recompute: Recompute, allow_empty:
     p, m = problem.pp_degree, problem.microbatches
     offered = [torch_schedule("GPipe", p, m), torch_schedule("1F1B", p, m)]
     offered += [torch_schedule("ZBVZeroBubble", p, m)] if 2 * p <= 4 else []
+    offered += [megatron_schedule(p, m, 1)]
     offered += [megatron_schedule(p, m, 2)] if p == 2 and m % 2 == 0 else []
     tried = random.sample(offered, 2)
     best = {
@@ -174,6 +176,7 @@ def test_not_worse_than_published_layouts(name: str) -> None:
         placement=schedule.placement.kind,
         chunks=chunks,
         rules=replace(problem.rules, allow_empty=True),
+        blocking=schedule.blocking,
     )
     theirs = evaluate(placed.cut_into(schedule.placement, Cut.at(bounds)), schedule.orders()).span
     found = best_cut(problem, [schedule], allow_empty=True, effort="quick")

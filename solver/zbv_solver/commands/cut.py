@@ -17,7 +17,7 @@ from zbv_solver.commands.cut_score import score_json, score_summary, score_table
 from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.commands.tables import print_whole
-from zbv_solver.documents.files import file_label, output
+from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
@@ -26,10 +26,10 @@ from zbv_solver.executors.score import score_layout
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, plan_json
-from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import load_problem
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.baselines import compare
 from zbv_solver.search.options import SearchOptions
@@ -54,7 +54,7 @@ def cut(arguments: argparse.Namespace) -> None:
         options = SearchOptions("quick", arguments.time_limit, arguments.seed)
     except InvalidInput as error:
         raise named_flags(error) from None
-    problem = load_problem(arguments.problem)
+    problem = _load(arguments.problem)
     if not isinstance(problem, LayeredProblem):
         raise InvalidInput.at(
             "/layers", "this key is absent or already cut; give a problem by layers without a partition."
@@ -79,6 +79,24 @@ def cut(arguments: argparse.Namespace) -> None:
         return
     print_whole(_table(found, free))
     sys.stdout.write(_summary(found, free))
+
+
+def _load(path: str) -> AnyProblem:
+    """The problem of a file. If the rules of its cut suit no cut on its own placement, that is ``auto``.
+
+    The executor has its own placement, and the free order may have any.
+    """
+    document = parse_json(read_text(path), path)
+    try:
+        return parse_any_problem(document)
+    except InvalidInput as error:
+        has_placement = isinstance(document, dict) and document.get("placement") != "auto"
+        if has_placement and {issue.pointer for issue in error.issues} <= {"/layers", "/cut"}:
+            try:
+                return parse_any_problem({**document, "placement": "auto"})
+            except InvalidInput as of_auto:
+                error = of_auto
+        raise error.found_in(file_label(path)) from None
 
 
 def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:

@@ -205,10 +205,22 @@ def test_stages_are_recomputed_only_if_the_cut_does_not_fit_otherwise() -> None:
         ("torchtitan", "Ett||tt|ttL", {}, "/layout", "stage 1 is empty"),
         ("torch", "Ett||tt|ttL", {}, "/layout", "no layer in stage 1"),
         ("megatron", "Ett||tt|ttL", {"allow_empty": False}, "/cut/allow_empty", "empty stage"),
-        ("megatron", "Ett|t*4L", {"first": 3}, "/cut/first", "found 2 transformer layers; the problem asks for 3"),
+        (
+            "megatron",
+            "Ett|t*4L",
+            {"first": 3},
+            "/cut/first",
+            "found 2 transformer layers; the problem asks for 3",
+        ),
         ("megatron", "Et|tt|t|ttL", {"last": 3}, "/cut/last", "has 2 virtual stages"),
         ("megatron", "Et|ttt|t|tL", {"last": 4}, "/cut/last", "found 3 and 1 transformer layers"),
-        ("megatron", "Et|t*5L", {"together": [["block.0", "block.1"]]}, "/cut/together", "'block.0' and 'block.1'"),
+        (
+            "megatron",
+            "Et|t*5L",
+            {"together": [["block.0", "block.1"]]},
+            "/cut/together",
+            "'block.0' and 'block.1'",
+        ),
     ],
 )
 def test_the_broken_rule_is_named(

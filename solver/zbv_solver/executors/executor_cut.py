@@ -168,7 +168,8 @@ def _check_modules(modules: Modules, executor: str, pp_degree: int) -> None:
         name = modules.model.names[modules.letters.index(letter)]
         raise InvalidInput.at(
             "/layers",
-            f"found {name!r}, which belongs to {what}; {why}. Leave such layers out, or use another executor.",
+            f"found {name!r}, which belongs to {what}; {why}. Leave such layers out, or use another "
+            f"executor.",
         )
 
 

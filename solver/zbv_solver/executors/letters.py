@@ -52,8 +52,8 @@ class Modules:
             raise InvalidInput.at(
                 "/layers",
                 f"found layers with the letters {_short(''.join(self.letters))}; executors take a vision "
-                f"encoder (v), an embedding (E), transformer layers (t), MTP layers (m) and the loss (L). Name "
-                f"the layers like that, in this order.",
+                f"encoder (v), an embedding (E), transformer layers (t), MTP layers (m) and the loss (L). "
+                f"Name the layers like that, in this order.",
             )
 
     @classmethod
@@ -87,7 +87,7 @@ class Modules:
         return text
 
     def kept_whole(self, problem: LayeredProblem) -> LayeredProblem:
-        """The problem with rules: modules stay whole, MTP layers are together, and so are vision and embedding."""
+        """The problem with rules: modules are whole, MTP layers together, and so are vision and embedding."""
         names = self.model.names
         groups = [
             (before, name)

@@ -1,8 +1,8 @@
 """zbv's settings in the installed torchtitan, as part of ``make torchtitan``.
 
-Each text goes through torchtitan's own ``ConfigManager``, and the model through the ``pipelining_fn`` of its spec,
-on every rank of a pipeline without communication. The parts of all ranks must have every parameter of the model
-once, and the schedule must have the planned order.
+Each text goes through torchtitan's own ``ConfigManager``, and the model through the ``pipelining_fn`` of its
+spec, on every rank of a pipeline without communication. The parts of all ranks must have every parameter of
+the model once, and the schedule must have the planned order.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import search
 
 MODELS = {
-    "llama3": ("debugmodel", {}),
-    "deepseek_v3": ("debugmodel", {}),
-    "qwen3": (
-        "debugmodel_moe",
-        {},
-    ),  # the smaller one has tied embeddings, which torchtitan does not pipeline
-    "muse_glimmer": ("debugmodel_mm", {}),  # with a vision encoder
+    "llama3": "debugmodel",
+    "deepseek_v3": "debugmodel",
+    "qwen3": "debugmodel_moe",  # the smaller one has tied embeddings, which torchtitan does not pipeline
+    "muse_glimmer": "debugmodel_mm",  # with a vision encoder
 }
 SCHEDULES = (
     ("1F1B", 4, 1),
@@ -77,8 +74,7 @@ def _layer(name: str, cost: float, **more: Any) -> dict[str, Any]:
 
 
 def _model(name: str) -> Any:
-    flavor, options = MODELS[name]
-    return import_module(f"torchtitan.models.{name}").model_registry(flavor, **options)
+    return import_module(f"torchtitan.models.{name}").model_registry(MODELS[name])
 
 
 def _of_cut(folder: Path, name: str, schedule: str, ranks: int, chunks: int) -> Iterator[str]:
@@ -126,13 +122,12 @@ def _configuration(folder: Path, name: str, text: str) -> Any:
     """What torchtitan makes of settings, with a model, as a user gives them."""
     from torchtitan.config import ConfigManager
 
-    flavor, options = MODELS[name]
     module = f"planned_{len(list(folder.glob('*.py')))}"
     (folder / f"{module}.py").write_text(
         f"{text}\n\nfrom torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
         f"from torchtitan.models.{name} import model_registry\n\n\n"
         f"def run():\n    config = llama3_debugmodel()\n"
-        f"    config.model_spec = model_registry({flavor!r}, **{options!r})\n    return planned(config)\n"
+        f"    config.model_spec = model_registry({MODELS[name]!r})\n    return planned(config)\n"
     )
     config = ConfigManager().parse_args(["--module", module, "--config", "run"])
     config.model_spec.model.update_from_config(config=config)

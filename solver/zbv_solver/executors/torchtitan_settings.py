@@ -136,7 +136,7 @@ class TitanSettings:
 
     def _before(self) -> list[str]:
         """What the function refers to."""
-        lines = ["import tempfile"] if self.rows else []
+        lines = ["import atexit", "import os", "import tempfile"] if self.rows else []
         if self.recompute == "all":
             lines.append("from torchtitan.distributed.activation_checkpoint import FullAC")
         if self.rows:
@@ -144,16 +144,16 @@ class TitanSettings:
                 "",
                 "# The order of the plan: one row per rank.",
                 f'ROWS = """\\\n{self.rows.rstrip()}\n"""',
-                'SCHEDULE = tempfile.NamedTemporaryFile("w", suffix=".csv")  # deleted when the process ends',
-                "SCHEDULE.write(ROWS)",
-                "SCHEDULE.flush()",
+                'with tempfile.NamedTemporaryFile("w", suffix=".csv", delete=False) as schedule:',
+                "    schedule.write(ROWS)",
+                "atexit.register(os.remove, schedule.name)",
             ]
         return ["", *lines] if lines else []
 
     def _pipeline(self) -> list[str]:
         lines = [f"parallelism.pipeline_parallel_schedule = {json.dumps(self.schedule)}"]
         if self.rows:
-            lines.append("parallelism.pipeline_parallel_schedule_csv = SCHEDULE.name")
+            lines.append("parallelism.pipeline_parallel_schedule_csv = schedule.name")
         if self.parts is not None:
             listed = [f"    {json.dumps(list(part))}," for part in self.parts]
             lines += ["parallelism.module_fqns_per_model_part = [", *listed, "]"]

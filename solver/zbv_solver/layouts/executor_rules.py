@@ -231,6 +231,15 @@ def layouts_of_executors(
     return found
 
 
+def left_out(executor: str, model: Transformer, layouts: Sequence[Layout]) -> str:
+    """A sentence with every rule that keeps an executor from a layout; empty if there is none."""
+    others = [each for each in layouts if executor in NAMES and _broken(LAYOUT_RULES[executor], model, each)]
+    rules = {rule.text: None for each in others for rule in _broken(LAYOUT_RULES[executor], model, each)}
+    if not rules:
+        return ""
+    return f"{NAMES[executor]} cannot run {len(others):,} other layouts; it requires {'; '.join(rules)}."
+
+
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:
     """The error of layouts that an executor cannot run, with every rule that one of them breaks."""
     rules = {rule.text: None for layout in layouts for rule in _broken(LAYOUT_RULES[executor], model, layout)}

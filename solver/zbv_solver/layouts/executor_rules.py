@@ -81,7 +81,7 @@ MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
         ExecutorRule(
             lambda model, _: _has_no_state_space(model),
             "a model without state-space layers",
-            "torchtitan/models",
+            "torchtitan/models/__init__.py, _supported_models",
         ),
     ),
     "torch": (),
@@ -143,8 +143,8 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
         ),
         ExecutorRule(
             lambda model, layout: not model.predictions or _is_undivided(layout),
-            "neither a pipeline nor context parallelism with multi-token prediction; --prediction-layers 0 "
-            "leaves that out",
+            "neither a pipeline nor context parallelism with multi-token prediction (--prediction-layers 0 "
+            "leaves it out)",
             "torchtitan/models/deepseek_v3/mtp.py, MTPDecoder.Config.update_from_config",
         ),
         ExecutorRule(

@@ -242,7 +242,7 @@ def test_layers_that_an_executor_cannot_run_are_refused_before_the_search(
     ):
         cut_for_executor(model_of([3, 3], True, 2), "torchtitan")
     with pytest.raises(
-        InvalidInput, match=r"found 'vision\.0', which belongs to a vision encoder; Megatron-LM"
+        InvalidInput, match=r"found 'patches', which belongs to a vision encoder; Megatron-LM"
     ):
         cut_for_executor(seeing_model(), "megatron")
 

@@ -279,11 +279,13 @@ def test_models_that_an_executor_cannot_run_are_refused() -> None:
 
 def test_a_pipeline_with_multi_token_prediction_is_refused_for_torchtitan_with_the_way_out() -> None:
     request = request_of(PREDICTING, cluster_of(1, 4), 8, pipeline_parallel=2, recompute="none")
-    with pytest.raises(InvalidInput, match=r"neither a pipeline .* prediction; --prediction-layers 0 leaves"):
+    with pytest.raises(
+        InvalidInput, match=r"neither a pipeline .* prediction \(--prediction-layers 0 leaves it out"
+    ):
         executor_layouts(request.layouts, request.setting, "torchtitan")
     # 4 GB hold the model only as a pipeline, which torchtitan does not offer.
     request = request_of(PREDICTING, cluster_of(1, 2, 1.0), 8, microbatch_size=1)
-    with pytest.raises(NoLayoutFits, match=r"torchtitan .* --prediction-layers 0 leaves that out"):
+    with pytest.raises(NoLayoutFits, match=r"torchtitan .* --prediction-layers 0 leaves it out"):
         executor_layouts(request.layouts, request.setting, "torchtitan")
 
 

@@ -53,17 +53,16 @@ def interface() -> Iterator[str]:
     from torchtitan.trainer import Trainer
     from zbv_worker.pipeline.plan_schedule import PlanSchedule
 
+    is_newer = "num_pp_microbatches" in ParallelismConfig.__dataclass_fields__
     pairs: list[tuple[Any, Any]] = [
-        (titan.ParallelismConfig, ParallelismConfig),
+        (titan.NewerParallelismConfig if is_newer else titan.ParallelismConfig, ParallelismConfig),
         (titan.TrainingConfig, TrainingConfig),
         (titan.CompileConfig, CompileConfig),
         (titan.ModelSpec, ModelSpec),
     ]
     for ours, theirs in pairs:
-        # The source since August 2026 counts microbatches and tokens instead of sequences.
-        is_newer = "num_pp_microbatches" in ParallelismConfig.__dataclass_fields__
-        counted = {"local_batch_size", "pipeline_parallel_microbatch_size"} if is_newer else set()
-        for name in sorted(set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) - counted):
+        absent = {"local_batch_size"} if is_newer else set()
+        for name in sorted(set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) - absent):
             yield f"{theirs.__name__} has no {name}"
     for name in ("pp", "world_size"):
         if name not in ParallelDims.__dataclass_fields__:

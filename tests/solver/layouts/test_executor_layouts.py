@@ -285,7 +285,7 @@ def test_a_pipeline_with_multi_token_prediction_is_refused_for_torchtitan_with_t
         executor_layouts(request.layouts, request.setting, "torchtitan")
     # 4 GB hold the model only as a pipeline, which torchtitan does not offer.
     request = request_of(PREDICTING, cluster_of(1, 2, 1.0), 8, microbatch_size=1)
-    with pytest.raises(NoLayoutFits, match=r"torchtitan .* --prediction-layers 0 leaves it out"):
+    with pytest.raises(NoLayoutFits, match=r"torchtitan .*--prediction-layers 0 leaves it out"):
         executor_layouts(request.layouts, request.setting, "torchtitan")
 
 

@@ -73,7 +73,7 @@ def test_the_sizes_of_a_batch_are_in_the_units_of_the_version(version: str, rank
 @each_version
 @pytest.mark.parametrize("experts", [1, 4])
 def test_without_a_pipeline_only_experts_forbid_captured_graphs(version: str, experts: int) -> None:
-    text = TitanSettings(1, "1F1B", 4, degrees={"expert_parallel_degree": experts}).text()
+    text = TitanSettings(1, "1F1B", 4, keys={"parallelism.expert_parallel_degree": experts}).text()
     config = configured(text, version)
     assert config.parallelism.expert_parallel_degree == experts
     assert config.training.disable_cuda_graphs == (True if experts > 1 else None)

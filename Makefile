@@ -88,7 +88,7 @@ $(TITAN)/.installed: constraints.txt pyproject.toml
 	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
 	grep -vE '^(fsspec|huggingface_hub)==' constraints.txt > $(TITAN)/constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/$(TITAN)/constraints.txt $(TITAN)/bin/python -m pip --disable-pip-version-check install \
-	  --quiet --no-compile hatchling editables setuptools
+	  --quiet --no-compile hatchling editables setuptools wheel
 	PIP_CONSTRAINT=$(CURDIR)/$(TITAN)/constraints.txt $(TITAN)/bin/python -m pip --disable-pip-version-check install \
 	  --quiet --no-compile --no-build-isolation --editable '.[solver,worker]' $(or $(TORCHTITAN),torchtitan==0.3.0) triton
 	@touch $@

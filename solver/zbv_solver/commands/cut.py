@@ -18,6 +18,7 @@ from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
+from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
@@ -88,6 +89,7 @@ def _load(path: str) -> AnyProblem:
     """
     document = parse_json(read_text(path), path)
     try:
+        require_kind(document, "problem")
         return parse_any_problem(document)
     except InvalidInput as error:
         has_placement = isinstance(document, dict) and document.get("placement") != "auto"

@@ -77,8 +77,8 @@ class TitanSettings:
         Whether some backwards are split into I and W, which compiled blocks cannot be.
     batch
         None leaves the sizes to the configuration.
-    degrees
-        Other keys of the section ``parallelism``.
+    keys
+        Other settings by name, such as ``parallelism.tensor_parallel_degree``.
     rows
         The schedule as CSV; empty if ``schedule`` is the order.
     """
@@ -90,7 +90,7 @@ class TitanSettings:
     recompute: str | None = None
     is_split: bool = False
     batch: Batch | None = None
-    degrees: Mapping[str, int | str] = field(default_factory=dict)
+    keys: Mapping[str, int | str] = field(default_factory=dict)
     rows: str = ""
 
     def text(self, notes: Sequence[str] = ()) -> str:
@@ -107,11 +107,11 @@ class TitanSettings:
                 f"found recomputation {self.recompute!r}; torchtitan recomputes all stages alike, or none.",
             )
         is_piped = self.pp_degree > 1
-        body = [f"parallelism.{key} = {json.dumps(value)}" for key, value in self.degrees.items()]
+        body = [f"config.{key} = {json.dumps(value)}" for key, value in self.keys.items()]
         body.append(f"parallelism.pipeline_parallel_degree = {self.pp_degree}")
         body += self._pipeline() if is_piped else ()
         body += self._counts(is_piped)
-        if is_piped or self.degrees.get("expert_parallel_degree", 1) != 1:
+        if is_piped or self.keys.get("parallelism.expert_parallel_degree", 1) != 1:
             body.append("training.disable_cuda_graphs = True  # pipelines and experts cannot be captured")
         if self.is_split:
             body.append("config.compile.enable = False  # compiled blocks cannot split their backward")
@@ -136,7 +136,7 @@ class TitanSettings:
 
     def _before(self) -> list[str]:
         """What the function refers to."""
-        lines = ["import tempfile"] if self.rows else []
+        lines = ["import atexit", "import os", "import tempfile"] if self.rows else []
         if self.recompute == "all":
             lines.append("from torchtitan.distributed.activation_checkpoint import FullAC")
         if self.rows:
@@ -144,16 +144,16 @@ class TitanSettings:
                 "",
                 "# The order of the plan: one row per rank.",
                 f'ROWS = """\\\n{self.rows.rstrip()}\n"""',
-                'SCHEDULE = tempfile.NamedTemporaryFile("w", suffix=".csv")  # deleted when the process ends',
-                "SCHEDULE.write(ROWS)",
-                "SCHEDULE.flush()",
+                'with tempfile.NamedTemporaryFile("w", suffix=".csv", delete=False) as schedule:',
+                "    schedule.write(ROWS)",
+                "atexit.register(os.remove, schedule.name)",
             ]
         return ["", *lines] if lines else []
 
     def _pipeline(self) -> list[str]:
         lines = [f"parallelism.pipeline_parallel_schedule = {json.dumps(self.schedule)}"]
         if self.rows:
-            lines.append("parallelism.pipeline_parallel_schedule_csv = SCHEDULE.name")
+            lines.append("parallelism.pipeline_parallel_schedule_csv = schedule.name")
         if self.parts is not None:
             listed = [f"    {json.dumps(list(part))}," for part in self.parts]
             lines += ["parallelism.module_fqns_per_model_part = [", *listed, "]"]

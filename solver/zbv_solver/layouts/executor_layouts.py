@@ -21,7 +21,7 @@ from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.free_order import improved_plan
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_solver.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, Scheduled, ScheduleSource
-from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
+from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors, left_out
 from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.first_plans import FirstPlans
 from zbv_solver.layouts.layout import Layout
@@ -115,7 +115,8 @@ def executor_layouts(
     search = _ExecutorSearch(setting, options, cancelled, report, len(candidates), top, workers)
     search.run(candidates)
     if not search.found and not search.queue and not (search.late and search.is_cancelled()):
-        raise NoLayoutFits(len(candidates), setting.cluster.memory, search.open_candidates())
+        rules = left_out(executor, setting.model, layouts)
+        raise NoLayoutFits(len(candidates), setting.cluster.memory, search.open_candidates(), rules)
     search.finish()
     return search.ranking()
 

@@ -81,7 +81,7 @@ MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
         ExecutorRule(
             lambda model, _: _has_no_state_space(model),
             "a model without state-space layers",
-            "torchtitan/models",
+            "torchtitan/models/__init__.py, _supported_models",
         ),
     ),
     "torch": (),
@@ -143,8 +143,8 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
         ),
         ExecutorRule(
             lambda model, layout: not model.predictions or _is_undivided(layout),
-            "neither a pipeline nor context parallelism with multi-token prediction; --prediction-layers 0 "
-            "leaves that out",
+            "neither a pipeline nor context parallelism with multi-token prediction (--prediction-layers 0 "
+            "leaves it out)",
             "torchtitan/models/deepseek_v3/mtp.py, MTPDecoder.Config.update_from_config",
         ),
         ExecutorRule(
@@ -229,6 +229,15 @@ def layouts_of_executors(
     if not found:
         raise refusal(executor, model, list(layouts))
     return found
+
+
+def left_out(executor: str, model: Transformer, layouts: Sequence[Layout]) -> str:
+    """A sentence with every rule that keeps an executor from a layout; empty if there is none."""
+    others = [each for each in layouts if executor in NAMES and _broken(LAYOUT_RULES[executor], model, each)]
+    rules = {rule.text: None for each in others for rule in _broken(LAYOUT_RULES[executor], model, each)}
+    if not rules:
+        return ""
+    return f"{NAMES[executor]} cannot run {len(others):,} other layouts; it requires {'; '.join(rules)}."
 
 
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:

@@ -93,11 +93,11 @@ def _of_titan(layout: Layout, model: Transformer, stages: Stages, schedule: Sche
             layout.microbatch_size * layout.microbatches * layout.data_parallel,
         ),
         {
-            "data_parallel_replicate_degree": 1,
-            "data_parallel_shard_degree": layout.data_parallel,
-            "fsdp_reshard_after_forward": "default",
-            "tensor_parallel_degree": layout.tensor_parallel,
-            "context_parallel_degree": layout.context_parallel,
-            "expert_parallel_degree": layout.expert_parallel,
+            "parallelism.data_parallel_replicate_degree": 1,
+            "parallelism.data_parallel_shard_degree": layout.data_parallel,
+            "parallelism.fsdp_reshard_after_forward": "default",
+            "parallelism.tensor_parallel_degree": layout.tensor_parallel,
+            "parallelism.context_parallel_degree": layout.context_parallel,
+            "parallelism.expert_parallel_degree": layout.expert_parallel,
         },
     ).text()

@@ -103,7 +103,7 @@ def test_the_summary_has_the_settings(tmp_path: Path, capsys: Capture) -> None:
     assert main(["cut", model, *flags]) == 0
     out = capsys.readouterr().out
     assert "proved optimal for this schedule" in out
-    assert 'module_fqns_per_model_part = [\n    ["tok_embeddings", "layers.0"' in out
+    assert 'module_fqns_per_model_part = [\n        ["tok_embeddings", "layers.0"' in out
     assert "any order" not in out
 
 

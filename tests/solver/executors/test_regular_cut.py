@@ -80,7 +80,8 @@ def test_it_fits_and_is_hardly_longer_and_not_less_regular(
     schedule = torch_schedule("Interleaved1F1B", 2, 8, 2)
     best = best_cut(problem, [schedule], allow_empty=True, effort="quick")
     cuts = every_cut(problem, schedule, best)
-    assert best.problem.model is not None and best.shortest.model is not None
+    assert best.problem.model is not None
+    assert best.shortest.model is not None
     chosen, shortest = best.problem.model.cut.bounds, best.shortest.model.cut.bounds
     assert best.least == pytest.approx(min(cuts.values()))
     assert cuts[chosen] == pytest.approx(best.objective)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def model_of(blocks: int, ranks: int, microbatches: int, mtp: int = 0, **more: A
 
 
 def span_by_paths(problem: Problem, rows: list[list[tuple[str, int, int]]]) -> float:
-    """The span as the smallest period without a positive cycle, found by bisection over difference constraints.
+    """The span as the smallest period without a positive cycle of difference constraints, by bisection.
 
     Nodes are actions; a rank's first action may start as late as its last one of the step before ended.
     """
@@ -78,7 +79,7 @@ def span_by_paths(problem: Problem, rows: list[list[tuple[str, int, int]]]) -> f
             arcs.append((numbers["F", stage, j], number, length["F"][stage]))
     ends = []
     for row in rows:
-        for one, other in zip(row, row[1:], strict=False):
+        for one, other in pairwise(row):
             arcs.append((numbers[one], numbers[other], length[one[0]][one[1]]))
         ends.append((numbers[row[-1]], numbers[row[0]], length[row[-1][0]][row[-1][1]]))
 
@@ -102,7 +103,7 @@ def span_by_paths(problem: Problem, rows: list[list[tuple[str, int, int]]]) -> f
 
 def actions(score: Score) -> list[list[tuple[str, int, int]]]:
     """The action lists of a score as letter, stage and microbatch."""
-    found = []
+    found: list[list[tuple[str, int, int]]] = []
     for row in score.orders.all_text():
         found.append([])
         for text in row:
@@ -131,11 +132,13 @@ def test_published_layouts_are_scored(published: dict[str, Any]) -> None:
     problem = model_of(published["decoder_layers"], ranks, 2 * ranks, mtp)
     score = score_layout(problem, "megatron", text, effort="quick")
     assert score.lower_bound <= score.objective * (1 + 1e-9)
-    assert score.same is not None and score.overall is not None
+    assert score.same is not None
+    assert score.overall is not None
     assert score.overall.objective <= score.same.objective <= score.same.least * 1.01 * (1 + 1e-9)
     assert 0 < score.critical.sum() <= 1 + 1e-9
     assert isclose(score.busy.sum(), sum(map(score.problem.busy_time, range(ranks))))
-    assert score.settings is not None and write_layout(score.stages) in score.settings
+    assert score.settings is not None
+    assert write_layout(score.stages) in score.settings
 
 
 @settings(max_examples=15, deadline=None)
@@ -146,7 +149,8 @@ def test_no_cut_is_below_the_bound(counts: list[int]) -> None:
     assert score.lower_bound <= score.objective * (1 + 1e-9)
     assert score.same is not None
     gain = score.gain(score.same)
-    assert gain is not None and gain >= 0
+    assert gain is not None
+    assert gain >= 0
     # Only a more regular cut that is hardly longer may be preferred to the given one.
     assert score.same.least <= score.objective * (1 + 1e-9)
 
@@ -168,18 +172,19 @@ def test_too_much_memory_is_a_finding_and_not_an_error() -> None:
     score = score_layout(problem, "megatron", "Et*6|ttL", effort="quick")
     assert score.too_full == (0,)
     assert score.timing.peak_memory[0] == 2 * (6 * 4 + 1)
-    assert score.same is not None and score.gain(score.same) is None
+    assert score.same is not None
+    assert score.gain(score.same) is None
     assert score.lower_bound <= score.objective
     limits = score.same.problem.memory.limit
     assert limits is not None
     none_fits = score_layout(model_of(8, 2, 4, memory={"limit": 10}), "megatron", "4,4", effort="quick")
-    assert none_fits.same is None and none_fits.overall is None
+    assert none_fits.same is None
+    assert none_fits.overall is None
     assert 0 < none_fits.lower_bound <= none_fits.objective
 
 
 def test_stages_are_recomputed_only_if_the_cut_does_not_fit_otherwise() -> None:
     again = {"backward_input": 2, "memory": {"forward": 1, "backward_input": 0, "backward_weight": -1}}
-    problem = model_of(8, 2, 4, memory={"limit": 20})
     layers = [
         {"name": "embedding", "forward": 1, "backward_input": 0, "backward_weight": 1},
         {

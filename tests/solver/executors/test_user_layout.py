@@ -19,6 +19,9 @@ PUBLISHED: list[dict[str, Any]] = json.loads(
 )
 
 
+LATER = [f"layers.{number}" for number in range(1, 8)]
+
+
 def model(blocks: int, mtp: int = 0, vision: int = 0) -> Modules:
     costs = LayerCosts(1.0, 1.0, 1.0)
     layers = [
@@ -56,16 +59,15 @@ def test_published_layouts_are_read(published: dict[str, Any]) -> None:
         ("1, 2x3, 1", "Et|(tt|)*3tL"),
         ('[["embedding", "decoder", "decoder"], ["decoder", "decoder", "decoder", "decoder", "decoder", '
          '"decoder", "loss"]]', "Ett|t*6L"),
-        (json.dumps([["tok_embeddings", "layers.0"], [*(f"layers.{k}" for k in range(1, 8)), "norm", "lm_head"]]),
-         "Et|t*7L"),
-        (json.dumps([["tok_embeddings"], [*(f"layers.{k}" for k in range(8)), "norm", "output"]]), "E|t*8L"),
+        (json.dumps([["tok_embeddings", "layers.0"], [*LATER, "norm", "lm_head"]]), "Et|t*7L"),
+        (json.dumps([["tok_embeddings"], ["layers.0", *LATER, "norm", "output"]]), "E|t*8L"),
         (json.dumps([["embedding", "block.0"], [*(f"block.{k}" for k in range(1, 8)), "head"]]), "Et|t*7L"),
         ("--decoder-first-pipeline-num-layers 3", "Ettt|t*5L"),
         ("--decoder-last-pipeline-num-layers=2", "Et*6|ttL"),
         ("--decoder-first-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2", "Et|ttt|t|tttL"),
         ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "Etttt|ttttL"),
         ("--num-layers-per-virtual-pipeline-stage 2", "Ett|(tt|)*2ttL"),
-        ("--num-layers 8 \\\n--pipeline-model-parallel-size 2 \\\n--pipeline-model-parallel-layout \"Et*3|t*5L\"",
+        ("--num-layers 8 \\\n--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout \"Et*3|t*5L\"",
          "Ettt|t*5L"),
         ("--parallelism.pipeline_parallel_first_stage_less_layers 2", "Etttt|ttttL"),
         ("--parallelism.pipeline_parallel_last_stage_less_layers 3", "Et*5|tttL"),

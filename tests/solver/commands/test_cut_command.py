@@ -233,17 +233,14 @@ def test_first_and_last_are_transformer_layers_and_refused_schedules_are_named(
     tmp_path: Path, capsys: Capture
 ) -> None:
     model = written(tmp_path / "model.json", MODEL | {"cut": {"first": 3, "last": 3}})
-    flags = ["--executor", "megatron", "--effort", "quick", "--no-free-order"]
+    flags = ["--executor", "megatron", "--effort", "quick", "--no-free-order", "--virtual-stages", "1", "2"]
     assert main(["cut", model, *flags]) == 0
     out = capsys.readouterr().out
     assert '--pipeline-model-parallel-layout "Ettt|tttL"' in out
     assert "interleaved-1F1B with 2 virtual stages has no cut: found 3 transformer layers on the first" in out
     assert main(["cut", model, *flags, "--json"]) == 0
     refused = json.loads(capsys.readouterr().out)["refused"]
-    assert {(each["schedule"], each["virtual_stages"]) for each in refused} == {
-        ("interleaved-1F1B", 2),
-        ("interleaved-1F1B", 4),
-    }
+    assert {(each["schedule"], each["virtual_stages"]) for each in refused} == {("interleaved-1F1B", 2)}
 
 
 def test_a_model_with_a_vision_encoder_has_settings(tmp_path: Path, capsys: Capture) -> None:

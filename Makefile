@@ -80,17 +80,17 @@ explore: install ## Run property tests with random seeds until one fails or the 
 
 # torchtitan has many large dependencies, some of other versions than zbv is tested with. So it gets its own virtual
 # environment, and `make test` does not include this check.
-TITAN := build/torchtitan
-torchtitan: $(TITAN)/.installed ## Check that torchtitan runs plans; downloads about 500 MB at first
-	PYTHONPATH=tests:examples $(TITAN)/bin/python -m support.titan_check
+TITAN := build/torchtitan$(if $(TORCHTITAN),-source)
+torchtitan: $(TITAN)/.installed ## Check plans and settings in torchtitan 0.3.0, or in its source with TORCHTITAN=CHECKOUT; downloads 500 MB
+	PYTHONPATH=$(if $(TORCHTITAN),$(TORCHTITAN):)tests:examples $(TITAN)/bin/python -m support.titan_check
 
 $(TITAN)/.installed: constraints.txt pyproject.toml
 	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
 	grep -vE '^(fsspec|huggingface_hub)==' constraints.txt > $(TITAN)/constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/$(TITAN)/constraints.txt $(TITAN)/bin/python -m pip --disable-pip-version-check install \
-	  --quiet --no-compile hatchling editables
+	  --quiet --no-compile hatchling editables setuptools wheel
 	PIP_CONSTRAINT=$(CURDIR)/$(TITAN)/constraints.txt $(TITAN)/bin/python -m pip --disable-pip-version-check install \
-	  --quiet --no-compile --no-build-isolation --editable '.[worker]' 'torchtitan==0.3.0' triton
+	  --quiet --no-compile --no-build-isolation --editable '.[solver,worker]' $(or $(TORCHTITAN),torchtitan==0.3.0) triton
 	@touch $@
 
 lint: style types ## Check only style and types

@@ -1,4 +1,4 @@
-"""torchtitan 0.3 trains its Llama 3 debug model with a plan, on CPUs or GPUs::
+"""torchtitan, 0.3.0 or newer, trains its Llama 3 debug model with a plan, on CPUs or GPUs::
 
     torchrun --nproc-per-node 2 examples/torchtitan_plan.py
     torchrun --nproc-per-node 4 examples/torchtitan_plan.py
@@ -28,7 +28,6 @@ if not torch.cuda.is_available():
     metrics.build_device_memory_monitor = lambda: monitor
     distributed.set_pg_timeouts = lambda **_: None
 
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
@@ -36,10 +35,11 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools.logging import init_logger
-from torchtitan.trainer import Trainer
+from torchtitan.trainer import BaseDataLoader, Trainer
 from zbv_worker.pipeline.torchtitan import with_plan
 
 PLAN = Path(__file__).with_name("torchtitan-plan.json")
+MICROBATCHES, LENGTH = 8, 64  # microbatches of the plan, and tokens of a sequence
 
 
 class Bytes(BaseTokenizer):
@@ -72,7 +72,10 @@ class Text(BaseDataLoader):
     def __init__(self, config: Config, **given: Any):
         self.tokens = torch.tensor(given["tokenizer"].encode(Path(__file__).read_text()))
         self.ranks, self.rank = given["dp_world_size"], given["dp_rank"]
-        self.shape = given["local_batch_size"], given["seq_len"]
+        self.is_flat = "num_tokens_per_batch" in given  # newer than 0.3.0: sequences follow each other
+        length = given["max_context_length" if self.is_flat else "seq_len"]
+        count = given["num_tokens_per_batch"] // length if self.is_flat else given["local_batch_size"]
+        self.shape = count, length
         self.read = 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -82,14 +85,27 @@ class Text(BaseDataLoader):
             begin = 61 * places % (len(self.tokens) - length - 1)
             chosen = self.tokens[begin[:, None] + torch.arange(length + 1)]
             self.read += count
+            inputs, labels = chosen[:, :-1], chosen[:, 1:]
             positions = torch.arange(length).expand(count, length)
-            yield {"input": chosen[:, :-1], "positions": positions}, chosen[:, 1:]
+            if self.is_flat:
+                inputs, labels, positions = inputs.flatten(), labels.flatten(), positions.flatten()
+            yield {"input": inputs, "positions": positions}, labels
 
     def state_dict(self) -> dict[str, int]:
         return {"read": self.read}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.read = state["read"]
+
+
+def sequences(config: Trainer.Config, count: int) -> None:
+    """Set the sequences of a step and rank, each a microbatch."""
+    training, parallelism = config.training, config.parallelism
+    if hasattr(parallelism, "num_pp_microbatches"):  # newer than 0.3.0
+        parallelism.num_pp_microbatches = count
+        training.max_context_length = training.num_tokens_per_microbatch_per_dp_rank = LENGTH
+    else:
+        training.local_batch_size, training.seq_len = count, LENGTH
 
 
 def configuration(plan: Path | None = PLAN) -> Trainer.Config:
@@ -100,13 +116,14 @@ def configuration(plan: Path | None = PLAN) -> Trainer.Config:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.model_spec = spec
     config.tokenizer, config.dataloader = Bytes.Config(), Text.Config()
-    config.training = TrainingConfig(local_batch_size=8, seq_len=64, steps=10, disable_cuda_graphs=True)
+    config.training = TrainingConfig(steps=10, disable_cuda_graphs=True)
     config.loss = CrossEntropyLoss.Config()
     config.activation_checkpoint = None
     config.checkpoint.enable = config.validator.enable = config.debug.enable_structured_logging = False
     config.dump_folder = "build/torchtitan-run"
     # torch 2.13 cannot run the default, spmd_types, with data parallelism; newer versions can.
     config.parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+    sequences(config, MICROBATCHES)
     if plan is not None:  # --- from here on: the plan
         config.model_spec = with_plan(spec, plan)
         config.parallelism.pipeline_parallel_degree = 2

@@ -156,13 +156,18 @@ class NoLayoutFits(ZbvError):
         Bytes of a device.
     unproved
         Of the layouts, those without a cut that fits and without a proof that there is none.
+    rules
+        A sentence with the rules of an executor that left out other layouts; may be empty.
     """
 
-    def __init__(self, considered: int, memory: float, unproved: int = 0):
-        self.considered, self.memory, self.unproved = considered, memory, unproved
-        super().__init__(considered, memory, unproved)
+    def __init__(self, considered: int, memory: float, unproved: int = 0, rules: str = ""):
+        self.considered, self.memory, self.unproved, self.rules = considered, memory, unproved, rules
+        super().__init__(considered, memory, unproved, rules)
 
     def __str__(self) -> str:
+        return " ".join(filter(None, (self._found(), self.rules)))
+
+    def _found(self) -> str:
         if self.unproved:
             return (
                 f"found no layout that fits: {self.considered:,} layouts and {self.memory / 1e9:,.4g} GB of "

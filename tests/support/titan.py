@@ -82,7 +82,18 @@ class ParallelismConfig:
 
 
 @dataclass
+class NewerParallelismConfig:
+    """Of the source since August 2026, which counts microbatches instead of sequences."""
+
+    pipeline_parallel_schedule: str = "ZBVZeroBubble"
+    num_pp_microbatches: int = 4
+    module_fqns_per_model_part: list[list[str]] | None = None
+
+
+@dataclass
 class TrainingConfig:
+    """Newer sources have no ``local_batch_size``."""
+
     local_batch_size: int = 4
     mixed_precision_param: str = "float32"
 

@@ -1,9 +1,10 @@
-"""Checks the installed torchtitan with zbv: ``make torchtitan``. It is not part of the test suite.
+"""Checks torchtitan with zbv: ``make torchtitan``. It is not part of the test suite.
 
 ``python -m support.titan_check``, with ``examples`` and ``tests`` on the PYTHONPATH:
 
 1. What zbv uses of torchtitan is there, as the stand-ins of the test suite say (``tests/support/titan.py``).
-2. Losses and gradients of ``examples/torchtitan_plan.py`` are those of one process, with 2 ranks, and with 2
+2. torchtitan makes of zbv's settings what was planned (``tests/support/titan_settings.py``).
+3. Losses and gradients of ``examples/torchtitan_plan.py`` are those of one process, with 2 ranks, and with 2
    data-parallel ranks per stage.
 """
 
@@ -24,13 +25,14 @@ import torchtitan_plan as example  # before other parts of torchtitan: it replac
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from support import titan
+from support.titan_settings import settings
 
 STEPS, TIMEOUT, TOLERANCE = 2, 300, 1e-5
 
 
 def main() -> int:
     """Compare; returns the exit status."""
-    failures = [*interface()]
+    failures = [*interface(), *settings()]
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (2, 4):
             failures += training(ranks, Path(folder))
@@ -51,14 +53,16 @@ def interface() -> Iterator[str]:
     from torchtitan.trainer import Trainer
     from zbv_worker.pipeline.plan_schedule import PlanSchedule
 
+    is_newer = "num_pp_microbatches" in ParallelismConfig.__dataclass_fields__
     pairs: list[tuple[Any, Any]] = [
-        (titan.ParallelismConfig, ParallelismConfig),
+        (titan.NewerParallelismConfig if is_newer else titan.ParallelismConfig, ParallelismConfig),
         (titan.TrainingConfig, TrainingConfig),
         (titan.CompileConfig, CompileConfig),
         (titan.ModelSpec, ModelSpec),
     ]
     for ours, theirs in pairs:
-        for name in sorted(set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__)):
+        absent = {"local_batch_size"} if is_newer else set()
+        for name in sorted(set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) - absent):
             yield f"{theirs.__name__} has no {name}"
     for name in ("pp", "world_size"):
         if name not in ParallelDims.__dataclass_fields__:
@@ -121,33 +125,19 @@ def training(ranks: int, folder: Path) -> Iterator[str]:
         yield f"{ranks} ranks: no gradient of {sorted(set(alone['gradients']) - seen)}"
 
 
-class Interleaved(example.Text):  # type: ignore[misc]  # torchtitan is not installed where mypy runs
-    """In one process, the sequences of all data-parallel ranks."""
-
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        replicas = int(os.environ["REPLICAS"]) if self.ranks == 1 else 1
-        count, length = self.shape
-        streams = []
-        for rank in range(replicas):
-            stream = object.__new__(example.Text)
-            stream.__dict__.update(self.__dict__, ranks=self.ranks * replicas, rank=self.rank + rank)
-            stream.shape = (count // replicas, length)
-            streams.append(iter(stream))
-        while True:
-            batches = [next(stream) for stream in streams]
-            inputs = {key: torch.cat([batch[0][key] for batch in batches]) for key in batches[0][0]}
-            yield inputs, torch.cat([batch[1] for batch in batches])
-
-
 def rank(path: str) -> None:
     """Train; writes the first step's gradients, before clipping, and all losses."""
     is_alone = os.environ["WORLD_SIZE"] == "1"
     config = example.configuration(None if is_alone else example.PLAN)
-    config.dataloader = Interleaved.Config()
     config.training.steps, config.training.mixed_precision_param = STEPS, "float32"
     config.training.max_norm = 1e9
     if is_alone:
-        config.training.local_batch_size *= int(os.environ["REPLICAS"])
+        # The sequences of all data-parallel ranks, with accumulated gradients.
+        total, training = example.MICROBATCHES * int(os.environ["REPLICAS"]), config.training
+        if hasattr(training, "num_tokens_per_train_step"):
+            training.num_tokens_per_train_step = total * example.LENGTH
+        else:
+            training.local_batch_size, training.global_batch_size = 1, total
     trainer = config.build()
     for name, parameter in parameters(trainer):  # torchtitan draws others for every stage
         generator = torch.Generator().manual_seed(sum(map(ord, name)))

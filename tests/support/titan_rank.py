@@ -121,6 +121,7 @@ def refused(plan: Path, dims: titan.ParallelDims) -> dict[str, str]:
     """What the trainer's constructor raises for configurations that do not fit the plan."""
     changes: dict[str, dict[str, Any]] = {
         "microbatches": {"training": titan.TrainingConfig(local_batch_size=3)},
+        "newer microbatches": {"parallelism": titan.NewerParallelismConfig(num_pp_microbatches=3)},
         "schedule": {"parallelism": titan.ParallelismConfig(pipeline_parallel_schedule="1F1B")},
         "ranks": {"parallel_dims": titan.ParallelDims(4, 4)},
         "compiled": {"compile_config": titan.CompileConfig(enable=True)},

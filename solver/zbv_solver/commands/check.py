@@ -83,7 +83,7 @@ def _best_cut(schedule: TorchSchedule, asked: LayeredProblem) -> Problem:
     from zbv_solver.executors.schedules import Schedule
 
     order = Schedule("torch", "read", schedule.placement, schedule.microbatches, read=schedule.orders)
-    return best_cut(asked, [order], recompute="uniform", allow_empty=asked.rules.allow_empty).problem
+    return best_cut(asked, [order], recompute="uniform", allow_empty=bool(asked.rules.allow_empty)).problem
 
 
 def _schedule_claims(schedule: TorchSchedule, problem: Problem) -> list[Claim]:

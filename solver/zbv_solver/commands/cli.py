@@ -181,11 +181,20 @@ def _parser() -> argparse.ArgumentParser:
         "cut",
         "cut layers for Megatron-LM, torchtitan, or PyTorch's schedules, which keep their own order",
         "Find the best cut of a model's layers for an executor that keeps its own order, with a proven bound "
-        "over all cuts; print the executor's settings, and what any order could gain.",
+        "over all cuts; print the executor's settings, and what any order could gain. With --layout, time a "
+        "cut of your own instead.",
     )
     _add_problem(cut)
     cut.add_argument(
         "--executor", required=True, choices=("megatron", "torch", "torchtitan"), help="whose order to use"
+    )
+    cut.add_argument(
+        "--layout",
+        metavar="TEXT",
+        help="a cut of your own, to be timed and compared with the best one: a layout of Megatron-LM such as "
+        "'Et*8|t*7|t*7|t*8L', transformer layers per stage such as 8,7,7,8 or 10,12x6,10, flags such as "
+        "--layout='--decoder-first-pipeline-num-layers 11', or names such as "
+        '\'[["tok_embeddings", "layers.0"], …]\' of torchtitan',
     )
     cut.add_argument(
         "--virtual-stages",

@@ -6,32 +6,42 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import isinf
 
 from rich.table import Table
 
+from zbv_solver.commands.cut_score import score_json, score_summary, score_table
 from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.commands.tables import print_whole
-from zbv_solver.documents.files import file_label, output
-from zbv_solver.errors import InvalidInput
+from zbv_solver.documents.files import file_label, output, parse_json, read_text
+from zbv_solver.documents.validation import require_kind
+from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
 from zbv_solver.executors.free_order import free_plan
+from zbv_solver.executors.score import score_layout
 from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, plan_json
-from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.problem.reading import load_problem
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.baselines import compare
 from zbv_solver.search.options import SearchOptions
 
-FLAGS = ("virtual_stages", "group_size", "schedule")
-"""Flags that restrict the schedules."""
+OTHER_FLAGS = ("layout", "recompute")
+FLAGS = ("virtual_stages", "group_size", "schedule", *OTHER_FLAGS)
+"""Flags that mistakes may be in: those that restrict the schedules, and others."""
 LEAST_SECONDS = 0.01
 """What the search of a free order may take at least."""
+SHOWN = 0.0005
+"""A smaller difference is none with one decimal of a percent."""
 MOST_ROWS = 12
 """Schedules that a summary shows."""
 NONE_FITS = "none fits"
@@ -45,11 +55,14 @@ def cut(arguments: argparse.Namespace) -> None:
         options = SearchOptions("quick", arguments.time_limit, arguments.seed)
     except InvalidInput as error:
         raise named_flags(error) from None
-    problem = load_problem(arguments.problem)
+    problem = _load(arguments.problem)
     if not isinstance(problem, LayeredProblem):
         raise InvalidInput.at(
             "/layers", "this key is absent or already cut; give a problem by layers without a partition."
         ).found_in(file_label(arguments.problem))
+    if arguments.layout is not None:
+        _score(problem, arguments)
+        return
     began = time.monotonic()
     with spinner("searching the best cut") as say:
         found = _best(problem, arguments)
@@ -59,8 +72,8 @@ def cut(arguments: argparse.Namespace) -> None:
         say("searching a free order")
         free = None if arguments.no_free_order else free_plan(problem, found.best, options)
     if arguments.output is not None:
-        with output(arguments.output) as write_text:
-            write_text(json.dumps(plan_json(_plan(found))) + "\n")
+        best = found.best
+        _write(arguments.output, best.problem, best.orders, f"{found.executor} {best.schedule.name}")
     if arguments.json:
         document = executor_cut_json(found) | {"free_order": None if free is None else _free_json(free)}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
@@ -69,9 +82,60 @@ def cut(arguments: argparse.Namespace) -> None:
     sys.stdout.write(_summary(found, free))
 
 
+def _load(path: str) -> AnyProblem:
+    """The problem of a file. If the rules of its cut suit no cut on its own placement, that is ``auto``.
+
+    The executor has its own placement, and the free order may have any.
+    """
+    document = parse_json(read_text(path), path)
+    try:
+        require_kind(document, "problem")
+        return parse_any_problem(document)
+    except InvalidInput as error:
+        has_placement = isinstance(document, dict) and document.get("placement") != "auto"
+        if has_placement and {issue.pointer for issue in error.issues} <= {"/layers", "/cut"}:
+            try:
+                return parse_any_problem({**document, "placement": "auto"})
+            except InvalidInput as of_auto:
+                error = of_auto
+        raise error.found_in(file_label(path)) from None
+
+
+def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
+    """Print what a given cut achieves, and write it as a plan."""
+    with spinner("searching better cuts"), _named(arguments):
+        stages = arguments.virtual_stages or [None]
+        if len(stages) > 1:
+            raise InvalidInput.at(
+                "/virtual_stages", f"found {len(stages)} numbers with a given cut; give one."
+            )
+        score = score_layout(
+            problem,
+            arguments.executor,
+            arguments.layout,
+            virtual_stages=stages[0],
+            group=arguments.group_size,
+            schedules=arguments.schedule or (),
+            recompute=arguments.recompute,
+            effort=arguments.effort,
+            seed=arguments.seed,
+            time_limit=arguments.time_limit,
+        )
+    if arguments.json:
+        sys.stdout.write(json.dumps(score_json(score), indent=2) + "\n")
+    else:
+        print_whole(score_table(score))
+        sys.stdout.write(score_summary(score))
+    if arguments.output is not None:
+        if score.too_full:
+            raise InfeasibleMemory(score.timing.peak_memory, score.problem.memory.limit or (), of_cut=True)
+        method = f"{score.executor} {score.schedule.name}, given cut"
+        _write(arguments.output, score.problem, score.orders, method)
+
+
 def _best(problem: LayeredProblem, arguments: argparse.Namespace) -> ExecutorCut:
     """The best cut; raises :class:`InvalidInput` naming the file or the flags."""
-    try:
+    with _named(arguments):
         return cut_for_executor(
             problem,
             arguments.executor,
@@ -83,20 +147,32 @@ def _best(problem: LayeredProblem, arguments: argparse.Namespace) -> ExecutorCut
             seed=arguments.seed,
             time_limit=arguments.time_limit,
         )
+
+
+@contextmanager
+def _named(arguments: argparse.Namespace) -> Iterator[None]:
+    """Errors name the file, or the flags as the user wrote them."""
+    try:
+        yield
     except InvalidInput as error:
         pointers = {issue.pointer for issue in error.issues}
         if pointers <= {f"/{name}" for name in FLAGS}:
             raise named_flags(error) from None
-        given = ", ".join(flag_of(name) for name in FLAGS if getattr(arguments, name) is not None)
+        given = ", ".join(
+            flag_of(name)
+            for name in FLAGS
+            if getattr(arguments, name) is not None and name not in OTHER_FLAGS
+        )
         source = given if given and pointers == {""} else file_label(arguments.problem)
         raise error.found_in(source) from None
 
 
-def _plan(found: ExecutorCut) -> Plan:
-    """The executor's order of the best cut as a verified plan."""
-    best = found.best
-    plan = make_plan(best.problem, best.orders, method=f"{found.executor} {best.schedule.name}")
-    return Plan(best.problem, best.orders, plan.metrics, compare(best.problem), plan.provenance)
+def _write(path: str, problem: Problem, orders: Orders, method: str) -> None:
+    """Write the executor's order as a verified plan."""
+    plan = make_plan(problem, orders, method=method)
+    plan = Plan(problem, orders, plan.metrics, compare(problem), plan.provenance)
+    with output(path) as write_text:
+        write_text(json.dumps(plan_json(plan)) + "\n")
 
 
 def _free_json(free: Plan) -> dict[str, object]:
@@ -141,21 +217,42 @@ def _gain(best: BestCut) -> str:
     if isinf(best.even):
         return ""
     gain = 1 - best.objective / best.even
-    if gain < -OPTIMAL_GAP:
+    if abs(gain) < SHOWN:
+        return ", as long as the even cut"
+    if best.least > best.even * (1 + OPTIMAL_GAP):
         return f", {-gain:.1%} above the even cut, which does not fit"
-    return f", {gain:.1%} below the even cut"
+    return f", {abs(gain):.1%} {'below' if gain > 0 else 'above'} the even cut"
+
+
+def _refusals(best: BestCut) -> list[str]:
+    """Schedules without a cut, and why; those that differ in the group only once."""
+    reasons = {(each.name, each.placement.chunks): issue for each, issue in best.refused.items()}
+    return [
+        f"{name} with {chunks} virtual {'stage' if chunks == 1 else 'stages'} has no cut: {issue.detail}"
+        for (name, chunks), issue in reasons.items()
+    ]
 
 
 def _summary(found: ExecutorCut, free: Plan | None) -> str:
     best = found.best
     gap = gap_of(best.objective, best.lower_bound)
-    proof = "proved optimal for this schedule" if best.is_optimal else f"at most {gap:.2%} above the optimum"
+    proof = "proved optimal for this schedule" if gap == 0 else f"at most {gap:.2%} above the optimum"
     model = best.problem.model
     sizes = [] if model is None else [str(len(stage)) for stage in model.partition]
     lines = [
         f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}){_gain(best)}",
         f"layers per stage: {' '.join(sizes)}",
     ]
+    if best.objective > best.least * (1 + OPTIMAL_GAP):
+        shortest = found.shortest_layout or " ".join(
+            str(len(stage))
+            for stage in ([] if best.shortest.model is None else best.shortest.model.partition)
+        )
+        lines.append(
+            f"The shortest cut is less regular: {shortest}, {best.problem.objective} {best.least:.6g}, "
+            f"{1 - best.least / best.objective:.2%} shorter."
+        )
+    lines += _refusals(best)
     if best.unsearched:
         lines.append(
             f"The time limit ended the search before {best.unsearched} of {len(best.results)} schedules were "

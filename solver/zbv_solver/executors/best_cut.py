@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
-from zbv_solver.errors import InfeasibleMemory, InvalidInput
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, Issue
 from zbv_solver.executors.order_search import OrderSearch
+from zbv_solver.executors.rank_rules import inner_sizes, placed_on
+from zbv_solver.executors.regular_cut import regular_cut
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.plans.orders import Orders
@@ -71,13 +73,18 @@ class BestCut:
     Attributes
     ----------
     problem, orders
-        The layers, cut and placed, and the executor's action lists for them.
+        The layers, cut and placed, and the executor's action lists for them. The cut is the most regular of
+        those that are hardly longer than the best one (:mod:`.regular_cut`).
     objective, lower_bound
-        Of this schedule: no cut has a smaller objective than the bound.
+        Of this cut, and of this schedule: no cut has a smaller objective than the bound.
     even
         The objective of the even cut under this schedule, without the memory limit.
     results
-        All schedules, the best first and those that were not searched last.
+        All schedules with their shortest cuts, the best first and those that were not searched last.
+    shortest, least
+        The layers with the shortest cut that was found under this schedule, and its objective.
+    refused
+        Why other schedules have no cut that keeps the rules.
     """
 
     schedule: Schedule
@@ -87,6 +94,9 @@ class BestCut:
     lower_bound: float
     even: float
     results: tuple[OrderResult, ...]
+    shortest: Problem
+    least: float
+    refused: Mapping[Schedule, Issue] = field(default_factory=dict)
 
     @property
     def bound_of_all(self) -> float:
@@ -100,8 +110,8 @@ class BestCut:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no cut under the chosen schedule is better."""
-        return self.objective <= self.lower_bound * (1 + OPTIMAL_GAP)
+        """Whether no cut under the chosen schedule is shorter than the shortest that was found."""
+        return self.least <= self.lower_bound * (1 + OPTIMAL_GAP)
 
 
 def best_cut(
@@ -128,7 +138,7 @@ def best_cut(
     recompute
         Which stages may be recomputed.
     allow_empty
-        Whether stages other than the first and the last may be empty.
+        Whether stages other than the first and the last may be empty, unless the problem forbids it.
     late
         Name of the first layer that must lie on the last chunk of its rank (Megatron-LM's MTP layers).
     also
@@ -141,7 +151,7 @@ def best_cut(
     Raises
     ------
     InvalidInput
-        When no schedule is given, the model has too few layers for all of them, or ranks differ.
+        When no schedule is given, none has a cut that keeps the rules of the problem, or ranks differ.
     InfeasibleMemory
         When no cut fits the memory limit under any of the schedules.
     """
@@ -152,27 +162,27 @@ def best_cut(
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     own = OwnUnit.of(problem)
     searches: list[OrderSearch] = []
+    refused: dict[Schedule, Issue] = {}
     for schedule in schedules:
         for stages in _variants(recompute, schedule.placement.n_stages, problem):
-            made = order_search(
-                own,
-                schedule,
-                stages,
-                allow_empty=allow_empty,
-                late=late,
-                effort=effort,
-                seed=seed,
-                deadline=deadline,
-                even=(even or {}).get(schedule),
-            )
-            if made is not None:
-                searches.append(made)
+            try:
+                made = order_search(
+                    own,
+                    schedule,
+                    stages,
+                    allow_empty=allow_empty,
+                    late=late,
+                    effort=effort,
+                    seed=seed,
+                    deadline=deadline,
+                    even=(even or {}).get(schedule),
+                )
+            except InvalidInput as error:
+                refused[schedule] = error.issues[0]
+                break
+            searches.append(made)
     if not searches:
-        raise InvalidInput.at(
-            "/layers",
-            f"found {problem.n_atoms} separable layers, which none of the {len(schedules)} schedules can cut "
-            f"into its stages. Use fewer ranks or virtual stages, or give finer layers.",
-        )
+        raise _refusal(problem, schedules, refused)
     for number, each in enumerate(searches):
         # Without time, simple cuts of every schedule are timed until one fits.
         if not each.is_over or all(other.best is None for other in searches[:number]):
@@ -188,7 +198,21 @@ def best_cut(
     best = searches[0]
     if best.best is None:
         raise _infeasible(searches, own.given)
-    return answer_of(own, searches, allow_empty)
+    return replace(answer_of(own, searches, allow_empty), refused=refused)
+
+
+def _refusal(
+    problem: LayeredProblem, schedules: Sequence[Schedule], refused: Mapping[Schedule, Issue]
+) -> InvalidInput:
+    """The error of layers that no schedule can cut: broken rules first, else too few layers."""
+    rules = dict.fromkeys(issue for issue in refused.values() if issue.pointer != "/layers")
+    if rules:
+        return InvalidInput([*rules])
+    return InvalidInput.at(
+        "/layers",
+        f"found {problem.n_atoms} separable layers, which none of the {len(schedules)} schedules can cut "
+        f"into its stages. Use fewer ranks or virtual stages, or give finer layers.",
+    )
 
 
 def order_search(
@@ -202,31 +226,22 @@ def order_search(
     seed: int = 0,
     deadline: float = math.inf,
     even: Boundaries | None = None,
-) -> OrderSearch | None:
-    """The search for cuts under one schedule, not yet begun; None if the model has too few layers."""
-    placed = _placed(own.problem, schedule, allow_empty)
-    if placed is None:
-        return None
-    latest = _latest(placed, schedule, late)
-    return OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even)
+) -> OrderSearch:
+    """The search for cuts under one schedule, not yet begun.
+
+    Raises :class:`InvalidInput` when no cut under this schedule keeps the rules.
+    """
+    placed = placed_on(own.problem, schedule, allow_empty)
+    sizes = inner_sizes(placed, schedule)
+    latest = _latest(placed, schedule, late) | _behind(placed, sizes)
+    return OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even, sizes)
 
 
-def _placed(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) -> LayeredProblem | None:
-    """The layers on a schedule's placement; None if there are too few."""
-    placement = schedule.placement
-    rules = replace(problem.rules, allow_empty=allow_empty)
-    if placement.pp_degree != problem.pp_degree or schedule.microbatches != problem.microbatches:
-        raise InvalidInput.at(
-            "",
-            f"found a schedule for {placement.pp_degree} ranks and {schedule.microbatches} microbatches; the "
-            f"problem has {problem.pp_degree} and {problem.microbatches}.",
-        )
-    chunks = placement.chunks if placement.kind == "loop" else None
-    try:
-        blocking = problem.blocking or schedule.blocking
-        return replace(problem, placement=placement.kind, chunks=chunks, rules=rules, blocking=blocking)
-    except InvalidInput:
-        return None
+def _behind(placed: LayeredProblem, sizes: dict[int, int]) -> dict[int, int]:
+    """Stages of prescribed sizes have only transformer layers, so they end with the last of them."""
+    model = placed.model
+    end = int(np.searchsorted(placed.places, model.place_behind(model.blocks_before[-1])))
+    return {stage + 1: end for stage in sizes}
 
 
 def _variants(
@@ -268,17 +283,19 @@ def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) 
     schedule = best.schedule
     if best.best is None:
         raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
-    placed = _placed(own.given, schedule, allow_empty)
-    if placed is None:
-        raise RuntimeError("the layers do not fit their own schedule; this is a bug in zbv.")
-    problem = placed.cut_into(schedule.placement, best.space.cut(*best.best))
+    placed, chosen = placed_on(own.given, schedule, allow_empty), regular_cut(best)
+    problem = placed.cut_into(schedule.placement, best.space.cut(*chosen))
     orders = best.order.orders
     verify_orders(problem, orders)
     objective = objective_of(problem, orders)
     bound = min(each.lower_bound for each in results if each.schedule == schedule)
-    bound = objective if bound >= objective * (1 - OPTIMAL_GAP) else bound
-    results[0] = replace(results[0], objective=objective, lower_bound=min(results[0].lower_bound, objective))
-    return BestCut(schedule, problem, orders, objective, bound, results[0].even, tuple(results))
+    optimum = placed.cut_into(schedule.placement, best.space.cut(*best.best))
+    shortest = objective if chosen == best.best else objective_of(optimum, orders)
+    bound = shortest if bound >= shortest * (1 - OPTIMAL_GAP) else bound
+    results[0] = replace(results[0], objective=shortest, lower_bound=min(results[0].lower_bound, shortest))
+    return BestCut(
+        schedule, problem, orders, objective, bound, results[0].even, tuple(results), optimum, shortest
+    )
 
 
 def _infeasible(searches: Sequence[OrderSearch], problem: LayeredProblem) -> InfeasibleMemory:

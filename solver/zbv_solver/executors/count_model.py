@@ -95,6 +95,8 @@ class CountModel:
                 model.add(one <= other)
             if runs.least:
                 model.add(sum(after) >= sum(row) + runs.least)
+        for stage, size in runs.sizes.items():
+            model.add(sum(self.counts[stage + 1]) == sum(self.counts[stage]) + size)
         # Sums per rank help the solver to see that loads are whole parts.
         for stages in runs.space.placement.stages_of:
             for run, size in enumerate(self.size):

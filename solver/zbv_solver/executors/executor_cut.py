@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
 from zbv_solver.executors.even_cuts import even_cut
 from zbv_solver.executors.letters import Modules
-from zbv_solver.executors.megatron_layout import Stages, layout_flags
+from zbv_solver.executors.megatron_layout import Stages, layout_flags, write_layout
 from zbv_solver.executors.schedules import (
     TORCH_DEFAULTS,
     Schedule,
@@ -21,10 +21,11 @@ from zbv_solver.executors.schedules import (
     torch_schedule,
     torch_schedule_name,
 )
-from zbv_solver.executors.torchtitan_settings import write_settings
+from zbv_solver.executors.torchtitan_settings import TitanSettings, module_names
 from zbv_solver.problem.layer_letters import letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.limits import MAX_CHUNKS
+from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import Effort
 
 Executor = Literal["megatron", "torch", "torchtitan"]
@@ -44,7 +45,7 @@ class ExecutorCut:
     stages
         The modules of every stage as letters; None for ``torch``, which does not name modules.
     settings
-        Flags of Megatron-LM, TOML of torchtitan, or nothing; None if the executor cannot express the result.
+        Flags of Megatron-LM or a function for torchtitan; None if the executor cannot express the result.
     remark
         Why there are no settings; empty if there are.
     even_remark
@@ -58,6 +59,13 @@ class ExecutorCut:
     remark: str = ""
     even_remark: str = ""
 
+    @property
+    def shortest_layout(self) -> str | None:
+        """The shortest cut as ``zbv cut --layout`` takes it; None without modules."""
+        if self.stages is None or self.best.shortest.model is None:
+            return None
+        return write_layout(stage_letters(self.best.shortest, Modules.of(self.best.shortest.model.model)))
+
 
 def cut_for_executor(
     problem: LayeredProblem,
@@ -67,7 +75,6 @@ def cut_for_executor(
     group: int | None = None,
     schedules: Sequence[str] = (),
     recompute: Recompute = "uniform",
-    letters: Mapping[str, str] | None = None,
     also: Sequence[tuple[int, ...]] = (),
     effort: Effort = "standard",
     seed: int = 0,
@@ -87,8 +94,6 @@ def cut_for_executor(
         Names of PyTorch's schedules to try; by default those with fused backwards.
     recompute
         Which stages may be recomputed. Executors cannot express ``per-stage``.
-    letters
-        As in :meth:`~zbv_solver.executors.letters.Modules.of`.
     also
         Boundaries, as layer indices, of cuts that the result must not be worse than.
     time_limit
@@ -106,7 +111,9 @@ def cut_for_executor(
     if executor not in EXECUTORS:
         raise InvalidInput.at("", f"found executor {executor!r}; must be one of {', '.join(EXECUTORS)}.")
     _check_request(executor, virtual_stages or (), group, schedules)
-    modules = None if executor == "torch" else Modules.of(problem.model, letters)
+    modules = None if executor == "torch" else Modules.of(problem.model)
+    if modules is not None:
+        _check_modules(modules, executor, problem.pp_degree)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)
     names = problem.model.names
     letters_of = tuple(map(letter_of, names)) if modules is None else modules.letters
@@ -127,11 +134,9 @@ def cut_for_executor(
     if modules is None:
         remark = "PyTorch's runtime has no settings of a cut."
         return ExecutorCut(executor, best, None, None, remark, about_even)
-    stages = stage_letters(best, modules)
-    try:
-        return ExecutorCut(executor, best, stages, _settings(executor, best, stages), "", about_even)
-    except InvalidInput as error:
-        return ExecutorCut(executor, best, stages, None, str(error.issues[0].detail), about_even)
+    stages = stage_letters(best.problem, modules)
+    settings, remark = executor_settings(executor, stages, best.schedule, recomputed(best.problem))
+    return ExecutorCut(executor, best, stages, settings, remark, about_even)
 
 
 def _check_request(
@@ -166,26 +171,52 @@ def _check_request(
         raise error.below("/schedule") from None
 
 
-def stage_letters(best: BestCut, modules: Modules) -> Stages:
+def _check_modules(modules: Modules, executor: str, pp_degree: int) -> None:
+    """Raise :class:`InvalidInput` for layers that the executor cannot run, whatever the cut."""
+    if executor == "torchtitan" and pp_degree > 1 and modules.late is not None:
+        raise InvalidInput.at(
+            "/layers",
+            f"found {modules.late!r}, which belongs to multi-token prediction; torchtitan has none in "
+            f"pipelines. Leave such layers out, or use another executor.",
+        )
+
+
+def stage_letters(problem: Problem, modules: Modules) -> Stages:
     """The modules of every stage."""
-    model = best.problem.model
-    if model is None:
+    if problem.model is None:
         raise TypeError("the problem was not given by layers.")
-    bounds = model.cut.bounds
+    bounds = problem.model.cut.bounds
     return tuple(map(modules.of_stage, bounds[:-1], bounds[1:]))
 
 
-def _settings(executor: str, best: BestCut, stages: Stages) -> str:
-    recompute, schedule = _recomputed(best), best.schedule
-    if executor == "torchtitan":
-        return write_settings(stages, schedule, recompute)
-    flags = layout_flags(stages, schedule.placement.pp_degree, schedule.group, recompute)
-    return " \\\n".join(flags) + "\n"
+def executor_settings(
+    executor: str, stages: Stages, schedule: Schedule, recompute: str
+) -> tuple[str | None, str]:
+    """The settings of an executor, or None and why there are none.
+
+    Parameters
+    ----------
+    recompute
+        As :func:`recomputed` says it.
+    """
+    ranks = schedule.placement.pp_degree
+    if executor == "torch":
+        return None, "PyTorch's runtime has no settings of a cut."
+    try:
+        if executor == "torchtitan":
+            parts = module_names(stages) if ranks > 1 else None
+            titan = TitanSettings(
+                ranks, schedule.name, schedule.microbatches, parts, recompute, schedule.is_split
+            )
+            return titan.text(), ""
+        return " \\\n".join(layout_flags(stages, ranks, schedule.group, recompute)) + "\n", ""
+    except InvalidInput as error:
+        return None, str(error.issues[0].detail)
 
 
-def _recomputed(best: BestCut) -> str:
-    """``none``, ``all`` or ``per-stage``, as the cut has it."""
-    chosen = set(() if best.problem.model is None else best.problem.model.cut.recompute)
+def recomputed(problem: Problem) -> str:
+    """``none``, ``all`` or ``per-stage``, as the cut of a problem has it."""
+    chosen = set(() if problem.model is None else problem.model.cut.recompute)
     return "per-stage" if len(chosen) > 1 else "all" if True in chosen else "none"
 
 
@@ -239,6 +270,22 @@ def schedules_of(
     return found
 
 
+def schedule_of_stages(
+    problem: LayeredProblem, executor: str, chunks: int, group: int | None = None, names: Sequence[str] = ()
+) -> Schedule:
+    """The schedule that an executor runs with as many stages per rank, unless a group or a name is given.
+
+    Raises :class:`InvalidInput` like :func:`cut_for_executor`.
+    """
+    _check_request(executor, (chunks,), group, names)
+    p, m = problem.pp_degree, problem.microbatches
+    if executor == "megatron":
+        return megatron_schedule(p, m, chunks, group)
+    if len(names) > 1:
+        raise InvalidInput.at("/schedule", f"found {len(names)} names with a given cut; give one.")
+    return torch_schedule(names[0] if names else TORCH_DEFAULTS[chunks > 1], p, m, chunks)
+
+
 def _tried_groups(p: int, m: int, chunks: int) -> Sequence[int | None]:
     allowed = megatron_groups(p, m, chunks)
     if len(allowed) <= MOST_GROUPS:
@@ -257,10 +304,15 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
         "schedule": best.schedule.name,
         "virtual_stages": best.schedule.placement.chunks,
         "group_size": best.schedule.group,
-        "recompute": _recomputed(best),
+        "recompute": recomputed(best.problem),
         "objective": best.objective,
         "lower_bound": best.lower_bound,
         "status": "optimal" if best.is_optimal else "feasible",
+        "shortest": {
+            "objective": best.least,
+            "partition": None if best.shortest.model is None else plain(best.shortest.model.partition),
+            "layout": cut.shortest_layout,
+        },
         "even_cut": plain(best.even),
         "even_cut_remark": cut.even_remark,
         "lower_bound_of_all_schedules": best.bound_of_all,
@@ -278,6 +330,15 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
                 "searched": each.is_searched,
             }
             for each in best.results
+        ],
+        "refused": [
+            {
+                "schedule": schedule.name,
+                "virtual_stages": schedule.placement.chunks,
+                "group_size": schedule.group,
+                "reason": f"{issue.pointer}: {issue.detail}",
+            }
+            for schedule, issue in best.refused.items()
         ],
     }
 

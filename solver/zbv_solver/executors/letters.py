@@ -1,18 +1,19 @@
-"""What an executor calls the layers of a model: embedding, transformer layers, MTP layers, and loss.
+"""What an executor calls the layers of a model: vision, embedding, transformer, MTP, and loss.
 
-Executors cut between whole modules. Layers of a finer model belong to the module before them.
+Executors cut between whole modules. Layers of a finer model belong to the module before them, and a vision
+encoder to the stage of the embedding: Megatron-LM's layouts have no letter for it, and the models of
+Megatron-Bridge build it where the first stage does its work before the decoder (``pre_process``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layer import Model
-from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP, PART, letter_of
+from zbv_solver.problem.layer_letters import EMBEDDING, LOSS, MTP, PART, VISION, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 
 
@@ -20,44 +21,27 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 class Modules:
     """The letter of every layer, copies counted.
 
-    Raises :class:`InvalidInput` unless at most the first layer is an embedding, transformer layers come next,
-    then MTP layers, and at most one loss is last.
+    Raises :class:`InvalidInput` unless a vision encoder and an embedding come first, as far as there are any,
+    transformer layers next, then MTP layers, and at most one loss is last.
     """
 
     model: Model
     letters: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for name, letter in zip(self.model.names, self.letters, strict=True):
-            if letter not in (EMBEDDING, DECODER, MTP, LOSS, PART):
-                raise InvalidInput.at(
-                    "/layers",
-                    f"found letter {letter!r} for layer {name!r}; must be E, t, m, L, or empty for a part of "
-                    f"the module before it.",
-                )
-        if not re.fullmatch("E?t+m*L?", "".join(self.letters)) or self.letters[0] == PART:
+        if not re.fullmatch("v*E?t+m*L?", "".join(self.letters)) or self.letters[0] == PART:
             raise InvalidInput.at(
                 "/layers",
-                f"found layers with the letters {_short(''.join(self.letters))}; executors take an embedding "
-                f"(E), then transformer layers (t), MTP layers (m) and the loss (L). Name the layers like "
-                f"that, or give the letters.",
+                f"found layers with the letters {short(''.join(self.letters))}; executors take a vision "
+                f"encoder (v), an embedding (E), then transformer layers (t), MTP layers (m) and the loss "
+                f"(L). Letters follow from names: rename the layers, such as vision, embedding, block, mtp, "
+                f"head.",
             )
 
     @classmethod
-    def of(cls, model: Model, letters: Mapping[str, str] | None = None) -> Modules:
-        """The modules of a model.
-
-        Parameters
-        ----------
-        letters
-            Letters by name of a layer (without the number of the copy). Other layers have letters by their
-            names, such as ``embedding``, ``mtp`` and ``head``.
-        """
-        given = letters or {}
-        unknown = set(given) - {layer.name for layer in model.layers}
-        if unknown:
-            raise InvalidInput.at("/layers", f"found a letter for {min(unknown)!r}, which is not a layer.")
-        return cls(model, tuple(given.get(layer.name, letter_of(layer.name)) for layer in model.each))
+    def of(cls, model: Model) -> Modules:
+        """The modules of a model, by the names of its layers, such as ``embedding``, ``mtp`` and ``head``."""
+        return cls(model, tuple(letter_of(layer.name) for layer in model.each))
 
     @property
     def late(self) -> str | None:
@@ -68,45 +52,51 @@ class Modules:
         """The letters of the layers ``[begin, end)``; an embedding and a loss without a layer are added."""
         text = "".join(self.letters[begin:end])
         if begin == 0 and EMBEDDING not in self.letters:
-            text = EMBEDDING + text
+            text = re.sub(f"^{VISION}*", rf"\g<0>{EMBEDDING}", text)
         if end == len(self.letters) and LOSS not in self.letters:
             text += LOSS
         return text
 
     def kept_whole(self, problem: LayeredProblem) -> LayeredProblem:
-        """The problem with rules that keep the modules whole, and all MTP layers in one stage."""
+        """The problem with rules: modules stay whole, and so do all MTP layers, and vision with embedding."""
         names = self.model.names
         groups = [
             (before, name)
             for (before, name), letter in zip(pairwise(names), self.letters[1:], strict=True)
             if letter == PART
         ]
-        mtp = tuple(name for name, letter in zip(names, self.letters, strict=True) if letter == MTP)
-        groups += [(mtp[0], mtp[-1])] if len(mtp) > 1 else []
+        for joined in ((MTP,), (VISION, EMBEDDING)):
+            own = [name for name, letter in zip(names, self.letters, strict=True) if letter in joined]
+            groups += [(own[0], own[-1])] if len(own) > 1 else []
         rules = replace(problem.rules, together=(*problem.rules.together, *groups))
         return replace(problem, rules=rules)
 
     def bounds(self, stages: tuple[str, ...]) -> tuple[int, ...]:
-        """The boundaries, as layer indices, of stages with these letters.
+        """The boundaries, as layer indices, of stages with these letters; those of vision may be left out.
 
         Raises :class:`InvalidInput` when the stages have other modules than the model.
         """
-        expected = self.of_stage(0, len(self.letters))
-        found = "".join(stages)
+        named = without_vision(stages)
+        (expected,), found = without_vision((self.of_stage(0, len(self.letters)),)), "".join(named)
         if found != expected:
-            raise InvalidInput.at("", f"found the modules {_short(found)}; the model has {_short(expected)}.")
+            raise InvalidInput.at("", f"found the modules {short(found)}; the model has {short(expected)}.")
         # The places where modules begin; an embedding or a loss without a layer lies in no layer.
-        begins = [at for at, letter in enumerate(self.letters) if letter != PART]
-        begins = [0] * (EMBEDDING not in self.letters) + begins
+        begins = [at for at, letter in enumerate(self.letters) if letter not in (PART, VISION)]
+        begins = [0, *begins[EMBEDDING in self.letters :]]
         begins += [len(self.letters)] * (1 + (LOSS not in self.letters))
         bounds, done = [0], 0
-        for stage in stages:
+        for stage in named:
             done += len(stage)
             bounds.append(begins[done])
         bounds[-1] = len(self.letters)
         return tuple(bounds)
 
 
-def _short(letters: str) -> str:
+def without_vision(stages: tuple[str, ...]) -> tuple[str, ...]:
+    """The letters of stages without the vision encoder, which belongs to the embedding."""
+    return tuple(stage.replace(VISION, "") for stage in stages)
+
+
+def short(letters: str) -> str:
     """``Etttt`` as ``Et*4``."""
     return re.sub(r"(.)\1{3,}", lambda run: f"{run[1]}*{len(run[0])}", letters)

@@ -11,6 +11,7 @@ import re
 from itertools import groupby
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.executors.letters import without_vision
 from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP
 
 LONGEST = 100_000
@@ -69,6 +70,7 @@ def check_layout(stages: Stages, ranks: int) -> int:
     InvalidInput
         When the layout breaks a rule.
     """
+    stages = without_vision(stages)
     chunks, rest = divmod(len(stages), ranks)
     letters = "".join(stages)
     last_chunk = stages[len(stages) - ranks :]
@@ -90,9 +92,9 @@ def check_layout(stages: Stages, ranks: int) -> int:
 
 
 def write_layout(stages: Stages) -> str:
-    """A short text of a layout."""
+    """A short text of a layout; a vision encoder has no letter in it."""
     # The last stage has no | behind it, so it does not join a repetition.
-    *head, last = map(_spelled, stages)
+    *head, last = map(_spelled, without_vision(stages))
     parts = []
     for stage, run in groupby(head):
         count = len(list(run))

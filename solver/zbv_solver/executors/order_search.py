@@ -65,12 +65,13 @@ class OrderSearch:
         seed: int,
         deadline: float = math.inf,
         even: Boundaries | None = None,
+        sizes: dict[int, int] | None = None,
     ):
         self.problem, self.schedule, self.recompute = problem, schedule, recompute
         self.effort, self.seed, self.deadline = effort, seed, deadline
         tables = CutTables.of(problem)
         self.space = CutSpace(problem, schedule.placement, tables)
-        self.runs = Runs.of(self.space, latest)
+        self.runs = Runs.of(self.space, latest, sizes)
         self.plain = recompute or (False,) * schedule.placement.n_stages
         level = level_cut(self.space)
         sample = problem.cut_into(schedule.placement, self.space.cut(level, self.plain))

@@ -38,6 +38,11 @@ class Schedule:
     read: Orders | None = field(default=None, compare=False)
 
     @property
+    def is_split(self) -> bool:
+        """Whether backwards are split into I and W."""
+        return self.name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+    @property
     def blocking(self) -> bool:
         """Whether transfers keep both ranks waiting, as in 1F1B of Megatron-LM.
 

@@ -56,9 +56,9 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             ),
             Format(
                 "torchtitan",
-                "application/toml",
-                ".torchtitan.toml",
-                "settings for torchtitan, with the schedule CSV inside",
+                "text/x-python; charset=utf-8",
+                ".torchtitan.py",
+                "settings for torchtitan 0.3.0 and newer, with the schedule CSV inside",
             ),
             Format("megatron-json", _JSON, ".nodes.json", "node list of Megatron-LM's zero-bubble fork"),
             Format(

@@ -1,13 +1,8 @@
-"""A plan for torchtitan: its settings, and the schedule CSV inside the same file.
+"""A plan for torchtitan's own runtime: its settings, with the order of the actions in them.
 
-The file is TOML and holds the settings that a plan fixes. The CSV of :mod:`zbv_solver.export.torch_csv` is in
-it as comments, because torchtitan reads a schedule from a separate file and refuses settings that it does
-not know; the head of the file has the command that extracts it, and the same settings as flags.
-
-Why these settings: torchtitan takes the order from ``pipeline_parallel_schedule_csv``, but cuts the
-model by ``pipeline_parallel_schedule`` (so a plan with V placement needs a V schedule named there), and takes
-the number of microbatches from ``local_batch_size`` over ``pipeline_parallel_microbatch_size``. A split
-backward works with neither ``torch.compile`` nor recomputation of single operators.
+The settings are those of :mod:`zbv_solver.executors.torchtitan_settings`, and the order is the CSV of
+:mod:`zbv_solver.export.torch_csv`. torchtitan takes the order from ``pipeline_parallel_schedule_csv``, but
+places the stages by ``pipeline_parallel_schedule``, so a schedule with the plan's placement is named there.
 """
 
 from __future__ import annotations
@@ -15,90 +10,67 @@ from __future__ import annotations
 import json
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.executors.letters import Modules
+from zbv_solver.executors.torchtitan_settings import TitanSettings, module_names
 from zbv_solver.export import torch_csv
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import Problem, W
-
-CSV_MARK = "#csv "
-"""The prefix of a row of the schedule in the file."""
+from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.layer_letters import EMBEDDING, LOSS, PART
+from zbv_solver.problem.problem import W
 
 _SCHEDULES = {"v": "ZBVZeroBubble", "loop": "Interleaved1F1B", "single": "1F1B"}
 """A schedule of torchtitan with the plan's placement; its order is not used."""
 
-Settings = dict[str, dict[str, str | int | bool]]
-
 
 def render(plan: Plan) -> str:
-    """The settings as TOML, with the schedule's rows in comments.
+    """The settings, with the schedule's rows.
 
     Raises
     ------
     InvalidInput
-        For more than two stages per rank in loops: torchtitan counts those by layers, which a plan does not
-        know.
+        When there are more than two stages per rank in loops, and the plan's layers are not those of a
+        language model: torchtitan counts such stages by the names of their modules.
     """
-    name = f"plan-{plan.plan_id[:12]}.csv"
-    settings = settings_of(plan, name)
-    rows = torch_csv.render(plan).splitlines()
-    return "\n".join(
-        [
-            *_head(plan, name, settings),
-            "",
-            *_toml(settings),
-            "# The schedule: one row per rank.",
-            *(f"{CSV_MARK}{row}" for row in rows),
-            "",
-        ]
-    )
-
-
-def settings_of(plan: Plan, csv_name: str) -> Settings:
-    """The settings of a plan, by section; raises like :func:`render`."""
-    placement = plan.problem.placement
-    if placement.kind == "loop" and placement.chunks != 2:
+    problem, placement = plan.problem, plan.problem.placement
+    model = problem.model
+    parts = None if model is None else _parts(model)
+    if parts is None and placement.kind == "loop" and placement.chunks != 2:
         raise InvalidInput.at(
             "/problem/chunks",
             f"found {placement.chunks} stages per rank; torchtitan makes two of a looped schedule unless "
-            f"layers per stage are counted, which a plan does not know. Export torch-csv, and set "
+            f"their modules are named, which the plan does not know. Export torch-csv, and set "
             f"parallelism.module_fqns_per_model_part for the {placement.n_stages} stages yourself.",
         )
-    settings: Settings = {
-        "parallelism": {
-            "pipeline_parallel_degree": placement.pp_degree,
-            "pipeline_parallel_schedule": _SCHEDULES[placement.kind],
-            "pipeline_parallel_schedule_csv": csv_name,
-            "pipeline_parallel_microbatch_size": 1,
-        },
-        "training": {"local_batch_size": plan.problem.microbatches},
-    }
-    if bool((plan.orders.letter == W).any()):
-        settings["compile"] = {"enable": False}
-        settings["activation_checkpoint"] = {"mode": "none"}
-    return settings
-
-
-def _head(plan: Plan, csv_name: str, settings: Settings) -> list[str]:
-    problem = plan.problem
-    flags = [
-        f"--{section}.{key} {value}" if not isinstance(value, bool) else f"--{section}.no_{key}"
-        for section, entries in settings.items()
-        for key, value in entries.items()
-    ]
-    return [
+    is_split = bool((plan.orders.letter == W).any())
+    recomputed = set(() if model is None else model.cut.recompute)
+    settings = TitanSettings(
+        placement.pp_degree,
+        _SCHEDULES[placement.kind],
+        problem.microbatches,
+        parts,
+        # torchtitan's default, the recomputation of single operators, does not work with split backwards.
+        "all" if recomputed == {True} else "none" if recomputed or is_split else None,
+        is_split,
+        rows=torch_csv.render(plan),
+    )
+    notes = [
+        "#",
         f"# zbv plan {plan.plan_id}",
         f"# {problem.pp_degree} ranks, {problem.n_stages} stages, {problem.microbatches} microbatches",
-        "#",
-        "# Put these settings into torchtitan's configuration, and take the schedule out of this file:",
-        f"#   sed -n 's/^{CSV_MARK}//p' THIS_FILE > {csv_name}",
-        "# The same as flags:",
-        *(f"#   {flag}" for flag in flags),
-        "#",
-        f"# Every step needs exactly {problem.microbatches} microbatches: keep local_batch_size at that many",
-        "# times pipeline_parallel_microbatch_size. Cut the model into the stages that the plan's costs are",
-        "# of (parallelism.module_fqns_per_model_part).",
-        *_batch_order(plan),
-        *_cut(problem),
     ]
+    return settings.text([*notes, *_batch_order(plan), *_cut(model, parts)])
+
+
+def _parts(model: CutModel) -> list[list[str]] | None:
+    """The modules of every stage; None if the plan's layers are not those of torchtitan's models."""
+    try:
+        modules, bounds = Modules.of(model.model), model.cut.bounds
+        divides_one = any(PART in modules.letters[begin : begin + 1] for begin in bounds[1:-1])
+        if divides_one or not {EMBEDDING, LOSS} <= set(modules.letters):
+            return None
+        return module_names(tuple(map(modules.of_stage, bounds[:-1], bounds[1:])))
+    except InvalidInput:
+        return None
 
 
 def _batch_order(plan: Plan) -> list[str]:
@@ -114,33 +86,26 @@ def _batch_order(plan: Plan) -> list[str]:
     ]
 
 
-def _cut(problem: Problem) -> list[str]:
-    """The layers and the recomputation of every stage, by our names, which torchtitan does not know."""
-    model = problem.model
-    if model is None:
-        return []
-    lines = ["#", "# The stages by the names of the plan's layers:"]
-    lines += [f"#   {stage}: {json.dumps(names)}" for stage, names in enumerate(model.partition)]
-    recomputed = [str(stage) for stage, is_so in enumerate(model.cut.recompute) if is_so]
-    if recomputed:
+def _cut(model: CutModel | None, parts: list[list[str]] | None) -> list[str]:
+    """What torchtitan does not get to know of the cut and of recomputation."""
+    lines = []
+    if parts is None:
         lines += [
+            "#",
+            "# Cut the model into the stages that the plan's costs are of, by",
+            "# parallelism.module_fqns_per_model_part.",
+        ]
+    if model is None:
+        return lines
+    if parts is None:
+        lines.append("# The stages by the names of the plan's layers:")
+        lines += [f"#   {stage}: {json.dumps(names)}" for stage, names in enumerate(model.partition)]
+    recomputed = [str(stage) for stage, is_so in enumerate(model.cut.recompute) if is_so]
+    if recomputed and len(recomputed) < len(model.partition):
+        lines += [
+            "#",
             f"# Planned to be recomputed: {', '.join(recomputed)}.",
-            "# torchtitan recomputes all stages or none, and none where backwards are split: wrap modules of",
-            "# these stages in torch.utils.checkpoint yourself, or they need more memory than planned.",
+            "# torchtitan recomputes all stages or none: wrap modules of these stages in",
+            "# torch.utils.checkpoint yourself, or they need more memory than planned.",
         ]
     return lines
-
-
-def _toml(settings: Settings) -> list[str]:
-    lines = []
-    for section, entries in settings.items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in entries.items()]
-        lines.append("")
-    return lines
-
-
-def _toml_value(value: str | int | bool) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -15,9 +15,11 @@ from zbv_solver.executors.executor_cut import schedules_of, stage_letters
 from zbv_solver.executors.letters import Modules
 from zbv_solver.executors.megatron_layout import Stages
 from zbv_solver.executors.order_search import OrderSearch
+from zbv_solver.executors.regular_cut import TOLERANCE
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.layout import Layout, Recompute
+from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.layered_unit import OwnUnit
@@ -166,13 +168,18 @@ class Scheduled:
     @property
     def step_time(self) -> float:
         """Seconds of the step with the best known cut."""
-        search, estimated = self.shared.search, self.variant.estimated
+        search = self.shared.search
         if search.best is None:
             return inf
+        return search.value * self._seconds + self._once(search.space.cut(*search.best))
+
+    def _once(self, cut: Cut) -> float:
+        """Seconds that the busiest rank of a cut needs once per step."""
         names = self.own.unit.given.model.names
-        stages = [names[begin:end] for begin, end in pairwise(search.space.cut(*search.best).bounds)]
-        own = [tuple(name for s in of_rank for name in stages[s]) for of_rank in self._stages_of]
-        return search.value * self._seconds + estimated.once(own)
+        stages = [names[begin:end] for begin, end in pairwise(cut.bounds)]
+        return self.variant.estimated.once(
+            [tuple(name for s in of_rank for name in stages[s]) for of_rank in self._stages_of]
+        )
 
     @property
     def _stages_of(self) -> tuple[tuple[int, ...], ...]:
@@ -198,10 +205,19 @@ class Scheduled:
         self.shared.is_finished = True
         self.shared.search.finish(max(0.0, most), 1.0)
 
-    def answer(self) -> tuple[BestCut, Stages | None]:
-        """The best known cut, verified, and the modules of its stages if the executor names them."""
+    def answer(self) -> tuple[BestCut, float]:
+        """A regular cut that is hardly longer than the best known one, verified, and its step in seconds."""
         best = answer_of(self.own.unit, [self.shared.search], self.own.allow_empty)
-        return best, None if self.own.modules is None else stage_letters(best, self.own.modules)
+        model = best.problem.model
+        step = best.objective * SECONDS + (0.0 if model is None else self._once(model.cut))
+        if step <= self.step_time * (1 + TOLERANCE):
+            return best, step
+        # The regular cut has a rank that needs more time once per step.
+        return replace(best, problem=best.shortest, objective=best.least), self.step_time
+
+    def letters(self, best: BestCut) -> Stages | None:
+        """The modules of every stage of a cut, if the executor names them."""
+        return None if self.own.modules is None else stage_letters(best.problem, self.own.modules)
 
 
 @dataclass
@@ -244,8 +260,12 @@ class ScheduleSource:
             # Costs already are those of the variant, so nothing more is recomputed.
             late = own.modules.late if own.modules is not None and own.allow_empty else None
             none = (False,) * schedule.placement.n_stages
-            made = order_search(
-                own.unit, schedule, none, allow_empty=own.allow_empty, late=late, effort=self.effort
-            )
-            self._searches[key] = None if made is None else SharedSearch(made)
+            try:
+                made = order_search(
+                    own.unit, schedule, none, allow_empty=own.allow_empty, late=late, effort=self.effort
+                )
+            except InvalidInput:
+                self._searches[key] = None
+            else:
+                self._searches[key] = SharedSearch(made)
         return self._searches[key]

@@ -21,7 +21,7 @@ from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.free_order import improved_plan
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_solver.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, Scheduled, ScheduleSource
-from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
+from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors, left_out
 from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.first_plans import FirstPlans
 from zbv_solver.layouts.layout import Layout
@@ -115,7 +115,8 @@ def executor_layouts(
     search = _ExecutorSearch(setting, options, cancelled, report, len(candidates), top, workers)
     search.run(candidates)
     if not search.found and not search.queue and not (search.late and search.is_cancelled()):
-        raise NoLayoutFits(len(candidates), setting.cluster.memory, search.open_candidates())
+        rules = left_out(executor, setting.model, layouts)
+        raise NoLayoutFits(len(candidates), setting.cluster.memory, search.open_candidates(), rules)
     search.finish()
     return search.ranking()
 
@@ -326,7 +327,8 @@ class _ExecutorSearch:
     def ranking(self) -> Ranking:
         """The best layouts, with their plans and settings."""
         steps, bounds = self._steps(), self._bounds()
-        best = tuple(self._answer(node, bounds[node.candidate]) for _, node in steps[: self.top])
+        answers = (self._answer(node, bounds[node.candidate]) for _, node in steps[: self.top])
+        best = tuple(sorted(answers, key=lambda each: each.step_time))
         below = min([*bounds.values(), *(each.step_time for each in best)])
         planned = {node.candidate for _, node in steps}
         shortest = self._longest() * (1 - OPTIMAL_GAP)
@@ -353,15 +355,16 @@ class _ExecutorSearch:
                 raise TypeError("a planned layout has no plan; this is a bug in zbv, please report it.")
             return node.of
         scheduled, setting = node.of, self.setting
-        (best, stages), estimated = scheduled.answer(), scheduled.variant.estimated
+        (best, step_time), estimated = scheduled.answer(), scheduled.variant.estimated
+        stages = scheduled.letters(best)
         (nodes,) = setting.cluster.groups
         schedule, executor = scheduled.schedule, node.candidate.executor
         settings, remark = layout_settings(executor, estimated.layout, setting.model, nodes, stages, schedule)
         return ExecutorLayout(
             estimated,
             make_plan(best.problem, best.orders, method=f"{executor} {schedule.name}"),
-            scheduled.step_time,
-            min(bound, scheduled.step_time),
+            step_time,
+            min(bound, step_time),
             executor,
             best,
             settings,

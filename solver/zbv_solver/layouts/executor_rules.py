@@ -56,9 +56,13 @@ def _has_equal_replicas(model: Transformer, layout: Layout) -> bool:
     return inside == experts
 
 
+def _is_undivided(layout: Layout) -> bool:
+    return _is_alone(layout) and layout.context_parallel == 1
+
+
 MEGATRON, TITAN, TORCH = "Megatron-LM", "torchtitan", "PyTorch's pipeline runtime"
 _ARGUMENTS = "megatron/training/arguments.py, validate_args"
-_TITAN = "torchtitan/models/llama3/infra/parallelize.py"
+_TITAN = "torchtitan/distributed/parallel_dims.py, ParallelDims"
 
 MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     "megatron": (
@@ -75,9 +79,9 @@ MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     ),
     "torchtitan": (
         ExecutorRule(
-            lambda model, _: model.vision is None and not model.predictions and _has_no_state_space(model),
-            "a model of embedding, transformer layers and head",
-            "torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part",
+            lambda model, _: _has_no_state_space(model),
+            "a model without state-space layers",
+            "torchtitan/models/__init__.py, _supported_models",
         ),
     ),
     "torch": (),
@@ -105,25 +109,48 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             ),
             "FSDP if there are replicas: ZeRO stage 3, or with a pipeline stage 1, because parameters and "
             "gradients are whole until the last microbatch",
-            f"{_TITAN}, apply_fsdp (fsdp_reshard_after_forward); torch/distributed/pipelining/stage.py, "
-            "backward_maybe_with_nosync",
+            "torchtitan/distributed/fsdp.py, get_fsdp_reshard_after_forward_policy; "
+            "torch/distributed/pipelining/stage.py, backward_maybe_with_nosync",
         ),
         ExecutorRule(
             lambda _, layout: layout.placement == "tp-cp-dp-pp",
             "the placement tp-cp-dp-pp",
-            "torchtitan/distributed/parallel_dims.py, build_mesh",
+            f"{_TITAN}.build_mesh",
         ),
         ExecutorRule(
             lambda model, layout: (
-                model.sequence % (2 * layout.tensor_parallel * layout.context_parallel) == 0
+                model.sequence
+                % (
+                    layout.tensor_parallel
+                    * (2 * layout.context_parallel if layout.context_parallel > 1 else 1)
+                )
+                == 0
             ),
-            "sequences that 2 * tensor * context parallel divides",
-            f"torchtitan/distributed/parallel_dims.py, seq_len_divisor; {_TITAN}",
+            "sequences that tensor parallelism divides, with context parallelism 2 * tensor * context",
+            "torchtitan/trainer.py, Trainer.__init__",
+        ),
+        ExecutorRule(
+            lambda model, layout: (
+                model.experts == 1 or layout.expert_parallel > 1 or layout.tensor_parallel == 1
+            ),
+            "expert parallelism if there is tensor parallelism, which otherwise divides every expert",
+            "torchtitan/models/common/moe_sharding.py",
         ),
         ExecutorRule(
             lambda model, layout: not model.tied or _is_alone(layout),
             "no pipeline if embedding and head share their table",
-            "torchtitan/models/common/decoder.py",
+            "torchtitan/models/common/decoder.py, Decoder.Config.update_from_config",
+        ),
+        ExecutorRule(
+            lambda model, layout: not model.predictions or _is_undivided(layout),
+            "neither a pipeline nor context parallelism with multi-token prediction (--prediction-layers 0 "
+            "leaves it out)",
+            "torchtitan/models/deepseek_v3/mtp.py, MTPDecoder.Config.update_from_config",
+        ),
+        ExecutorRule(
+            lambda model, layout: model.vision is None or layout.context_parallel == 1,
+            "no context parallelism with a vision encoder",
+            "torchtitan/models/kimi_k2_7/parallelize.py, qwen3_5/parallelize.py, muse_glimmer/parallelize.py",
         ),
     ),
     "torch": (
@@ -202,6 +229,15 @@ def layouts_of_executors(
     if not found:
         raise refusal(executor, model, list(layouts))
     return found
+
+
+def left_out(executor: str, model: Transformer, layouts: Sequence[Layout]) -> str:
+    """A sentence with every rule that keeps an executor from a layout; empty if there is none."""
+    others = [each for each in layouts if executor in NAMES and _broken(LAYOUT_RULES[executor], model, each)]
+    rules = {rule.text: None for each in others for rule in _broken(LAYOUT_RULES[executor], model, each)}
+    if not rules:
+        return ""
+    return f"{NAMES[executor]} cannot run {len(others):,} other layouts; it requires {'; '.join(rules)}."
 
 
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:

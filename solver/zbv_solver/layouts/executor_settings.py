@@ -1,8 +1,8 @@
-"""A layout as the settings of its executor: flags of Megatron-LM, or TOML of torchtitan.
+"""A layout as the settings of its executor: flags of Megatron-LM, or a function for torchtitan.
 
 Flags are those of ``megatron/training/arguments.py`` and of the configurations that it reads
-(``megatron/core/model_parallel_config.py``, ``megatron/training/config``); TOML has the keys of
-``torchtitan/config/job_config.py`` of version 0.2. Settings that do not depend on the layout, such as the
+(``megatron/core/model_parallel_config.py``, ``megatron/training/config``); those of torchtitan are explained
+in :mod:`zbv_solver.executors.torchtitan_settings`. Settings that do not depend on the layout, such as the
 sizes of the model, are not written.
 """
 
@@ -12,7 +12,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.executors.megatron_layout import Stages, layout_flags
 from zbv_solver.executors.schedules import Schedule
-from zbv_solver.executors.torchtitan_settings import write_settings
+from zbv_solver.executors.torchtitan_settings import Batch, TitanSettings, module_names
 from zbv_solver.layouts.cluster import Cluster
 from zbv_solver.layouts.executor_rules import NAMES
 from zbv_solver.layouts.layout import Layout
@@ -40,7 +40,7 @@ def layout_settings(
     try:
         recompute = "all" if layout.recompute == "full" else "none"
         if executor == "torchtitan":
-            return _toml(layout, model, stages, schedule, recompute), ""
+            return _of_titan(layout, model, stages, schedule, recompute), ""
         flags = [
             *_flags(layout, model, cluster),
             *layout_flags(stages, layout.pipeline_parallel, schedule.group, recompute),
@@ -77,25 +77,27 @@ def _flags(layout: Layout, model: Transformer, cluster: Cluster) -> list[str]:
     return flags
 
 
-def _toml(layout: Layout, model: Transformer, stages: Stages, schedule: Schedule, recompute: str) -> str:
-    degrees = {
-        "data_parallel_replicate_degree": 1,
-        "data_parallel_shard_degree": layout.data_parallel,
-        "fsdp_reshard_after_forward": "default",
-        "tensor_parallel_degree": layout.tensor_parallel,
-        "context_parallel_degree": layout.context_parallel,
-    }
-    if model.experts > 1:
-        degrees |= {
-            "expert_parallel_degree": layout.expert_parallel,
-            "expert_tensor_parallel_degree": 1,
-        }
-    batch = layout.microbatch_size * layout.microbatches * layout.data_parallel
-    return write_settings(
-        stages,
-        schedule,
+def _of_titan(layout: Layout, model: Transformer, stages: Stages, schedule: Schedule, recompute: str) -> str:
+    is_piped = layout.pipeline_parallel > 1
+    return TitanSettings(
+        layout.pipeline_parallel,
+        schedule.name,
+        schedule.microbatches,
+        # Without a pipeline, torchtitan does not divide the model.
+        module_names(stages) if is_piped else None,
         recompute,
-        microbatch_size=layout.microbatch_size,
-        parallelism=degrees,
-        training={"global_batch_size": batch, "seq_len": model.sequence},
-    )
+        schedule.is_split,
+        Batch(
+            model.sequence,
+            layout.microbatch_size,
+            layout.microbatch_size * layout.microbatches * layout.data_parallel,
+        ),
+        {
+            "parallelism.data_parallel_replicate_degree": 1,
+            "parallelism.data_parallel_shard_degree": layout.data_parallel,
+            "parallelism.fsdp_reshard_after_forward": "default",
+            "parallelism.tensor_parallel_degree": layout.tensor_parallel,
+            "parallelism.context_parallel_degree": layout.context_parallel,
+            "parallelism.expert_parallel_degree": layout.expert_parallel,
+        },
+    ).text()

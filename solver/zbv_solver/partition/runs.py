@@ -6,7 +6,7 @@ the latencies of a cut's stages are linear in the counts, for whole cuts and for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -60,6 +60,8 @@ class Runs:
         Latency of a boundary before all parts, and by how much one part (R,) changes it.
     least, lower, upper
         Fewest parts of a stage, and the ranges (S+1,) of boundaries.
+    sizes
+        The prescribed number of parts of some stages.
     """
 
     space: CutSpace
@@ -72,6 +74,7 @@ class Runs:
     least: int
     lower: IntArray
     upper: IntArray
+    sizes: dict[int, int] = field(default_factory=dict)
 
     @property
     def size(self) -> IntArray:
@@ -86,13 +89,17 @@ class Runs:
         return 1.0 - np.array(local, dtype=np.float64)
 
     @classmethod
-    def of(cls, space: CutSpace, latest: dict[int, int] | None = None) -> Runs:
+    def of(
+        cls, space: CutSpace, latest: dict[int, int] | None = None, sizes: dict[int, int] | None = None
+    ) -> Runs:
         """The runs of a space.
 
         Parameters
         ----------
         latest
             The last allowed place of some boundaries, in parts.
+        sizes
+            The prescribed number of parts of some stages.
         """
         problem = space.problem
         places = problem.places
@@ -122,6 +129,7 @@ class Runs:
         for boundary, place in (latest or {}).items():
             before = place - space.least * np.arange(boundary, -1, -1)
             upper[: boundary + 1] = np.minimum(upper[: boundary + 1], before)
+        _narrow(lower, upper, space.least, sizes or {})
         return cls(
             space,
             np.append(starts, len(places) - 1),
@@ -133,19 +141,24 @@ class Runs:
             space.least,
             lower,
             upper,
+            sizes or {},
         )
 
     def allows(self, bounds: Boundaries) -> bool:
         """Whether boundaries are allowed."""
         at = np.array(bounds)
         inside = bool(((self.lower <= at) & (at <= self.upper)).all())
-        return inside and int(np.diff(at).min()) >= self.least
+        has_sizes = all(at[stage + 1] - at[stage] == size for stage, size in self.sizes.items())
+        return inside and has_sizes and int(np.diff(at).min()) >= self.least
 
     def repaired(self, bounds: Boundaries) -> Boundaries | None:
         """The nearest allowed boundaries, from left to right; None if none are found."""
         at = np.clip(np.array(bounds), self.lower, self.upper)
         for number in range(1, len(at)):
-            at[number] = max(at[number], at[number - 1] + self.least)
+            size = self.sizes.get(number - 1)
+            at[number] = (
+                max(at[number], at[number - 1] + self.least) if size is None else at[number - 1] + size
+            )
         found = tuple(map(int, np.minimum(at, self.upper)))
         return found if self.allows(found) else None
 
@@ -230,3 +243,16 @@ class Runs:
         slope[stages] -= plain
         again[stages] += recomputed - plain
         return Row(fixed, slope, again)
+
+
+def _narrow(lower: IntArray, upper: IntArray, least: int, sizes: dict[int, int]) -> None:
+    """Narrow the ranges of boundaries to what the sizes of stages leave."""
+    stages = range(len(lower) - 1)
+    for stage in stages if sizes else ():
+        fewest, most = sizes.get(stage, least), sizes.get(stage, int(upper[-1]))
+        lower[stage + 1] = max(lower[stage + 1], lower[stage] + fewest)
+        upper[stage + 1] = min(upper[stage + 1], upper[stage] + most)
+    for stage in reversed(stages) if sizes else ():
+        fewest, most = sizes.get(stage, least), sizes.get(stage, int(upper[-1]))
+        lower[stage] = max(lower[stage], lower[stage + 1] - most)
+        upper[stage] = min(upper[stage], upper[stage + 1] - fewest)

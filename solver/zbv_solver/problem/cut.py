@@ -34,16 +34,19 @@ class CutRules:
     together
         Groups of names; the layers from the first to the last of a group stay in one stage.
     first, last
-        Number of layers of the first and the last stage (Megatron-LM's first and last pipeline stage); None
-        lets the planner choose.
+        Number of transformer layers of the first and the last stage, without the embedding before them and
+        the head behind them; None lets the planner choose. For an executor whose ranks have several stages in
+        a loop, it is that of the first and the last rank, divided evenly over their stages, as in Megatron-LM
+        (``get_num_layers_to_build`` in ``megatron/core/transformer/transformer_block.py``).
     allow_empty
-        Whether a stage may have no layers; it then forwards its input.
+        Whether a stage may have no layers; it then forwards its input. None leaves it to the executor; plans
+        of zbv have no empty stages then.
     """
 
     together: tuple[tuple[str, ...], ...] = ()
     first: int | None = None
     last: int | None = None
-    allow_empty: bool = False
+    allow_empty: bool | None = None
 
 
 @dataclass(frozen=True)

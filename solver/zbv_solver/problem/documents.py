@@ -236,9 +236,15 @@ class CutRulesDocument(Document):
         [],
         description="Groups of names; the model is not cut between a group's first and last layer.",
     )
-    first: Annotated[int, Field(strict=True, ge=0)] | None = None
-    last: Annotated[int, Field(strict=True, ge=0)] | None = None
-    allow_empty: Flag = False
+    first: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        None, description="Transformer layers of the first stage; for an executor, of the first rank."
+    )
+    last: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        None, description="Transformer layers of the last stage; for an executor, of the last rank."
+    )
+    allow_empty: Flag | None = Field(
+        None, description="Whether stages may have no layers; absent: only if the executor allows it."
+    )
 
 
 def _refuse_features(value: Any) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.problem.layer_letters import DECODER, PART, letter_of
 from zbv_solver.problem.limits import MAX_LAYERS
 from zbv_solver.problem.numeric import broken_rule, delta_rule
 
@@ -189,6 +191,23 @@ class Model:
     def place(self) -> dict[str, int]:
         """Index of every name in ``names``."""
         return {name: place for place, name in enumerate(self.names)}
+
+    @cached_property
+    def blocks_before(self) -> tuple[int, ...]:
+        """(n+1,) how many transformer layers begin before every place."""
+        begins = (letter_of(layer.name) == DECODER for layer in self.each)
+        return (0, *accumulate(map(int, begins)))
+
+    def place_behind(self, blocks: int) -> int:
+        """Where a stage ends that has the first ``blocks`` transformer layers, and no layer behind them."""
+        letters = [letter_of(layer.name) for layer in self.each]
+        at = next((place for place, number in enumerate(self.blocks_before) if number > blocks), None)
+        if at is not None:
+            return at - 1
+        tail = len(letters) - next((k for k, letter in enumerate(reversed(letters)) if letter == DECODER), 0)
+        while tail < len(letters) and letters[tail] == PART:
+            tail += 1
+        return tail
 
     @property
     def can_recompute(self) -> bool:

@@ -1,15 +1,21 @@
-"""What layers are, by their names: embedding, transformer layers, MTP layers, and loss."""
+"""What the names of layers say: which are transformer layers, and which belong to the ends of a model.
+
+The letters are those of Megatron-LM's layouts (``PipelineParallelLayerLayout.parse_str_to_list`` in
+``megatron/core/transformer/pipeline_parallel_layer_layout.py``), and v for a layer of a vision encoder, for
+which Megatron-LM has none.
+"""
 
 from __future__ import annotations
 
 import re
 
-EMBEDDING, DECODER, MTP, LOSS, PART = "E", "t", "m", "L", ""
-"""Megatron-LM's letters of modules, and the mark of a layer that belongs to the module before it."""
+VISION, EMBEDDING, DECODER, MTP, LOSS, PART = "v", "E", "t", "m", "L", ""
+"""Modules, and the mark of a layer that belongs to the module before it."""
 
 _RULES = (
     (PART, r"norm|\.(mlp|ffn|feed_forward|moe)$|^final_"),
     (MTP, r"mtp|nextn|^prediction"),
+    (VISION, r"vision|visual|patch|projector|^vit\b"),
     (EMBEDDING, r"embed|wte"),
     (LOSS, r"head|loss|logits|classifier|^output"),
 )
@@ -17,6 +23,6 @@ _RULES = (
 
 
 def letter_of(name: str) -> str:
-    """The letter of a layer with this name."""
+    """The letter of a layer by its name."""
     lowered = name.lower()
     return next((letter for letter, pattern in _RULES if re.search(pattern, lowered)), DECODER)

@@ -137,12 +137,14 @@ class LayeredProblem:
 
     def fixed_bounds(self, n_stages: int) -> dict[int, int] | None:
         """The prescribed boundaries: their layer index by number; None if they contradict each other."""
-        n, rules = self.model.n_layers, self.rules
-        fixed = {0: 0, n_stages: n}
-        for bound, place in (
-            (1, rules.first),
-            (n_stages - 1, None if rules.last is None else n - rules.last),
-        ):
+        model, rules = self.model, self.rules
+        fixed = {0: 0, n_stages: model.n_layers}
+        blocks = model.blocks_before[-1]
+        if n_stages == 1:
+            return fixed if all(count in (None, blocks) for count in (rules.first, rules.last)) else None
+        ends = ((1, rules.first), (n_stages - 1, None if rules.last is None else blocks - rules.last))
+        for bound, before in ends:
+            place = None if before is None else model.place_behind(before)
             if place is not None and fixed.setdefault(bound, place) != place:
                 return None
         return fixed
@@ -161,10 +163,12 @@ class LayeredProblem:
 
     def cut_into(self, placement: Placement, cut: Cut) -> Problem:
         """The problem by stages that a cut results in."""
+        # A cut is made, so its rules no longer depend on an executor.
+        rules = replace(self.rules, allow_empty=bool(self.rules.allow_empty))
         model = CutModel(
             self.model,
             cut,
-            self.rules,
+            rules,
             self.link,
             self.static,
             self.devices,
@@ -355,14 +359,14 @@ def _device_issues(problem: LayeredProblem) -> Iterator[Issue]:
 
 
 def _rule_issues(problem: LayeredProblem) -> list[Issue]:
-    rules, n = problem.rules, problem.model.n_layers
-    issues = []
+    rules, model = problem.rules, problem.model
+    blocks, issues = model.blocks_before[-1], []
     for name, count in (("first", rules.first), ("last", rules.last)):
         if count is None:
             continue
-        if not (0 if rules.allow_empty else 1) <= count <= n:
-            rule = f"must be from 1 to the model's {n} layers."
-        elif (count if name == "first" else n - count) not in problem.places:
+        if count > blocks:
+            rule = f"must be at most the model's {blocks} transformer layers."
+        elif model.place_behind(count if name == "first" else blocks - count) not in problem.places:
             rule = "this separates layers that cut.together keeps."
         else:
             continue
@@ -371,15 +375,44 @@ def _rule_issues(problem: LayeredProblem) -> list[Issue]:
 
 
 def _room_issues(problem: LayeredProblem) -> Iterator[Issue]:
-    placements = problem.placements
-    if not placements or not all(problem.has_room(each.n_stages) for each in placements):
-        fewest = min((each.n_stages for each in placements), default=problem.pp_degree)
-        yield Issue(
-            "/layers",
-            f"found {problem.n_atoms} separable layers for {fewest} stages; every stage needs at least one, "
-            f"in addition to those of cut.first and cut.last. Give finer layers, fewer ranks, another "
-            f"placement, or cut.allow_empty.",
+    placements, rules = problem.placements, problem.rules
+    if placements and all(problem.has_room(each.n_stages) for each in placements):
+        return
+    fewest = min((each.n_stages for each in placements), default=problem.pp_degree)
+    if lost := contradiction(problem, fewest, "stages"):
+        yield Issue("/cut", lost)
+        return
+    has_ends = rules.first is not None or rules.last is not None
+    ends = ", in addition to those of cut.first and cut.last" if has_ends else ""
+    yield Issue(
+        "/layers",
+        f"found {problem.n_atoms} separable layers for {fewest} stages; every stage needs at least "
+        f"one{ends}. Give finer layers, fewer ranks, another placement, or cut.allow_empty.",
+    )
+
+
+def contradiction(problem: LayeredProblem, ends: int, what: str) -> str:
+    """Why ``cut.first`` and ``cut.last`` cannot both hold on as many stages or ranks; empty if they can."""
+    first, last, blocks = problem.rules.first, problem.rules.last, problem.model.blocks_before[-1]
+    if ends == 1 and any(count not in (None, blocks) for count in (first, last)):
+        given = " and ".join(
+            f"cut.{name} {count}" for name, count in (("first", first), ("last", last)) if count is not None
         )
+        return f"found {given}; a single one of the {what} has all {blocks} transformer layers. Leave it out."
+    if ends == 1 or first is None or last is None:
+        return ""
+    left = blocks - first - last
+    if left < 0:
+        wrong = f"{-left} more than the model has"
+    elif left > 0 and ends == 2:
+        wrong = f"so {left} of the model's layers would be in none of the {what}"
+    else:
+        return ""
+    total = f"{blocks}" if ends == 2 else f"at most {blocks}"
+    return (
+        f"found first {first} and last {last} on {ends} {what}: together {first + last} of {blocks} "
+        f"transformer layers, {wrong}. Give numbers that add up to {total}, or leave one out."
+    )
 
 
 def _sum_issues(problem: LayeredProblem) -> Iterator[Issue]:

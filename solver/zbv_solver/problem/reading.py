@@ -251,7 +251,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
             tuple(map(tuple, rules.together)),
             rules.first,
             rules.last,
-            rules.allow_empty or any(not stage for stage in document.partition or ()),
+            True if any(not stage for stage in document.partition or ()) else rules.allow_empty,
         ),
         units=_units(document.units),
         measured=tuple(sorted((document.measured or {}).items())),

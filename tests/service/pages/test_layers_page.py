@@ -174,7 +174,7 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
     assert facts["Placement"] == "the best of V, interleaved × 2, interleaved × 3, interleaved × 4"
     assert facts["Transfer"] == "latency 1 µs, bandwidth 100 B per µs"
     assert facts["Memory limit"] == "24 MiB to 30 MiB"
-    assert (facts["First stage"], facts["Last stage"]) == ("3 layers", "1 layer")
+    assert (facts["First stage"], facts["Last stage"]) == ("3 transformer layers", "1 transformer layer")
     assert (facts["In one stage"], facts["Empty stages"]) == ("embedding to block.0", "allowed")
     assert recomputed(asked.model.layers[1], asked.units) == "holds 0.2 MiB, 10 µs longer"
     slower = {**RECOMPUTED["layers"][1]["recompute"], "forward": 12}

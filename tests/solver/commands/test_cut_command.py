@@ -18,7 +18,7 @@ def layer(name: str, time: int, **more: Any) -> dict[str, Any]:
     return {"name": name, **times, "memory": memory, **more}
 
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "pp_degree": 2,
     "microbatches": 4,
     "layers": [layer("embedding", 1), layer("block", 2, repeat=6), layer("head", 3)],
@@ -103,7 +103,7 @@ def test_the_summary_has_the_settings(tmp_path: Path, capsys: Capture) -> None:
     assert main(["cut", model, *flags]) == 0
     out = capsys.readouterr().out
     assert "proved optimal for this schedule" in out
-    assert 'module_fqns_per_model_part = [\n    ["tok_embeddings", "layers.0"' in out
+    assert 'module_fqns_per_model_part = [\n        ["tok_embeddings", "layers.0"' in out
     assert "any order" not in out
 
 
@@ -149,3 +149,120 @@ def test_mistakes_are_named(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
+
+
+def test_a_given_cut_is_timed_and_compared(tmp_path: Path, capsys: Capture) -> None:
+    model, plan = written(tmp_path / "model.json", MODEL), str(tmp_path / "plan.json")
+    flags = ["--executor", "megatron", "--effort", "quick", "--layout", "Et*5|tL"]
+    assert main(["cut", model, *flags, "--json", "-o", plan]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["layout"], found["schedule"], found["fits"]) == ("Et*5|tL", "1F1B", True)
+    assert found["lower_bound"] <= found["best_of_schedule"]["objective"] < found["objective"]
+    assert found["best"]["gain"] >= found["best_of_schedule"]["gain"] > 0
+    assert found["bottleneck"]["stage"] == found["bottleneck"]["rank"] == 0
+    assert [rank["busy"] for rank in found["ranks"]] == [132, 60]
+    assert all(rank["busy"] + rank["waiting"] == found["objective"] for rank in found["ranks"])
+    assert [stage["modules"] for stage in found["stages"]] == ["Ettttt", "tL"]
+    assert '"Et*5|tL"' in found["settings"]
+    assert json.loads(Path(plan).read_text())["metrics"]["span"] == found["objective"]
+    problem = written(tmp_path / "problem.json", json.loads(Path(plan).read_text())["problem"])
+    assert main(["check", problem, plan]) == 0
+    capsys.readouterr()
+    assert main(["cut", model, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "Megatron-LM takes it." in out
+    assert "Stage 0 is the bottleneck." in out
+    assert "No cut under this schedule is shorter than" in out
+    assert "The best cut of all schedules (interleaved-1F1B" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        (["--executor", "megatron", "--layout", "1,2,1,2"], ("interleaved-1F1B", 2, 2)),
+        (["--executor", "megatron", "--layout", "1,2,1,2", "--group-size", "4"], ("interleaved-1F1B", 2, 4)),
+        (["--executor", "torchtitan", "--layout", "1,2,1,2"], ("Interleaved1F1B", 2, None)),
+        (
+            ["--executor", "torchtitan", "--layout", "1,2,1,2", "--schedule", "ZBVZeroBubble"],
+            ("ZBVZeroBubble", 2, None),
+        ),
+        (["--executor", "torch", "--layout", "3,3"], ("1F1B", 1, None)),
+        (["--executor", "torch", "--layout", "3,3", "--schedule", "GPipe"], ("GPipe", 1, None)),
+    ],
+)
+def test_the_schedule_of_a_given_cut_is_the_executors_unless_flags_fix_it(
+    flags: list[str], schedule: tuple[str, int, int | None], tmp_path: Path, capsys: Capture
+) -> None:
+    model = written(tmp_path / "model.json", MODEL)
+    assert main(["cut", model, *flags, "--effort", "quick", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schedule"], found["virtual_stages"], found["group_size"]) == schedule
+
+
+def test_a_given_cut_that_does_not_fit_is_no_plan(tmp_path: Path, capsys: Capture) -> None:
+    model, plan = written(tmp_path / "model.json", MODEL | {"memory": {"limit": 18}}), tmp_path / "plan.json"
+    flags = ["--executor", "megatron", "--effort", "quick", "--layout", "Et*5|tL"]
+    assert main(["cut", model, *flags]) == 0
+    assert "It does not fit the memory of rank 0." in capsys.readouterr().out
+    assert main(["cut", model, *flags, "-o", str(plan)]) == 3
+    assert not plan.exists()
+    assert "rank 0: 18 < 24" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layout", "Et*4|tL"], "--layout: found the modules Et*5L; the model has Et*6L"),
+        (["--layout", "Et*3|t*3L", "--virtual-stages", "2"], "--layout: found 2 stages on 2 ranks, and"),
+        (["--layout", "3,3", "--virtual-stages", "1", "2"], "--virtual-stages: found 2 numbers"),
+        (["--layout", "3,3", "--group-size", "2"], "--group-size: found group size 2 with one virtual stage"),
+        (["--layout", "3,3", "--recompute", "per-stage"], "--recompute: found per-stage"),
+    ],
+)
+def test_mistakes_in_a_given_cut_are_named(
+    flags: list[str], message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    model = written(tmp_path / "model.json", MODEL)
+    assert main(["cut", model, "--executor", "megatron", "--effort", "quick", *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_first_and_last_are_transformer_layers_and_refused_schedules_are_named(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    model = written(tmp_path / "model.json", MODEL | {"cut": {"first": 3, "last": 3}})
+    flags = ["--executor", "megatron", "--effort", "quick", "--no-free-order", "--virtual-stages", "1", "2"]
+    assert main(["cut", model, *flags]) == 0
+    out = capsys.readouterr().out
+    assert '--pipeline-model-parallel-layout "Ettt|tttL"' in out
+    assert "interleaved-1F1B with 2 virtual stages has no cut: found 3 transformer layers on the first" in out
+    assert main(["cut", model, *flags, "--json"]) == 0
+    refused = json.loads(capsys.readouterr().out)["refused"]
+    assert {(each["schedule"], each["virtual_stages"]) for each in refused} == {("interleaved-1F1B", 2)}
+
+
+def test_a_model_with_a_vision_encoder_has_settings(tmp_path: Path, capsys: Capture) -> None:
+    layers = [layer("patches", 1), layer("vision", 1, repeat=3), layer("projector", 1), *MODEL["layers"]]
+    model = written(tmp_path / "model.json", MODEL | {"layers": layers})
+    flags = ["--executor", "megatron", "--effort", "quick", "--no-free-order", "--virtual-stages", "1"]
+    assert main(["cut", model, *flags]) == 0
+    assert '--pipeline-model-parallel-layout "Ettt|tttL"' in capsys.readouterr().out
+
+
+def test_an_equal_even_cut_is_called_that(tmp_path: Path, capsys: Capture) -> None:
+    blocks = {**MODEL, "layers": [layer("block", 2, repeat=8)]}
+    model = written(tmp_path / "model.json", blocks)
+    flags = ["--executor", "megatron", "--effort", "quick", "--no-free-order", "--virtual-stages", "1"]
+    assert main(["cut", model, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "as long as the even cut" in out
+    assert "0.0%" not in out
+
+
+def test_torchtitan_refuses_prediction_layers_before_the_search(tmp_path: Path, capsys: Capture) -> None:
+    layers = [*MODEL["layers"][:2], layer("mtp", 2), MODEL["layers"][2]]
+    model = written(tmp_path / "model.json", MODEL | {"layers": layers})
+    assert main(["cut", model, "--executor", "torchtitan", "--effort", "thorough"]) == 2
+    assert "found 'mtp', which belongs to multi-token prediction" in capsys.readouterr().err

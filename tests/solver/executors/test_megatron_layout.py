@@ -123,7 +123,7 @@ def test_layers_become_modules() -> None:
 
 
 def test_models_without_embedding_and_head_get_them() -> None:
-    modules = Modules.of(model("a", "b"), {"a": "t"})
+    modules = Modules.of(model("a", "b"))
     assert [modules.of_stage(0, 1), modules.of_stage(1, 2)] == ["Et", "tL"]
     assert modules.bounds(("Et", "tL")) == (0, 1, 2)
     assert modules.bounds(("E", "tt", "L")) == (0, 0, 2, 2)
@@ -132,7 +132,15 @@ def test_models_without_embedding_and_head_get_them() -> None:
 def test_models_that_executors_do_not_have_are_refused() -> None:
     with pytest.raises(InvalidInput, match="found layers with the letters LtE"):
         Modules.of(model("head", "block", "embedding"))
-    with pytest.raises(InvalidInput, match="not a layer"):
-        Modules.of(model("block"), {"block2": "t"})
-    with pytest.raises(InvalidInput, match="found letter 'x'"):
-        Modules.of(model("block"), {"block": "x"})
+    with pytest.raises(InvalidInput, match="found layers with the letters tvEt"):
+        Modules.of(model("block.0", "vision", "embedding", "block.1"))
+
+
+def test_a_vision_encoder_belongs_to_the_embedding() -> None:
+    """Megatron-LM's layouts have no letter for it."""
+    modules = Modules.of(model("patches", "vision.0", "vision.1", "projector", "embedding", "block", "head"))
+    assert modules.of_stage(0, 6) == "vvvvEt"
+    assert modules.bounds(("Et", "L")) == (0, 6, 7) == modules.bounds(("vvvvEt", "L"))
+    assert write_layout(("vvvvEt", "L")) == "Et|L"
+    assert check_layout(("vvvvEt", "L"), 2) == 1
+    assert '"Et|L"' in layout_flags(("vvvvEt", "L"), 2, None)[2]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -13,9 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.layered import NAMES, RECOMPUTED
+from support.cut_models import cut_problem
 from support.orders import random_orders
 from support.problems import problems, uniform
+from support.titan_configuration import FULL, UNTOUCHED, configured, rows_of
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     ScheduleZBVZeroBubble,
@@ -26,8 +26,7 @@ from zbv_solver.export import export
 from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import make_plan
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
@@ -56,22 +55,23 @@ def renamed(plan: Plan) -> Orders:
 
 @given(plans)
 def test_the_schedule_in_the_settings_matches_the_plan(plan: Plan) -> None:
-    rows = [line[5:] for line in export(plan, "torchtitan").splitlines() if line.startswith("#csv ")]
-    orders = Orders.from_text([row.split(",") for row in rows])
+    orders = Orders.from_text(rows_of(export(plan, "torchtitan")))
     assert orders == renamed(plan)
     verify_orders(plan.problem, orders)
 
 
 @given(plans)
 def test_the_settings_fit_the_plan(plan: Plan) -> None:
-    settings = tomllib.loads(export(plan, "torchtitan"))
-    parallelism, problem = settings["parallelism"], plan.problem
-    assert parallelism["pipeline_parallel_degree"] == problem.pp_degree
-    microbatch = parallelism["pipeline_parallel_microbatch_size"]
-    assert settings["training"]["local_batch_size"] == microbatch * problem.microbatches
-    assert parallelism["pipeline_parallel_schedule_csv"] == f"plan-{plan.plan_id[:12]}.csv"
+    text, problem = export(plan, "torchtitan"), plan.problem
+    own = configured(text, "newer").parallelism
+    assert own.pipeline_parallel_degree == problem.pp_degree
+    if problem.pp_degree == 1:
+        assert own.pipeline_parallel_schedule_csv is None
+        return
+    assert own.num_pp_microbatches == problem.microbatches
+    assert configured(text, "0.3.0").training.local_batch_size == problem.microbatches
 
-    cut_by = get_schedule_class(parallelism["pipeline_parallel_schedule"])
+    cut_by = get_schedule_class(own.pipeline_parallel_schedule)
     assert (cut_by is ScheduleZBVZeroBubble) == (problem.placement.kind == "v")
     assert issubclass(cut_by, PipelineScheduleSingle) == (problem.placement.chunks == 1)
 
@@ -79,35 +79,17 @@ def test_the_settings_fit_the_plan(plan: Plan) -> None:
 def test_a_split_backward_turns_off_what_cannot_be_split() -> None:
     split = plan_of([["0F0", "0F1", "1F0", "1I0", "1F1", "1W0", "1B1", "0B0", "0B1"]])
     fused = plan_of([["0F0", "0F1", "1F0", "1B0", "1F1", "1B1", "0B0", "0B1"]])
-    settings = tomllib.loads(export(split, "torchtitan"))
-    assert settings["compile"] == {"enable": False}
-    assert settings["activation_checkpoint"] == {"mode": "none"}
-    assert "compile" not in tomllib.loads(export(fused, "torchtitan"))
+    config = configured(export(split, "torchtitan"), "newer")
+    assert config.compile.enable is False
+    assert config.activation_checkpoint is None
+    assert configured(export(fused, "torchtitan"), "newer").compile.enable == UNTOUCHED
 
 
-def test_the_file_says_how_to_take_the_schedule_out(tmp_path: Path) -> None:
+def test_torchtitan_reads_the_schedule_from_a_file_of_the_process() -> None:
     plan = make_plan(uniform(2, 3), random_orders(uniform(2, 3), Random(0)), method="random")
-    path = tmp_path / "plan.toml"
-    path.write_text(export(plan, "torchtitan"))
-    command = next(line[1:].strip() for line in path.read_text().splitlines() if "sed -n" in line)
-    name = tomllib.loads(path.read_text())["parallelism"]["pipeline_parallel_schedule_csv"]
-    subprocess.run(
-        ["sh", "-c", command.replace("THIS_FILE", path.name)], cwd=tmp_path, timeout=60, check=True
-    )
-    assert (tmp_path / name).read_text() == export(plan, "torch-csv")
-
-
-def test_the_flags_say_the_same_as_the_settings() -> None:
-    text = export(plan_of([["0F0", "0F1", "1F0", "1I0", "1F1", "1W0", "1B1", "0B0", "0B1"]]), "torchtitan")
-    flags = dict([*line[5:].split(" ", 1), ""][:2] for line in text.splitlines() if line.startswith("#   --"))
-    expected = {
-        f"{section}.{key}" if value is not False else f"{section}.no_{key}": ""
-        if value is False
-        else str(value)
-        for section, entries in tomllib.loads(text).items()
-        for key, value in entries.items()
-    }
-    assert {flag.removeprefix("-"): value for flag, value in flags.items()} == expected
+    config = configured(export(plan, "torchtitan"), "newer")
+    rows = Path(config.parallelism.pipeline_parallel_schedule_csv).read_text()
+    assert rows == export(plan, "torch-csv")
 
 
 def test_more_than_two_stages_per_rank_are_refused_with_a_way_out() -> None:
@@ -120,15 +102,41 @@ def test_more_than_two_stages_per_rank_are_refused_with_a_way_out() -> None:
         export(plan, "torchtitan")
 
 
-def test_stages_are_named_by_layers_and_recomputation_is_noted() -> None:
-    cut = {"partition": [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]], "memory": {}}
-    for flags, is_said in (([False, True, False, True], True), ([False] * 4, False)):
-        problem = parse_any_problem({**RECOMPUTED, **cut, "recompute": flags})
-        assert isinstance(problem, Problem)
-        text = export(make_plan(problem, random_orders(problem, Random(1)), method="random"), "torchtitan")
-        assert '#   1: ["block.1", "block.2"]' in text.splitlines()
-        assert ("# Planned to be recomputed: 1, 3." in text) == is_said == ("checkpoint yourself" in text)
-        tomllib.loads(text)
+def cut_plan(names: list[str], sizes: Sequence[int], recomputed: Sequence[bool]) -> Plan:
+    problem = cut_problem(names, tuple(sizes), tuple(recomputed))
+    return make_plan(problem, random_orders(problem, Random(1)), method="random")
+
+
+def test_the_layers_of_a_language_model_are_named_as_torchtitans_modules() -> None:
+    names = ["embedding", *(f"block.{copy}" for copy in range(6)), "head"]
+    own = configured(export(cut_plan(names, (2, 2, 2, 2), [False] * 4), "torchtitan"), "newer").parallelism
+    assert own.module_fqns_per_model_part == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "layers.2"],
+        ["layers.3", "layers.4"],
+        ["layers.5", "norm", "lm_head"],
+    ]
+
+
+def test_other_layers_are_listed_for_the_reader() -> None:
+    names = ["embedding", "block.attention", "block.mlp", "head"]
+    text = export(cut_plan(names, (1, 1, 1, 1), [False] * 4), "torchtitan")
+    assert configured(text, "newer").parallelism.module_fqns_per_model_part is None
+    assert '#   2: ["block.mlp"]' in text.splitlines()
+    assert "parallelism.module_fqns_per_model_part" in text
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "expected", "is_said"),
+    [([False] * 4, None, False), ([True] * 4, FULL, False), ([False, True, False, True], None, True)],
+)
+def test_torchtitan_recomputes_all_stages_or_none(
+    recomputed: list[bool], expected: str | None, is_said: bool
+) -> None:
+    names = ["embedding", *(f"block.{copy}" for copy in range(6)), "head"]
+    text = export(cut_plan(names, (2, 2, 2, 2), recomputed), "torchtitan")
+    assert configured(text, "newer").activation_checkpoint == expected
+    assert ("# Planned to be recomputed: 1, 3." in text) == is_said == ("checkpoint yourself" in text)
 
 
 # --- the zero-bubble fork

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from dataclasses import replace
 from itertools import pairwise
 from math import inf, isclose
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.titan_configuration import VERSIONS, configured
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor
 from zbv_solver.executors.megatron_layout import parse_layout
-from zbv_solver.executors.torchtitan_settings import parse_settings
 from zbv_solver.layouts import executor_layouts as executor_module
 from zbv_solver.layouts.answer import ranking_json, recomputation
 from zbv_solver.layouts.cluster import Cluster, equal_cluster
@@ -34,6 +33,8 @@ MODEL: dict[str, Any] = {
     **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
 }
 EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
+PREDICTING = {**MODEL, "prediction_layers": 1}
+SEEING = {**MODEL, "vision": {"hidden": 256, "layers": 4, "heads": 4, "patches": 64}}
 
 
 def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.0, **device: Any) -> Cluster:
@@ -187,21 +188,21 @@ def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int) ->
     request = request_of(MODEL, cluster_of(1, 4 * ranks), 16, **fixed, microbatch_size=1)
     best = best_of(request, "torchtitan")
     assert best.settings is not None
-    document = tomllib.loads(best.settings)
-    parallelism, training = document["parallelism"], document["training"]
-    degrees = [parallelism[f"{kind}_degree"] for kind in ("data_parallel_shard", "tensor_parallel")]
-    assert [*degrees, parallelism["pipeline_parallel_degree"]] == [2, 2, ranks]
-    assert training["global_batch_size"] == 16
-    assert training["seq_len"] == MODEL["sequence"]
+    older, newer = (configured(best.settings, version) for version in VERSIONS)
+    for own in (older.parallelism, newer.parallelism):
+        degrees = own.data_parallel_shard_degree, own.tensor_parallel_degree, own.pipeline_parallel_degree
+        assert degrees == (2, 2, ranks)
+        parts = own.module_fqns_per_model_part
+        assert (parts is None) == (ranks == 1)
+        if parts is not None:
+            assert own.pipeline_parallel_schedule == best.best.schedule.name
+            assert sum(map(len, parts)) == MODEL["layers"] + 3
+    assert (older.training.global_batch_size, older.training.seq_len) == (16, MODEL["sequence"])
     # With a pipeline, a rank's batch has all microbatches; without one, torchtitan accumulates gradients.
-    assert training["local_batch_size"] == (8 if ranks > 1 else 1)
+    assert older.training.local_batch_size == (8 if ranks > 1 else 1)
+    assert newer.training.num_tokens_per_train_step == 16 * MODEL["sequence"]
+    assert newer.parallelism.num_pp_microbatches == (8 if ranks > 1 else None)
     assert best.layout.zero_stage == (1 if ranks > 1 else 3)
-    if ranks > 1:
-        stages, schedule = parse_settings(best.settings)
-        assert schedule == best.best.schedule
-        assert sum(map(len, stages)) == MODEL["layers"] + 2
-    else:
-        assert "pipeline_parallel_schedule" not in parallelism
 
 
 def test_the_order_of_an_executor_is_no_faster_than_the_bound_of_any_order() -> None:
@@ -237,7 +238,17 @@ LAYOUT = Layout(2, 1, 1, 2, 2, 1, 4, 1, "per-stage", "tp-cp-dp-pp")
         ("torchtitan", MODEL, {"zero_stage": 3}, False),
         ("torchtitan", MODEL, {"zero_stage": 3, "pipeline_parallel": 1}, True),
         ("torchtitan", MODEL, {"placement": "tp-cp-pp-dp"}, False),
-        ("torchtitan", {**MODEL, "sequence": 6}, {}, False),
+        ("torchtitan", {**MODEL, "sequence": 6}, {}, True),
+        ("torchtitan", {**MODEL, "sequence": 7}, {}, False),
+        ("torchtitan", {**MODEL, "sequence": 6}, {"context_parallel": 2}, False),
+        ("torchtitan", EXPERTS, {}, False),
+        ("torchtitan", EXPERTS, {"expert_parallel": 2}, True),
+        ("torchtitan", EXPERTS, {"tensor_parallel": 1}, True),
+        ("torchtitan", PREDICTING, {}, False),
+        ("torchtitan", PREDICTING, {"zero_stage": 3, "pipeline_parallel": 1}, True),
+        ("torchtitan", PREDICTING, {"zero_stage": 3, "pipeline_parallel": 1, "context_parallel": 2}, False),
+        ("torchtitan", SEEING, {}, True),
+        ("torchtitan", SEEING, {"context_parallel": 2}, False),
         ("torchtitan", {**MODEL, "tied_embeddings": True}, {}, False),
         ("torch", MODEL, {"placement": "tp-cp-pp-dp"}, True),
         ("torch", MODEL, {"zero_stage": 2}, False),
@@ -258,12 +269,34 @@ def test_every_rule_has_a_source() -> None:
 
 
 def test_models_that_an_executor_cannot_run_are_refused() -> None:
-    predicting = request_of({**MODEL, "prediction_layers": 1}, cluster_of(1, 2), 4).setting.model
-    with pytest.raises(InvalidInput, match="torchtitan requires a model of"):
-        executors_of("torchtitan", predicting)
-    assert executors_of("any", predicting) == ("zbv", "megatron", "torch")
+    seeing = request_of(SEEING, cluster_of(1, 2), 4).setting.model
+    with pytest.raises(InvalidInput, match="Megatron-LM requires a model without a vision encoder"):
+        executors_of("megatron", seeing)
+    assert executors_of("any", seeing) == ("zbv", "torchtitan", "torch")
     with pytest.raises(InvalidInput, match="found executor 'deepspeed'; must be one of zbv, megatron"):
-        executors_of("deepspeed", predicting)
+        executors_of("deepspeed", seeing)
+
+
+def test_a_pipeline_with_multi_token_prediction_is_refused_for_torchtitan_with_the_way_out() -> None:
+    request = request_of(PREDICTING, cluster_of(1, 4), 8, pipeline_parallel=2, recompute="none")
+    with pytest.raises(
+        InvalidInput, match=r"neither a pipeline .* prediction \(--prediction-layers 0 leaves it out"
+    ):
+        executor_layouts(request.layouts, request.setting, "torchtitan")
+    # 4 GB hold the model only as a pipeline, which torchtitan does not offer.
+    request = request_of(PREDICTING, cluster_of(1, 2, 1.0), 8, microbatch_size=1)
+    with pytest.raises(NoLayoutFits, match=r"torchtitan .*--prediction-layers 0 leaves it out"):
+        executor_layouts(request.layouts, request.setting, "torchtitan")
+
+
+def test_torchtitan_trains_a_vision_encoder_in_the_first_stage() -> None:
+    best = best_of(request_of(SEEING, cluster_of(1, 4), 8, pipeline_parallel=2), "torchtitan")
+    assert best.settings is not None
+    parts = configured(best.settings, "newer").parallelism.module_fqns_per_model_part
+    assert {"vision_encoder", "tok_embeddings"} <= set(parts[0])
+    model = best.plan.problem.model
+    assert model is not None
+    assert {"patches", "vision.3", "projector", "embedding"} <= set(model.partition[0])
 
 
 def test_layouts_that_an_executor_cannot_run_are_refused_with_the_rule() -> None:

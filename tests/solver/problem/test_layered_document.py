@@ -153,9 +153,9 @@ def test_a_partition_must_list_all_layers_in_order_and_every_stage(
         ),
         ({"layers": [HEAD]}, "/layers", "found 1 separable layers for 4 stages"),
         ({"cut": {"together": [["embedding", "nose"]]}}, "/cut/together/0", "'nose', which is not a layer"),
-        ({"cut": {"first": 11}}, "/cut/first", "must be from 1 to the model's 10 layers"),
+        ({"cut": {"first": 11}}, "/cut/first", "must be at most the model's 8 transformer layers"),
         (
-            {"cut": {"first": 1, "together": [["embedding", "block.0"]]}},
+            {"cut": {"first": 0, "together": [["embedding", "block.0"]]}},
             "/cut/first",
             "separates layers that cut.together keeps",
         ),

@@ -68,7 +68,9 @@ def test_subclasses_of_linear_are_split_also_if_fully_shard_was_applied_to_them(
 def test_configurations_that_do_not_fit_the_plan_are_refused_with_the_remedy(seen: Seen) -> None:
     for rank in seen:
         refused = rank["refused"]
+        assert "found 3 microbatches per step; the plan has 4" in refused["microbatches"]
         assert "Set training.local_batch_size to 4" in refused["microbatches"]
+        assert "Set parallelism.num_pp_microbatches to 4" in refused["newer microbatches"]
         assert "Set parallelism.pipeline_parallel_schedule to 'ZBVZeroBubble'" in refused["schedule"]
         assert "Set compile.components to ['loss']" in refused["compiled"]
         assert "module_fqns_per_model_part has 1 stages with the modules norm;" in refused["modules"]

@@ -5,8 +5,9 @@ A model spec of torchtitan has a ``pipelining_fn``. It cuts the model into stage
 the model as the plan requires, and returns a schedule that runs the plan's lists. Data, loss, parallelism
 inside a stage, initialization, optimizer, checkpoints and metrics stay torchtitan's.
 
-Nothing here imports torchtitan. Written for torchtitan 0.3: ``tests/support/titan.py`` has what is used of
-that library, and ``make torchtitan`` compares it with the library.
+Nothing here imports torchtitan. Written for torchtitan 0.3.0 and its source of August 2026:
+``tests/support/titan.py`` has what is used of that library, and ``make torchtitan`` compares it with the
+library.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def with_plan(
         config = llama3_debugmodel()
         config.model_spec = with_plan(config.model_spec, "plan.json")
 
-    The trainer's configuration must fit the plan: ``pipeline_parallel_degree`` is the plan's number of ranks,
-    ``local_batch_size`` over ``pipeline_parallel_microbatch_size`` its number of microbatches, and
-    ``pipeline_parallel_schedule`` is ``"ZBVZeroBubble"`` for a plan with placement ``v``: torchtitan uses it
-    only to find the rank that knows the loss.
+    The trainer's configuration must fit the plan: ``pipeline_parallel_degree`` is the plan's number of ranks;
+    ``num_pp_microbatches`` (in 0.3.0, ``local_batch_size`` over ``pipeline_parallel_microbatch_size``) is its
+    number of microbatches; and ``pipeline_parallel_schedule`` is ``"ZBVZeroBubble"`` for a plan with
+    placement ``v``: torchtitan uses it only to find the rank that knows the loss.
 
     Parameters
     ----------
@@ -225,7 +226,7 @@ def _require_order(own: list[int], transport: ConnectedTransport) -> None:
     if own != expected:
         raise InvalidRun(
             f"rank {transport.rank}: torchtitan's mesh has a pipeline of the ranks {own}; zbv expects "
-            f"{expected}, as in torchtitan 0.3. Install that version."
+            f"{expected}, as torchtitan 0.3.0 numbers them. Install that version."
         )
 
 
@@ -237,13 +238,11 @@ def _require_fit(plan: RankPlan, degree: int, training: Any, parallelism: Any, c
             f"found pipeline_parallel_degree {degree}; the plan is for {planned} ranks. Set "
             f"parallelism.pipeline_parallel_degree to {planned}, or plan for {degree}."
         )
-    size = parallelism.pipeline_parallel_microbatch_size
-    microbatches = training.local_batch_size // size
+    microbatches, change = _microbatches(plan.microbatches, training, parallelism)
     if microbatches != plan.microbatches:
         raise InvalidRun(
-            f"found {microbatches} microbatches per step (local_batch_size {training.local_batch_size} over "
-            f"pipeline_parallel_microbatch_size {size}); the plan has {plan.microbatches}. Set "
-            f"training.local_batch_size to {plan.microbatches * size}, or plan for {microbatches}."
+            f"found {microbatches} microbatches per step; the plan has {plan.microbatches}. Set {change}, or "
+            f"plan for {microbatches}."
         )
     if compile_config.enable and "model" in compile_config.components:
         raise InvalidRun(
@@ -261,3 +260,11 @@ def _require_fit(plan: RankPlan, degree: int, training: Any, parallelism: Any, c
             f"{expected} of the pipeline; the plan has it on rank {of_loss}. Set "
             f"parallelism.pipeline_parallel_schedule to {change}."
         )
+
+
+def _microbatches(planned: int, training: Any, parallelism: Any) -> tuple[int, str]:
+    """The configuration's microbatches per step, and what to set instead for the plan's."""
+    if hasattr(parallelism, "num_pp_microbatches"):
+        return parallelism.num_pp_microbatches, f"parallelism.num_pp_microbatches to {planned}"
+    size = parallelism.pipeline_parallel_microbatch_size  # of torchtitan 0.3.0
+    return training.local_batch_size // size, f"training.local_batch_size to {planned * size}"

@@ -45,7 +45,7 @@ def rules_of(rules: CutRules) -> list[tuple[str, str]]:
         found.append(("In one stage", groups))
     for name, count in (("First stage", rules.first), ("Last stage", rules.last)):
         if count is not None:
-            found.append((name, quantities.counted(count, "layer")))
+            found.append((name, quantities.counted(count, "transformer layer")))
     if rules.allow_empty:
         found.append(("Empty stages", "allowed"))
     return found

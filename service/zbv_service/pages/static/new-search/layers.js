@@ -115,7 +115,7 @@ export class Layers {
     }
     for (const [key, name] of [["first", "first"], ["last", "last"]]) {
       if ((rules[key] ?? null) !== null) {
-        found.push(`The ${name} stage has ${told(rules[key])} layers.`);
+        found.push(`The ${name} stage has ${told(rules[key])} transformer layers.`);
       }
     }
     if (rules.allow_empty === true) {

@@ -1,0 +1,173 @@
+"""``zbv cut --layout``: what a given cut achieves, as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from zbv_solver.documents.text import plain
+from zbv_solver.executors.best_cut import BestCut
+from zbv_solver.executors.executor_cut import recomputed, stage_letters
+from zbv_solver.executors.megatron_layout import write_layout
+from zbv_solver.executors.score import Score
+from zbv_solver.export import quantities
+from zbv_solver.plans.certificate import gap_of
+
+NAMES = {"megatron": "Megatron-LM", "torchtitan": "torchtitan", "torch": "PyTorch"}
+MOST_NAMED = 3
+"""Stages whose share of the objective a summary names."""
+NAMED_SHARE = 0.05
+"""A smaller share is not named."""
+
+
+def score_json(score: Score) -> dict[str, Any]:
+    """A score as a JSON document; docs/formats.md describes it."""
+    problem, timing, schedule = score.problem, score.timing, score.schedule
+    placement, limits = problem.placement, problem.memory.limit
+    busy = [float(sum(score.busy[stage] for stage in stages)) for stages in placement.stages_of]
+    return {
+        "executor": score.executor,
+        "layout": write_layout(score.stages),
+        "schedule": schedule.name,
+        "virtual_stages": placement.chunks,
+        "group_size": schedule.group,
+        "recompute": score.recompute,
+        "objective": score.objective,
+        "span": timing.span,
+        "makespan": timing.makespan,
+        "bubble_rate": timing.bubble_rate,
+        "lower_bound": score.lower_bound,
+        "fits": not score.too_full,
+        "bottleneck": {
+            "stage": score.bottleneck,
+            "rank": placement.rank_of[score.bottleneck],
+            "share": float(score.critical[score.bottleneck]),
+        },
+        "ranks": [
+            {
+                "stages": list(placement.stages_of[rank]),
+                "busy": busy[rank],
+                "waiting": max(0.0, score.objective - busy[rank]),
+                "peak_memory": timing.peak_memory[rank],
+                "limit": None if limits is None else plain(limits[rank]),
+                "fits": rank not in score.too_full,
+            }
+            for rank in range(problem.pp_degree)
+        ],
+        "stages": [
+            {
+                "rank": placement.rank_of[stage],
+                "modules": score.stages[stage],
+                "layers": [] if problem.model is None else list(problem.model.partition[stage]),
+                "busy": float(score.busy[stage]),
+                "share": float(score.critical[stage]),
+            }
+            for stage in range(problem.n_stages)
+        ],
+        "best_of_schedule": _best_json(score, score.same),
+        "best": _best_json(score, score.overall),
+        "settings": score.settings,
+    }
+
+
+def _best_json(score: Score, best: BestCut | None) -> dict[str, Any] | None:
+    if best is None:
+        return None
+    return {
+        "schedule": best.schedule.name,
+        "virtual_stages": best.schedule.placement.chunks,
+        "group_size": best.schedule.group,
+        "recompute": recomputed(best.problem),
+        "layout": write_layout(stage_letters(best.problem, score.modules)),
+        "objective": best.objective,
+        "lower_bound": best.lower_bound,
+        "gain": score.gain(best),
+    }
+
+
+def score_table(score: Score) -> Table:
+    """The ranks: their stages, how long they work and wait, and their memory."""
+    problem, units = score.problem, score.problem.units
+    table = Table(title=f"the layout under {schedule_name(score)}, by rank")
+    for name in ("rank", "stages", "busy", "waiting", "memory", "limit"):
+        table.add_column(name, justify="left" if name == "stages" else "right")
+    limits = problem.memory.limit
+    for rank, stages in enumerate(problem.placement.stages_of):
+        busy = float(sum(score.busy[stage] for stage in stages))
+        is_full = rank in score.too_full
+        table.add_row(
+            str(rank),
+            " ".join(write_layout((score.stages[stage],)) or "–" for stage in stages),
+            quantities.time(busy, units),
+            quantities.percent(max(0.0, 1 - busy / score.objective)) if score.objective else "",
+            quantities.memory(score.timing.peak_memory[rank], units) + (" does not fit" if is_full else ""),
+            "" if limits is None else quantities.memory(limits[rank], units),
+        )
+    return table
+
+
+def schedule_name(score: Score) -> str:
+    """The schedule with its stages, its group, and what is recomputed."""
+    group = "" if score.schedule.group is None else f", groups of {score.schedule.group}"
+    again = ", all stages recomputed" if score.recompute == "all" else ""
+    return f"{score.schedule.name}{group}{again}"
+
+
+def score_summary(score: Score) -> str:
+    """A few sentences: the step, memory, the bottleneck, the bound and what better cuts gain."""
+    problem, units = score.problem, score.problem.units
+    objective = quantities.time(score.objective, units)
+    lines = [
+        f"{write_layout(score.stages)}: {problem.objective} {objective}. {NAMES[score.executor]} takes it."
+    ]
+    if score.too_full:
+        ranks = ", ".join(map(str, score.too_full))
+        lines.append(f"It does not fit the memory of rank {ranks}.")
+    elif problem.memory.limit is not None:
+        lines.append("It fits the memory of all ranks.")
+    lines += [_bottleneck(score), *_bound(score), *_better(score)]
+    lines += ["", score.settings.rstrip()] if score.settings else [score.remark]
+    return "\n".join(lines) + "\n"
+
+
+def _bottleneck(score: Score) -> str:
+    shares, rank_of = score.critical, score.problem.placement.rank_of
+    ranked = sorted(range(len(shares)), key=lambda stage: -shares[stage])
+    named = [stage for stage in ranked[:MOST_NAMED] if shares[stage] >= NAMED_SHARE] or ranked[:1]
+    parts = [f"{shares[stage]:.0%} stage {stage} on rank {rank_of[stage]}" for stage in named]
+    rest = 1 - float(shares.sum())
+    parts += [f"{rest:.0%} transfers"] if rest >= NAMED_SHARE else []
+    return (
+        f"Stage {score.bottleneck} is the bottleneck. The {score.problem.objective} is determined by: "
+        f"{', '.join(parts)}."
+    )
+
+
+def _bound(score: Score) -> list[str]:
+    gap = gap_of(score.objective, score.lower_bound)
+    bound = quantities.time(score.lower_bound, score.problem.units)
+    if gap == 0:
+        return ["It is proved that no cut under this schedule is shorter."]
+    return [
+        f"No cut under this schedule is shorter than {bound}: at most {gap / (1 + gap):.1%} can be gained."
+    ]
+
+
+def _better(score: Score) -> list[str]:
+    if score.same is None and score.overall is None:
+        return ["No cut is known that fits the memory."]
+    lines = []
+    for best, what in ((score.same, "under this schedule"), (score.overall, "of all schedules")):
+        if best is None or (what != "under this schedule" and best is score.same):
+            continue
+        gain, found = score.gain(best), quantities.time(best.objective, score.problem.units)
+        layout = write_layout(stage_letters(best.problem, score.modules))
+        name = best.schedule.name + (
+            "" if best.schedule.group is None else f", groups of {best.schedule.group}"
+        )
+        under = what if best is score.same else f"{what} ({name})"
+        again = ", all stages recomputed" if recomputed(best.problem) == "all" else ""
+        short = "fits" if gain is None else f"{gain:.1%} shorter" if gain else "not shorter"
+        lines.append(f"The best cut {under} is {layout}{again}: {found}, {short}.")
+    return lines

@@ -1,0 +1,118 @@
+"""The most regular of the cuts that are hardly longer than the best one."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zbv_solver.executors.best_cut import BestCut, best_cut
+from zbv_solver.executors.regular_cut import TOLERANCE, irregularities
+from zbv_solver.executors.schedules import Schedule, megatron_schedule, torch_schedule
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.timing.start_times import evaluate
+
+
+def layered(times: list[float], head: float, ranks: int, **more: Any) -> LayeredProblem:
+    """Blocks with these times, and a head."""
+
+    def layer(name: str, time: float) -> dict[str, Any]:
+        memory = {"forward": time, "backward_input": -time, "backward_weight": 0}
+        times = {"forward": time, "backward_input": time, "backward_weight": time}
+        return {"name": name, **times, "memory": memory}
+
+    problem = parse_any_problem(
+        {
+            "pp_degree": ranks,
+            "microbatches": 4 * ranks,
+            "placement": "single",
+            "layers": [
+                layer("embedding", 0.25),
+                *(layer(f"block{number}", time) for number, time in enumerate(times)),
+                layer("head", head),
+            ],
+            **more,
+        }
+    )
+    assert isinstance(problem, LayeredProblem)
+    return problem
+
+
+def irregularity(best: BestCut, bounds: tuple[int, ...]) -> list[int]:
+    assert best.problem.model is not None
+    before = np.array(best.problem.model.model.blocks_before)
+    found: list[int] = irregularities(np.diff(before[list(bounds)])[None], np.diff(np.array(bounds))[None])[
+        0
+    ].tolist()
+    return found
+
+
+def every_cut(problem: LayeredProblem, schedule: Schedule, best: BestCut) -> dict[tuple[int, ...], float]:
+    """The span of every cut that fits, empty middle stages included."""
+    n, placement = problem.model.n_layers, schedule.placement
+    unlimited = best.problem.placement
+    found = {}
+    for inner in combinations_with_replacement(range(1, n), placement.n_stages - 1):
+        bounds = (0, *inner, n)
+        cut = problem.cut_into(unlimited, Cut.at(bounds))
+        timing = evaluate(cut, schedule.orders())
+        limit = cut.memory.limit
+        if limit is None or all(a <= b for a, b in zip(timing.peak_memory, limit, strict=True)):
+            found[bounds] = timing.span
+    return found
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.sampled_from([1.0, 1.0, 1.0, 1.001, 1.004]), min_size=5, max_size=8),
+    st.sampled_from([0.5, 1.5, 3.0]),
+    st.sampled_from([None, 30]),
+)
+def test_it_fits_and_is_hardly_longer_and_not_less_regular(
+    times: list[float], head: float, limit: float | None
+) -> None:
+    problem = layered(times, head, 2, memory={"limit": limit})
+    schedule = torch_schedule("Interleaved1F1B", 2, 8, 2)
+    best = best_cut(problem, [schedule], allow_empty=True, effort="quick")
+    cuts = every_cut(problem, schedule, best)
+    assert best.problem.model is not None
+    assert best.shortest.model is not None
+    chosen, shortest = best.problem.model.cut.bounds, best.shortest.model.cut.bounds
+    assert best.least == pytest.approx(min(cuts.values()))
+    assert cuts[chosen] == pytest.approx(best.objective)
+    assert best.objective <= best.least * (1 + TOLERANCE) * (1 + 1e-9)
+    assert irregularity(best, chosen) <= irregularity(best, shortest)
+
+
+def test_no_stage_is_empty_where_that_gains_less_than_a_percent() -> None:
+    """Two blocks are slightly longer, so that the best cut leaves a stage empty."""
+    problem = layered([1.0] * 8, 2.0, 2)
+    schedule = megatron_schedule(2, 8, 2)
+    best = best_cut(problem, [schedule], allow_empty=True, effort="quick")
+    cuts = every_cut(problem, schedule, best)
+    good = [bounds for bounds, span in cuts.items() if span <= min(cuts.values()) * (1 + TOLERANCE)]
+    assert best.problem.model is not None
+    chosen = irregularity(best, best.problem.model.cut.bounds)
+    assert chosen == min(irregularity(best, bounds) for bounds in good)
+    assert chosen[0] == 0
+
+
+def test_an_empty_stage_stays_where_it_gains_more() -> None:
+    problem = layered([1.0] * 2, 4.0, 2)
+    best = best_cut(problem, [megatron_schedule(2, 8, 2)], allow_empty=True, effort="quick")
+    cuts = every_cut(problem, best.schedule, best)
+    full = min(span for bounds, span in cuts.items() if all(b > a for a, b in pairwise(bounds)))
+    assert best.problem.model is not None
+    assert (best.least * (1 + TOLERANCE) < full) == (irregularity(best, best.problem.model.cut.bounds)[0] > 0)
+
+
+def test_regular_means_few_empty_stages_then_few_lengths_then_few_changes_then_a_small_range() -> None:
+    blocks = np.array([[7, 9, 8, 3], [0, 10, 15, 2], [8, 8, 8, 3], [8, 3, 8, 8], [8, 8, 8, 4], [9, 9, 9, 0]])
+    order = irregularities(blocks, blocks).tolist()
+    by_rank = sorted(range(len(order)), key=lambda at: order[at])
+    assert by_rank == [4, 2, 3, 0, 5, 1]

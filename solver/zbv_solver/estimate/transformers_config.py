@@ -17,7 +17,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.transformers_keys import Document, Keys
 from zbv_solver.estimate.transformers_kinds import TEXT_KINDS, WRAPPERS, Section, TextKind
 from zbv_solver.estimate.transformers_layers import read_attention, read_experts, read_layers
-from zbv_solver.estimate.transformers_vision import read_vision
+from zbv_solver.estimate.transformers_vision import PROJECTOR, read_vision
 
 GATES = ("attn_output_gate", "attention_output_gate", "gated_attention")
 DROPOUTS = ("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "dropout")
@@ -79,8 +79,7 @@ def _text(document: Document, name: Any, where: str) -> tuple[Keys, Section]:
 def _widths(keys: Keys, kind: TextKind) -> Section:
     """MLPs, experts, biases, norms, and the ends of the model."""
     dtype = keys.get("dtype", "torch_dtype")
-    of_attention = keys.flag("attention_bias", "use_qkv_bias", "qkv_bias")
-    of_mlp = keys.flag("mlp_bias", "use_bias", "attention_out_bias")
+    everywhere = keys.flag("use_bias")
     has_norms, gate = keys.flag("use_qk_norm", "qk_layernorm"), keys.get(*GATES)
     return {
         "ffn": keys.get(kind.dense_width, "n_inner"),
@@ -88,8 +87,8 @@ def _widths(keys: Keys, kind: TextKind) -> Section:
         "gated": True,
         "norm": "rmsnorm",
         "positions": "rotary",
-        "bias": of_mlp or of_attention,
-        "qkv_bias": of_attention or of_mlp,
+        "bias": everywhere or keys.flag("mlp_bias"),
+        "qkv_bias": everywhere or keys.flag("attention_bias", "use_qkv_bias", "qkv_bias"),
         "qk_norm": has_norms,
         "dropout": any([keys.get(name) or 0 for name in DROPOUTS]),
         "vocabulary": keys.get("vocab_size"),
@@ -104,19 +103,19 @@ def _wrapped(document: Document, name: str) -> Section:
     """A language model with a vision encoder; without ``vision_config``, the language model alone."""
     wrapper = WRAPPERS[name]
     outside = Keys(document, defaults().get(name, {}))
-    text = outside.get("text_config") or {}
-    if not isinstance(text, dict):
-        raise outside.wrong("text_config", f"found {quoted(text)}; must be an object.")
+    text, seen = outside.get("text_config"), outside.get("vision_config")
+    for key, value in (("text_config", text), ("vision_config", seen or {})):
+        if not isinstance(value, dict):
+            raise outside.wrong(key, f"found {quoted(value)}; must be an object.")
     tied = outside.get("tie_word_embeddings")  # transformers reads it here, and passes it on to the text
     if outside.has("tie_word_embeddings"):
         text = {**text, "tie_word_embeddings": tied}
     keys, model = _text(text, text.get("model_type", wrapper.text), "/text_config")
-    seen = outside.get("vision_config")
     if seen is None:
+        for key in (wrapper.merged, *PROJECTOR):
+            outside.get(str(key))
         _refuse_unread(outside, keys)
         return model
-    if not isinstance(seen, dict):
-        raise outside.wrong("vision_config", f"found {quoted(seen)}; must be an object.")
     encoder, vision = read_vision(seen, wrapper, outside, model, defaults())
     _refuse_unread(outside, keys, encoder)
     return {**model, "vision": {key: value for key, value in vision.items() if value is not None}}

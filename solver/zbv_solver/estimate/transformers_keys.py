@@ -52,7 +52,7 @@ WITHOUT_EFFECT = {
     "moe_shared_expert_overlap use_parallel_residual attn_implementation _attn_implementation "
     "use_flash_attn _flash_attn_2_enabled _attn_implementation_autoset gradient_checkpointing",
     "dropout inside attention": "attention_dropout attn_pdrop attention_probs_dropout_prob",
-    "a projector's biases, and an encoder's own head": "multimodal_projector_bias multi_modal_projector_bias "
+    "single biases, and an encoder's own head": "attention_out_bias lm_head_bias multimodal_projector_bias multi_modal_projector_bias "
     "vision_use_head vision_output_dim",
     "tokens of images": "image_seq_length video_seq_length vision_feature_layer vision_feature_select_strategy "
     "vision_soft_tokens_per_image image_grid_pinpoints process_image_mode use_unified_vision_chunk "

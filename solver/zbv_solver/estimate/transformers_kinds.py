@@ -156,6 +156,9 @@ VISION_KINDS: Mapping[str, VisionKind] = {
     "kimi_k25_vision": VisionKind({"positions": "both"}),
     "llama4_vision_model": VisionKind({"positions": "both"}),
     "pixtral": VisionKind({"norm": "rmsnorm", "bias": False, "gated": True, "positions": "rotary"}),
+    "qwen3_5_moe_vision": VisionKind({"positions": "both"}),
+    "qwen3_5_vision": VisionKind({"positions": "both"}),
+    "qwen3_vl_moe_vision": VisionKind({"positions": "both"}),
     "qwen3_vl_vision": VisionKind({"positions": "both"}),
     "siglip_vision_model": VisionKind(),
 }
@@ -169,8 +172,6 @@ class Wrapper:
     ----------
     text, vision
         The types of its parts, where the file does not name them.
-    visions
-        Other names of the encoder's type.
     merged
         The key of how many patches become one token, in each direction; None for one patch.
     projector
@@ -182,29 +183,27 @@ class Wrapper:
 
     text: str
     vision: str
-    visions: tuple[str, ...] = ()
     merged: str | None = None
     projector: tuple[str, ...] = ("model",)
     pooled: bool = False
 
 
-QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_vision", "qwen3_5", "qwen3_5_vision", "qwen3_5_moe",
-            "qwen3_5_moe_vision")  # fmt: skip
+SQUARE: dict[str, Any] = {"merged": "spatial_merge_size", "projector": ("merged",)}
 WRAPPERS: Mapping[str, Wrapper] = {
-    "gemma3": Wrapper("gemma3_text", "siglip_vision_model", merged="mm_tokens_per_image", projector=(), pooled=True),
-    "kimi_k25": Wrapper(
-        "deepseek_v3", "kimi_k25_vision", ("",), merged="merge_kernel_size", projector=("merged",)
+    "gemma3": Wrapper(
+        "gemma3_text", "siglip_vision_model", merged="mm_tokens_per_image", projector=(), pooled=True
     ),
+    "kimi_k25": Wrapper("deepseek_v3", "kimi_k25_vision", merged="merge_kernel_size", projector=("merged",)),
     "llama4": Wrapper(
-        "llama4_text", "llama4_vision_model", merged="pixel_shuffle_ratio",
+        "llama4_text",
+        "llama4_vision_model",
+        merged="pixel_shuffle_ratio",
         projector=("projector_input_dim", "projector_output_dim"),
     ),
     "llava": Wrapper("llama", "clip_vision_model"),
-    "mistral3": Wrapper(
-        "mistral", "pixtral", merged="spatial_merge_size", projector=("patch", "model")
-    ),
-    "qwen3_5": Wrapper("qwen3_5_text", "qwen3_vl_vision", QWEN3_VL, "spatial_merge_size", ("merged",)),
-    "qwen3_5_moe": Wrapper("qwen3_5_moe_text", "qwen3_vl_vision", QWEN3_VL, "spatial_merge_size", ("merged",)),
-    "qwen3_vl": Wrapper("qwen3_vl_text", "qwen3_vl_vision", QWEN3_VL, "spatial_merge_size", ("merged",)),
-    "qwen3_vl_moe": Wrapper("qwen3_vl_moe_text", "qwen3_vl_vision", QWEN3_VL, "spatial_merge_size", ("merged",)),
-}  # fmt: skip
+    "mistral3": Wrapper("mistral", "pixtral", merged="spatial_merge_size", projector=("patch", "model")),
+    "qwen3_5": Wrapper("qwen3_5_text", "qwen3_5_vision", **SQUARE),
+    "qwen3_5_moe": Wrapper("qwen3_5_moe_text", "qwen3_5_moe_vision", **SQUARE),
+    "qwen3_vl": Wrapper("qwen3_vl_text", "qwen3_vl_vision", **SQUARE),
+    "qwen3_vl_moe": Wrapper("qwen3_vl_moe_text", "qwen3_vl_moe_vision", **SQUARE),
+}

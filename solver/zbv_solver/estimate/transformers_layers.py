@@ -132,8 +132,8 @@ _EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_
 
 def _named_mixers(keys: Keys, count: int) -> str:
     found = keys.listed(count, "layer_types")
-    for name in (*_EVERY, "use_sliding_window", "max_window_layers"):
-        keys.get(name)  # the list says it
+    for name in (*_EVERY, "use_sliding_window", "max_window_layers", "sliding_window", "attention_chunk_size"):
+        keys.get(name)  # the list says which of them count
     letters = [MIXERS.get(each) if isinstance(each, str) else None for each in found]
     if None in letters:
         wrong = found[letters.index(None)]

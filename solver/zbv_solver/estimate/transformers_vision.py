@@ -9,6 +9,8 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.transformers_keys import Document, Keys
 from zbv_solver.estimate.transformers_kinds import VISION_KINDS, Section, Wrapper
 
+PROJECTOR = ("projection_hidden_size",)
+"""Keys around the encoder's: the width of a projector's norm."""
 WHERE = "/vision_config"
 
 
@@ -29,8 +31,8 @@ def read_vision(
 
     Raises :class:`InvalidInput` for an encoder without a formula.
     """
-    name = document.get("model_type", wrapper.vision)
-    if name in wrapper.visions:
+    name = document.get("model_type") or wrapper.vision
+    if name == outside.get("model_type"):  # older files repeat it
         name = wrapper.vision
     if not isinstance(name, str) or name not in VISION_KINDS:
         detail = (
@@ -44,6 +46,7 @@ def read_vision(
     patch, channels = _side(keys, "patch_size"), keys.count("num_channels", "in_channels") or 3
     patches = _patches(keys, patch)
     merged = _merged(wrapper, keys, outside, patches)
+    outside.get(*PROJECTOR)
     levels = keys.get("deepstack_visual_indexes") or ()
     widths = {"merged": merged * hidden, "patch": hidden, "model": model.get("hidden")}
     for key in ("out_hidden_size", "text_hidden_size", "projection_dim", "mm_hidden_size", "vocab_size", "head_dim"):

@@ -77,7 +77,8 @@ def _kinds(field: FieldInfo) -> set[Any]:
     return {str if get_origin(each) is Literal else each for each in _alternatives(field.annotation)}
 
 
-def _words(field: FieldInfo) -> list[str]:
+def words(field: FieldInfo) -> list[str]:
+    """The words that a key accepts; empty for other types."""
     literals = [each for each in _alternatives(field.annotation) if get_origin(each) is Literal]
     return [word for each in literals for word in get_args(each)]
 
@@ -87,9 +88,9 @@ def _help(field: FieldInfo) -> str:
 
 
 def _metavar(field: FieldInfo) -> str:
-    words, kinds = _words(field), _kinds(field)
-    named = words or [{int: "INT", float: "FLOAT"}.get(next(iter(kinds - {NoneType})), "LETTERS")]
-    return "|".join([*named, NONE] if NoneType in kinds and NONE not in words else named)
+    kinds, accepted = _kinds(field), words(field)
+    named = accepted or [{int: "INT", float: "FLOAT"}.get(next(iter(kinds - {NoneType})), "LETTERS")]
+    return "|".join([*named, NONE] if NoneType in kinds and NONE not in accepted else named)
 
 
 def _reader(field: FieldInfo) -> Callable[[str], Any]:
@@ -98,7 +99,7 @@ def _reader(field: FieldInfo) -> Callable[[str], Any]:
     of_type: Callable[[str], Any] = int if int in kinds else float if float in kinds else str
 
     def read(text: str) -> Any:
-        if text == NONE and NoneType in kinds and NONE not in _words(field):
+        if text == NONE and NoneType in kinds and NONE not in words(field):
             return None
         return of_type(text)
 

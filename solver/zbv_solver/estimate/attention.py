@@ -19,7 +19,7 @@ from zbv_solver.estimate.part import (
     half_norms,
     norm_module,
 )
-from zbv_solver.estimate.scores import Scores, Sees
+from zbv_solver.estimate.scores import ALL, Scores, Sees
 from zbv_solver.estimate.shapes import Shapes
 
 
@@ -46,7 +46,7 @@ class Attention:
     qkv_bias: bool = False
     qk_norm: bool = False
     rotary: bool = True
-    sees: Sees = Sees()
+    sees: Sees = ALL
     output_gate: bool = False
     indexer: Indexer | None = None
 
@@ -152,7 +152,7 @@ class Attention:
 
     def workspace(self, shapes: Shapes) -> int:
         """Most memory in addition to kept tensors, in I or B."""
-        query, key = shapes.divided(self.query), shapes.divided(self.key)
+        query = shapes.divided(self.query)
         h, whole = shapes.stream.hidden, shapes.whole
         # I holds most when it has computed its gradients and released nothing: the gradients of the residual
         # stream, of the heads' output, and of queries, keys and values. With plain attention, the last three

@@ -71,7 +71,9 @@ class ModelConfig(ConfigSection):
     qk_rope_head_dim: Size | None = Field(None, description="latent attention: width of a key's rotated part")
     v_head_dim: Size | None = Field(None, description="latent attention: width of a head's values")
     window: Size | None = Field(None, description="tokens that a query attends to; null: all")
-    chunked: Flag = Field(False, description="the window is a piece of the sequence, within which queries attend")
+    chunked: Flag = Field(
+        False, description="the window is a piece of the sequence, within which queries attend"
+    )
     full_attention_every: Size | None = Field(
         None, description="every n-th block has no window; null: all blocks have it"
     )
@@ -79,7 +81,9 @@ class ModelConfig(ConfigSection):
         None, description="heads of an indexer that chooses the tokens of the window; null: the nearest ones"
     )
     index_dim: Size | None = Field(None, description="width of a head of the indexer")
-    output_gate: Flag = Field(False, description="a product with the block's input scales what attention gives")
+    output_gate: Flag = Field(
+        False, description="a product with the block's input scales what attention gives"
+    )
     ffn: Size | None = Field(None, description="width of the MLP between its matrices; null: 4 hidden")
     gated: Flag = Field(False, description="MLP with a gate: three matrices, as in SwiGLU")
     experts: Size | None = Field(None, description="routed experts of a block; null: blocks have an MLP")
@@ -207,9 +211,7 @@ class ModelConfig(ConfigSection):
 
     def _read(self, pattern: str) -> tuple[str, ...]:
         found = (each.strip("()") for each in re.findall(LAYER, pattern))
-        return tuple(
-            self._block(place) if letters == "B" else letters for place, letters in enumerate(found)
-        )
+        return tuple(self._block(place) if letters == "B" else letters for place, letters in enumerate(found))
 
     def _block(self, place: int) -> str:
         every = self.full_attention_every

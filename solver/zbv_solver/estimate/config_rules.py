@@ -47,7 +47,9 @@ def _attention_issues(model: ModelConfig) -> Iterator[Issue]:
     if model.window is None:
         for key in ("full_attention_every", "index_heads", "chunked"):
             if getattr(model, key):
-                rule = "it belongs to a window. Give window, the tokens that a query attends to, or remove it."
+                rule = (
+                    "it belongs to a window. Give window, the tokens that a query attends to, or remove it."
+                )
                 yield Issue(f"/model/{key}", f"found {str(getattr(model, key)).lower()}; {rule}")
     for key, other in (("index_heads", "index_dim"), ("index_dim", "index_heads")):
         if getattr(model, key) is None and getattr(model, other) is not None:

@@ -1,8 +1,9 @@
 """Costs of a gated delta net as given costs (Yang et al. 2024, Gated Delta Networks, arXiv 2412.06464).
 
-The rule is computed in chunks (§3.3; Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule,
-arXiv 2406.06484, §3): inside a chunk the keys' products and the inverse of their triangle, which is applied to
-keys and values; scores and outputs; and products with the state before the chunk, and the update of that state.
+The rule is computed in chunks (§3.3; Yang et al. 2024, Parallelizing Linear Transformers with the Delta
+Rule, arXiv 2406.06484, §3): inside a chunk the keys' products and the inverse of their triangle, which is
+applied to keys and values; scores and outputs; and products with the state before the chunk, and the update
+of that state.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class Experts:
         Most nodes that a token is sent to; None: no limit.
     latent
         Width of the vector to which a token is projected before it is sent to experts, and from which their
-        sum is projected back (NVIDIA 2025, Nemotron 3, LatentMoE; Megatron-LM, ``moe_latent_size``); None: the
-        token itself is sent.
+        sum is projected back (NVIDIA 2025, Nemotron 3, LatentMoE; Megatron-LM, ``moe_latent_size``); None:
+        the token itself is sent.
     """
 
     experts: int
@@ -163,7 +163,7 @@ class Experts:
         return PerAction(copied + logits, copied + logits)
 
     def parameters(self, shapes: Shapes) -> Parameters:
-        """Norm, router, projections to latent vectors and back, experts; biases of experts where the stream has them."""
+        """Norm, router, latent projections, experts; biases of experts where the stream has them."""
         stream = shapes.stream
         h, into = stream.hidden, self.expert.inputs * self.expert.ffn
         width = self.width(shapes)

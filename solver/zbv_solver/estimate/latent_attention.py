@@ -28,7 +28,7 @@ from zbv_solver.estimate.part import (
     half_norms,
     norm_module,
 )
-from zbv_solver.estimate.scores import Scores, Sees
+from zbv_solver.estimate.scores import ALL, Scores, Sees
 from zbv_solver.estimate.shapes import Shapes
 
 
@@ -60,7 +60,7 @@ class LatentAttention:
     plain_dim: int
     rotated_dim: int
     value_dim: int
-    sees: Sees = Sees()
+    sees: Sees = ALL
     indexer: Indexer | None = None
     absorbed: bool = False
 
@@ -193,7 +193,7 @@ class LatentAttention:
         ]
 
     def absorbed_tensors(self, shapes: Shapes) -> list[Held]:
-        """Queries before and after the product with the keys' matrix, keys, and outputs before the values'."""
+        """Queries before and after the product with the keys' matrix, keys, and the scores' outputs."""
         queries = shapes.divided(self.heads * (self.kv_rank + self.rotated_dim))
         outputs = shapes.divided(self.heads * self.kv_rank)
         plain = shapes.divided(self.heads * self.plain_dim)

@@ -52,6 +52,10 @@ class Sees:
         return pairs / 2 if self.causal else pairs
 
 
+ALL = Sees()
+"""Flash attention under a causal mask, without a window."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """The heads of one attention layer.
@@ -71,7 +75,7 @@ class Scores:
     value_dim: int
     key_width: int
     value_width: int
-    sees: Sees = Sees()
+    sees: Sees = ALL
     shared_keys: bool = False
 
     @property

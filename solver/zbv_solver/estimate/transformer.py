@@ -93,8 +93,8 @@ class Transformer:
     blocks
         Equal neighbours as one layer with copies.
     predictions
-        Modules of multi-token prediction, as one layer with copies: what follows the projection of its inputs;
-        empty if there are none.
+        Modules of multi-token prediction, as one layer with copies: what follows the projection of their
+        inputs; empty if there are none.
     tied
         Whether the head has the weights of the embedding.
     """

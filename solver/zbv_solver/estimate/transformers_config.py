@@ -90,7 +90,7 @@ def _widths(keys: Keys, kind: TextKind) -> Section:
         "bias": everywhere or keys.flag("mlp_bias"),
         "qkv_bias": everywhere or keys.flag("attention_bias", "use_qkv_bias", "qkv_bias"),
         "qk_norm": has_norms,
-        "dropout": any([keys.get(name) or 0 for name in DROPOUTS]),
+        "dropout": max(keys.get(name) or 0 for name in DROPOUTS) > 0,
         "vocabulary": keys.get("vocab_size"),
         "tied_embeddings": keys.flag("tie_word_embeddings"),
         "dtype": dtype if dtype in ("bfloat16", "float16") else "bfloat16",
@@ -112,8 +112,8 @@ def _wrapped(document: Document, name: str) -> Section:
         text = {**text, "tie_word_embeddings": tied}
     keys, model = _text(text, text.get("model_type", wrapper.text), "/text_config")
     if seen is None:
-        for key in (wrapper.merged, *PROJECTOR):
-            outside.get(str(key))
+        for key in (wrapper.merged or "", *PROJECTOR):
+            outside.get(key)  # has no effect without an encoder
         _refuse_unread(outside, keys)
         return model
     encoder, vision = read_vision(seen, wrapper, outside, model, defaults())

@@ -1,7 +1,7 @@
 """What the types of models of transformers are, as tables: what their configurations do not say.
 
 The sources are the modeling files of transformers 5 (``models/TYPE/modeling_TYPE.py``); for ``kimi_k2`` and
-``mimo`` the files that their repositories have beside the configuration.
+``mimo`` the files in their repositories.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Section = dict[str, Any]
+Window = Literal["all", "alternate", "switch"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class TextKind:
     Attributes
     ----------
     model
-        Values of the section ``model`` that are not those of Llama: RMSNorm, a gate, rotary positions, no biases.
+        Values of the section ``model`` that are not those of Llama: RMSNorm, a gate, rotary positions, no
+        biases.
     window
         Which blocks have the window: ``all``, ``alternate`` (all but every n-th; ``full_every``), ``switch``
         (with ``use_sliding_window``, those from ``max_window_layers``), or none.
@@ -43,7 +45,7 @@ class TextKind:
     """
 
     model: Section = field(default_factory=dict)
-    window: Literal["all", "alternate", "switch"] | None = None
+    window: Window | None = None
     linear: bool = False
     chunked: bool = False
     halves: bool = False
@@ -65,7 +67,9 @@ GLM: Section = {"bias": False}
 GLM4: Section = {"bias": False, "post_norms": True}
 GATED: Section = {"qk_norm": True, "output_gate": True, "shared_expert_gate": True}
 LATENT: Section = {"bias": False, "qkv_bias": False}
-ALL, ALTERNATE, SWITCH = "all", "alternate", "switch"
+ALL: Window = "all"
+ALTERNATE: Window = "alternate"
+SWITCH: Window = "switch"
 
 TEXT_KINDS: Mapping[str, TextKind] = {
     "arcee": TextKind({"gated": False}),
@@ -142,7 +146,8 @@ class VisionKind:
     Attributes
     ----------
     model
-        Values of the section ``vision`` that are not those of CLIP: LayerNorm, biases, no gate, learned positions.
+        Values of the section ``vision`` that are not those of CLIP: LayerNorm, biases, no gate, learned
+        positions.
     defaults
         The type whose defaults it has, if these are not its own.
     """
@@ -175,8 +180,8 @@ class Wrapper:
     merged
         The key of how many patches become one token, in each direction; None for one patch.
     projector
-        Widths between the projector's matrices: of the merged patches (``merged``), of a patch (``patch``), of
-        the model (``model``), or a number.
+        Widths between the projector's matrices: of the merged patches (``merged``), of a patch (``patch``),
+        of the model (``model``), or what a key says.
     pooled
         Whether merged patches are averaged.
     """

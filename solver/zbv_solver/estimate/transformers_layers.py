@@ -1,4 +1,4 @@
-"""The layers of a language model from the keys of its ``config.json``: attention, experts and their pattern."""
+"""The layers of a language model from the keys of its ``config.json``: attention, experts, pattern."""
 
 from __future__ import annotations
 
@@ -132,7 +132,13 @@ _EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_
 
 def _named_mixers(keys: Keys, count: int) -> str:
     found = keys.listed(count, "layer_types")
-    for name in (*_EVERY, "use_sliding_window", "max_window_layers", "sliding_window", "attention_chunk_size"):
+    for name in (
+        *_EVERY,
+        "use_sliding_window",
+        "max_window_layers",
+        "sliding_window",
+        "attention_chunk_size",
+    ):
         keys.get(name)  # the list says which of them count
     letters = [MIXERS.get(each) if isinstance(each, str) else None for each in found]
     if None in letters:
@@ -190,7 +196,9 @@ def _ffns(keys: Keys, count: int) -> str:
     if not isinstance(only, list):
         raise keys.wrong("mlp_only_layers", f"found {quoted(only)}; must be a list of numbers of layers.")
     return "".join(
-        "E" if place >= dense and place not in only and place % from_zero == 0 and (place + 1) % step == 0 else "-"
+        "E"
+        if place >= dense and place not in only and place % from_zero == 0 and (place + 1) % step == 0
+        else "-"
         for place in range(count)
     )
 

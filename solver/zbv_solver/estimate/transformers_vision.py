@@ -19,8 +19,8 @@ def read_vision(
 ) -> tuple[Keys, Section]:
     """The section ``vision`` and the keys it was read from.
 
-    Images are as large as the file says: ``image_size``, or the table of positions. How many images a sequence
-    has is not part of a file; one is assumed.
+    Images are as large as the file says: ``image_size``, or the table of positions. How many images a
+    sequence has is not part of a file; one is assumed.
 
     Parameters
     ----------
@@ -36,8 +36,8 @@ def read_vision(
         name = wrapper.vision
     if not isinstance(name, str) or name not in VISION_KINDS:
         detail = (
-            f"found {quoted(name)}; zbv has formulas for {', '.join(VISION_KINDS)}. Write the sizes of the encoder "
-            f"as vision in model.json, or give text_config as a file of its own to plan the language model alone."
+            f"found {quoted(name)}; zbv has formulas for {', '.join(VISION_KINDS)}. Write the sizes of the "
+            f"encoder as vision in model.json, or remove vision_config to plan the language model alone."
         )
         raise InvalidInput.at(f"{WHERE}/model_type", detail)
     kind = VISION_KINDS[name]
@@ -49,7 +49,14 @@ def read_vision(
     outside.get(*PROJECTOR)
     levels = keys.get("deepstack_visual_indexes") or ()
     widths = {"merged": merged * hidden, "patch": hidden, "model": model.get("hidden")}
-    for key in ("out_hidden_size", "text_hidden_size", "projection_dim", "mm_hidden_size", "vocab_size", "head_dim"):
+    for key in (
+        "out_hidden_size",
+        "text_hidden_size",
+        "projection_dim",
+        "mm_hidden_size",
+        "vocab_size",
+        "head_dim",
+    ):
         keys.get(key)  # the language model's width, or a head that is not used
     return keys, {
         "hidden": hidden,
@@ -71,7 +78,9 @@ def _side(keys: Keys, name: str) -> int:
     value = keys.get(name)
     if isinstance(value, list | tuple):
         if len(set(value)) != 1:
-            raise keys.wrong(name, f"found {quoted(value)}; zbv reads squares only. Write model.json instead.")
+            raise keys.wrong(
+                name, f"found {quoted(value)}; zbv reads squares only. Write model.json instead."
+            )
         value = value[0]
     if value is not None and (type(value) is not int or not 1 <= value <= 100_000):
         raise keys.wrong(name, f"found {quoted(value)}; must be a whole number above 0.")

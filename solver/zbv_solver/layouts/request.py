@@ -109,7 +109,8 @@ def parse_request(
     presets
         Names of further presets of models.
     batch
-        ``global_batch``, ``sequence_length`` and ``prediction_layers``, where they replace those of the document.
+        ``global_batch``, ``sequence_length`` and ``prediction_layers``, where they replace those of the
+        document.
 
     Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document.
     """

@@ -102,12 +102,14 @@ def test_none_undoes_every_value_that_may_be_absent() -> None:
 
 @pytest.mark.parametrize("given", ["none", "bfloat16"])
 def test_the_documented_default_undoes_a_preset(given: str, capsys: Capture) -> None:
-    """DeepSeek-V3 is trained in FP8; both ways of saying its type of activations give its products that type."""
+    """DeepSeek-V3 is trained in FP8; its products then have the type of activations."""
     fixed = ["--preset", "deepseek-v3", "--product-dtype"]
     assert main(["estimate", *fixed, given]) == 0
     wide = capsys.readouterr().out
     assert main(["estimate", *fixed, "fp8"]) == 0
-    assert json.loads(wide)["layers"][1]["memory"] != json.loads(capsys.readouterr().out)["layers"][1]["memory"]
+    assert (
+        json.loads(wide)["layers"][1]["memory"] != json.loads(capsys.readouterr().out)["layers"][1]["memory"]
+    )
     assert main(["estimate", *fixed, "float16"]) == 2
     assert "--product-dtype: found 'float16'; must be fp8, fp4 or the type" in capsys.readouterr().err
 

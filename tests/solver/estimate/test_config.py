@@ -11,8 +11,7 @@ from support.paths import ROOT
 from zbv_solver.commands.estimate_flags import SECTIONS, flags
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.config import EstimateConfig, parse_config
-from zbv_solver.estimate.config_model import ModelConfig
-from zbv_solver.estimate.config_parallel import ParallelConfig, Precision
+from zbv_solver.estimate.config_parallel import Precision
 from zbv_solver.estimate.presets import preset, preset_names, with_presets
 from zbv_solver.estimate.problem_document import problem_document
 from zbv_solver.problem.reading import parse_any_problem

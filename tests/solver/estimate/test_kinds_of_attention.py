@@ -106,7 +106,7 @@ INDEXER = {"window": 256, "index_heads": 4, "index_dim": 32}
 
 
 def test_an_indexer_has_its_matrices_and_compares_all_pairs() -> None:
-    """DeepSeek-V3.2, §2.1; transformers' modeling_deepseek_v32.py: queries from their latent vector, one key."""
+    """DeepSeek-V3.2, §2.1: its queries come from the latent vector, and its heads share keys."""
     near, chosen = attention(latent(window=256)), attention(latent(**INDEXER))
     matrices = Q * 4 * 32 + H * (32 + 4)
     assert chosen.parameters.total - near.parameters.total == matrices + 2 * 32
@@ -130,7 +130,7 @@ def test_what_an_indexer_keeps() -> None:
 
 
 def test_a_gate_is_as_wide_as_the_queries() -> None:
-    """Qwen3-Next: its product is part of the one to queries, and it is kept beside the heads' output."""
+    """Qwen3-Next: its product is part of the one to queries, and is kept as the heads' output is."""
     plain, gated = (attention(llama(kv_heads=8, output_gate=gate)) for gate in (False, True))
     assert gated.parameters.total - plain.parameters.total == 4096 * 4096
     assert gated.after_forward - plain.after_forward == 4096 * 2 * 2 * 4096

@@ -81,7 +81,9 @@ def test_a_pattern_may_have_blocks_of_two_halves() -> None:
 def test_a_prediction_module_may_have_its_own_layers() -> None:
     """Nemotron-H: the last layer is half a block, and a module has attention and experts."""
     experts = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64}
-    found = layers(pattern="M*-E", state_space=GIVEN, prediction_layers=1, prediction_pattern="(*E)", **experts)
+    found = layers(
+        pattern="M*-E", state_space=GIVEN, prediction_layers=1, prediction_pattern="(*E)", **experts
+    )
     own = 2 * 256**2 + 3 * 256 + 32000 * 256
     assert found["prediction"].parameters == found["attention"].parameters + found["experts"].parameters + own
 
@@ -90,7 +92,9 @@ def test_latent_experts_are_narrow_and_so_is_what_they_are_sent() -> None:
     """Nemotron 3: two more matrices for every token; experts and all-to-alls with a quarter of the width."""
     sparse = {"experts": 8, "experts_per_token": 2, "expert_ffn": 64, "hidden": 256, "heads": 4}
     degrees = {"expert": 2, "data": 2}
-    wide, narrow = (parts(llama(**sparse, **more), **degrees)["experts"] for more in ({}, {"expert_hidden": 64}))
+    wide, narrow = (
+        parts(llama(**sparse, **more), **degrees)["experts"] for more in ({}, {"expert_hidden": 64})
+    )
     assert narrow.parameters.experts == wide.parameters.experts / 4
     assert narrow.parameters.replicated - wide.parameters.replicated == 2 * 256 * 64
     assert narrow.exchanges[0].sent.forward == wide.exchanges[0].sent.forward / 4

@@ -21,7 +21,12 @@ LAYERS = 6
 NOT_OF_TRANSFORMERS = {"kimi_k2", "mimo"}
 """Types whose code is in their own repositories."""
 COMPLETED: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},
     "qwen2_moe": {"sliding_window": 4096},
@@ -79,13 +84,15 @@ def counted_by_transformers(config: Any) -> int:
     """The parameters of the model of a configuration; of a type without a model by itself, with a head."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    classes = (AutoModelForImageTextToText,) if config.model_type in WRAPPERS else (AutoModelForCausalLM, AutoModel)
+    classes = (
+        (AutoModelForImageTextToText,) if config.model_type in WRAPPERS else (AutoModelForCausalLM, AutoModel)
+    )
     with torch.device("meta"):
         for each in classes:
             if type(config) in each._model_mapping:
-                count = sum(parameter.numel() for parameter in each.from_config(config).parameters())
+                count: int = sum(parameter.numel() for parameter in each.from_config(config).parameters())
                 untied = each is AutoModel and not as_file(config).get("tie_word_embeddings")
-                return count + (config.vocab_size * config.hidden_size if untied else 0)
+                return count + (int(config.vocab_size) * int(config.hidden_size) if untied else 0)
     raise AssertionError(f"transformers has no model for {config.model_type}")
 
 
@@ -134,7 +141,8 @@ def test_recorded_defaults_are_those_of_transformers() -> None:
         for key, value in defaults()[name].items():
             default = fields[key].default
             if default is dataclasses.MISSING:
-                default = fields[key].default_factory()
+                factory: Any = fields[key].default_factory
+                default = factory()
             assert value == (list(default) if isinstance(default, tuple) else default), (name, key)
 
 

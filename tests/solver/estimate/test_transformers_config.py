@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 from zbv_solver.commands.cli import main
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
@@ -106,6 +107,12 @@ def test_properties_that_do_not_change_the_number_of_parameters() -> None:
     assert from_transformers({**LLAMA, "dtype": "float16", "torch_dtype": None})["dtype"] == "float16"
     gpt_oss = from_transformers(COUNTED[-1][0])
     assert (gpt_oss["window"], gpt_oss["full_attention_every"]) == (128, 2)
+
+
+def test_the_documentation_names_every_type() -> None:
+    text = (ROOT / "docs/estimates.md").read_text(encoding="utf-8")
+    for names in (TEXT_KINDS, WRAPPERS):
+        assert f"| {', '.join(sorted(names))} |" in text
 
 
 def test_llava_has_a_vision_encoder() -> None:

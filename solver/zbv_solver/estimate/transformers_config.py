@@ -80,7 +80,8 @@ def _widths(keys: Keys, kind: TextKind) -> Section:
     """MLPs, experts, biases, norms, and the ends of the model."""
     dtype = keys.get("dtype", "torch_dtype")
     everywhere = keys.flag("use_bias")
-    has_norms, gate = keys.flag("use_qk_norm", "qk_layernorm"), keys.get(*GATES)
+    dropouts = [_has_dropout(keys, name) for name in DROPOUTS]
+    has_norms, has_gate = keys.flag("use_qk_norm", "qk_layernorm"), keys.get(*GATES) is not None
     return {
         "ffn": keys.get(kind.dense_width, "n_inner"),
         **read_experts(keys, kind),
@@ -90,13 +91,20 @@ def _widths(keys: Keys, kind: TextKind) -> Section:
         "bias": everywhere or keys.flag("mlp_bias"),
         "qkv_bias": everywhere or keys.flag("attention_bias", "use_qkv_bias", "qkv_bias"),
         "qk_norm": has_norms,
-        "dropout": max(keys.get(name) or 0 for name in DROPOUTS) > 0,
+        "dropout": any(dropouts),
         "vocabulary": keys.get("vocab_size"),
         "tied_embeddings": keys.flag("tie_word_embeddings"),
         "dtype": dtype if dtype in ("bfloat16", "float16") else "bfloat16",
         **kind.model,
-        **({} if gate is None else {"output_gate": bool(gate)}),
+        **({"output_gate": keys.flag(*GATES)} if has_gate else {}),
     }
+
+
+def _has_dropout(keys: Keys, name: str) -> bool:
+    share = keys.get(name) or 0
+    if not isinstance(share, int | float):
+        raise keys.wrong(name, f"found {quoted(share)}; must be a number.")
+    return share > 0
 
 
 def _wrapped(document: Document, name: str) -> Section:
@@ -104,7 +112,7 @@ def _wrapped(document: Document, name: str) -> Section:
     wrapper = WRAPPERS[name]
     outside = Keys(document, defaults().get(name, {}))
     text, seen = outside.get("text_config"), outside.get("vision_config")
-    for key, value in (("text_config", text), ("vision_config", seen or {})):
+    for key, value in (("text_config", text), ("vision_config", {} if seen is None else seen)):
         if not isinstance(value, dict):
             raise outside.wrong(key, f"found {quoted(value)}; must be an object.")
     tied = outside.get("tie_word_embeddings")  # transformers reads it here, and passes it on to the text

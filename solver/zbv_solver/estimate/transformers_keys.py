@@ -65,6 +65,7 @@ WITHOUT_EFFECT = {
         "use_grouped_topk moe_norm_min moe_router_enable_expert_bias load_balance_coeff"
     ),
     "how a framework computes": (
+        "masked_softmax_fusion offset_alibi skip_bias_add skip_bias_add_qkv bias_dropout_fusion "
         "pretraining_tp ep_size chunk_size_feed_forward use_mamba_kernels moe_shared_expert_overlap "
         "use_parallel_residual attn_implementation _attn_implementation use_flash_attn "
         "_flash_attn_2_enabled _attn_implementation_autoset gradient_checkpointing"
@@ -150,21 +151,29 @@ class Keys:
             raise self.wrong(names[0], f"found {quoted(value)}; must be a whole number above 0.")
         return value
 
-    def count(self, *names: str) -> int:
-        """The same, with 0 for null."""
-        return self.number(*names) if self.get(*names) else 0
+    def count(self, *names: str, null: int = 0) -> int:
+        """A whole number from 0; ``null`` if there is none."""
+        value = self.get(*names)
+        if value is None:
+            return null
+        if type(value) is not int or not 0 <= value <= 10**8:
+            raise self.wrong(names[0], f"found {quoted(value)}; must be a whole number from 0.")
+        return value
 
-    def flag(self, *names: str) -> bool:
-        """True or false; null is false."""
-        return bool(self.get(*names))
+    def flag(self, *names: str, null: bool = False) -> bool:
+        """True or false; ``null`` if there is none."""
+        value = self.get(*names)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(names[0], f"found {quoted(value)}; must be true or false.")
+        return null if value is None else value
 
     def listed(self, length: int, *names: str) -> list[Any]:
         """A list with an entry per layer."""
         value = self.get(*names)
-        if not isinstance(value, list) or len(value) != length:
+        if not isinstance(value, list | str) or len(value) != length:
             found = f"{len(value)} entries" if isinstance(value, list) else quoted(value)
             raise self.wrong(names[0], f"found {found}; must be a list of one per layer ({length}).")
-        return value
+        return list(value)
 
     def wrong(self, name: str, detail: str) -> InvalidInput:
         """The error of a key."""

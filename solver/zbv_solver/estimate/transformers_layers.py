@@ -56,9 +56,8 @@ def _predictions(keys: Keys) -> int:
     if keys.get("mtp_transformer_layers") not in (None, 1):
         found = quoted(keys.get("mtp_transformer_layers"))
         raise keys.wrong("mtp_transformer_layers", f"found {found}; zbv reads modules of one layer only.")
-    uses = keys.get("use_mtp")
     count = keys.count(*PREDICTIONS)
-    return count if uses or uses is None else 0
+    return count if keys.flag("use_mtp", null=True) else 0
 
 
 def _window(keys: Keys, kind: TextKind, letters: str) -> Section:
@@ -114,16 +113,13 @@ def _mixers(keys: Keys, kind: TextKind, count: int) -> str:
         return _named_mixers(keys, count)
     if keys.get("index_topk") is not None:
         return _indexed(keys, count)
-    every = keys.get(*_EVERY) or kind.full_every
+    every = keys.count(*_EVERY) or kind.full_every
     special = "M" if kind.linear else "W" if _has_window(keys, kind) else "*"
     if kind.window == "switch":
-        first = keys.get("max_window_layers")
-        start = first if isinstance(first, int) and special == "W" else 0
+        start = keys.count("max_window_layers") if special == "W" else 0
         return "".join("*" if place < start else special for place in range(count))
     if every is None:
         return special * count
-    if type(every) is not int or every < 1:
-        raise keys.wrong(_EVERY[0], f"found {quoted(every)}; must be a whole number above 0.")
     return "".join("*" if (place + 1) % every == 0 else special for place in range(count))
 
 
@@ -152,11 +148,9 @@ def _named_mixers(keys: Keys, count: int) -> str:
 
 def _indexed(keys: Keys, count: int) -> str:
     """Blocks with an indexer, and blocks that use the choice of an earlier one."""
-    types, every = keys.get("indexer_types", "index_topk_pattern"), keys.get("index_topk_freq") or 1
-    offset = keys.get("index_skip_topk_offset")
-    offset = 2 if offset is None else offset
-    if types is not None:
-        found = keys.listed(count, "indexer_types") if isinstance(types, list) else list(types)
+    every, offset = keys.count("index_topk_freq") or 1, keys.count("index_skip_topk_offset", null=2)
+    if keys.get("indexer_types", "index_topk_pattern") is not None:
+        found = keys.listed(count, "indexer_types", "index_topk_pattern")
         is_full = [each in ("full", "F") for each in found]
     else:
         is_full = [max(place - offset + 1, 0) % every == 0 for place in range(count)]
@@ -164,10 +158,11 @@ def _indexed(keys: Keys, count: int) -> str:
 
 
 def _has_window(keys: Keys, kind: TextKind) -> bool:
-    if kind.window is None:
+    if not keys.flag("use_sliding_window", null=kind.window != "switch"):
+        for name in ("sliding_window", "max_window_layers"):
+            keys.get(name)  # has no effect
         return False
-    if kind.window == "switch" and not keys.flag("use_sliding_window"):
-        keys.get("sliding_window")  # has no effect
+    if kind.window is None:
         return False
     return keys.get(_width_key(kind)) is not None
 
@@ -183,16 +178,15 @@ def _ffns(keys: Keys, count: int) -> str:
     if keys.has("moe_layers"):
         places = keys.get("moe_layers")
         keys.get("interleave_moe_layer_step")
+        if not isinstance(places, list):
+            raise keys.wrong("moe_layers", f"found {quoted(places)}; must be a list of numbers of layers.")
         return "".join("E" if place in places else "-" for place in range(count))
     if isinstance(keys.get("moe_layer_freq"), list):
         keys.get(FIRST_DENSE)
         return "".join("E" if each else "-" for each in keys.listed(count, "moe_layer_freq"))
-    dense, only = keys.get(FIRST_DENSE) or 0, keys.get("mlp_only_layers") or []
-    from_zero = keys.get("moe_layer_freq") or 1
-    step = keys.get("decoder_sparse_step", "interleave_moe_layer_step") or 1
-    for name, value in (("moe_layer_freq", from_zero), ("decoder_sparse_step", step), (FIRST_DENSE, dense)):
-        if type(value) is not int or value < 0:
-            raise keys.wrong(name, f"found {quoted(value)}; must be a whole number.")
+    dense, only = keys.count(FIRST_DENSE), keys.get("mlp_only_layers") or []
+    from_zero = keys.count("moe_layer_freq") or 1
+    step = keys.count("decoder_sparse_step", "interleave_moe_layer_step") or 1
     if not isinstance(only, list):
         raise keys.wrong("mlp_only_layers", f"found {quoted(only)}; must be a list of numbers of layers.")
     return "".join(

@@ -47,7 +47,10 @@ def read_vision(
     patches = _patches(keys, patch)
     merged = _merged(wrapper, keys, outside, patches)
     outside.get(*PROJECTOR)
-    levels = keys.get("deepstack_visual_indexes") or ()
+    levels = keys.get("deepstack_visual_indexes") or []
+    if not isinstance(levels, list):
+        detail = f"found {quoted(levels)}; must be a list of numbers of layers."
+        raise keys.wrong("deepstack_visual_indexes", detail)
     widths = {"merged": merged * hidden, "patch": hidden, "model": model.get("hidden")}
     for key in (
         "out_hidden_size",
@@ -77,7 +80,7 @@ def _side(keys: Keys, name: str) -> int:
     """A size in pixels of a square, 1 if the type of encoder has none."""
     value = keys.get(name)
     if isinstance(value, list | tuple):
-        if len(set(value)) != 1:
+        if not value or list(value) != [value[0]] * len(value):
             raise keys.wrong(
                 name, f"found {quoted(value)}; zbv reads squares only. Write model.json instead."
             )

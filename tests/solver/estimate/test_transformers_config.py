@@ -134,7 +134,7 @@ def test_llava_has_a_vision_encoder() -> None:
     [
         ({"model_type": "t5"}, "/model_type", "found 't5'; zbv reads arcee, bloom"),
         ({"model_type": ["llama"]}, "/model_type", "found ['llama']"),
-        ({**DEEPSEEK, "moe_layer_freq": "x"}, "/moe_layer_freq", "must be a whole number"),
+        ({**DEEPSEEK, "moe_layer_freq": "x"}, "/moe_layer_freq", "must be a whole number from 0"),
         ({**QWEN3_MOE, "mlp_only_layers": 5}, "/mlp_only_layers", "must be a list"),
         (
             {**NEMOTRON_H, "layer_types": ["mamba", 3]},

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config_model import ModelConfig
@@ -183,3 +184,22 @@ def test_a_key_that_nobody_knows_is_refused_by_its_name(name: str) -> None:
         from_transformers({**as_file(config), "wormholes_per_block": 3})
     (issue,) = raised.value.issues
     assert issue.pointer == "/wormholes_per_block"
+
+
+RUBBISH: list[Any] = [1.5, "x", [], {}, -1, True, [[1]], None]
+
+
+@pytest.mark.parametrize("name", sorted({*TEXT_KINDS, *WRAPPERS} - NOT_OF_TRANSFORMERS))
+def test_rubbish_in_any_key_is_no_traceback(name: str) -> None:
+    document = as_file(made(name) if name in TEXT_KINDS else config_class(name)(**SEEN[name]))
+    sections = [(), *((key,) for key in ("text_config", "vision_config") if key in document)]
+    for section in sections:
+        inner = document[section[0]] if section else document
+        for key in inner:
+            for value in RUBBISH:
+                changed = {**inner, key: value}
+                try:
+                    read = from_transformers({**document, section[0]: changed} if section else changed)
+                    validated(ModelConfig, {"sequence": 8, **read})
+                except InvalidInput:
+                    continue

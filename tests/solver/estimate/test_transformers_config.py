@@ -251,7 +251,17 @@ NEMOTRON_3_SUPER = {
     "n_routed_experts": 512, "n_shared_experts": 1, "num_experts_per_tok": 22, "moe_intermediate_size": 2688,
     "moe_shared_expert_intermediate_size": 5376, "moe_latent_size": 1024, "vocab_size": 131072,
 }  # fmt: skip
+GLM_4_5 = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 92,
+    "hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12288, "vocab_size": 151552, "max_position_embeddings": 202752,
+    "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False, "use_qk_norm": True, "attention_bias": True,
+    "num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 PUBLISHED: list[tuple[str, dict[str, Any], float, float]] = [
+    ("GLM-4.5: 355 B, 32 B active", GLM_4_5, 355e9, 32e9),
     ("GLM-5: 744 B, 40 B active", GLM_5, 744e9, 40e9),
     ("DeepSeek-V3.2: 671 B, 37 B active", {**DEEPSEEK, "model_type": "deepseek_v32"}, 671e9, 37e9),
     ("Qwen3.5-397B-A17B", QWEN3_5, 397e9, 17e9),

@@ -128,15 +128,20 @@ def modern_configs(draw: st.DrawFn) -> EstimateConfig:
         "hidden": 64, "layers": layers, "heads": 4, "ffn": 96, "vocabulary": 200, "sequence": 64,
         "prediction_layers": draw(st.integers(0, 2)), "product_dtype": draw(st.sampled_from((None, "fp8"))),
         "fused_loss": draw(st.booleans()), "tied_embeddings": draw(st.booleans()),
+        "post_norms": draw(st.booleans()),
     }  # fmt: skip
+    sizes["window"] = draw(st.sampled_from((None, 16)))
+    if sizes["window"] is not None:
+        sizes |= draw(st.sampled_from(({}, {"chunked": True}, {"index_heads": 2, "index_dim": 8})))
     if is_latent:
         sizes |= {"kv_lora_rank": 16, "q_lora_rank": draw(st.sampled_from((None, 24)))}
         sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
     else:
-        sizes |= {"kv_heads": 2, "window": draw(st.sampled_from((None, 16))), "qk_norm": draw(st.booleans())}
+        sizes |= {"kv_heads": 2, "qk_norm": draw(st.booleans()), "output_gate": draw(st.booleans())}
     if is_sparse:
         sizes |= {"experts": 8, "experts_per_token": 3, "expert_ffn": 32}
         sizes |= {"shared_expert_ffn": draw(st.sampled_from((None, 48)))}
+        sizes |= {"expert_hidden": draw(st.sampled_from((None, 32)))}
         sizes |= {"dense_layers": draw(st.integers(0, layers - 1)), "expert_every": 1}
     parallel = {
         "tensor_parallel": tensor,

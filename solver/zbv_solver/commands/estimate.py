@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from zbv_solver.commands.estimate_flags import FLAGS
+from zbv_solver.commands.estimate_flags import SECTIONS, flags
 from zbv_solver.commands.messages import flag_of
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput, Issue
@@ -71,9 +71,11 @@ def _named(issue: Issue, overrides: dict[str, dict[str, Any]], path: str | None)
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The given flags by section; a value of None undoes one of the file or of presets."""
+    found = vars(arguments)
     given = {
-        section: {key: value for key in keys if (value := getattr(arguments, f"{section}.{key}")) is not None}
-        for section, keys in FLAGS.items()
+        section: {key: found[f"{section}.{key}"] for key in flags(section) if f"{section}.{key}" in found}
+        for section in SECTIONS
     }
     return {section: values for section, values in given.items() if values}
 

@@ -1,110 +1,33 @@
-"""The arguments of ``zbv estimate``."""
+"""The arguments of ``zbv estimate``: a flag for every key of a configuration that is no object."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from zbv_solver.commands.messages import flag_of
+from zbv_solver.estimate.config_device import DeviceConfig
+from zbv_solver.estimate.config_model import ModelConfig
+from zbv_solver.estimate.config_parallel import ParallelConfig
 
-Kind = type[int] | type[float] | type[bool] | str
-
-FLAGS: dict[str, dict[str, Kind]] = {
-    "model": {
-        "hidden": int,
-        "layers": int,
-        "heads": int,
-        "kv_heads": int,
-        "head_dim": int,
-        "q_lora_rank": int,
-        "kv_lora_rank": int,
-        "qk_nope_head_dim": int,
-        "qk_rope_head_dim": int,
-        "v_head_dim": int,
-        "window": int,
-        "full_attention_every": int,
-        "ffn": int,
-        "gated": bool,
-        "experts": int,
-        "experts_per_token": int,
-        "expert_ffn": int,
-        "shared_expert_ffn": int,
-        "shared_expert_gate": bool,
-        "expert_nodes": int,
-        "capacity_factor": float,
-        "dense_layers": int,
-        "expert_every": int,
-        "pattern": "LETTERS",
-        "prediction_layers": int,
-        "vocabulary": int,
-        "tied_embeddings": bool,
-        "sequence": int,
-        "microbatch_size": int,
-        "dtype": "bfloat16|float16|float32",
-        "product_dtype": "fp8|fp4",
-        "attention": "flash|plain",
-        "causal": bool,
-        "dropout": bool,
-        "norm": "layernorm|rmsnorm",
-        "bias": bool,
-        "qkv_bias": bool,
-        "qk_norm": bool,
-        "positions": "learned|rotary|none",
-        "fused_activation": bool,
-        "fused_loss": bool,
-    },
-    "parallel": {
-        "pp_degree": int,
-        "microbatches": int,
-        "placement": "auto|v|loop|single",
-        "chunks": int,
-        "objective": "span|makespan",
-        "tensor_parallel": int,
-        "sequence_parallel": bool,
-        "context_parallel": int,
-        "context_exchange": "ring|all-gather",
-        "expert_parallel": int,
-        "expert_parallel_in_node": int,
-        "data_parallel": int,
-        "zero_stage": int,
-        "optimizer": "adam|lion|sgd-momentum|sgd",
-        "precision": "mixed|mixed-fp32-gradients|single|half",
-        "recompute": "none|selective|full",
-        "fused_gradients": bool,
-        "granularity": "block|half",
-    },
-    "device": {
-        "achieved_tflops": float,
-        "peak_tflops": float,
-        "fp8_tflops": float,
-        "fp4_tflops": float,
-        "product_bandwidth": float,
-        "kernel_latency": float,
-        "processors": int,
-        "launch_time": float,
-        "attention_share": float,
-        "memory_bandwidth": float,
-        "link_bandwidth": float,
-        "link_latency": float,
-        "tensor_parallel_bandwidth": float,
-        "tensor_parallel_latency": float,
-        "tensor_parallel_step_latency": float,
-        "tensor_parallel_overlap": float,
-        "context_parallel_bandwidth": float,
-        "context_parallel_latency": float,
-        "context_parallel_overlap": float,
-        "expert_parallel_bandwidth": float,
-        "expert_parallel_latency": float,
-        "expert_parallel_overlap": float,
-        "data_parallel_bandwidth": float,
-        "data_parallel_latency": float,
-        "data_parallel_overlap": float,
-        "memory_limit": float,
-        "reserved": float,
-    },
+SECTIONS: dict[str, type[BaseModel]] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "device": DeviceConfig,
 }
-"""Flags per section of a configuration: every key is a flag with a type or the words that it accepts, but
-``state_space`` and ``vision``, which are objects.
-``docs/estimates.md`` explains the keys."""
+NONE = "none"
+"""What undoes a value of a file or a preset, for keys that may be absent."""
+
+
+def flags(section: str) -> dict[str, FieldInfo]:
+    """The keys of a section that have a flag: all but objects and lists."""
+    fields = SECTIONS[section].model_fields
+    return {key: field for key, field in fields.items() if _kinds(field) & {int, float, bool, str}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,13 +47,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list-presets", action="store_true", help="list the presets, then exit")
     parser.add_argument("--table", action="store_true", help="also print tables of layers and memory")
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="problem file (default: -)")
-    for section, keys in FLAGS.items():
-        group = parser.add_argument_group(f"{section}: replaces values of the file and the presets")
-        for key, kind in keys.items():
-            name, destination = flag_of(key), f"{section}.{key}"
-            if kind is bool:
-                group.add_argument(name, dest=destination, action=argparse.BooleanOptionalAction)
-            elif isinstance(kind, str):
-                group.add_argument(name, dest=destination, metavar=kind)
+    for section in SECTIONS:
+        group = parser.add_argument_group(
+            f"{section}: replaces values of the file and the presets; none undoes a value that may be absent"
+        )
+        for key, field in flags(section).items():
+            shown: dict[str, Any] = {"dest": f"{section}.{key}", "default": argparse.SUPPRESS}
+            if bool in _kinds(field):
+                action = argparse.BooleanOptionalAction
+                group.add_argument(flag_of(key), **shown, action=action, help=_help(field))
             else:
-                group.add_argument(name, dest=destination, type=kind, metavar=kind.__name__.upper())
+                group.add_argument(
+                    flag_of(key), **shown, type=_reader(field), metavar=_metavar(field), help=_help(field)
+                )
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The types and literals of an annotation."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [each for part in get_args(annotation) for each in _alternatives(part)]
+    return [annotation]
+
+
+def _kinds(field: FieldInfo) -> set[Any]:
+    """The types of a field; ``str`` also for words."""
+    return {str if get_origin(each) is Literal else each for each in _alternatives(field.annotation)}
+
+
+def words(field: FieldInfo) -> list[str]:
+    """The words that a key accepts; empty for other types."""
+    literals = [each for each in _alternatives(field.annotation) if get_origin(each) is Literal]
+    return [word for each in literals for word in get_args(each)]
+
+
+def _help(field: FieldInfo) -> str:
+    return (field.description or "").replace("%", "%%")
+
+
+def _metavar(field: FieldInfo) -> str:
+    kinds, accepted = _kinds(field), words(field)
+    named = accepted or [{int: "INT", float: "FLOAT"}.get(next(iter(kinds - {NoneType})), "LETTERS")]
+    return "|".join([*named, NONE] if NoneType in kinds and NONE not in accepted else named)
+
+
+def _reader(field: FieldInfo) -> Callable[[str], Any]:
+    """Reads a flag's value; ``none`` is the absent value where the key may be absent."""
+    kinds = _kinds(field)
+    of_type: Callable[[str], Any] = int if int in kinds else float if float in kinds else str
+
+    def read(text: str) -> Any:
+        if text == NONE and NoneType in kinds and NONE not in words(field):
+            return None
+        return of_type(text)
+
+    read.__name__ = of_type.__name__  # argparse names it in its errors
+    return read

@@ -153,6 +153,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             tuple(arguments.preset),
             global_batch=arguments.global_batch,
             sequence_length=arguments.sequence_length,
+            prediction_layers=arguments.prediction_layers,
         )
         return replace(request, profiles=profiles)
     except InvalidInput as error:
@@ -176,6 +177,8 @@ def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:
     flags = {"/model": "--preset", "/global_batch": "--global-batch", "/model/sequence": "--sequence-length"}
     if issue.source:
         return issue
+    if issue.pointer == "/prediction_layers" and arguments.prediction_layers is not None:
+        return Issue("", issue.detail, "--prediction-layers")
     if model is None and issue.pointer in flags:
         return Issue("", issue.detail, flags[issue.pointer])
     is_of_cluster = issue.pointer == "/groups" or (model is None and not issue.pointer)

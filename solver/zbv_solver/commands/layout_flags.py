@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
     parser.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
     parser.add_argument(
+        "--prediction-layers",
+        type=int,
+        metavar="INT",
+        help="modules of multi-token prediction; 0 drops those of the model",
+    )
+    parser.add_argument(
         "--profile",
         action="append",
         default=[],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zbv_solver.estimate.amounts import PerAction
+from zbv_solver.estimate.indexer import Indexer
 from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import (
     Held,
@@ -15,10 +16,10 @@ from zbv_solver.estimate.part import (
     dropout_tensors,
     gradient,
     half_exchange,
+    half_norms,
     norm_module,
-    norm_tensors,
 )
-from zbv_solver.estimate.scores import Scores
+from zbv_solver.estimate.scores import ALL, Scores, Sees
 from zbv_solver.estimate.shapes import Shapes
 
 
@@ -32,6 +33,11 @@ class Attention:
         Whether the projection to queries, keys and values has a bias.
     qk_norm
         Whether queries and keys are normalised per head.
+    output_gate
+        Whether a product with the block's input, after a sigmoid, scales the heads' output (Qiu et al. 2025,
+        Gated Attention).
+    indexer
+        What chooses the tokens of the window; None if these are the nearest ones.
     """
 
     heads: int
@@ -40,9 +46,9 @@ class Attention:
     qkv_bias: bool = False
     qk_norm: bool = False
     rotary: bool = True
-    flash: bool = True
-    causal: bool = True
-    window: int | None = None
+    sees: Sees = ALL
+    output_gate: bool = False
+    indexer: Indexer | None = None
 
     @property
     def query(self) -> int:
@@ -54,28 +60,42 @@ class Attention:
         """Width of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def flash(self) -> bool:
+        """Whether it is flash attention."""
+        return self.sees.flash
+
+    @property
+    def projected(self) -> int:
+        """Width of the product that makes queries, keys, values and the gate."""
+        return self.query * (2 if self.output_gate else 1) + 2 * self.key
+
     @cached_property
     def scores(self) -> Scores:
         """Its products of activations."""
         width, key = self.head_dim, self.key
-        return Scores(self.heads, width, width, key, key, self.flash, self.causal, self.window)
+        return Scores(self.heads, width, width, key, key, self.sees)
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device."""
         h, t, tokens = shapes.stream.hidden, shapes.tensor, shapes.tokens
         rotated = shapes.divided(self.query) + shapes.divided(self.key)
-        moved = around(shapes) + self.scores.traffic(shapes)
+        moved, core = around(shapes) + self.scores.traffic(shapes), self.scores.flops(shapes)
+        products = [Product(tokens, h, self.projected // t), Product(tokens, self.query // t, h)]
+        if self.output_gate:
+            moved += PerAction(3 * shapes.divided(self.query), 5 * shapes.divided(self.query))
+        if self.indexer is not None:
+            products += self.indexer.products(shapes, h)
+            core += self.indexer.flops(shapes, Sees(causal=self.sees.causal).pairs(shapes.sequence))
+            moved += self.indexer.traffic(shapes, self.sees.window or shapes.sequence)
         if self.rotary:
             moved += PerAction(2 * rotated, 2 * rotated)
         if self.qk_norm:
             moved += PerAction(2 * rotated, 3 * rotated)
         return Part(
             parameters=self.parameters(shapes),
-            products=(
-                Product(tokens, h, (self.query + 2 * self.key) // t),
-                Product(tokens, self.query // t, h),
-            ),
-            core=self.scores.flops(shapes),
+            products=tuple(products),
+            core=core,
             is_flash=self.flash,
             is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
@@ -93,25 +113,26 @@ class Attention:
         key and value heads than query heads.
         """
         stream = shapes.stream
-        h, both = stream.hidden, self.query + 2 * self.key
+        h, both = stream.hidden, self.projected
         head_norms = 2 * self.head_dim if self.qk_norm else 0
+        indexer = 0 if self.indexer is None else self.indexer.parameters(shapes, h)
         return Parameters(
             shared=h * both + self.query * h + (both if self.qkv_bias else 0),
-            replicated=h * stream.norm_values + head_norms + (h if stream.bias else 0),
+            replicated=stream.norm_parameters + head_norms + (h if stream.bias else 0) + indexer,
         )
 
     def tensors(self, shapes: Shapes) -> list[Held]:
         """13 s b h + 5 a s² b with dropout in 16 bits (Korthikanti et al. 2022, §4.1)."""
         query, key = shapes.divided(self.query), shapes.divided(self.key)
         held = [
-            *norm_tensors(shapes, "attention's norm"),
+            *half_norms(shapes, "attention's norm"),
             Held(
                 "input of the projection to queries, keys, values",
                 shapes.operand(shapes.hidden),
                 after_input=True,
                 modules=("layernorm",),
             ),
-            gradient("gradients of queries, keys, values", shapes.operand(query + 2 * key)),
+            gradient("gradients of queries, keys, values", shapes.operand(shapes.divided(self.projected))),
             Held("queries", query),
             Held("keys", key),
             Held("values", key),
@@ -122,16 +143,21 @@ class Attention:
             rows = (self.heads + self.kv_heads) // shapes.tensor * shapes.tokens
             held.append(Held("queries and keys before their norms", query + key))
             held.append(Held("statistics of their norms", shapes.statistics * rows))
+        if self.output_gate:
+            held.append(Held("gate", query))
+            held.append(Held("output of the heads", query))
+        if self.indexer is not None:
+            held += self.indexer.tensors(shapes, self.sees.window or shapes.sequence)
         return held + dropout_tensors(shapes, "attention's dropout mask")
 
     def workspace(self, shapes: Shapes) -> int:
         """Most memory in addition to kept tensors, in I or B."""
-        query, key = shapes.divided(self.query), shapes.divided(self.key)
+        query = shapes.divided(self.query)
         h, whole = shapes.stream.hidden, shapes.whole
         # I holds most when it has computed its gradients and released nothing: the gradients of the residual
         # stream, of the heads' output, and of queries, keys and values. With plain attention, the last three
         # exist twice for a moment, together with the scores and their gradient.
-        projected = query + 2 * key
+        projected = shapes.divided(self.projected)
         gradients = whole + query + projected
         if not self.flash:
             gradients += projected + 2 * self.scores.bytes(shapes)
@@ -139,7 +165,7 @@ class Attention:
         # there. For the first projection, queries, keys and values (whose gradients are as large) and the
         # input of the projection back are released.
         back = whole + query + shapes.weight(self.query, h)
-        first = shapes.weight(h, self.query + 2 * self.key) + whole + shapes.hidden - query
+        first = shapes.weight(h, self.projected) + whole + shapes.hidden - query
         return max(gradients, back, first)
 
 

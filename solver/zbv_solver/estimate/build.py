@@ -8,15 +8,20 @@ from zbv_solver.estimate.attention import Attention
 from zbv_solver.estimate.config_model import ModelConfig, VisionConfig
 from zbv_solver.estimate.experts import Experts
 from zbv_solver.estimate.given import GivenCosts
+from zbv_solver.estimate.indexer import Indexer
 from zbv_solver.estimate.latent_attention import LatentAttention
 from zbv_solver.estimate.mlp import Mlp
+from zbv_solver.estimate.scores import Sees
 from zbv_solver.estimate.shapes import Stream
 from zbv_solver.estimate.transformer import Kind, LayerKind, Transformer, VisionEncoder
 from zbv_solver.estimate.vision import Patches, Projector
 
 Halves = tuple[tuple[str, Kind], ...]
 
-PATTERN_NAMES = {"M": "state-space", "*": "attention", "-": "mlp", "E": "experts"}
+HALF_NAMES = {"M": "state-space", "*": "attention", "W": "local", "I": "indexed", "-": "mlp", "E": "experts"}
+"""Names of layers of one letter."""
+MIXERS = {"M": "state-space", "*": "global", "W": "local", "I": "indexed"}
+"""Words for the first half of a block, where a model has several."""
 
 
 def transformer(config: ModelConfig) -> Transformer:
@@ -27,7 +32,8 @@ def transformer(config: ModelConfig) -> Transformer:
         2 if config.norm == "layernorm" else 1,
         config.bias,
         config.dropout,
-        config.product_dtype,
+        config.narrow_dtype,
+        config.post_norms,
     )
     return Transformer(
         stream,
@@ -36,7 +42,7 @@ def transformer(config: ModelConfig) -> Transformer:
         _runs(config),
         config.tied_embeddings,
         config.positions == "learned",
-        config.prediction_layers,
+        _predictions(config),
         None if config.vision is None else _vision(config.vision, config, stream),
         config.fused_loss,
     )
@@ -47,35 +53,36 @@ def _runs(config: ModelConfig) -> tuple[LayerKind, ...]:
 
     A kind of block that occurs in several places gives layers without copies, numbered by their place.
     """
-    halves = [_halves(config, block) for block in range(config.layers)]
-    names = [_name(config, block) for block in range(config.layers)]
-    if len(set(halves)) == 1 and config.pattern is None:
-        return (LayerKind("block", halves[0], config.layers),)
-    runs = [list(run) for _, run in groupby(range(config.layers), key=lambda block: halves[block])]
-    places = [names[run[0]] for run in runs]
+    kinds = config.kinds
+    runs = [list(run) for _, run in groupby(range(len(kinds)), key=lambda layer: kinds[layer])]
+    places = [_name(config, kinds[run[0]]) for run in runs]
     found: list[LayerKind] = []
     for run, name in zip(runs, places, strict=True):
+        halves = _halves(config, kinds[run[0]])
         if places.count(name) == 1:
-            found.append(LayerKind(name, halves[run[0]], len(run)))
+            found.append(LayerKind(name, halves, len(run)))
         else:
-            found += [LayerKind(f"{name}.{block}", halves[block]) for block in run]
+            found += [LayerKind(f"{name}.{layer}", halves) for layer in run]
     return tuple(found)
 
 
-def _name(config: ModelConfig, block: int) -> str:
-    letter = config.letter(block)
-    if letter != "B":
-        return PATTERN_NAMES[letter]
+def _name(config: ModelConfig, letters: str) -> str:
+    if len(letters) == 1:
+        return HALF_NAMES[letters]
+    kinds = [each for each in config.kinds if len(each) == 2]
     words = []
-    if config.experts is not None:
-        words.append("moe" if config.has_experts(block) else "dense")
-    if config.window is not None and config.full_attention_every is not None:
-        words.append("local" if config.has_window(block) else "global")
+    if config.experts is not None and len(kinds) == len(config.kinds):
+        words.append("moe" if letters[1] == "E" else "dense")
+    if len({each[0] for each in kinds}) > 1:
+        words.append(MIXERS[letters[0]])
     return "-".join(words) or "block"
 
 
-def _halves(config: ModelConfig, block: int) -> Halves:
-    letter = config.letter(block)
+def _halves(config: ModelConfig, letters: str) -> Halves:
+    return tuple(_half(config, letter) for letter in letters)
+
+
+def _half(config: ModelConfig, letter: str) -> tuple[str, Kind]:
     if letter == "M" and config.state_space is not None:
         given = config.state_space
         costs = GivenCosts(
@@ -86,17 +93,24 @@ def _halves(config: ModelConfig, block: int) -> Halves:
             given.after_forward,
             given.after_input,
         )
-        return (("state-space", costs),)
-    first: Halves = (("attention", _attention(config, block)),)
-    if config.has_experts(block):
-        second: Halves = (("experts", _experts(config)),)
-    else:
-        second = (("mlp", Mlp(config.ffn_width, config.gated, config.fused_activation)),)
-    return {"*": first, "-": second, "E": second}.get(letter, first + second)
+        return ("state-space", costs)
+    if letter == "E":
+        return ("experts", _experts(config))
+    if letter == "-":
+        return ("mlp", Mlp(config.ffn_width, config.gated, config.fused_activation))
+    return ("attention", _attention(config, letter))
 
 
-def _attention(config: ModelConfig, block: int) -> Attention | LatentAttention:
-    flash = config.attention == "flash"
+def _attention(config: ModelConfig, letter: str) -> Attention | LatentAttention:
+    sees = Sees(
+        config.attention == "flash",
+        config.causal,
+        None if letter == "*" else config.window,
+        config.chunked,
+    )
+    indexer = None
+    if letter == "I":
+        indexer = Indexer(config.index_heads or 1, config.index_dim or 1)
     if config.kv_lora_rank is not None:
         plain, rotated, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         return LatentAttention(
@@ -106,8 +120,9 @@ def _attention(config: ModelConfig, block: int) -> Attention | LatentAttention:
             plain or 0,
             rotated or 0,
             values or 0,
-            flash,
-            config.causal,
+            sees,
+            indexer,
+            absorbed=config.index_heads is not None,
         )
     return Attention(
         config.heads,
@@ -116,9 +131,9 @@ def _attention(config: ModelConfig, block: int) -> Attention | LatentAttention:
         config.has_qkv_bias,
         config.qk_norm,
         config.positions == "rotary",
-        flash,
-        config.causal,
-        config.window if config.has_window(block) else None,
+        sees,
+        config.output_gate,
+        indexer,
     )
 
 
@@ -135,21 +150,31 @@ def _experts(config: ModelConfig) -> Experts:
         config.shared_expert_gate,
         config.capacity_factor,
         config.expert_nodes,
+        config.expert_hidden,
     )
 
 
+def _predictions(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """What every module of multi-token prediction has after the projection."""
+    halves = tuple(half for kind in config.prediction_kinds for half in _halves(config, kind))
+    return (LayerKind("prediction", halves, config.prediction_layers),) if config.prediction_layers else ()
+
+
 def _vision(vision: VisionConfig, config: ModelConfig, model: Stream) -> VisionEncoder:
-    """Its blocks have LayerNorm and biases, attend to all patches, and keep no scores."""
-    stream = Stream(vision.hidden, model.dtype_bytes, 2, True, False, model.product_dtype)
+    """Its blocks attend to all patches, and keep no scores."""
+    norm = 2 if vision.norm == "layernorm" else 1
+    stream = Stream(vision.hidden, model.dtype_bytes, norm, vision.bias, False, model.product_dtype)
     width = vision.hidden // vision.heads
-    attention = Attention(vision.heads, vision.heads, width, True, rotary=False, causal=False)
+    rotary = vision.positions in ("rotary", "both")
+    attention = Attention(vision.heads, vision.heads, width, vision.bias, False, rotary, Sees(causal=False))
     ffn = 4 * vision.hidden if vision.ffn is None else vision.ffn
+    inner = (config.hidden,) if vision.projector is None else vision.projector
     return VisionEncoder(
         stream,
         vision.patches,
         vision.images,
-        Patches(vision.patch_values),
+        Patches(vision.patch_values, vision.positions in ("learned", "both")),
         (("attention", attention), ("mlp", Mlp(ffn, vision.gated))),
         vision.layers,
-        Projector(vision.merged, config.hidden),
+        Projector(vision.merged, (*inner, config.hidden), vision.pooled, vision.projectors),
     )

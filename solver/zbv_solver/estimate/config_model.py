@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,6 +10,9 @@ from pydantic import Field
 from zbv_solver.estimate.config_fields import Amount, ConfigSection, Count, Flag, Rate, Size, Total
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+LAYER = r"[BMWI*E-]|\([MWI*][E-]\)"
+Pattern = Annotated[str, Field(strict=True, pattern=rf"^(?:{LAYER})+$")]
+"""A layer per letter, or per pair of letters in parentheses."""
 
 
 class GivenCostsConfig(ConfigSection):
@@ -30,9 +34,19 @@ class VisionConfig(ConfigSection):
     heads: Size = Field(description="its heads")
     ffn: Size | None = Field(None, description="width of its MLPs; null: 4 hidden")
     gated: Flag = Field(False, description="its MLPs have a gate")
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="the two norms of a block")
+    bias: Flag = Field(True, description="its linear layers have biases")
+    positions: Literal["learned", "rotary", "both", "none"] = Field(
+        "learned", description="of patches; both: learned ones and rotation"
+    )
     patches: Size = Field(description="patches per image")
     patch_values: Size = Field(588, description="values of a patch; 588 is 14 x 14 pixels in colour")
     merged: Size = Field(1, description="patches that become one token of the model")
+    pooled: Flag = Field(False, description="merged patches are averaged; false: joined")
+    projector: tuple[Size, ...] | None = Field(
+        None, description="widths between the projector's matrices; null: one of the model's width"
+    )
+    projectors: Size = Field(1, description="projectors, of the last block and of others")
     images: Size = Field(1, description="images per sequence")
 
 
@@ -57,14 +71,27 @@ class ModelConfig(ConfigSection):
     qk_rope_head_dim: Size | None = Field(None, description="latent attention: width of a key's rotated part")
     v_head_dim: Size | None = Field(None, description="latent attention: width of a head's values")
     window: Size | None = Field(None, description="tokens that a query attends to; null: all")
+    chunked: Flag = Field(
+        False, description="the window is a piece of the sequence, within which queries attend"
+    )
     full_attention_every: Size | None = Field(
         None, description="every n-th block has no window; null: all blocks have it"
+    )
+    index_heads: Size | None = Field(
+        None, description="heads of an indexer that chooses the tokens of the window; null: the nearest ones"
+    )
+    index_dim: Size | None = Field(None, description="width of a head of the indexer")
+    output_gate: Flag = Field(
+        False, description="a product with the block's input scales what attention gives"
     )
     ffn: Size | None = Field(None, description="width of the MLP between its matrices; null: 4 hidden")
     gated: Flag = Field(False, description="MLP with a gate: three matrices, as in SwiGLU")
     experts: Size | None = Field(None, description="routed experts of a block; null: blocks have an MLP")
     experts_per_token: Size | None = Field(None, description="experts that a token is sent to")
     expert_ffn: Size | None = Field(None, description="width of an expert between its matrices; null: ffn")
+    expert_hidden: Size | None = Field(
+        None, description="width of the latent vector that experts compute with; null: hidden"
+    )
     shared_expert_ffn: Size | None = Field(
         None, description="width of all shared experts; null: there are none"
     )
@@ -75,18 +102,23 @@ class ModelConfig(ConfigSection):
     )
     dense_layers: Count = Field(0, description="first blocks that have an MLP instead of experts")
     expert_every: Size = Field(1, description="every n-th block has experts, the others an MLP")
-    pattern: Annotated[str, Field(strict=True, pattern=r"^[BM*E-]+$")] | None = Field(
-        None, description="a letter per layer: B block, M state space, * attention, - MLP, E experts"
+    pattern: Pattern | None = Field(
+        None,
+        description="a letter per layer: B block, M state space, * attention, W attention with the window, "
+        "I with the indexer, - MLP, E experts; a block of two as in (WE)",
     )
     state_space: GivenCostsConfig | None = Field(None, description="costs of a layer M of the pattern")
     prediction_layers: Count = Field(0, description="modules of multi-token prediction")
+    prediction_pattern: Pattern | None = Field(
+        None, description="layers of such a module, as in pattern; null: one like the last"
+    )
     vision: VisionConfig | None = Field(None, description="vision encoder in front")
     vocabulary: Size = Field(description="tokens of the vocabulary, as padded, V")
     tied_embeddings: Flag = Field(False, description="the head has the weights of the embedding")
     sequence: Size = Field(description="tokens per sequence, s")
     microbatch_size: Size = Field(1, description="sequences per microbatch, b")
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="type of activations")
-    product_dtype: Literal["fp8", "fp4"] | None = Field(
+    product_dtype: Literal["bfloat16", "float16", "float32", "fp8", "fp4"] | None = Field(
         None, description="type of the operands of the blocks' linear layers; null: as dtype"
     )
     attention: Literal["flash", "plain"] = Field(
@@ -98,6 +130,7 @@ class ModelConfig(ConfigSection):
         False, description="dropout after embedding, attention and MLP, and of plain scores"
     )
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="the two norms of a block")
+    post_norms: Flag = Field(False, description="two more norms, of what attention and MLP give")
     bias: Flag = Field(True, description="linear layers of blocks have biases")
     qkv_bias: Flag | None = Field(None, description="that of queries, keys and values; null: as bias")
     qk_norm: Flag = Field(False, description="queries and keys are normalised per head")
@@ -146,32 +179,45 @@ class ModelConfig(ConfigSection):
         return self.sequence * self.microbatch_size
 
     @property
+    def narrow_dtype(self) -> str | None:
+        """The type of operands that are narrower than activations."""
+        return None if self.product_dtype in DTYPE_BYTES else self.product_dtype
+
+    @property
     def dtype_bytes(self) -> int:
         """Bytes per value of an activation."""
         return DTYPE_BYTES[self.dtype]
 
-    def letter(self, block: int) -> str:
-        """The kind of a layer, as in ``pattern``."""
-        return "B" if self.pattern is None else self.pattern[block]
-
-    def has_experts(self, block: int) -> bool:
-        """Whether a layer has experts; counted from 0, so the last block of each ``expert_every`` has them.
-
-        As in Qwen's ``decoder_sparse_step``; with a frequency of 1, all blocks after the dense ones.
-        """
-        if self.experts is None or self.letter(block) != "B":
-            return self.letter(block) == "E"
-        return block >= self.dense_layers and (block + 1) % self.expert_every == 0
-
-    def has_window(self, block: int) -> bool:
-        """Whether a block's attention has the window."""
-        every = self.full_attention_every
-        return self.window is not None and (every is None or (block + 1) % every != 0)
-
     @property
     def has_dense_mlp(self) -> bool:
         """Whether a layer has an MLP that is no expert."""
-        return any(
-            (self.letter(block) == "B" and not self.has_experts(block)) or self.letter(block) == "-"
-            for block in range(self.layers)
+        return any("-" in kind for kind in (*self.kinds, *self.prediction_kinds))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """One or two letters of ``pattern`` per layer: a block has one for each half.
+
+        Without a pattern, the last block of each ``expert_every`` has experts, as with Qwen's
+        ``decoder_sparse_step``, and the last one of each ``full_attention_every`` has no window.
+        """
+        if self.pattern is None:
+            return tuple(map(self._block, range(self.layers)))
+        return self._read(self.pattern)
+
+    @property
+    def prediction_kinds(self) -> tuple[str, ...]:
+        """The same for the layers of a module of multi-token prediction."""
+        return self.kinds[-1:] if self.prediction_pattern is None else self._read(self.prediction_pattern)
+
+    def _read(self, pattern: str) -> tuple[str, ...]:
+        found = (each.strip("()") for each in re.findall(LAYER, pattern))
+        return tuple(self._block(place) if letters == "B" else letters for place, letters in enumerate(found))
+
+    def _block(self, place: int) -> str:
+        every = self.full_attention_every
+        is_full = self.window is None or (every is not None and (place + 1) % every == 0)
+        sees = "*" if is_full else "W" if self.index_heads is None else "I"
+        has_experts = (
+            self.experts is not None and place >= self.dense_layers and (place + 1) % self.expert_every == 0
         )
+        return sees + ("E" if has_experts else "-")

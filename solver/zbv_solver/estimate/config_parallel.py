@@ -8,7 +8,6 @@ from pydantic import Discriminator, Field, Tag
 
 from zbv_solver.estimate.config_fields import Amount, ConfigSection, Flag, Size
 from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
-from zbv_solver.problem.problem import Objective
 
 OPTIMIZER_STATES = {"adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0}
 """Values that an optimizer keeps per parameter, in addition to a master copy."""
@@ -55,7 +54,7 @@ class ParallelConfig(ConfigSection):
         None, description="null: v with tied embeddings, which V brings to one rank, else auto"
     )
     chunks: Size | None = Field(None, le=64, description="stages per rank; only for placement loop")
-    objective: Objective = Field("span", description="what the plan minimises")
+    objective: Literal["span", "makespan"] = Field("span", description="what the plan minimises")
     tensor_parallel: Size = Field(1, description="devices that share every layer, t")
     sequence_parallel: Flag = Field(False, description="they share norms and dropout, too, by sequence")
     context_parallel: Size = Field(1, description="devices that share every sequence, c")

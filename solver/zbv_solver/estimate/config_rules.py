@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import Issue
 from zbv_solver.estimate.config_device import DeviceConfig
 from zbv_solver.estimate.config_model import ModelConfig
@@ -43,11 +44,18 @@ def _attention_issues(model: ModelConfig) -> Iterator[Issue]:
         if getattr(model, key) is not None:
             rule = "it belongs to latent attention. Give kv_lora_rank, too, or remove it."
             yield Issue(f"/model/{key}", f"found {getattr(model, key)}; {rule}")
-    if latent and model.window is not None:
-        yield Issue("/model/window", f"found {model.window}; latent attention has none. Remove it.")
-    if model.full_attention_every is not None and model.window is None:
-        rule = "the other blocks need a window. Give window, or remove this key."
-        yield Issue("/model/full_attention_every", f"found {model.full_attention_every}; {rule}")
+    if model.window is None:
+        for key in ("full_attention_every", "index_heads", "chunked"):
+            if getattr(model, key):
+                rule = (
+                    "it belongs to a window. Give window, the tokens that a query attends to, or remove it."
+                )
+                yield Issue(f"/model/{key}", f"found {str(getattr(model, key)).lower()}; {rule}")
+    for key, other in (("index_heads", "index_dim"), ("index_dim", "index_heads")):
+        if getattr(model, key) is None and getattr(model, other) is not None:
+            yield Issue(f"/model/{key}", f"this key is absent, and {other} needs it.")
+    if latent and model.output_gate:
+        yield Issue("/model/output_gate", "found true; latent attention has no gate. Remove it.")
     if model.vision is not None and model.vision.hidden % model.vision.heads:
         rule = f"must divide its hidden ({model.vision.hidden})."
         yield Issue("/model/vision/heads", f"found {model.vision.heads}; {rule}")
@@ -59,6 +67,7 @@ def _expert_issues(model: ModelConfig) -> Iterator[Issue]:
         for key in (
             "experts_per_token",
             "expert_ffn",
+            "expert_hidden",
             "shared_expert_ffn",
             "expert_nodes",
             "capacity_factor",
@@ -78,19 +87,16 @@ def _expert_issues(model: ModelConfig) -> Iterator[Issue]:
 
 
 def _pattern_issues(model: ModelConfig) -> Iterator[Issue]:
-    pattern = model.pattern
-    if pattern is None:
-        if model.state_space is not None:
-            rule = "pattern says which layers it is. Give pattern, or remove it."
-            yield Issue("/model/state_space", f"found costs without a pattern; {rule}")
-        return
-    if len(pattern) != model.layers:
+    if model.pattern is not None and len(model.kinds) != model.layers:
         rule = f"must have one for each of the layers ({model.layers})."
-        yield Issue("/model/pattern", f"found {len(pattern)} letters; {rule}")
-    if "M" in pattern and model.state_space is None:
-        yield Issue("/model/state_space", "this key is absent, and layers M of the pattern need it.")
-    if "E" in pattern and model.experts is None:
-        yield Issue("/model/experts", "this key is absent, and layers E of the pattern need it.")
+        yield Issue("/model/pattern", f"found {len(model.kinds)} layers; {rule}")
+    letters = "".join((*model.kinds, *model.prediction_kinds))
+    for letter, key in (("M", "state_space"), ("E", "experts"), ("W", "window"), ("I", "index_heads")):
+        if letter in letters and getattr(model, key) is None:
+            yield Issue(f"/model/{key}", f"this key is absent, and layers {letter} of the pattern need it.")
+    if model.state_space is not None and "M" not in letters:
+        rule = "pattern says which layers it is. Give pattern, or remove it."
+        yield Issue("/model/state_space", f"found costs without a layer M; {rule}")
 
 
 def _count_issues(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Issue]:
@@ -187,9 +193,13 @@ def _device_issues(model: ModelConfig, parallel: ParallelConfig, device: DeviceC
                 f"nothing."
             )
             yield Issue(f"/device/{key}", detail)
-    if model.product_dtype is not None and getattr(device, f"{model.product_dtype}_tflops") is None:
-        detail = f"this key is absent, and product_dtype {model.product_dtype} needs it. Give its TFLOP/s."
-        yield Issue(f"/device/{model.product_dtype}_tflops", detail)
+    narrow = model.narrow_dtype
+    if narrow is None and model.product_dtype not in (None, model.dtype):
+        rule = f"must be fp8, fp4 or the type of activations, dtype ({model.dtype})."
+        yield Issue("/model/product_dtype", f"found {quoted(model.product_dtype)}; {rule}")
+    if narrow is not None and getattr(device, f"{narrow}_tflops") is None:
+        detail = f"this key is absent, and product_dtype {narrow} needs it. Give its TFLOP/s."
+        yield Issue(f"/device/{narrow}_tflops", detail)
     is_core = set(parallel.recompute_modules) <= {"core_attn"}
     if parallel.recompute == "selective" and is_core and model.attention == "flash":
         yield Issue(

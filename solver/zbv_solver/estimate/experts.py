@@ -25,8 +25,8 @@ from zbv_solver.estimate.part import (
     dropout_tensors,
     gradient,
     half_exchange,
+    half_norms,
     norm_module,
-    norm_tensors,
 )
 from zbv_solver.estimate.shapes import MASK_BYTES, STATISTIC_BYTES, Shapes
 
@@ -57,6 +57,10 @@ class Experts:
         None: no token is dropped, and none is padded (Gale et al. 2022, MegaBlocks).
     most_nodes
         Most nodes that a token is sent to; None: no limit.
+    latent
+        Width of the vector to which a token is projected before it is sent to experts, and from which their
+        sum is projected back (NVIDIA 2025, Nemotron 3, LatentMoE; Megatron-LM, ``moe_latent_size``); None:
+        the token itself is sent.
     """
 
     experts: int
@@ -66,26 +70,33 @@ class Experts:
     shared_gate: bool = False
     capacity: float | None = None
     most_nodes: int | None = None
+    latent: int | None = None
+
+    def width(self, shapes: Shapes) -> int:
+        """Width of what experts compute with."""
+        return shapes.stream.hidden if self.latent is None else self.latent
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device."""
-        h, devices = shapes.stream.hidden, shapes.degrees.expert
+        h, width, devices = shapes.stream.hidden, self.width(shapes), shapes.degrees.expert
         local = self.experts // devices
         per_expert = self.rows(shapes) / local
         into, ffn = self.expert.inputs * self.expert.ffn, self.expert.ffn
         products = [
             Product(shapes.own_tokens, h, self.experts, is_narrow=False),
-            Product(per_expert, h, into, local),
-            Product(per_expert, ffn, h, local),
+            Product(per_expert, width, into, local),
+            Product(per_expert, ffn, width, local),
         ]
+        if self.latent is not None:
+            products += [Product(shapes.own_tokens, h, width), Product(shapes.own_tokens, width, h)]
         exchanges = list(self.exchanges(shapes))
         activation = self.expert.activation_traffic(self.routed(shapes, ffn))
         moved = self.routing_traffic(shapes) + activation
         modules = [norm_module(shapes), Module("moe_act", moved=activation.forward, within="moe")]
         if self.shared is not None:
-            width = self.shared.ffn // shapes.tensor
-            products.append(Product(shapes.tokens, h, self.shared.inputs * width))
-            products.append(Product(shapes.tokens, width, h))
+            of_device = self.shared.ffn // shapes.tensor
+            products.append(Product(shapes.tokens, h, self.shared.inputs * of_device))
+            products.append(Product(shapes.tokens, of_device, h))
             exchanges.append(half_exchange(shapes))
             of_shared = self.shared.activation_traffic(shapes.divided(self.shared.ffn))
             moved += of_shared
@@ -120,13 +131,13 @@ class Experts:
         and copied there (DeepSeek-AI 2024b, §3.2.2; DeepEP). Both take place at once.
         """
         size, inside = shapes.degrees.expert, shapes.degrees.expert_in_node
-        nodes, copies = size // inside, float(self.routed(shapes, shapes.stream.hidden))
+        nodes, copies = size // inside, float(self.routed(shapes, self.width(shapes)))
         if size == 1:
             return ()
         if inside == 1 or nodes == 1:
             sent = 2 * copies * (size - 1) / size
             return (_exchange("expert" if inside == 1 else "expert_in_node", sent),)
-        once = shapes.hidden * self.nodes_of_a_token(nodes) * (nodes - 1) / nodes
+        once = shapes.own(self.width(shapes)) * self.nodes_of_a_token(nodes) * (nodes - 1) / nodes
         within = copies * (inside - 1) / inside
         return (_exchange("expert", 2 * once), _exchange("expert_in_node", 2 * within))
 
@@ -147,20 +158,22 @@ class Experts:
         """
         devices = shapes.degrees.expert
         copies = 4 if devices > 1 and self.experts > devices else 2
-        copied = 2.0 * copies * self.routed(shapes, shapes.stream.hidden)
+        copied = 2.0 * copies * self.routed(shapes, self.width(shapes))
         logits = 3.0 * STATISTIC_BYTES * shapes.own_tokens * self.experts
         return PerAction(copied + logits, copied + logits)
 
     def parameters(self, shapes: Shapes) -> Parameters:
-        """Norm, router, experts; biases of experts where the stream has them."""
+        """Norm, router, latent projections, experts; biases of experts where the stream has them."""
         stream = shapes.stream
         h, into = stream.hidden, self.expert.inputs * self.expert.ffn
-        one = h * into + self.expert.ffn * h + (into + h if stream.bias else 0)
+        width = self.width(shapes)
+        one = width * into + self.expert.ffn * width + (into + width if stream.bias else 0)
         shared = 0 if self.shared is None else h * self.shared.ffn * (self.shared.inputs + 1)
         router = self.experts * (h + (1 if stream.bias else 0)) + (h if self.shared_gate else 0)
+        router += 0 if self.latent is None else 2 * h * self.latent
         return Parameters(
             shared=shared,
-            replicated=h * stream.norm_values + router,
+            replicated=stream.norm_parameters + router,
             experts=self.experts * one,
             chosen=self.chosen * one,
         )
@@ -171,10 +184,10 @@ class Experts:
         The router's weights scale the activation of an expert, not its output, which is therefore not kept
         (Megatron-LM, ``TEGroupedMLP`` with weighted activations).
         """
-        hidden = self.routed(shapes, shapes.stream.hidden)
+        hidden = self.routed(shapes, self.width(shapes))
         scores = STATISTIC_BYTES * shapes.own_tokens * self.experts
         held = [
-            *norm_tensors(shapes, "MLP's norm"),
+            *half_norms(shapes, "MLP's norm"),
             Held(
                 "input of the router and of shared experts",
                 shapes.hidden,
@@ -193,6 +206,10 @@ class Experts:
             *self.expert.inner_tensors(shapes, self.routed(shapes, self.expert.ffn), "moe"),
             gradient("gradient of the experts' last matrices", shapes.operand(hidden)),
         ]
+        if self.latent is not None:
+            held.append(Held("sum of the experts' results", shapes.own(self.latent), after_input=True))
+            held.append(gradient("gradient of the latent vector", shapes.own(self.latent)))
+            held.append(gradient("gradient of the projection back", shapes.hidden))
         if self.shared is not None:
             width = shapes.divided(self.shared.ffn)
             held += [
@@ -210,7 +227,7 @@ class Experts:
         the matrices. The gradients of experts' weights are accumulated in place (grouped products of
         Megatron-LM with fused accumulation).
         """
-        hidden = self.routed(shapes, shapes.stream.hidden)
+        hidden = self.routed(shapes, self.width(shapes))
         between = (1 + self.expert.inputs) * self.routed(shapes, self.expert.ffn)
         found = [3 * hidden, shapes.whole + 2 * hidden + between]
         if self.shared is not None:

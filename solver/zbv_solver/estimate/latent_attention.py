@@ -13,6 +13,7 @@ from functools import cached_property
 
 from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.attention import projection_back
+from zbv_solver.estimate.indexer import Indexer
 from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import (
     Exchange,
@@ -24,10 +25,10 @@ from zbv_solver.estimate.part import (
     dropout_tensors,
     gradient,
     group_sum,
+    half_norms,
     norm_module,
-    norm_tensors,
 )
-from zbv_solver.estimate.scores import Scores
+from zbv_solver.estimate.scores import ALL, Scores, Sees
 from zbv_solver.estimate.shapes import Shapes
 
 
@@ -45,6 +46,12 @@ class LatentAttention:
         Widths of a head's queries and keys: computed from the latent vector, and rotated.
     value_dim
         Width of a head's values.
+    indexer
+        What chooses the tokens of the window; None if these are the nearest ones.
+    absorbed
+        Whether scores are computed with the latent vector of keys and values, which all heads share: queries
+        and outputs are as wide as it (DeepSeek-AI 2025b, DeepSeek-V3.2, §2.1; Megatron-LM,
+        ``_run_sparse_attention``).
     """
 
     heads: int
@@ -53,8 +60,14 @@ class LatentAttention:
     plain_dim: int
     rotated_dim: int
     value_dim: int
-    flash: bool = True
-    causal: bool = True
+    sees: Sees = ALL
+    indexer: Indexer | None = None
+    absorbed: bool = False
+
+    @property
+    def flash(self) -> bool:
+        """Whether it is flash attention."""
+        return self.sees.flash
 
     @property
     def key_dim(self) -> int:
@@ -74,8 +87,11 @@ class LatentAttention:
     @cached_property
     def scores(self) -> Scores:
         """Its products of activations."""
+        if self.absorbed:
+            width = self.kv_rank + self.rotated_dim
+            return Scores(self.heads, width, self.kv_rank, width, 0, self.sees, shared_keys=True)
         keys, values = self.heads * self.key_dim, self.heads * self.value_dim
-        return Scores(self.heads, self.key_dim, self.value_dim, keys, values, self.flash, self.causal)
+        return Scores(self.heads, self.key_dim, self.value_dim, keys, values, self.sees)
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device.
@@ -91,19 +107,25 @@ class LatentAttention:
             Product(tokens, self.kv_rank, self.up // t),
             Product(tokens, self.heads * self.value_dim // t, h),
         ]
+        core = self.scores.flops(shapes)
         latent = shapes.own((self.query_rank or 0) + self.kv_rank)
         heads = shapes.divided(2 * queries)
         norms = PerAction(2 * latent, 3 * latent)
         # The rotated parts are joined to queries and keys, which copies both.
         joined = PerAction(2 * heads, 2 * heads)
+        others = self.scores.traffic(shapes)
+        if self.indexer is not None:
+            projections += self.indexer.products(shapes, self.query_rank or h)
+            core += self.indexer.flops(shapes, Sees(causal=self.sees.causal).pairs(shapes.sequence))
+            others += self.indexer.traffic(shapes, self.sees.window or shapes.sequence)
         return Part(
             parameters=self.parameters(shapes),
             products=tuple(projections),
-            core=self.scores.flops(shapes),
+            core=core,
             is_flash=self.flash,
             is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
-            moved=around(shapes) + norms + joined + self.scores.traffic(shapes),
+            moved=around(shapes) + norms + joined + others,
             modules=(
                 self.scores.module(shapes),
                 norm_module(shapes),
@@ -117,10 +139,14 @@ class LatentAttention:
     def parameters(self, shapes: Shapes) -> Parameters:
         """DeepSeek-AI 2024a, appendix C, with the norms of latent vectors; no biases."""
         h, q, kv = shapes.stream.hidden, self.query_rank, self.kv_rank
-        queries = self.heads * self.key_dim
+        stream, queries = shapes.stream, self.heads * self.key_dim
+        indexer = 0 if self.indexer is None else self.indexer.parameters(shapes, q or h)
         return Parameters(
             shared=(q or h) * queries + kv * self.up + self.heads * self.value_dim * h,
-            replicated=h * self.down + (h + (q or 0) + kv) * shapes.stream.norm_values,
+            replicated=h * self.down
+            + stream.norm_parameters
+            + ((q or 0) + kv) * stream.norm_values
+            + indexer,
         )
 
     def tensors(self, shapes: Shapes) -> list[Held]:
@@ -129,7 +155,7 @@ class LatentAttention:
         keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
         rows = shapes.statistics * shapes.own_tokens
         held = [
-            *norm_tensors(shapes, "attention's norm"),
+            *half_norms(shapes, "attention's norm"),
             Held(
                 "input of the projections down",
                 shapes.operand(shapes.own(h)),
@@ -144,12 +170,12 @@ class LatentAttention:
             ),
             gradient("gradients of keys and values", shapes.operand(shapes.divided(self.up))),
             gradient("gradient of queries", shapes.operand(keys)),
-            Held("queries", keys, modules=("mla_up_proj",)),
-            Held("keys", keys, modules=("mla_up_proj",)),
-            Held("values", values, modules=("mla_up_proj",)),
+            *(self.absorbed_tensors(shapes) if self.absorbed else self.head_tensors(shapes)),
             *self.scores.tensors(shapes),
             *projection_back(shapes, values),
         ]
+        if self.indexer is not None:
+            held += self.indexer.tensors(shapes, self.sees.window or shapes.sequence)
         if q is not None:
             held.append(Held("latent vector of queries", shapes.own(q)))
             held.append(Held("statistics of the queries' norm", rows))
@@ -157,6 +183,27 @@ class LatentAttention:
                 Held("input of the projection to queries", shapes.operand(shapes.own(q)), after_input=True)
             )
         return held + dropout_tensors(shapes, "attention's dropout mask")
+
+    def head_tensors(self, shapes: Shapes) -> list[Held]:
+        """Queries, keys and values of all heads."""
+        keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
+        return [
+            Held(name, size, modules=("mla_up_proj",))
+            for name, size in (("queries", keys), ("keys", keys), ("values", values))
+        ]
+
+    def absorbed_tensors(self, shapes: Shapes) -> list[Held]:
+        """Queries before and after the product with the keys' matrix, keys, and the scores' outputs."""
+        queries = shapes.divided(self.heads * (self.kv_rank + self.rotated_dim))
+        outputs = shapes.divided(self.heads * self.kv_rank)
+        plain = shapes.divided(self.heads * self.plain_dim)
+        return [
+            Held("input of the product of queries", shapes.operand(plain), after_input=True),
+            Held("queries", queries, modules=("mla_up_proj",)),
+            Held("keys", shapes.own(self.kv_rank + self.rotated_dim)),
+            Held("outputs of the scores", outputs, after_input=True),
+            gradient("gradient of latent queries", shapes.operand(outputs)),
+        ]
 
     def exchange(self, shapes: Shapes) -> Exchange:
         """Tensor-parallel collectives: latent vectors are gathered before they are projected up.
@@ -183,6 +230,8 @@ class LatentAttention:
         h, whole = shapes.stream.hidden, shapes.whole
         keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
         projected = 2 * keys + values
+        if self.absorbed:
+            projected = shapes.divided(2 * self.heads * (self.kv_rank + self.rotated_dim))
         gradients = whole + values + projected
         if not self.flash:
             gradients += projected + 2 * self.scores.bytes(shapes)

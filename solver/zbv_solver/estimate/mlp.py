@@ -15,8 +15,8 @@ from zbv_solver.estimate.part import (
     dropout_tensors,
     gradient,
     half_exchange,
+    half_norms,
     norm_module,
-    norm_tensors,
 )
 from zbv_solver.estimate.shapes import Shapes
 
@@ -75,7 +75,7 @@ class Mlp:
         h = stream.hidden
         return Parameters(
             shared=h * into + self.ffn * h + (into if stream.bias else 0),
-            replicated=h * stream.norm_values + (h if stream.bias else 0),
+            replicated=stream.norm_parameters + (h if stream.bias else 0),
         )
 
     def tensors(self, shapes: Shapes) -> list[Held]:
@@ -85,7 +85,7 @@ class Mlp:
         """
         ffn = shapes.divided(self.ffn)
         held = [
-            *norm_tensors(shapes, "MLP's norm"),
+            *half_norms(shapes, "MLP's norm"),
             Held(
                 "input of the MLP's first matrix",
                 shapes.operand(shapes.hidden),

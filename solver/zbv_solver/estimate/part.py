@@ -70,6 +70,15 @@ def norm_module(shapes: Shapes) -> Module:
     return Module("layernorm", moved=2.0 * shapes.hidden)
 
 
+def half_norms(shapes: Shapes, name: str) -> list[Held]:
+    """What the norms of a half of a block keep: the one before it, and one of what it gives."""
+    held = norm_tensors(shapes, name)
+    if shapes.stream.post_norms:
+        held.append(Held(f"input of the last of {name}s", shapes.hidden))
+        held.append(Held(f"statistics of the last of {name}s", shapes.statistics * shapes.own_tokens))
+    return held
+
+
 def dropout_tensors(shapes: Shapes, name: str) -> list[Held]:
     """The mask of a tensor as wide as the residual stream."""
     return [Held(name, shapes.mask(shapes.hidden))] if shapes.stream.dropout else []
@@ -247,8 +256,9 @@ def around(shapes: Shapes) -> PerAction:
 
     They are bound by memory, not by arithmetic (Ivanov et al. 2021, §4).
     """
-    hidden = shapes.hidden
-    return PerAction(5 * hidden, 6 * hidden) + dropout_traffic(shapes, hidden)
+    hidden, more = shapes.hidden, shapes.stream.norms - 1
+    norms = PerAction(2 * more * hidden, 3 * more * hidden)
+    return PerAction(5 * hidden, 6 * hidden) + norms + dropout_traffic(shapes, hidden)
 
 
 def dropout_traffic(shapes: Shapes, of: int) -> PerAction:

@@ -16,6 +16,47 @@ ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True)
+class Sees:
+    """Which pairs of queries and keys are computed, and how.
+
+    Attributes
+    ----------
+    flash
+        Flash attention keeps no scores; plain attention keeps them.
+    causal
+        Whether flash attention leaves out the half of the scores that is masked.
+    window
+        Most tokens that a query attends to; None for all.
+    chunked
+        Whether the window is a piece of the sequence, within which queries attend.
+    """
+
+    flash: bool = True
+    causal: bool = True
+    window: int | None = None
+    chunked: bool = False
+
+    def pairs(self, sequence: int) -> float:
+        """Queries times keys of a sequence: s²; flash attention with a window of w computes 2sw - w².
+
+        Pieces of w tokens have w² each. Of all these, it computes half where the mask is causal (Dao 2023,
+        §4.1). Plain attention computes s².
+        """
+        if not self.flash:
+            return float(sequence**2)
+        window = sequence if self.window is None else min(self.window, sequence)
+        if self.chunked:
+            pairs = float(sequence // window * window**2 + (sequence % window) ** 2)
+        else:
+            pairs = float(2 * sequence * window - window**2)
+        return pairs / 2 if self.causal else pairs
+
+
+ALL = Sees()
+"""Flash attention under a causal mask, without a window."""
+
+
+@dataclass(frozen=True)
 class Scores:
     """The heads of one attention layer.
 
@@ -25,12 +66,8 @@ class Scores:
         Widths of a head's queries and keys, and of its values.
     key_width, value_width
         Widths of all keys and of all values, which fewer heads may have (Ainslie et al. 2023, §2).
-    flash
-        Flash attention keeps no scores; plain attention keeps them.
-    causal
-        Whether flash attention leaves out the half of the scores that is masked.
-    window
-        Most tokens that a query attends to; None for all.
+    shared_keys
+        Whether all heads share keys and values, so that tensor parallelism does not divide them.
     """
 
     heads: int
@@ -38,20 +75,13 @@ class Scores:
     value_dim: int
     key_width: int
     value_width: int
-    flash: bool = True
-    causal: bool = True
-    window: int | None = None
+    sees: Sees = ALL
+    shared_keys: bool = False
 
-    def pairs(self, sequence: int) -> float:
-        """Queries times keys of a sequence: s²; flash attention with a window of w computes 2sw - w².
-
-        It computes half of them where the mask is causal (Dao 2023, §4.1). Plain attention computes all.
-        """
-        if not self.flash:
-            return float(sequence**2)
-        window = sequence if self.window is None else min(self.window, sequence)
-        pairs = float(2 * sequence * window - window**2)
-        return pairs / 2 if self.causal else pairs
+    @property
+    def flash(self) -> bool:
+        """Whether it is flash attention."""
+        return self.sees.flash
 
     def flops(self, shapes: Shapes) -> PerAction:
         """Operations on one device.
@@ -63,7 +93,7 @@ class Scores:
         §3.3.2; Megatron-LM, ``get_batch_on_this_cp_rank``).
         """
         devices = shapes.tensor * shapes.degrees.context
-        once = 2.0 * self.pairs(shapes.sequence) * shapes.sequences * self.heads / devices
+        once = 2.0 * self.sees.pairs(shapes.sequence) * shapes.sequences * self.heads / devices
         keys, values = once * self.key_dim, once * self.value_dim
         again = 3 * keys + 2 * values if self.flash else 2 * (keys + values)
         return PerAction(keys + values, again, 0.0)
@@ -113,12 +143,17 @@ class Scores:
         (Transformer Engine, ``AttnFuncWithCPAndKVAllGather``). A window does not make it less.
         """
         others = shapes.degrees.context - 1
-        sent = float(others * shapes.divided(self.key_width + self.value_width))
+        sent = float(others * self.piece(shapes))
         if shapes.degrees.gathers_context:
             calls = PerAction(1, 2) if others else PerAction()
         else:
             calls = PerAction(others, others)
         return Exchange("context", PerAction(sent, 2 * sent), calls)
+
+    def piece(self, shapes: Shapes) -> int:
+        """Size of a device's keys and values."""
+        width = self.key_width + self.value_width
+        return shapes.divided(width) * (shapes.tensor if self.shared_keys else 1)
 
     def workspace(self, shapes: Shapes) -> int:
         """What I needs of keys and values of other devices, with their gradients.
@@ -128,5 +163,4 @@ class Scores:
         context = shapes.degrees.context
         if context == 1:
             return 0
-        piece = shapes.divided(self.key_width + self.value_width)
-        return 2 * piece * (context if shapes.degrees.gathers_context else 2)
+        return 2 * self.piece(shapes) * (context if shapes.degrees.gathers_context else 2)

@@ -28,6 +28,8 @@ class Stream:
         Parameters of a norm per value, and statistics per token: 2 for LayerNorm, 1 for RMSNorm.
     product_dtype
         Type of the operands of linear layers: ``fp8``, ``fp4``, or None for that of the stream.
+    post_norms
+        Whether each half of a block also has a norm of what it gives (Gemma Team 2024, Gemma 2, §2).
     """
 
     hidden: int
@@ -36,6 +38,17 @@ class Stream:
     bias: bool = False
     dropout: bool = False
     product_dtype: str | None = None
+    post_norms: bool = False
+
+    @property
+    def norms(self) -> int:
+        """Norms of each half of a block."""
+        return 2 if self.post_norms else 1
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of the norms of each half of a block."""
+        return self.norms * self.hidden * self.norm_values
 
 
 @dataclass(frozen=True)

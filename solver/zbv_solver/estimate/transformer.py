@@ -93,7 +93,8 @@ class Transformer:
     blocks
         Equal neighbours as one layer with copies.
     predictions
-        Modules of multi-token prediction; each has a block like the last one.
+        Modules of multi-token prediction, as one layer with copies: what follows the projection of their
+        inputs; empty if there are none.
     tied
         Whether the head has the weights of the embedding.
     """
@@ -104,7 +105,7 @@ class Transformer:
     blocks: tuple[LayerKind, ...]
     tied: bool = False
     learned_positions: bool = False
-    predictions: int = 0
+    predictions: tuple[LayerKind, ...] = ()
     vision: VisionEncoder | None = None
     fused_loss: bool = False
 
@@ -123,12 +124,12 @@ class Transformer:
             yield from vision_layers(self.vision)
         yield LayerKind("embedding", (("embedding", embedding),), can_recompute=False)
         yield from self.blocks
-        if self.predictions:
+        count = sum(kind.count for kind in self.predictions)
+        for kind in self.predictions:
             joining = Joining(replace(embedding, learned_positions=False), not ends_share_rank)
-            halves = (("joining", joining), *self.blocks[-1].halves)
-            yield LayerKind("prediction", halves, self.predictions, streams=1 + self.predictions)
+            yield replace(kind, halves=(("joining", joining), *kind.halves), streams=1 + count)
         has_table = not (self.tied and ends_share_rank)
-        head = Head(self.vocabulary, has_table, 1 + self.predictions, self.fused_loss)
+        head = Head(self.vocabulary, has_table, 1 + count, self.fused_loss)
         yield LayerKind("head", (("head", head),), can_recompute=False)
 
     @property
@@ -153,7 +154,7 @@ class Transformer:
 
     def parameters(self, *, with_predictions: bool = True) -> Parameters:
         """Those of the model; tied ones are counted once, and so are the tables that predictions share."""
-        model = self if with_predictions else replace(self, predictions=0)
+        model = self if with_predictions else replace(self, predictions=())
         found = Parameters(0, 0)
         for kind in model.layers():
             shapes = self.shapes(kind, Degrees())

@@ -18,21 +18,25 @@ from zbv_solver.estimate.shapes import Shapes
 
 @dataclass(frozen=True)
 class Patches:
-    """A linear layer on the values of a patch, and learned positions.
+    """A linear layer on the values of a patch, and positions.
 
     Attributes
     ----------
     values
         Values of a patch: 3 colours times its pixels.
+    learned_positions
+        Whether every patch has a learned position.
     """
 
     values: int
+    learned_positions: bool = True
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device; images have no gradient, but the product's I is counted."""
         h, own = shapes.stream.hidden, shapes.own_tokens
+        others = (1 if shapes.stream.bias else 0) + (shapes.sequence if self.learned_positions else 0)
         return Part(
-            parameters=Parameters(shared=0, replicated=self.values * h + h + shapes.sequence * h),
+            parameters=Parameters(shared=0, replicated=(self.values + others) * h),
             products=(Product(own, self.values, h, is_narrow=False),),
             tensors=(
                 Held("images", shapes.own(self.values), after_input=True, is_input=True),
@@ -47,43 +51,49 @@ class Patches:
 
 @dataclass(frozen=True)
 class Projector:
-    """A norm and an MLP from a number of merged patches to a token of the model.
+    """A norm and matrices from a number of merged patches to a token of the model.
 
     Attributes
     ----------
     merged
         Patches that become one token.
-    width
-        Width between its matrices, and of the model.
+    widths
+        Widths after each matrix; the last one is that of the model.
+    pooled
+        Whether merged patches are averaged, instead of joined.
+    copies
+        Projectors: Qwen3-VL also has some for other blocks than the last, whose tokens are added to the
+        model's first blocks (Bai et al. 2025, DeepStack).
     """
 
     merged: int
-    width: int
+    widths: tuple[int, ...]
+    pooled: bool = False
+    copies: int = 1
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device; every device computes it for its own patches."""
         stream, rows = shapes.stream, shapes.own_tokens / self.merged
-        first = stream.hidden * self.merged
-        inner = int(stream.dtype_bytes * rows * self.width)
-        traffic = Mlp(self.width, gated=False).activation_traffic(inner)
+        first = stream.hidden * (1 if self.pooled else self.merged)
+        sizes = tuple(zip((first, *self.widths), self.widths, strict=False))
+        inner = [int(stream.dtype_bytes * rows * width) for width in self.widths]
+        between = sum(inner[:-1])
+        traffic = Mlp(self.widths[0], gated=False).activation_traffic(between)
+        matrices = sum(n_in * n_out + (n_out if stream.bias else 0) for n_in, n_out in sizes)
         return Part(
             parameters=Parameters(
-                shared=0,
-                replicated=first * self.width
-                + self.width**2
-                + 2 * self.width
-                + stream.hidden * stream.norm_values,
+                shared=0, replicated=self.copies * (matrices + stream.hidden * stream.norm_values)
             ),
-            products=(Product(rows, first, self.width), Product(rows, self.width, self.width)),
+            products=tuple(Product(rows, n_in, n_out) for n_in, n_out in sizes) * self.copies,
             tensors=(
                 *norm_tensors(shapes, "the encoder's last norm"),
-                Held("input of the projector's first matrix", shapes.hidden, after_input=True),
-                Held("input of its activation", inner),
-                Held("input of its last matrix", inner, after_input=True),
-                gradient("gradients of both matrices", 2 * inner),
+                Held("input of the projector's first matrix", self.copies * shapes.hidden, after_input=True),
+                Held("input of its activation", self.copies * between),
+                Held("inputs of its other matrices", self.copies * between, after_input=True),
+                gradient("gradients of its matrices", self.copies * sum(inner)),
             ),
-            moved=PerAction(2 * shapes.hidden, 3 * shapes.hidden) + traffic,
+            moved=(PerAction(2 * shapes.hidden, 3 * shapes.hidden) + traffic).scaled(self.copies),
             exchanges=(),
-            workspace=3 * inner + shapes.hidden,
-            output_bytes=inner,
+            workspace=3 * max(inner) + shapes.hidden,
+            output_bytes=self.copies * inner[-1],
         )

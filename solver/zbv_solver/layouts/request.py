@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import Field
 
 from zbv_solver.documents.validation import quoted, validated
-from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config import EstimateConfig, parse_config
-from zbv_solver.estimate.config_fields import ConfigSection, Size
+from zbv_solver.estimate.config_fields import ConfigSection, Count, Size
 from zbv_solver.estimate.presets import model_presets, with_presets
 from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_solver.layouts.cluster import AnyCluster, Cluster
@@ -33,6 +33,9 @@ class BatchConfig(ConfigSection):
 
     global_batch: Size = Field(description="sequences per step")
     sequence_length: Size | None = Field(None, description="tokens per sequence; null: model.sequence")
+    prediction_layers: Count | None = Field(
+        None, description="modules of multi-token prediction, 0 for none; null: model.prediction_layers"
+    )
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def parse_request(
     presets
         Names of further presets of models.
     batch
-        ``global_batch`` and ``sequence_length``, where they replace those of the document.
+        ``global_batch``, ``sequence_length`` and ``prediction_layers``, where they replace those of the
+        document.
 
     Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document.
     """
@@ -120,11 +124,8 @@ def parse_request(
         raise _without_model(own.get("presets", []), presets)
     given = {key: model[key] for key in BatchConfig.model_fields if key in model}
     sizes = validated(BatchConfig, given | {key: value for key, value in batch.items() if value is not None})
-    sections = _sections(merged, sizes.sequence_length)
+    sections = _sections(merged, sizes)
     config = parse_config({**sections, "device": _NO_DEVICE})
-    issues = list(_leftover(config))
-    if issues:
-        raise InvalidInput(issues)
     return Request(config, cluster, sizes.global_batch, fixed or Fixed())
 
 
@@ -132,14 +133,14 @@ _NO_DEVICE = {"achieved_tflops": 1.0, "fp8_tflops": 1.0, "fp4_tflops": 1.0}
 """The cluster has the devices; an estimate's configuration needs some."""
 
 
-def _sections(merged: Document, sequence_length: int | None) -> Document:
+def _sections(merged: Document, sizes: BatchConfig) -> Document:
     """The sections of a configuration: one pipeline rank and microbatch, as layouts replace these."""
     model, parallel = merged.get("model", {}), merged.get("parallel", {})
     if not isinstance(model, dict) or not isinstance(parallel, dict):
         wrong = "/model" if not isinstance(model, dict) else "/parallel"
         raise InvalidInput.at(wrong, f"found {quoted(merged[wrong[1:]])}; must be a JSON object.")
-    if sequence_length is not None:
-        model = {**model, "sequence": sequence_length}
+    given = {"sequence": sizes.sequence_length, "prediction_layers": sizes.prediction_layers}
+    model = {**model, **{key: value for key, value in given.items() if value is not None}}
     unknown = [key for key in merged if key not in ("model", "parallel", "device")]
     return {
         **{key: merged[key] for key in unknown},
@@ -164,11 +165,3 @@ def _without_model(own: list[str], further: tuple[str, ...]) -> InvalidInput:
         f"found {', '.join(named)}, {kind}. Name a preset of a model: one of {', '.join(model_presets())}."
     )
     return InvalidInput.at("--preset" if further else "/presets", detail)
-
-
-def _leftover(config: EstimateConfig) -> list[Issue]:
-    """Rules of layouts besides those of estimates."""
-    if config.model.attention == "plain":
-        detail = "found 'plain'; layouts are searched for flash attention."
-        return [Issue("/model/attention", detail)]
-    return []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from zbv_solver.commands.cli import main
+from zbv_solver.commands.estimate_flags import SECTIONS, add_arguments, flags
+from zbv_solver.commands.messages import flag_of
 
 Capture = pytest.CaptureFixture[str]
 CONFIG = {
@@ -40,9 +44,9 @@ def test_a_configuration_becomes_layers(config: Path, capsys: Capture) -> None:
 
 
 def test_flags_replace_what_the_file_says(config: Path, capsys: Capture) -> None:
-    flags = ["--layers", "6", "--link-bandwidth", "2", "--granularity", "half", "--placement", "loop",
+    given = ["--layers", "6", "--link-bandwidth", "2", "--granularity", "half", "--placement", "loop",
              "--chunks", "3", "--no-bias", "--recompute", "none", "--objective", "makespan"]  # fmt: skip
-    assert main(["estimate", "--config", str(config), *flags]) == 0
+    assert main(["estimate", "--config", str(config), *given]) == 0
     problem = json.loads(capsys.readouterr().out)
     assert len(problem["layers"]) == 2 + 2 * 6
     assert problem["costs"] == {"link": {"latency": 5, "bandwidth": 2000}}
@@ -79,13 +83,44 @@ def test_presets_are_listed(capsys: Capture) -> None:
     assert [line.split()[0] for line in lines if "Qwen3 32B" in line] == ["qwen3-32b"]
 
 
+def parsed(*given: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return vars(parser.parse_args(given))
+
+
+def test_none_undoes_every_value_that_may_be_absent() -> None:
+    """A word of a key keeps its meaning: --recompute none is no recomputation, and --no-qkv-bias is false."""
+    undone = {
+        f"{section}.{key}": parsed(flag_of(key), "none")[f"{section}.{key}"]
+        for section in SECTIONS
+        for key, field in flags(section).items()
+        if not field.is_required() and field.default is None and key != "qkv_bias"
+    }
+    assert {key for key, value in undone.items() if value is not None} == {"parallel.recompute"}
+
+
+@pytest.mark.parametrize("given", ["none", "bfloat16"])
+def test_the_documented_default_undoes_a_preset(given: str, capsys: Capture) -> None:
+    """DeepSeek-V3 is trained in FP8; its products then have the type of activations."""
+    fixed = ["--preset", "deepseek-v3", "--product-dtype"]
+    assert main(["estimate", *fixed, given]) == 0
+    wide = capsys.readouterr().out
+    assert main(["estimate", *fixed, "fp8"]) == 0
+    assert (
+        json.loads(wide)["layers"][1]["memory"] != json.loads(capsys.readouterr().out)["layers"][1]["memory"]
+    )
+    assert main(["estimate", *fixed, "float16"]) == 2
+    assert "--product-dtype: found 'float16'; must be fp8, fp4 or the type" in capsys.readouterr().err
+
+
 def test_a_missing_configuration_is_reported_with_the_flags(capsys: Capture) -> None:
     assert main(["estimate"]) == 2
     assert "--config, --preset: found neither; give one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("given", "says"),
     [
         (["--preset", "gpt-5"], "--preset: found 'gpt-5'; not a preset. Use one of a100, a100-80gb"),
         (["--config", "no/such.json"], "no/such.json: No such file"),
@@ -95,8 +130,8 @@ def test_a_missing_configuration_is_reported_with_the_flags(capsys: Capture) -> 
         (["--preset", "a100-80gb"], "/model: this key is required and absent."),
     ],
 )
-def test_wrong_input_is_status_2(flags: list[str], says: str, capsys: Capture) -> None:
-    assert main(["estimate", *flags]) == 2
+def test_wrong_input_is_status_2(given: list[str], says: str, capsys: Capture) -> None:
+    assert main(["estimate", *given]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert says in err

@@ -121,3 +121,27 @@ def test_presets_in_the_model_are_named_in_the_file(
     assert "model.json: /model: this section is absent" in capsys.readouterr().err
     assert main(["layout", *files, "--preset", "gpt-5"]) == 2
     assert "zbv: --preset: found 'gpt-5'; not a preset" in capsys.readouterr().err
+
+
+def test_multi_token_prediction_is_dropped_by_a_flag(tmp_path: Path, capsys: Capture) -> None:
+    """A small DeepSeek-V3."""
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 512, "moe_intermediate_size": 128, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+        "v_head_dim": 32, "vocab_size": 1024, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    for name, document in (("config", config), ("cluster", CLUSTER)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    files = [str(tmp_path / "config.json"), "--cluster", str(tmp_path / "cluster.json")]
+    asked = ["layout", *files, "--global-batch", "8", "--sequence-length", "512",
+             "--pipeline-parallel", "2", "-o", "-"]  # fmt: skip
+    names = []
+    for more in ([], ["--prediction-layers", "0"]):
+        assert main([*asked, *more]) == 0
+        found = json.loads(capsys.readouterr().out)["layouts"][0]["partition"]
+        names.append({name.partition(".")[0] for stage in found for name in stage})
+    assert names[0] - names[1] == {"prediction"}
+    assert main([*asked, "--prediction-layers", "-1"]) == 2
+    assert "--prediction-layers: found -1; input should be" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from support.estimates import but, estimate_config, llama, modern_configs, parts
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config import EstimateConfig, parse_config
+from zbv_solver.estimate.delta_rule import DeltaNet
 from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.layers import LayerEstimate, Running, estimate_model
 from zbv_solver.estimate.problem_document import estimate_layers, problem_document
@@ -67,6 +68,51 @@ def test_a_pattern_gives_every_layer_its_kind() -> None:
     assert list(interleaved)[1:-1] == ["state-space.0", "attention", "state-space.2", "mlp"]
 
 
+def test_a_pattern_may_have_blocks_of_two_halves() -> None:
+    experts = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64}
+    found = layers(pattern="(*-)(WE)(WE)(ME)", window=16, state_space=GIVEN, **experts)
+    assert list(found) == ["embedding", "dense-global", "moe-local", "moe-state-space", "head"]
+    assert found["moe-local"].repeat == 2
+    assert found["dense-global"].flops == layers()["block"].flops
+    same = layers(pattern="(WE)(WE)(WE)(WE)", window=16, **experts)
+    assert same["moe"] == layers(window=16, **experts)["moe"]
+
+
+def test_a_prediction_module_may_have_its_own_layers() -> None:
+    """Nemotron-H: the last layer is half a block, and a module has attention and experts."""
+    experts = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64}
+    found = layers(
+        pattern="M*-E", state_space=GIVEN, prediction_layers=1, prediction_pattern="(*E)", **experts
+    )
+    own = 2 * 256**2 + 3 * 256 + 32000 * 256
+    assert found["prediction"].parameters == found["attention"].parameters + found["experts"].parameters + own
+
+
+def test_latent_experts_are_narrow_and_so_is_what_they_are_sent() -> None:
+    """Nemotron 3: two more matrices for every token; experts and all-to-alls with a quarter of the width."""
+    sparse = {"experts": 8, "experts_per_token": 2, "expert_ffn": 64, "hidden": 256, "heads": 4}
+    degrees = {"expert": 2, "data": 2}
+    wide, narrow = (
+        parts(llama(**sparse, **more), **degrees)["experts"] for more in ({}, {"expert_hidden": 64})
+    )
+    assert narrow.parameters.experts == wide.parameters.experts / 4
+    assert narrow.parameters.replicated - wide.parameters.replicated == 2 * 256 * 64
+    assert narrow.exchanges[0].sent.forward == wide.exchanges[0].sent.forward / 4
+
+
+def test_costs_of_a_gated_delta_net() -> None:
+    """Qwen3-Next's sizes, divided: parameters as transformers has them, products and what a state takes."""
+    costs = DeltaNet(hidden=32, key_heads=2, value_heads=4, key_dim=8, value_dim=16).costs()
+    keys, values, convolved = 16, 64, 96
+    projected = convolved + values + 8
+    assert costs["flops"] == 2 * 32 * (projected + values)
+    assert costs["parameters"] == 32 * (projected + values) + convolved * 4 + 8 + 16 + 32
+    inside = 2 * 64 * (3 * 8 + 2 * 16) + 64**2
+    assert costs["core_flops"] == 4 * (inside + 3 * 2 * 8 * 16)
+    assert costs["after_forward"] == 2 * (2 * 32 + projected + convolved + 2 * values) + 4 * 4 * 8 * 16 / 64
+    assert keys * 2 + values == convolved
+
+
 def test_given_costs_are_per_token() -> None:
     part = parts(llama(hidden=256, heads=4, pattern="M", layers=1, state_space=GIVEN))["state-space"]
     assert part.parameters.total == 1000
@@ -91,6 +137,21 @@ def test_a_vision_encoder_comes_first() -> None:
     assert found["vision"].output_bytes == 2 * patches * h
     assert found["projector"].output_bytes == 2 * (patches // 4) * 256
     assert found["projector"].flops.forward == 2 * (patches / 4) * (4 * h * 256 + 256**2)
+
+
+def test_an_encoder_may_have_gates_rotated_positions_and_another_projector() -> None:
+    """Pixtral: RMSNorm and no biases; merged patches are projected to the encoder's width first."""
+    changes = {"gated": True, "norm": "rmsnorm", "bias": False, "positions": "rotary", "projector": [64, 256]}
+    found = layers(vision={**VISION, **changes})
+    h = 64
+    assert found["patches"].parameters == 588 * h
+    assert found["vision"].parameters == 4 * h**2 + 3 * 4 * h * h + 2 * h
+    assert found["projector"].parameters == 4 * h * h + h * 256 + 256**2 + h
+    pooled = layers(vision={**VISION, "pooled": True, "projector": [], "bias": False})
+    assert pooled["projector"].parameters == h * 256 + 2 * h
+    several = layers(vision={**VISION, "projectors": 4})["projector"]
+    assert several.parameters == 4 * layers(vision=VISION)["projector"].parameters
+    assert several.output_bytes == 4 * layers(vision=VISION)["projector"].output_bytes
 
 
 def test_clip_vit_l_has_304_million_parameters() -> None:

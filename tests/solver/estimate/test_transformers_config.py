@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 from zbv_solver.commands.cli import main
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config_model import ModelConfig
-from zbv_solver.estimate.transformers_config import READERS, from_transformers
+from zbv_solver.estimate.shapes import Degrees
+from zbv_solver.estimate.transformers_config import from_transformers
+from zbv_solver.estimate.transformers_kinds import TEXT_KINDS, WRAPPERS
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -30,6 +33,10 @@ DEEPSEEK = {
     "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "n_group": 8, "topk_group": 4, "vocab_size": 129280,
+}  # fmt: skip
+CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 1024, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "intermediate_size": 4096, "image_size": 336, "patch_size": 14,
 }  # fmt: skip
 NEMOTRON_H = {"model_type": "nemotron_h", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
 COUNTED: list[tuple[dict[str, Any], int, int]] = [
@@ -84,7 +91,7 @@ def test_a_config_has_the_parameters_that_transformers_counts(
     document: dict[str, Any], counted: int, left_out: int
 ) -> None:
     model = ModelConfig.model_validate({"sequence": 1024, **from_transformers(document)})
-    assert transformer(model).parameters().total == counted - left_out
+    assert transformer(model).parameters(with_predictions=False).total == counted - left_out
 
 
 def _name(value: object) -> str:
@@ -95,10 +102,17 @@ def test_properties_that_do_not_change_the_number_of_parameters() -> None:
     deepseek = from_transformers({**DEEPSEEK, "num_nextn_predict_layers": 1})
     assert (deepseek["prediction_layers"], deepseek["expert_nodes"], deepseek["dense_layers"]) == (1, 4, 3)
     assert "window" not in from_transformers({**LLAMA, "sliding_window": None})
-    assert from_transformers({**LLAMA, "sliding_window": 4096})["window"] == 4096
+    mistral = {**LLAMA, "model_type": "mistral", "sliding_window": 4096}
+    assert from_transformers(mistral)["window"] == 4096
     assert from_transformers({**LLAMA, "dtype": "float16", "torch_dtype": None})["dtype"] == "float16"
     gpt_oss = from_transformers(COUNTED[-1][0])
     assert (gpt_oss["window"], gpt_oss["full_attention_every"]) == (128, 2)
+
+
+def test_the_documentation_names_every_type() -> None:
+    text = (ROOT / "docs/estimates.md").read_text(encoding="utf-8")
+    for names in (TEXT_KINDS, WRAPPERS):
+        assert f"| {', '.join(sorted(names))} |" in text
 
 
 def test_llava_has_a_vision_encoder() -> None:
@@ -108,7 +122,7 @@ def test_llava_has_a_vision_encoder() -> None:
     norm; zbv counts a bias and positions of every patch.
     """
     vicuna = {**LLAMA, "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32064}
-    document = {"model_type": "llava", "text_config": vicuna, "vision_config": {"image_size": 336}}
+    document = {"model_type": "llava", "text_config": vicuna, "vision_config": CLIP}
     read = from_transformers(document)
     assert read["vision"]["patches"] == 576
     model = ModelConfig.model_validate({"sequence": 1024, **read})
@@ -118,22 +132,59 @@ def test_llava_has_a_vision_encoder() -> None:
 @pytest.mark.parametrize(
     ("document", "pointer", "says"),
     [
-        ({"model_type": "t5"}, "/model_type", "found 't5'; zbv reads bloom, deepseek_v2"),
+        ({"model_type": "t5"}, "/model_type", "found 't5'; zbv reads arcee, bloom"),
         ({"model_type": ["llama"]}, "/model_type", "found ['llama']"),
-        ({"model_type": "llama", "hidden_size": 8}, "/num_hidden_layers", "absent"),
-        ({**LLAMA, "model_type": "mixtral"}, "/num_local_experts", "absent"),
-        ({**QWEN3_MOE, "mlp_only_layers": [5]}, "/mlp_only_layers", "found [5]"),
-        ({**DEEPSEEK, "moe_layer_freq": 2}, "/moe_layer_freq", "reads only 1"),
-        ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True}, "/use_sliding_window", "to false"),
+        ({**DEEPSEEK, "moe_layer_freq": "x"}, "/moe_layer_freq", "must be a whole number from 0"),
+        ({**QWEN3_MOE, "mlp_only_layers": 5}, "/mlp_only_layers", "must be a list"),
         (
             {**NEMOTRON_H, "layer_types": ["mamba", 3]},
             "/layer_types",
-            "found ['mamba', 3]; must have M, *, -",
+            "found ['mamba', 3]; must have -, mlp, E, moe",
         ),
-        ({**NEMOTRON_H, "moe_latent_size": 8}, "/moe_latent_size", "no formula for latent experts"),
         ({**NEMOTRON_H, "layer_types": ["mamba"], "n_groups": 0}, "/n_groups", "whole number above 0"),
-        ({"model_type": "llava"}, "/text_config", "absent"),
-        ({"model_type": "bloom", "n_layer": 1, "n_head": 1, "vocab_size": 8}, "/hidden_size", "absent"),
+        (
+            {
+                **NEMOTRON_H,
+                "layer_types": ["mamba"],
+                "num_nextn_predict_layers": 1,
+                "mtp_layers_block_type": ["x"],
+            },
+            "/mtp_layers_block_type",
+            "found ['x']",
+        ),
+        ({"model_type": "llava"}, "/text_config", "must be an object"),
+        (
+            {"model_type": "llava", "text_config": LLAMA, "vision_config": {"model_type": "dinov2"}},
+            "/vision_config/model_type",
+            "remove vision_config to plan the language model alone",
+        ),
+        ({**LLAMA, "sliding_window": 4096}, "/sliding_window", "does not know what this key changes"),
+        (
+            {**LLAMA, "add_cross_attention": True},
+            "/add_cross_attention",
+            "has formulas for false or null only",
+        ),
+        ({**LLAMA, "layer_types": ["full_attention"] * 3}, "/layer_types", "one per layer (32)"),
+        (
+            {**LLAMA, "layer_types": ["full_attention", "lightning"] * 16},
+            "/layer_types",
+            "found 'lightning'; zbv has formulas for attention, full_attention",
+        ),
+        (
+            {**LLAMA, "num_experts": 8, "n_routed_experts": 16},
+            "/num_experts",
+            "found 8, but n_routed_experts says 16",
+        ),
+        (
+            {**LLAMA, "model_type": "minimax_m2", "attn_type_list": [0, 1] * 16},
+            "/attn_type_list",
+            "formulas for 1 only",
+        ),
+        (
+            {**LLAMA, "model_type": "minimax_m2", "mtp_transformer_layers": 2},
+            "/mtp_transformer_layers",
+            "modules of one layer only",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(document: dict[str, Any], pointer: str, says: str) -> None:
@@ -144,7 +195,7 @@ def test_what_cannot_be_read_is_named(document: dict[str, Any], pointer: str, sa
     assert says in issue.detail
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*TEXT_KINDS, *WRAPPERS])
 def test_rubbish_is_no_traceback(name: str) -> None:
     """Sizes of a wrong type reach the configuration, which names them."""
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "n_embd", "n_layer", "n_head")
@@ -176,3 +227,148 @@ def test_the_command_recognises_a_config(tmp_path: Path, capsys: Capture) -> Non
     path.write_text(json.dumps({"model_type": "t5"}))
     assert main(given) == 2
     assert f"{path}: /model_type: found 't5'" in capsys.readouterr().err
+
+
+GLM_5 = {
+    "model_type": "glm_moe_dsa", "hidden_size": 6144, "num_hidden_layers": 78, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "intermediate_size": 12288, "moe_intermediate_size": 2048,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+    "v_head_dim": 256, "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "vocab_size": 154880,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+QWEN3_5 = {
+    "model_type": "qwen3_5_moe_text", "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32,
+    "num_key_value_heads": 2, "head_dim": 256, "moe_intermediate_size": 1024, "num_experts": 512,
+    "num_experts_per_tok": 10, "shared_expert_intermediate_size": 1024, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 64, "attn_output_gate": True, "mtp_num_hidden_layers": 1, "vocab_size": 248320,
+}  # fmt: skip
+NEMOTRON_3_SUPER = {
+    "model_type": "nemotron_h", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*EMEMEMEME",
+    "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+    "n_routed_experts": 512, "n_shared_experts": 1, "num_experts_per_tok": 22, "moe_intermediate_size": 2688,
+    "moe_shared_expert_intermediate_size": 5376, "moe_latent_size": 1024, "vocab_size": 131072,
+}  # fmt: skip
+GLM_4_5 = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 92,
+    "hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12288, "vocab_size": 151552, "max_position_embeddings": 202752,
+    "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False, "use_qk_norm": True, "attention_bias": True,
+    "num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+PUBLISHED: list[tuple[str, dict[str, Any], float, float]] = [
+    ("GLM-4.5: 355 B, 32 B active", GLM_4_5, 355e9, 32e9),
+    ("GLM-5: 744 B, 40 B active", GLM_5, 744e9, 40e9),
+    ("DeepSeek-V3.2: 671 B, 37 B active", {**DEEPSEEK, "model_type": "deepseek_v32"}, 671e9, 37e9),
+    ("Qwen3.5-397B-A17B", QWEN3_5, 397e9, 17e9),
+    ("MiniMax-M2: 230 B, 10 B active", {"model_type": "minimax_m2"}, 230e9, 10e9),
+    ("Nemotron-3-Super-120B-A12B", NEMOTRON_3_SUPER, 120e9, 12e9),
+    ("Llama 4 Maverick: 400 B, 17 B active",
+     {"model_type": "llama4_text", "num_local_experts": 128, "interleave_moe_layer_step": 2}, 400e9, 17e9),
+    ("Qwen3-Next-80B-A3B", {"model_type": "qwen3_next"}, 80e9, 3e9),
+    ("Gemma 3 27B", {"model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504,
+     "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+     "head_dim": 128}, 27e9, 27e9),
+    ("Gemma 2 9B", {"model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336,
+     "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8}, 9.24e9, 9.24e9),
+]  # fmt: skip
+"""Names and model cards give rounded numbers; active ones count the head, and sometimes not the embedding."""
+
+
+@pytest.mark.parametrize(
+    ("document", "total", "active"), [each[1:] for each in PUBLISHED], ids=[each[0] for each in PUBLISHED]
+)
+def test_models_of_2025_have_the_published_parameters(
+    document: dict[str, Any], total: float, active: float
+) -> None:
+    model = ModelConfig.model_validate({"sequence": 4096, **from_transformers(document)})
+    count = transformer(model).parameters(with_predictions=False)
+    assert count.total == pytest.approx(total, rel=0.015)
+    assert count.active == pytest.approx(active, abs=max(0.13 * active, 1.3e9))
+
+
+LIGHTNING = {
+    "model_type": "nemotron_h", "hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "head_dim": 128, "num_hidden_layers": 5,
+    "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"],
+    "mtp_layers_block_type": ["attention", "moe"], "num_nextn_predict_layers": 1, "intermediate_size": 1856,
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128,
+    "n_shared_experts": 1, "num_experts_per_tok": 6, "mamba_num_heads": 64, "mamba_head_dim": 64,
+    "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "chunk_size": 128, "vocab_size": 131072,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+"""Nemotron-3.5-Lightning with fewer layers."""
+
+
+def test_a_hybrid_model_has_its_prediction_module() -> None:
+    """Attention and 128 experts behind the projection, and second logits."""
+    model = transformer(read(LIGHTNING))
+    module = model.parameters().total - model.parameters(with_predictions=False).total
+    experts, attention = 128 * 2 * 2688 * 1856 + 2 * 2688 * 3712, 2688 * (32 + 4 + 32) * 128
+    assert module == pytest.approx(experts + attention + 2 * 2688**2, rel=1e-3)
+    assert module == pytest.approx(1.33e9, rel=0.01)
+    layers = {kind.name: kind for kind in model.layers()}
+    assert [name for name, _ in layers["prediction"].halves] == ["joining", "attention", "experts"]
+    without = transformer(read({**LIGHTNING, "num_nextn_predict_layers": 0}))
+    logits = 3 * 2 * 8 * 2688 * 131072
+    assert model.model_flops() - without.model_flops() > logits
+
+
+PIXTRAL = {
+    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "projector_hidden_act": "gelu",
+    "text_config": {
+        "head_dim": 128, "hidden_size": 5120, "intermediate_size": 14336, "max_position_embeddings": 1024000,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "vision_config": {"head_dim": 64, "hidden_act": "silu", "image_size": 1024, "model_type": "pixtral",
+                      "patch_size": 16, "rope_theta": 10000.0},
+    "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+}  # fmt: skip
+
+
+def test_pixtral_has_gates_and_rotated_positions() -> None:
+    """Agrawal et al. 2024, Pixtral 12B, table 1: 24 blocks of width 1024, ffn 4096, 16 heads, 400 M."""
+    vision = from_transformers(PIXTRAL)["vision"]
+    assert (vision["gated"], vision["positions"], vision["norm"]) == (True, "rotary", "rmsnorm")
+    assert (vision["bias"], vision["patches"]) == (False, 64**2)
+    model = transformer(read(PIXTRAL))
+    encoder = sum(
+        half.part(model.shapes(kind, Degrees())).parameters.total * kind.count
+        for kind in model.layers()
+        if kind.name in ("patches", "vision")
+        for _, half in kind.halves
+    )
+    assert encoder == 24 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 3 * 16**2 * 1024
+    assert encoder == pytest.approx(400e6, rel=0.02)
+
+
+def test_the_layers_of_a_file_become_kinds_of_blocks() -> None:
+    kinds = {
+        "gemma3_text": "W-W-W-W-W-*-W-W-W-W-W-*-",
+        "gemma2": "W-*-" * 6,
+        "qwen3_5_text": "M-M-M-*-" * 3,
+        "qwen3_next": "MEMEME*E" * 3,
+        "llama4_text": "WEWEWE*E" * 3,
+        "deepseek_v32": "I-I-I-" + "IE" * 9,
+        "mixtral": "*E" * 12,
+    }
+    for name, expected in kinds.items():
+        model = read({"model_type": name, "num_hidden_layers": 12})
+        assert "".join(model.kinds) == expected, name
+    shared = {**GLM_5, "num_hidden_layers": 12, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    assert "".join(read(shared).kinds) == "I-I-I-WEWEWEIEWEWEWEIEWE"
+    switched = {"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True,
+                "sliding_window": 64, "max_window_layers": 2}  # fmt: skip
+    assert "".join(read(switched).kinds) == "*-*-W-W-"
+
+
+def test_dropout_of_a_file_counts_outside_attention() -> None:
+    assert from_transformers({"model_type": "gpt2"})["dropout"] is True
+    assert from_transformers({"model_type": "gpt2", "resid_pdrop": 0, "embd_pdrop": 0})["dropout"] is False
+    assert from_transformers({**LLAMA, "attention_dropout": 0.1})["dropout"] is False

@@ -313,7 +313,7 @@ def test_the_memory_of_a_cluster_may_be_that_of_its_device() -> None:
     [
         ({"model": MODEL}, "/global_batch"),
         ({"model": {**MODEL, "hidden": 0}, "global_batch": 8}, "/model/hidden"),
-        ({"model": {**MODEL, "attention": "plain"}, "global_batch": 8}, "/model/attention"),
+        ({"model": MODEL, "global_batch": 8, "prediction_layers": -1}, "/prediction_layers"),
         ({"model": 7, "global_batch": 8}, "/model"),
         ({"presets": ["nothing"], "global_batch": 8}, "/presets/0"),
         ({"presets": ["h100"], "global_batch": 8}, "/presets"),
@@ -333,3 +333,20 @@ def test_parts_that_contradict_each_other_are_named() -> None:
     request = request_of(MODEL, cluster_of(1, 4), 8, Fixed(tensor_parallel=4, data_parallel=4))
     with pytest.raises(InvalidInput, match="tensor_parallel 4, data_parallel 4"):
         _ = request.layouts
+
+
+def test_plain_attention_excludes_layouts_and_not_the_model() -> None:
+    """No device has the scores of a sequence that several share, so context parallelism is left out."""
+
+    def degrees(model: dict[str, Any]) -> set[int]:
+        return {each.context_parallel for each in request_of(model, cluster_of(1, 8), 8).layouts}
+
+    assert max(degrees(MODEL)) > 1
+    assert degrees({**MODEL, "attention": "plain"}) == {1}
+
+
+def test_prediction_modules_are_dropped_or_added() -> None:
+    document = {"model": {**MODEL, "prediction_layers": 1}, "global_batch": 8}
+    for count in (None, 0, 2):
+        found = parse_request(document, cluster_of(1, 2), prediction_layers=count).setting.model
+        assert sum(kind.count for kind in found.predictions) == (1 if count is None else count)

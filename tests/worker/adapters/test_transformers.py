@@ -27,6 +27,7 @@ from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
+from zbv_solver.estimate.transformers_kinds import TEXT_KINDS
 from zbv_solver.search.search import SearchOptions, search
 from zbv_worker.adapters import safetensors_folder
 from zbv_worker.adapters.causal_language_model import pipeline_model
@@ -826,3 +827,7 @@ def test_experts_without_tokens_have_no_gradients() -> None:
     output.sum().backward()
     queue.run()
     assert not any(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())
+
+
+def test_every_type_that_the_worker_trains_can_be_estimated() -> None:
+    assert set(SUPPORTED) <= set(TEXT_KINDS)

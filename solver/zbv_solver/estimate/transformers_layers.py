@@ -1,0 +1,277 @@
+"""The layers of a language model from the keys of its ``config.json``: attention, experts, pattern."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from zbv_solver.documents.validation import quoted
+from zbv_solver.estimate.delta_rule import DeltaNet
+from zbv_solver.estimate.state_space import Mamba
+from zbv_solver.estimate.transformers_keys import Keys
+from zbv_solver.estimate.transformers_kinds import Section, TextKind
+
+MIXERS = {
+    "attention": "*",
+    "full_attention": "*",
+    "sliding_attention": "W",
+    "chunked_attention": "W",
+    "linear_attention": "M",
+    "mamba": "M",
+    "indexed_attention": "I",
+    "deepseek_sparse_attention": "I",
+}
+"""Letters of ``pattern`` by transformers' names of layers."""
+SINGLE = {"-": "-", "mlp": "-", "E": "E", "moe": "E", "M": "M", "*": "*", **MIXERS}
+"""The same for models whose layers have one half each, by names or letters."""
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
+SHARED = ("n_shared_experts", "num_shared_experts")
+SHARED_WIDTH = (
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
+PREDICTIONS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+PREDICTED = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+FIRST_DENSE = "first_k_dense_replace"
+LARGEST_PERIOD = 16
+
+
+def read_layers(keys: Keys, kind: TextKind) -> Section:
+    """The number of layers, what they are, and modules of multi-token prediction."""
+    if kind.halves:
+        return _single_layers(keys, kind)
+    count = keys.number("num_hidden_layers", "n_layer")
+    mixers, ffns = _mixers(keys, kind, count), _ffns(keys, count)
+    model: Section = {"layers": count, **_pattern(mixers, ffns), **_window(keys, kind, mixers)}
+    if "M" in mixers:
+        model["state_space"] = _delta_net(keys)
+    model["prediction_layers"] = _predictions(keys)
+    return model
+
+
+def _predictions(keys: Keys) -> int:
+    """Modules of multi-token prediction; MiniMax also says how many layers each has."""
+    if keys.get("mtp_transformer_layers") not in (None, 1):
+        found = quoted(keys.get("mtp_transformer_layers"))
+        raise keys.wrong("mtp_transformer_layers", f"found {found}; zbv reads modules of one layer only.")
+    count = keys.count(*PREDICTIONS)
+    return count if keys.flag("use_mtp", null=True) else 0
+
+
+def _window(keys: Keys, kind: TextKind, letters: str) -> Section:
+    """How many tokens a query attends to, and what chooses them."""
+    if keys.get("index_topk") is not None:
+        names = {"window": "index_topk", "index_heads": "index_n_heads", "index_dim": "index_head_dim"}
+        return {key: keys.get(name) for key, name in names.items()}
+    if "W" not in letters:
+        return {}
+    return {"window": keys.get(_width_key(kind)), "chunked": kind.chunked or None}
+
+
+def _width_key(kind: TextKind) -> str:
+    return "attention_chunk_size" if kind.chunked else "sliding_window"
+
+
+def _single_layers(keys: Keys, kind: TextKind) -> Section:
+    """Nemotron-H: a letter or a name per layer, which is half a block; also of the prediction's layers."""
+    names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+    pattern = _letters(keys, *names)
+    count = keys.get("num_hidden_layers")
+    if count is not None and count != len(pattern):
+        raise keys.wrong("num_hidden_layers", f"found {quoted(count)}; there are {len(pattern)} layers.")
+    model: Section = {"layers": len(pattern), "pattern": pattern, "prediction_layers": _predictions(keys)}
+    if _has_window(keys, kind):
+        pattern = pattern.replace("*", "W")
+        model |= {"pattern": pattern, **_window(keys, kind, pattern)}
+    keys.get(*PREDICTED)
+    if model["prediction_layers"]:
+        model["prediction_pattern"] = f"({_letters(keys, *PREDICTED)})"
+    if "M" in pattern + model.get("prediction_pattern", ""):
+        model["state_space"] = _mamba(keys)
+    return model
+
+
+def _letters(keys: Keys, *names: str) -> str:
+    found = keys.get(*names)
+    layers = found if isinstance(found, list | str) else []
+    letters = [SINGLE.get(each) if isinstance(each, str) else None for each in layers]
+    if not letters or None in letters:
+        name = next((name for name in names if keys.has(name)), names[-1])
+        raise keys.wrong(name, f"found {quoted(found)}; must have {', '.join(SINGLE)} for each layer.")
+    return "".join(letter or "" for letter in letters)
+
+
+def _mixers(keys: Keys, kind: TextKind, count: int) -> str:
+    """A letter per block for its first half."""
+    kinds = keys.get("attn_type_list")
+    if kinds is not None and kinds != [1] * count:
+        detail = f"found {quoted(kinds)}; zbv has formulas for 1 only, attention. Write model.json instead."
+        raise keys.wrong("attn_type_list", detail)
+    if keys.has("layer_types"):
+        return _named_mixers(keys, count)
+    if keys.get("index_topk") is not None:
+        return _indexed(keys, count)
+    every = keys.count(*_EVERY) or kind.full_every
+    special = "M" if kind.linear else "W" if _has_window(keys, kind) else "*"
+    if kind.window == "switch":
+        start = keys.count("max_window_layers") if special == "W" else 0
+        return "".join("*" if place < start else special for place in range(count))
+    if every is None:
+        return special * count
+    return "".join("*" if (place + 1) % every == 0 else special for place in range(count))
+
+
+_EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_pattern")
+
+
+def _named_mixers(keys: Keys, count: int) -> str:
+    found = keys.listed(count, "layer_types")
+    for name in (
+        *_EVERY,
+        "use_sliding_window",
+        "max_window_layers",
+        "sliding_window",
+        "attention_chunk_size",
+    ):
+        keys.get(name)  # the list says which of them count
+    letters = [MIXERS.get(each) if isinstance(each, str) else None for each in found]
+    if None in letters:
+        wrong = found[letters.index(None)]
+        detail = f"found {quoted(wrong)}; zbv has formulas for {', '.join(MIXERS)}. Write model.json instead."
+        raise keys.wrong("layer_types", detail)
+    if "I" in letters:
+        return _indexed(keys, count)
+    return "".join(letter or "" for letter in letters)
+
+
+def _indexed(keys: Keys, count: int) -> str:
+    """Blocks with an indexer, and blocks that use the choice of an earlier one."""
+    every, offset = keys.count("index_topk_freq") or 1, keys.count("index_skip_topk_offset", null=2)
+    if keys.get("indexer_types", "index_topk_pattern") is not None:
+        found = keys.listed(count, "indexer_types", "index_topk_pattern")
+        is_full = [each in ("full", "F") for each in found]
+    else:
+        is_full = [max(place - offset + 1, 0) % every == 0 for place in range(count)]
+    return "".join("I" if full else "W" for full in is_full)
+
+
+def _has_window(keys: Keys, kind: TextKind) -> bool:
+    if not keys.flag("use_sliding_window", null=kind.window != "switch"):
+        for name in ("sliding_window", "max_window_layers"):
+            keys.get(name)  # has no effect
+        return False
+    if kind.window is None:
+        return False
+    return keys.get(_width_key(kind)) is not None
+
+
+def _ffns(keys: Keys, count: int) -> str:
+    """``E`` for a block with experts, ``-`` for one with an MLP."""
+    if not keys.get(*EXPERTS):
+        return "-" * count
+    if keys.has("mlp_layer_types"):
+        named = keys.listed(count, "mlp_layer_types")
+        keys.get(FIRST_DENSE), keys.get("moe_layer_freq")
+        return "".join("E" if each == "sparse" else "-" for each in named)
+    if keys.has("moe_layers"):
+        places = keys.get("moe_layers")
+        keys.get("interleave_moe_layer_step")
+        if not isinstance(places, list):
+            raise keys.wrong("moe_layers", f"found {quoted(places)}; must be a list of numbers of layers.")
+        return "".join("E" if place in places else "-" for place in range(count))
+    if isinstance(keys.get("moe_layer_freq"), list):
+        keys.get(FIRST_DENSE)
+        return "".join("E" if each else "-" for each in keys.listed(count, "moe_layer_freq"))
+    dense, only = keys.count(FIRST_DENSE), keys.get("mlp_only_layers") or []
+    from_zero = keys.count("moe_layer_freq") or 1
+    step = keys.count("decoder_sparse_step", "interleave_moe_layer_step") or 1
+    if not isinstance(only, list):
+        raise keys.wrong("mlp_only_layers", f"found {quoted(only)}; must be a list of numbers of layers.")
+    return "".join(
+        "E"
+        if place >= dense and place not in only and place % from_zero == 0 and (place + 1) % step == 0
+        else "-"
+        for place in range(count)
+    )
+
+
+def _pattern(mixers: str, ffns: str) -> Section:
+    """The keys that describe the blocks, where they can: otherwise a pattern."""
+    periods = [None, *range(2, LARGEST_PERIOD)]
+    full = next((each for each in periods if mixers == _mixed(mixers, each)), 0)
+    firsts = (0, max(0, ffns.find("E")))
+    fits = (
+        (first, every)
+        for every, first in product(range(1, LARGEST_PERIOD), firsts)
+        if ffns == _dense_first(len(ffns), first, every)
+    )
+    found = (0, 1) if "E" not in ffns else next(fits, None)
+    if full == 0 or found is None or set(mixers) - set("*WI") or {"W", "I"} <= set(mixers):
+        return {"pattern": "".join(f"({first}{second})" for first, second in zip(mixers, ffns, strict=True))}
+    return {"full_attention_every": full, "dense_layers": found[0], "expert_every": found[1]}
+
+
+def _mixed(mixers: str, every: int | None) -> str:
+    special = mixers[0]
+    if every is None:
+        return special * len(mixers)
+    return "".join("*" if (place + 1) % every == 0 else special for place in range(len(mixers)))
+
+
+def _dense_first(count: int, first: int, every: int) -> str:
+    return "".join("E" if place >= first and (place + 1) % every == 0 else "-" for place in range(count))
+
+
+def read_experts(keys: Keys, kind: TextKind) -> Section:
+    """The sizes of experts; empty without them."""
+    if not keys.get(*EXPERTS):
+        return {}
+    width, shared = keys.get(kind.expert_width), keys.get(*SHARED_WIDTH)
+    count = keys.get(*SHARED)
+    if kind.shared_experts or count is not None:
+        count = kind.shared_experts or keys.count(*SHARED)
+        shared = (shared or count * keys.number(kind.expert_width)) if count else None
+    groups = keys.get("n_group", "num_expert_group")
+    nodes = keys.get("topk_group")
+    return {
+        "experts": keys.get(*EXPERTS),
+        "experts_per_token": keys.get(*CHOSEN),
+        "expert_ffn": width,
+        "expert_hidden": keys.get("moe_latent_size"),
+        "shared_expert_ffn": shared or None,
+        "expert_nodes": nodes if isinstance(groups, int) and groups > 1 else None,
+    }
+
+
+def read_attention(keys: Keys) -> Section:
+    """Heads and latent vectors."""
+    model: Section = {"heads": keys.get("num_attention_heads", "n_head")}
+    head, groups = keys.get("head_dim", "attention_head_dim"), keys.get("num_key_value_heads")
+    if keys.get("kv_lora_rank") is None:
+        return {**model, "kv_heads": groups, "head_dim": head}
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    keys.get("qk_head_dim")
+    return {**model, **{name: keys.get(name) for name in latent}}
+
+
+def _mamba(keys: Keys) -> dict[str, Any]:
+    heads, width = keys.number("mamba_num_heads"), keys.number("mamba_head_dim")
+    for name in ("expand", "use_conv_bias", "mamba_proj_bias"):
+        keys.get(name)
+    return Mamba(
+        keys.number("hidden_size"),
+        heads=heads,
+        inner=heads * width,
+        state=keys.number("ssm_state_size"),
+        groups=keys.number("n_groups"),
+        kernel=keys.number("conv_kernel"),
+        chunk=keys.number("chunk_size"),
+    ).costs()
+
+
+def _delta_net(keys: Keys) -> dict[str, Any]:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = (keys.number(f"linear_{name}") for name in names)
+    return DeltaNet(keys.number("hidden_size"), *sizes).costs()

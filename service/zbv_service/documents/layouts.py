@@ -111,7 +111,7 @@ def _check_executor(asked: LayoutRequest, found: Request) -> None:
             detail = f"found true and executor {asked.executor!r}; only zbv has this. Leave one of them out."
             raise InvalidInput.at(f"/{name}", detail)
     try:
-        layouts_of_executors(asked.executor, found.setting.model, found.cluster, found.layouts)
+        layouts_of_executors(asked.executor, found.setting, found.layouts)
     except InvalidInput as error:
         raise error.below("/executor") from None
 

@@ -11,16 +11,18 @@ from functools import lru_cache
 
 from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.device import Device, GroupLink, GroupLinks
-from zbv_solver.estimate.parameters import StateBytes, StaticBytes, static_of
 from zbv_solver.estimate.part import Part
 from zbv_solver.estimate.shapes import Degrees, Shapes
-from zbv_solver.estimate.step import (
-    StepTimes,
-    gathered_bytes,
-    microbatch_times,
-    replicated,
-    step_times,
+from zbv_solver.estimate.states import (
+    Account,
+    Kept,
+    StateBytes,
+    StaticBytes,
+    by_zero,
+    shares_of,
+    static_of,
 )
+from zbv_solver.estimate.step import StepTimes, buffer_bytes, microbatch_times, step_times
 from zbv_solver.estimate.times import (
     TimeShares,
     accumulated_bytes,
@@ -133,7 +135,9 @@ class Training:
     Attributes
     ----------
     state
-        Bytes per parameter.
+        The states that the program chooses.
+    account
+        What a device keeps of them.
     recompute
         The alternatives that layers carry: ``none``, ``selective``, ``full`` or ``both``.
     modules
@@ -149,11 +153,16 @@ class Training:
     """
 
     state: StateBytes = MIXED
+    account: Account = by_zero
     recompute: str = "full"
     modules: frozenset[str] = CORE
     ends_share_rank: bool = False
     by_halves: bool = False
     fused_gradients: bool = True
+
+    def kept(self, degrees: Degrees) -> Kept:
+        """What a device keeps per parameter of a matrix."""
+        return self.account(self.state, degrees.zero_stage, False)
 
 
 @dataclass(frozen=True)
@@ -187,16 +196,17 @@ def estimate_model(
     expert-parallel degree, and that must divide the devices of all replicas of a stage.
     """
     layers: list[LayerEstimate] = []
+    accumulated = training.kept(degrees).accumulated
     # Parts do not depend on replicas, so layouts that differ only in these share them.
     inside = Inside(
         device,
         replace(links, data=NO_LINK, expert_data=NO_LINK, pipeline=NO_LINK),
         training.modules,
-        training.state.gradients,
+        accumulated,
         training.fused_gradients,
     )
     of_parts = replace(degrees, data=1, zero_stage=0)
-    for kind in model.layers(training.state.gradients, training.ends_share_rank):
+    for kind in model.layers(accumulated, training.ends_share_rank):
         shapes = model.shapes(kind, of_parts, sequences)
         parts = [_computed(half, shapes, inside) for _, half in kind.halves]
         found = [_layer(part, degrees, device, links, training, kind.can_recompute) for part in parts]
@@ -281,14 +291,14 @@ def _layer(
     can_recompute: bool,
 ) -> LayerEstimate:
     """One part as a layer."""
-    part, compute, state, recompute = computed.part, computed.times, training.state, training.recompute
-    groups = replicated(part.parameters, degrees, links)
-    replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
+    part, compute, recompute = computed.part, computed.times, training.recompute
+    shares = shares_of(part.parameters, training.state, training.account, degrees)
+    replicas = microbatch_times(shares, degrees.zero_stage, compute, links)
     plain = Running(
         compute + replicas,
         part.after_forward,
         part.after_input,
-        part.workspace + gathered_bytes(groups, state, degrees.zero_stage),
+        part.workspace + buffer_bytes(shares),
     )
     full = selective = None
     if can_recompute and recompute in ("full", "both"):
@@ -303,9 +313,9 @@ def _layer(
         plain=plain,
         recomputed=selective if recompute == "selective" else full,
         parameters=part.parameters.on_device(degrees),
-        static=static_of(part.parameters, state, degrees),
+        static=static_of(shares),
         output_bytes=part.output_bytes,
-        step=step_times(groups, state, degrees.zero_stage, device),
+        step=step_times(shares, degrees.zero_stage, device, links),
         shares=computed.shares + TimeShares(data_parallel=replicas.total),
         exchanged=computed.exchanged + replicas,
         selective=selective if recompute == "both" else None,
@@ -383,5 +393,5 @@ def _table_reduction(model: Transformer, degrees: Degrees, links: GroupLinks, tr
     """
     if training.ends_share_rank or not (model.tied or model.predictions):
         return 0.0
-    size = model.vocabulary * model.stream.hidden // degrees.tensor * training.state.gradients
+    size = model.vocabulary * model.stream.hidden // degrees.tensor * training.kept(degrees).accumulated
     return links.pipeline.time(size)

@@ -79,6 +79,7 @@ def write_settings(
     microbatch_size: int = 1,
     parallelism: Mapping[str, object] | None = None,
     training: Mapping[str, object] | None = None,
+    optimizer: Mapping[str, object] | None = None,
 ) -> str:
     """The settings as TOML.
 
@@ -86,7 +87,7 @@ def write_settings(
     ----------
     microbatch_size
         Sequences per microbatch.
-    parallelism, training
+    parallelism, training, optimizer
         Further keys of these sections.
 
     Raises
@@ -118,6 +119,7 @@ def write_settings(
             "[training]",
             f"local_batch_size = {batch}",
             *_keys(training),
+            *(("", "[optimizer]", *_keys(optimizer)) if optimizer else ()),
             "",
             "[activation_checkpoint]",
             f'mode = "{"full" if recompute == "all" else "none"}"',

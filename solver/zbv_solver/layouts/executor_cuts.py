@@ -215,7 +215,8 @@ class ScheduleSource:
 
     def variants(self, candidate: ExecutorCandidate) -> Iterator[LayoutVariant]:
         """A candidate without and with recomputation, as far as its layout allows."""
-        estimated = EstimatedLayout.of(candidate.layout, self.setting)
+        setting = self.setting.of_executor(candidate.executor)
+        estimated = EstimatedLayout.of(candidate.layout, setting)
         if not estimated.has_room_for_states:
             return
         can_recompute = any(layer.recomputed is not None for layer in estimated.estimate.layers)

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.given import GivenCosts
+from zbv_solver.estimate.states import StateBytes
 from zbv_solver.estimate.transformer import Transformer
-from zbv_solver.layouts.cluster import AnyCluster, Cluster
+from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.estimated_layout import Setting
+from zbv_solver.layouts.executor_memory import STATES
 from zbv_solver.layouts.layout import Layout
 
 ANY, FREE = "any", "zbv"
@@ -147,13 +150,13 @@ LAYOUT_EXECUTORS = (FREE, *NAMES, ANY)
 """What ``--executor`` takes."""
 
 
-def executors_of(name: str, model: Transformer) -> tuple[str, ...]:
-    """The executors that a name stands for and that can run a model.
+def executors_of(name: str, model: Transformer, state: StateBytes) -> tuple[str, ...]:
+    """The executors that a name stands for, and that can run a model with some states.
 
     Raises
     ------
     InvalidInput
-        When there is no such executor, or it cannot run the model.
+        When there is no such executor, it cannot run the model, or it cannot have these states.
     """
     if name not in LAYOUT_EXECUTORS:
         known = ", ".join(LAYOUT_EXECUTORS)
@@ -161,11 +164,14 @@ def executors_of(name: str, model: Transformer) -> tuple[str, ...]:
     if name == FREE:
         return (FREE,)
     # Rules of models ignore the layout.
-    broken = {each: _broken(MODEL_RULES[each], model, _NO_LAYOUT) for each in NAMES}
+    broken = {
+        each: [*(rule.text for rule in _broken(MODEL_RULES[each], model, _NO_LAYOUT)), STATES[each].refusal(state)]
+        for each in NAMES
+    }
     if name == ANY:
-        return (FREE, *(each for each in NAMES if not broken[each]))
-    if broken[name]:
-        raise InvalidInput.at("", f"{NAMES[name]} requires {broken[name][0].text}.")
+        return (FREE, *(each for each in NAMES if not any(broken[each])))
+    for text in filter(None, broken[name]):
+        raise InvalidInput.at("", f"{NAMES[name]} requires {text}.")
     return (name,)
 
 
@@ -180,9 +186,7 @@ def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
     return layout.recompute != "selective" and not _broken(LAYOUT_RULES[executor], model, layout)
 
 
-def layouts_of_executors(
-    executor: str, model: Transformer, cluster: AnyCluster, layouts: Sequence[Layout]
-) -> list[tuple[int, str, Layout]]:
+def layouts_of_executors(executor: str, setting: Setting, layouts: Sequence[Layout]) -> list[tuple[int, str, Layout]]:
     """Every pair of a layout and an executor that can run it; the numbers are those of the layouts.
 
     Raises
@@ -190,12 +194,13 @@ def layouts_of_executors(
     InvalidInput
         When there is no such executor, or it can run none of the layouts.
     """
-    if not isinstance(cluster, Cluster):
+    model = setting.model
+    if not isinstance(setting.cluster, Cluster):
         detail = f"found {executor!r}, but the cluster has groups of nodes; this needs equal devices."
         raise InvalidInput.at("", f"{detail} Give one group of nodes, or executor {FREE}.")
     found = [
         (number, name, layout)
-        for name in executors_of(executor, model)
+        for name in executors_of(executor, model, setting.training.state)
         for number, layout in enumerate(layouts)
         if runs_layout(name, model, layout)
     ]

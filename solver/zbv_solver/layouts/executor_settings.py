@@ -8,12 +8,14 @@ sizes of the model, are not written.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from zbv_solver.errors import InvalidInput
-from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.executors.megatron_layout import Stages, layout_flags
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.executors.torchtitan_settings import write_settings
-from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.estimated_layout import Setting
+from zbv_solver.layouts.executor_memory import STATES, uses_aware_optimizer
 from zbv_solver.layouts.executor_rules import NAMES
 from zbv_solver.layouts.layout import Layout
 
@@ -21,8 +23,7 @@ from zbv_solver.layouts.layout import Layout
 def layout_settings(
     executor: str,
     layout: Layout,
-    model: Transformer,
-    cluster: Cluster,
+    setting: Setting,
     stages: Stages | None,
     schedule: Schedule,
 ) -> tuple[str | None, str]:
@@ -40,9 +41,9 @@ def layout_settings(
     try:
         recompute = "all" if layout.recompute == "full" else "none"
         if executor == "torchtitan":
-            return _toml(layout, model, stages, schedule, recompute), ""
+            return _toml(layout, setting, stages, schedule, recompute), ""
         flags = [
-            *_flags(layout, model, cluster),
+            *_flags(layout, setting),
             *layout_flags(stages, layout.pipeline_parallel, schedule.group, recompute),
         ]
         return " \\\n".join(flags) + "\n", ""
@@ -50,13 +51,14 @@ def layout_settings(
         return None, str(error.issues[0].detail)
 
 
-def _flags(layout: Layout, model: Transformer, cluster: Cluster) -> list[str]:
+def _flags(layout: Layout, setting: Setting) -> list[str]:
     """The flags of a layout besides those of the pipeline's cut. Replicas take the remaining devices."""
+    (cluster,), state = setting.cluster.groups, setting.training.state
     flags = [f"--tensor-model-parallel-size {layout.tensor_parallel}"]
     if layout.tensor_parallel > 1:
         flags.append("--sequence-parallel")
     flags.append(f"--context-parallel-size {layout.context_parallel}")
-    if model.experts > 1:
+    if setting.model.experts > 1:
         # Estimates have whole experts on every device; Megatron-LM's default divides them by tensors.
         flags += [
             f"--expert-model-parallel-size {layout.expert_parallel}",
@@ -66,7 +68,10 @@ def _flags(layout: Layout, model: Transformer, cluster: Cluster) -> list[str]:
         f"--micro-batch-size {layout.microbatch_size}",
         f"--global-batch-size {layout.microbatch_size * layout.microbatches * layout.data_parallel}",
     ]
-    if layout.zero_stage:
+    flags += (f"{flag} {value}".rstrip() for flag, value in STATES["megatron"].settings(state).items())
+    if not setting.training.fused_gradients:
+        flags.append("--no-gradient-accumulation-fusion")
+    if layout.zero_stage or uses_aware_optimizer(state):
         flags.append("--use-distributed-optimizer")
     if cluster.data_overlap > 0:
         flags.append("--overlap-grad-reduce")
@@ -77,7 +82,8 @@ def _flags(layout: Layout, model: Transformer, cluster: Cluster) -> list[str]:
     return flags
 
 
-def _toml(layout: Layout, model: Transformer, stages: Stages, schedule: Schedule, recompute: str) -> str:
+def _toml(layout: Layout, setting: Setting, stages: Stages, schedule: Schedule, recompute: str) -> str:
+    model, keys = setting.model, STATES["torchtitan"].settings(setting.training.state)
     degrees = {
         "data_parallel_replicate_degree": 1,
         "data_parallel_shard_degree": layout.data_parallel,
@@ -97,5 +103,11 @@ def _toml(layout: Layout, model: Transformer, stages: Stages, schedule: Schedule
         recompute,
         microbatch_size=layout.microbatch_size,
         parallelism=degrees,
-        training={"global_batch_size": batch, "seq_len": model.sequence},
+        training={"global_batch_size": batch, "seq_len": model.sequence, **_section(keys, "training")},
+        optimizer=_section(keys, "optimizer"),
     )
+
+
+def _section(keys: Mapping[str, str], name: str) -> dict[str, str]:
+    """The keys of a section, without its name."""
+    return {key.removeprefix(f"{name}."): value for key, value in keys.items() if key.startswith(f"{name}.")}

@@ -10,6 +10,7 @@ from zbv_solver.estimate.config_fields import Amount, ConfigSection, Flag, Size
 from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
 from zbv_solver.problem.problem import Objective
 
+
 class Precision(ConfigSection):
     """Bytes per parameter of each kind of training state; ``state`` once per state of the optimizer."""
 
@@ -30,6 +31,7 @@ PRECISIONS = {
 """``mixed``: Rajbhandari et al. 2020, §3.1. ``bf16-states``: DeepSeek-AI 2024b, §3.3.2."""
 PRECISION_OF = {"bfloat16": "mixed-fp32-gradients", "float16": "mixed", "float32": "single"}
 """The precision of a model's type, if none is given: that of Megatron-LM with ``--bf16`` and ``--fp16``."""
+PrecisionName = Literal["mixed", "mixed-fp32-gradients", "bf16-states", "fp8-states", "single", "half"]
 Optimizer = Literal["adam", "muon", "lion", "sgd-momentum", "sgd"]
 
 
@@ -38,10 +40,7 @@ def _name_or_bytes(value: Any) -> str:
 
 
 PrecisionChoice = Annotated[
-    Annotated[
-        Literal["mixed", "mixed-fp32-gradients", "bf16-states", "fp8-states", "single", "half"], Tag("name")
-    ]
-    | Annotated[Precision, Tag("bytes")],
+    Annotated[PrecisionName, Tag("name")] | Annotated[Precision, Tag("bytes")],
     Discriminator(_name_or_bytes),
 ]
 

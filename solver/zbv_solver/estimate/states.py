@@ -82,6 +82,9 @@ class Kept:
         Memory traffic of the update, which replicas share if they divide anything.
     buffers
         Held per parameter of one layer at a time, in addition.
+    copied
+        Held during the update only, in addition; replicas share it as they share the optimizer. Activations
+        are gone by then, so it does not add to the peak of a pipeline.
     """
 
     whole: StaticBytes
@@ -91,6 +94,7 @@ class Kept:
     gathered: float
     updated: float
     buffers: float = 0.0
+    copied: float = 0.0
 
     def of(self, count: int, replicas: int) -> StaticBytes:
         """What a device holds of so many parameters."""
@@ -110,7 +114,9 @@ def by_zero(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
     optimizer = state.updated(tables=tables)
     every = StaticBytes(state.parameters, state.gradients, optimizer)
     divided = StaticBytes(
-        state.parameters * (zero_stage >= 3), state.gradients * (zero_stage >= 2), optimizer * (zero_stage >= 1)
+        state.parameters * (zero_stage >= 3),
+        state.gradients * (zero_stage >= 2),
+        optimizer * (zero_stage >= 1),
     )
     return Kept(
         whole=every + divided.scaled(-1.0),

@@ -29,21 +29,23 @@ def megatron(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
     (``_ParamAndGradBuffer``), in which replicas reduce them, so communication takes no other buffer. A main
     gradient of 16 bits is copied to float32 for the update (``_copy_model_grads_to_main_grads``), but not by
     the precision-aware optimizer. That keeps of the master copy of a parameter in bfloat16 only the other 16
-    bits (``OptimizerConfig.store_param_remainders``).
+    bits (``OptimizerConfig.store_param_remainders``). Megatron-FSDP divides gradients (ZeRO stage 2) and
+    parameters (3), too.
     """
+    if zero_stage > 1:
+        return by_zero(state, zero_stage, tables)
     is_aware, optimizer = uses_aware_optimizer(state), state.updated(tables=tables)
     copied = FLOAT32 if state.master and state.gradients < FLOAT32 and not is_aware else 0.0
     if is_aware and state.master == FLOAT32:
         optimizer -= FLOAT32 - REMAINDER
-    parts = StaticBytes(optimizer=optimizer + copied)
-    nothing = StaticBytes()
     return Kept(
-        whole=StaticBytes(state.parameters, state.gradients) + (nothing if zero_stage else parts),
-        divided=parts if zero_stage else nothing,
+        whole=StaticBytes(state.parameters, state.gradients, 0.0 if zero_stage else optimizer),
+        divided=StaticBytes(optimizer=optimizer if zero_stage else 0.0),
         accumulated=state.gradients,
         reduced=state.gradients,
         gathered=state.parameters,
         updated=update_bytes(state, copied=copied, tables=tables),
+        copied=copied,
     )
 
 

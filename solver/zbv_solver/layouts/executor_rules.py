@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.given import GivenCosts
-from zbv_solver.estimate.states import StateBytes
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.layouts.cluster import Cluster
 from zbv_solver.layouts.estimated_layout import Setting
@@ -150,8 +149,8 @@ LAYOUT_EXECUTORS = (FREE, *NAMES, ANY)
 """What ``--executor`` takes."""
 
 
-def executors_of(name: str, model: Transformer, state: StateBytes) -> tuple[str, ...]:
-    """The executors that a name stands for, and that can run a model with some states.
+def executors_of(name: str, setting: Setting) -> tuple[str, ...]:
+    """The executors that a name stands for, and that can run a model with the states that it asks for.
 
     Raises
     ------
@@ -165,13 +164,14 @@ def executors_of(name: str, model: Transformer, state: StateBytes) -> tuple[str,
         return (FREE,)
     # Rules of models ignore the layout.
     broken = {
-        each: [*(rule.text for rule in _broken(MODEL_RULES[each], model, _NO_LAYOUT)), STATES[each].refusal(state)]
+        each: [rule.text for rule in _broken(MODEL_RULES[each], setting.model, _NO_LAYOUT)]
+        + list(filter(None, [STATES[each].refusal(setting.training.state)]))
         for each in NAMES
     }
     if name == ANY:
-        return (FREE, *(each for each in NAMES if not any(broken[each])))
-    for text in filter(None, broken[name]):
-        raise InvalidInput.at("", f"{NAMES[name]} requires {text}.")
+        return (FREE, *(each for each in NAMES if not broken[each]))
+    if broken[name]:
+        raise InvalidInput.at("", f"{NAMES[name]} requires {broken[name][0]}.")
     return (name,)
 
 
@@ -186,7 +186,9 @@ def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
     return layout.recompute != "selective" and not _broken(LAYOUT_RULES[executor], model, layout)
 
 
-def layouts_of_executors(executor: str, setting: Setting, layouts: Sequence[Layout]) -> list[tuple[int, str, Layout]]:
+def layouts_of_executors(
+    executor: str, setting: Setting, layouts: Sequence[Layout]
+) -> list[tuple[int, str, Layout]]:
     """Every pair of a layout and an executor that can run it; the numbers are those of the layouts.
 
     Raises
@@ -200,7 +202,7 @@ def layouts_of_executors(executor: str, setting: Setting, layouts: Sequence[Layo
         raise InvalidInput.at("", f"{detail} Give one group of nodes, or executor {FREE}.")
     found = [
         (number, name, layout)
-        for name in executors_of(executor, model, setting.training.state)
+        for name in executors_of(executor, setting)
         for number, layout in enumerate(layouts)
         if runs_layout(name, model, layout)
     ]

@@ -159,7 +159,7 @@ def test_megatrons_flags_are_those_of_the_layout() -> None:
     words = iter(shlex.split(best.settings.replace("\\\n", " ")))
     lone = {
         *("--sequence-parallel", "--use-distributed-optimizer", "--use-tp-pp-dp-mapping"),
-        *("--overlap-grad-reduce", "--overlap-param-gather"),
+        *("--overlap-grad-reduce", "--overlap-param-gather", "--bf16"),
     }
     flags: dict[str, str] = {}
     for word in words:
@@ -258,7 +258,7 @@ def test_every_rule_has_a_source() -> None:
 
 
 def test_models_that_an_executor_cannot_run_are_refused() -> None:
-    predicting = request_of({**MODEL, "prediction_layers": 1}, cluster_of(1, 2), 4).setting.model
+    predicting = request_of({**MODEL, "prediction_layers": 1}, cluster_of(1, 2), 4).setting
     with pytest.raises(InvalidInput, match="torchtitan requires a model of"):
         executors_of("torchtitan", predicting)
     assert executors_of("any", predicting) == ("zbv", "megatron", "torch")

@@ -107,7 +107,7 @@ class Attention:
             *norm_tensors(shapes, "attention's norm"),
             Held(
                 "input of the projection to queries, keys, values",
-                shapes.operand(shapes.hidden),
+                shapes.operand(shapes.kept_input),
                 after_input=True,
                 modules=("layernorm",),
             ),

@@ -11,11 +11,13 @@ from functools import lru_cache
 
 from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.device import Device, GroupLink, GroupLinks
+from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import Part
 from zbv_solver.estimate.shapes import Degrees, Shapes
 from zbv_solver.estimate.states import (
     Account,
     Kept,
+    Share,
     StateBytes,
     StaticBytes,
     by_zero,
@@ -150,6 +152,8 @@ class Training:
     fused_gradients
         Whether W's products add their results to the accumulated gradients, as in Megatron-LM
         (``gradient_accumulation_fusion``); otherwise W has a kernel for that.
+    keeps_gathered
+        As in :class:`~zbv_solver.estimate.shapes.Degrees`.
     """
 
     state: StateBytes = MIXED
@@ -159,6 +163,11 @@ class Training:
     ends_share_rank: bool = False
     by_halves: bool = False
     fused_gradients: bool = True
+    keeps_gathered: bool = False
+
+    def shares(self, parameters: Parameters, degrees: Degrees) -> tuple[Share, ...]:
+        """The parameters of a layer by their replicas and states."""
+        return shares_of(parameters, self.state, self.account, degrees)
 
     def kept(self, degrees: Degrees) -> Kept:
         """What a device keeps per parameter of a matrix."""
@@ -205,16 +214,18 @@ def estimate_model(
         accumulated,
         training.fused_gradients,
     )
-    of_parts = replace(degrees, data=1, zero_stage=0)
+    of_parts = replace(degrees, data=1, zero_stage=0, keeps_gathered=training.keeps_gathered)
     for kind in model.layers(accumulated, training.ends_share_rank):
         shapes = model.shapes(kind, of_parts, sequences)
         parts = [_computed(half, shapes, inside) for _, half in kind.halves]
         found = [_layer(part, degrees, device, links, training, kind.can_recompute) for part in parts]
+        buffers = [buffer_bytes(training.shares(each.part.parameters, degrees)) for each in parts]
         if training.by_halves and len(found) > 1:
-            layers += _apart(kind, found)
+            layers += _apart(kind, list(map(_with_buffers, found, buffers)))
         else:
             is_full = training.recompute in ("full", "both") and kind.can_recompute
-            layers.append(_whole(kind, found, parts[0].part.input_bytes if is_full else None))
+            whole = _whole(kind, found, parts[0].part.input_bytes if is_full else None)
+            layers.append(_with_buffers(whole, sum(buffers)))
     return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
 
 
@@ -292,13 +303,13 @@ def _layer(
 ) -> LayerEstimate:
     """One part as a layer."""
     part, compute, recompute = computed.part, computed.times, training.recompute
-    shares = shares_of(part.parameters, training.state, training.account, degrees)
+    shares = training.shares(part.parameters, degrees)
     replicas = microbatch_times(shares, degrees.zero_stage, compute, links)
     plain = Running(
         compute + replicas,
         part.after_forward,
         part.after_input,
-        part.workspace + buffer_bytes(shares),
+        part.workspace,
     )
     full = selective = None
     if can_recompute and recompute in ("full", "both"):
@@ -331,6 +342,22 @@ def _selective(computed: Computed, plain: Running) -> Running | None:
         plain.after_forward - computed.dropped,
         plain.after_input,
         plain.workspace + computed.dropped,
+    )
+
+
+def _with_buffers(layer: LayerEstimate, size: int) -> LayerEstimate:
+    """A layer with what its replicas gather or reduce at once, while it runs."""
+    if not size:
+        return layer
+
+    def more(running: Running) -> Running:
+        return replace(running, workspace=running.workspace + size)
+
+    return replace(
+        layer,
+        plain=more(layer.plain),
+        recomputed=layer.recomputed and more(layer.recomputed),
+        selective=layer.selective and more(layer.selective),
     )
 
 

@@ -66,9 +66,14 @@ class Setting:
 
     def of_executor(self, executor: str) -> Setting:
         """The same with what a device holds under an executor."""
-        states, training = STATES[executor], self.training
-        fused = training.fused_gradients and states.fuses_gradients
-        return replace(self, training=replace(training, account=states.account, fused_gradients=fused))
+        states = STATES[executor]
+        training = replace(
+            self.training,
+            account=states.account,
+            fused_gradients=self.training.fused_gradients and not states.is_autograd,
+            keeps_gathered=states.is_autograd,
+        )
+        return replace(self, training=training)
 
     @property
     def is_selective(self) -> bool:

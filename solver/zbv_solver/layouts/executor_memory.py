@@ -61,9 +61,10 @@ def fsdp(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
     all have the type of these parameters (``FSDPParam``: ``orig_dtype``). A pipeline gathers the parameters
     of a stage once per step (``get_fsdp_reshard_after_forward_policy``) and adds up whole gradients in the
     type of the reduction (``FSDPParam.to_accumulated_grad_if_needed``). Of one layer at a time there are in
-    addition the gradient before it is added, and the input of a reduce-scatter (``foreach_reduce``); without
-    a pipeline also its gathered parameters, and those of the next one. One replica has all of these tensors,
-    too.
+    addition the gradient before it is added, the input of a reduce-scatter (``foreach_reduce``), and the
+    outputs of two all-gathers (``FSDPParamGroup``, implicit prefetching). All three count together, because
+    they belong to different streams, whose memory PyTorch's allocator does not share. One replica has all of
+    these tensors, too.
     """
     updated = state.master or state.parameters
     moments = state.updated(tables=tables) - state.master
@@ -76,7 +77,7 @@ def fsdp(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
         gathered=state.parameters,
         # Norm and update read the gradients; parameters and states are read and written; then it casts.
         updated=2 * updated + 2 * (updated + moments) + updated + state.parameters,
-        buffers=state.parameters + state.gradients + (0.0 if is_piped else 2 * state.parameters),
+        buffers=3 * state.parameters + state.gradients,
     )
 
 
@@ -113,14 +114,25 @@ class ExecutorStates:
         Why it cannot have such states; empty if it can.
     settings
         What asks for them, as names and values.
-    fuses_gradients
-        Whether products of W add their results to the accumulated gradients, unless told otherwise.
+    is_autograd
+        Whether autograd decides what is kept: weight gradients are added in a kernel of their own, and linear
+        layers keep what sequence parallelism gathered for them (torch/distributed/tensor/parallel). Also,
+        every stage has buffers for the inputs and output gradients of all microbatches, and keeps its outputs
+        until their backward (torch/distributed/pipelining/stage.py, ``args_recv_info``, ``grad_recv_info``,
+        ``fwd_cache``).
     """
 
     account: Account
     refusal: Callable[[StateBytes], str] = lambda state: ""
     settings: Callable[[StateBytes], dict[str, str]] = lambda state: {}
-    fuses_gradients: bool = True
+    is_autograd: bool = False
+
+    def buffers(self, microbatches: int, output_bytes: int) -> int:
+        """What a stage holds of its transfers all the time.
+
+        The inputs of microbatches in flight are activations, and there are as many outputs as these.
+        """
+        return 2 * microbatches * output_bytes if self.is_autograd else 0
 
 
 def _megatron_refusal(state: StateBytes) -> str:
@@ -206,7 +218,7 @@ def _sizes(state: StateBytes) -> str:
 STATES = {
     "zbv": ExecutorStates(worker),
     "megatron": ExecutorStates(megatron, _megatron_refusal, _megatron_settings),
-    "torchtitan": ExecutorStates(fsdp, _titan_refusal, _titan_settings, fuses_gradients=False),
-    "torch": ExecutorStates(torch, fuses_gradients=False),
+    "torchtitan": ExecutorStates(fsdp, _titan_refusal, _titan_settings, is_autograd=True),
+    "torch": ExecutorStates(torch, is_autograd=True),
 }
 """The states of every executor."""

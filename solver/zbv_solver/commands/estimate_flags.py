@@ -68,6 +68,7 @@ FLAGS: dict[str, dict[str, Kind]] = {
         "zero_stage": int,
         "optimizer": "adam|muon|lion|sgd-momentum|sgd",
         "precision": "mixed|mixed-fp32-gradients|bf16-states|fp8-states|single|half",
+        "offloaded_states": float,
         "recompute": "none|selective|full",
         "fused_gradients": bool,
         "granularity": "block|half",

@@ -46,6 +46,7 @@ class EstimateConfig(ConfigSection):
             sizes.state,
             self.parallel.optimizer,
             self.model.dtype,
+            self.parallel.offloaded_states,
         )
 
     @property

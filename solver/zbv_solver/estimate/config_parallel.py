@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from zbv_solver.estimate.config_fields import Amount, ConfigSection, Flag, Size
+from zbv_solver.estimate.config_fields import Amount, ConfigSection, Flag, Share, Size
 from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
 from zbv_solver.problem.problem import Objective
 
@@ -73,6 +73,9 @@ class ParallelConfig(ConfigSection):
     optimizer: Optimizer = "adam"
     precision: PrecisionChoice | None = Field(
         None, description="a name or bytes of each kind; null: by the type of the model"
+    )
+    offloaded_states: Share = Field(
+        0.0, description="share of the optimizer's states and master copy that the host keeps and updates"
     )
     recompute: Literal["none", "selective", "full"] | None = Field(
         None, description="the alternative that layers carry; null: selective for plain attention, else full"

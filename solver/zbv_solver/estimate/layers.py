@@ -1,7 +1,7 @@
 """Costs and memory of a model's layers on one device.
 
 The figures of a block are the sums of its halves' figures, except for the workspace: that is the largest one,
-because a device runs one action at a time.
+because a device runs one action at a time, and in addition what replicas gather or reduce of a block at once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A program chooses the types of its states, :class:`StateBytes`. What a device then holds of them is a
 :class:`Kept`: some bytes per parameter in every replica, and others that the replicas divide. Estimates take
-it from :func:`by_zero`; an executor has an account of its own (:mod:`zbv_solver.layouts.executor_memory`).
+it from :func:`by_zero`; each executor has another account (:mod:`zbv_solver.layouts.executor_memory`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from zbv_solver.estimate.amounts import Summed
 from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.shapes import Degrees
 
+FLOAT32_BYTES = 4
 OPTIMIZER_STATES = {"adam": (2, 2), "muon": (1, 2), "lion": (1, 1), "sgd-momentum": (1, 1), "sgd": (0, 0)}
 """Values that an optimizer keeps per parameter of a matrix, and of a table of the vocabulary.
 
@@ -36,6 +37,8 @@ class StateBytes:
         Each value that the optimizer keeps.
     dtype
         The type in which the model computes.
+    offloaded
+        Share of the master copy and of the optimizer's values that the host keeps and updates.
     """
 
     parameters: float = 2.0
@@ -44,10 +47,15 @@ class StateBytes:
     state: float = 4.0
     optimizer: str = "adam"
     dtype: str = "bfloat16"
+    offloaded: float = 0.0
+
+    def values(self, *, tables: bool = False) -> float:
+        """All values of the optimizer, of matrices or of tables, on device and host."""
+        return OPTIMIZER_STATES[self.optimizer][tables] * self.state
 
     def updated(self, *, tables: bool = False) -> float:
-        """Master copy and all values of the optimizer, of matrices or of tables."""
-        return self.master + OPTIMIZER_STATES[self.optimizer][tables] * self.state
+        """Master copy and all values of the optimizer on the device, of matrices or of tables."""
+        return (1 - self.offloaded) * (self.master + self.values(tables=tables))
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,8 @@ class Kept:
     copied
         Held during the update only, in addition; replicas share it as they share the optimizer. Activations
         are gone by then, so it does not add to the peak of a pipeline.
+    hosted
+        Traffic through the host's memory of the update that the host does.
     """
 
     whole: StaticBytes
@@ -95,6 +105,7 @@ class Kept:
     updated: float
     buffers: float = 0.0
     copied: float = 0.0
+    hosted: float = 0.0
 
     def of(self, count: int, replicas: int) -> StaticBytes:
         """What a device holds of so many parameters."""
@@ -126,7 +137,17 @@ def by_zero(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
         gathered=state.parameters,
         updated=update_bytes(state, tables=tables),
         buffers=max(divided.parameters, divided.gradients),
+        hosted=hosted_bytes(state, tables=tables),
     )
+
+
+def hosted_bytes(state: StateBytes, *, tables: bool = False) -> float:
+    """Memory traffic of the host's update per parameter, in float32.
+
+    Gradients come from the device and are read; the master copy and the optimizer's values are read and
+    written; parameters go back (Megatron-LM, ``HybridDeviceOptimizer``).
+    """
+    return state.offloaded * (4 * FLOAT32_BYTES + 2 * FLOAT32_BYTES + 2 * state.values(tables=tables))
 
 
 def update_bytes(state: StateBytes, *, copied: float = 0.0, tables: bool = False) -> float:

@@ -13,8 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zbv_solver.estimate.amounts import PerAction, Summed
-from zbv_solver.estimate.device import Device, GroupLink, GroupLinks
+from zbv_solver.estimate.device import GIGA, MICROSECONDS, Device, GroupLink, GroupLinks
 from zbv_solver.estimate.states import Kept, Share
+
+HOST_BANDWIDTH = 38.0
+"""GB/s of a device's share of its host's memory, for states that the host updates; assumed: half of 614 GB/s,
+16 channels of DDR5-4800, for 8 devices."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class StepTimes(Summed):
 
 def step_times(shares: tuple[Share, ...], zero_stage: int, device: Device, links: GroupLinks) -> StepTimes:
     """What a layer costs per step."""
-    reduction = gathering = moved = 0.0
+    reduction = gathering = moved = hosted = 0.0
     for each in shares:
         kept, link = each.kept, _link(each, links)
         steps = each.replicas - 1
@@ -53,7 +57,9 @@ def step_times(shares: tuple[Share, ...], zero_stage: int, device: Device, links
             gathering += exposed * link.time(sent * kept.gathered, steps)
         updated = each.count / (each.replicas if zero_stage else 1)
         moved += updated * kept.updated + kept.of(each.count, each.replicas).gradients
-    return StepTimes(reduction, gathering, device.streaming(moved))
+        hosted += updated * kept.hosted
+    on_host = hosted * MICROSECONDS / (HOST_BANDWIDTH * GIGA)
+    return StepTimes(reduction, gathering, device.streaming(moved) + on_host)
 
 
 def _link(share: Share, links: GroupLinks) -> GroupLink:

@@ -11,9 +11,17 @@ programs, with ZeRO stage 1 or FSDP, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zbv_solver.estimate.states import Account, Kept, StateBytes, StaticBytes, by_zero, update_bytes
+from zbv_solver.estimate.states import (
+    Account,
+    Kept,
+    StateBytes,
+    StaticBytes,
+    by_zero,
+    hosted_bytes,
+    update_bytes,
+)
 
 FLOAT32 = 4.0
 REMAINDER = 2.0
@@ -29,14 +37,15 @@ def megatron(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
     (``_ParamAndGradBuffer``), in which replicas reduce them, so communication takes no other buffer. A main
     gradient of 16 bits is copied to float32 for the update (``_copy_model_grads_to_main_grads``), but not by
     the precision-aware optimizer. That keeps of the master copy of a parameter in bfloat16 only the other 16
-    bits (``OptimizerConfig.store_param_remainders``). Megatron-FSDP divides gradients (ZeRO stage 2) and
-    parameters (3), too.
+    bits (``OptimizerConfig.store_param_remainders``), unless a part of the states is offloaded
+    (``HybridDeviceOptimizer``). Megatron-FSDP divides gradients (ZeRO stage 2) and parameters (3), too.
     """
     if zero_stage > 1:
         return by_zero(state, zero_stage, tables)
     is_aware, optimizer = uses_aware_optimizer(state), state.updated(tables=tables)
-    copied = FLOAT32 if state.master and state.gradients < FLOAT32 and not is_aware else 0.0
-    if is_aware and state.master == FLOAT32:
+    is_copied = state.master and state.gradients < FLOAT32 and (state.offloaded or not is_aware)
+    copied = FLOAT32 * (1 - state.offloaded) if is_copied else 0.0
+    if is_aware and state.master == FLOAT32 and not state.offloaded:
         optimizer -= FLOAT32 - REMAINDER
     return Kept(
         whole=StaticBytes(state.parameters, state.gradients, 0.0 if zero_stage else optimizer),
@@ -46,12 +55,13 @@ def megatron(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
         gathered=state.parameters,
         updated=update_bytes(state, copied=copied, tables=tables),
         copied=copied,
+        hosted=hosted_bytes(state, tables=tables),
     )
 
 
 def uses_aware_optimizer(state: StateBytes) -> bool:
     """Whether Megatron-LM needs its precision-aware optimizer for such states."""
-    return 0 < state.state < FLOAT32 or 0 < state.master < FLOAT32
+    return 0 < state.state < FLOAT32 or 0 < state.master < FLOAT32 or state.offloaded > 0
 
 
 def fsdp(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
@@ -67,7 +77,7 @@ def fsdp(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
     these tensors, too.
     """
     updated = state.master or state.parameters
-    moments = state.updated(tables=tables) - state.master
+    moments = state.values(tables=tables)
     is_piped = zero_stage < 3
     return Kept(
         whole=StaticBytes(state.parameters, state.gradients) if is_piped else StaticBytes(),
@@ -94,12 +104,8 @@ def worker(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
     float32 (``main_gradients``).
     """
     kept = by_zero(state, zero_stage, tables)
-    if zero_stage != 1:
-        return kept
-    divided = StaticBytes(state.parameters, state.gradients, state.updated(tables=tables))
-    return Kept(
-        kept.whole, divided, kept.accumulated, kept.reduced, kept.gathered, kept.updated, kept.buffers
-    )
+    parts = StaticBytes(state.parameters, state.gradients, state.updated(tables=tables))
+    return replace(kept, divided=parts) if zero_stage == 1 else kept
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class ExecutorStates:
     settings
         What asks for them, as names and values.
     is_autograd
-        Whether autograd decides what is kept: weight gradients are added in a kernel of their own, and linear
+        Whether autograd decides what is kept: separate kernels add weight gradients, and linear
         layers keep what sequence parallelism gathered for them (torch/distributed/tensor/parallel). Also,
         every stage has buffers for the inputs and output gradients of all microbatches, and keeps its outputs
         until their backward (torch/distributed/pipelining/stage.py, ``args_recv_info``, ``grad_recv_info``,
@@ -137,6 +143,8 @@ class ExecutorStates:
 
 def _megatron_refusal(state: StateBytes) -> str:
     if state.dtype == "float32":
+        if state.offloaded:
+            return "bfloat16 for offloaded states (found float32)"
         if (state.parameters, state.gradients, state.master, state.state) != (4, 4, 0, 4):
             return f"the precision single (found {_sizes(state)}), because the model has the type float32"
         return ""
@@ -148,10 +156,13 @@ def _megatron_refusal(state: StateBytes) -> str:
     if state.state not in MOMENTS:
         return f"optimizer states of 4, 2 or 1 bytes (found {state.state:g})"
     if uses_aware_optimizer(state):
-        if state.optimizer != "adam":
-            return f"adam for optimizer states or a master copy below 4 bytes (found {state.optimizer})"
-        if state.dtype == "float16":
-            return "bfloat16 for optimizer states or a master copy below 4 bytes (found float16)"
+        if (state.optimizer, state.dtype) != ("adam", "bfloat16"):
+            return (
+                "adam and bfloat16 for offloaded states, and for states or a master copy below 4 bytes "
+                f"(found {state.optimizer} and {state.dtype})"
+            )
+        if state.offloaded and (state.master, state.state) != (4, 4):
+            return f"a master copy and states of 4 bytes if some are offloaded (found {_sizes(state)})"
     if state.dtype == "float16" and state.optimizer in ("muon", "lion"):
         return f"bfloat16 or float32 for {state.optimizer} (found float16)"
     return ""
@@ -171,6 +182,11 @@ def _megatron_settings(state: StateBytes) -> dict[str, str]:
             "--exp-avg-dtype": moments,
             "--exp-avg-sq-dtype": moments,
         }
+        if state.offloaded:
+            flags |= {
+                "--optimizer-cpu-offload": "",
+                "--optimizer-offload-fraction": f"{state.offloaded:g}",
+            }
     elif state.dtype == "bfloat16" and state.gradients < FLOAT32:
         flags |= {"--grad-reduce-in-bf16": ""}
     if state.optimizer != "adam":
@@ -180,11 +196,19 @@ def _megatron_settings(state: StateBytes) -> dict[str, str]:
     return flags
 
 
+def _torch_refusal(state: StateBytes) -> str:
+    if not state.offloaded:
+        return ""
+    return "no offloaded states, because FSDP offloads parameters and gradients with them"
+
+
 def _titan_refusal(state: StateBytes) -> str:
     if state.optimizer != "adam":
         return f"adam (found {state.optimizer}), because its settings name no other optimizer"
     if state.dtype == "float16":
         return "bfloat16 or float32 (found float16)"
+    if refusal := _torch_refusal(state):
+        return refusal
     parameters = 2.0 if state.dtype == "bfloat16" else 4.0
     if state.parameters != parameters or state.gradients != FLOAT32:
         return (
@@ -219,6 +243,6 @@ STATES = {
     "zbv": ExecutorStates(worker),
     "megatron": ExecutorStates(megatron, _megatron_refusal, _megatron_settings),
     "torchtitan": ExecutorStates(fsdp, _titan_refusal, _titan_settings, is_autograd=True),
-    "torch": ExecutorStates(torch, is_autograd=True),
+    "torch": ExecutorStates(torch, _torch_refusal, is_autograd=True),
 }
 """The states of every executor."""

@@ -23,7 +23,10 @@ from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.measured_layers import Measured
 from zbv_solver.layouts.profile import Profile
 
-KEPT = ("optimizer", "precision", "context_exchange", "fused_gradients", "recompute_modules")
+KEPT = (
+    *("optimizer", "precision", "offloaded_states"),
+    *("context_exchange", "fused_gradients", "recompute_modules"),
+)
 """Keys of the section ``parallel`` that layouts share; the search chooses the others."""
 REPEATED = ["mla_up_proj", "moe_act"]
 """What selective recomputation repeats, unless the document says so: flash attention keeps no scores."""

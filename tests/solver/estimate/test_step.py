@@ -64,7 +64,7 @@ def test_shared_parameters_are_gathered_in_every_f_and_i() -> None:
 
 
 def test_an_action_holds_what_it_gathers() -> None:
-    """A whole block is gathered at once; as a half, its larger one: 3 · 4096 · 16384 parameters and a norm."""
+    """A whole block is gathered at once, or half of it: of the MLP, 3 · 4096 · 16384 and a norm."""
     assert block(3).plain.workspace == block(1).plain.workspace + 2 * block(1).parameters
     halves = [estimate_layers(config(stage, granularity="half"))[2].plain.workspace for stage in (1, 3)]
     assert halves[1] == halves[0] + 2 * (3 * 4096 * 16384 + 4096)

@@ -60,7 +60,7 @@ def megatron(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
 
 
 def uses_aware_optimizer(state: StateBytes) -> bool:
-    """Whether Megatron-LM needs its precision-aware optimizer for such states."""
+    """Whether Megatron-LM needs its precision-aware optimizer, which is distributed, for such states."""
     return 0 < state.state < FLOAT32 or 0 < state.master < FLOAT32 or state.offloaded > 0
 
 
@@ -120,6 +120,8 @@ class ExecutorStates:
         Why it cannot have such states; empty if it can.
     settings
         What asks for them, as names and values.
+    needs_shards
+        Whether they need ZeRO stage 1 if there are replicas.
     is_autograd
         Whether autograd decides what is kept: separate kernels add weight gradients, and linear
         layers keep what sequence parallelism gathered for them (torch/distributed/tensor/parallel). Also,
@@ -131,6 +133,7 @@ class ExecutorStates:
     account: Account
     refusal: Callable[[StateBytes], str] = lambda state: ""
     settings: Callable[[StateBytes], dict[str, str]] = lambda state: {}
+    needs_shards: Callable[[StateBytes], bool] = lambda state: False
     is_autograd: bool = False
 
     def buffers(self, microbatches: int, output_bytes: int) -> int:
@@ -241,7 +244,7 @@ def _sizes(state: StateBytes) -> str:
 
 STATES = {
     "zbv": ExecutorStates(worker),
-    "megatron": ExecutorStates(megatron, _megatron_refusal, _megatron_settings),
+    "megatron": ExecutorStates(megatron, _megatron_refusal, _megatron_settings, uses_aware_optimizer),
     "torchtitan": ExecutorStates(fsdp, _titan_refusal, _titan_settings, is_autograd=True),
     "torch": ExecutorStates(torch, _torch_refusal, is_autograd=True),
 }

@@ -204,11 +204,22 @@ def layouts_of_executors(
         (number, name, layout)
         for name in executors_of(executor, setting)
         for number, layout in enumerate(layouts)
-        if runs_layout(name, model, layout)
+        if runs_layout(name, model, layout) and not (_needs_shards(name, setting) and _is_unshared(layout))
     ]
+    if not found and _needs_shards(executor, setting) and all(map(_is_unshared, layouts)):
+        detail = f"{NAMES[executor]} requires ZeRO stage 1 for these optimizer states (found 0)."
+        raise InvalidInput.at("", f"{detail} Leave the stage to the search, or choose another precision.")
     if not found:
         raise refusal(executor, model, list(layouts))
     return found
+
+
+def _needs_shards(executor: str, setting: Setting) -> bool:
+    return executor in NAMES and STATES[executor].needs_shards(setting.training.state)
+
+
+def _is_unshared(layout: Layout) -> bool:
+    return layout.zero_stage == 0 and _has_replicas(layout)
 
 
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:

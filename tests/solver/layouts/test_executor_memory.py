@@ -18,7 +18,7 @@ from zbv_solver.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout
 from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
 from zbv_solver.layouts.executor_memory import STATES, fsdp, megatron, torch, worker
-from zbv_solver.layouts.executor_rules import executors_of
+from zbv_solver.layouts.executor_rules import executors_of, layouts_of_executors
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.problem.cut import Cut
@@ -211,6 +211,17 @@ def test_states_that_an_executor_cannot_have_are_refused_by_name(
     with pytest.raises(InvalidInput, match=message):
         executors_of(executor, setting)
     assert executor not in executors_of("any", setting)
+
+
+def test_the_precision_aware_optimizer_is_distributed() -> None:
+    """Megatron-LM, ``get_megatron_optimizer``: it is only supported with the distributed optimizer."""
+    given = {"precision": "bf16-states"}
+    request = asked(1, global_batch=8, parallel=given)
+    found = layouts_of_executors("megatron", request.setting, request.layouts)
+    assert {layout.zero_stage for _, _, layout in found if layout.data_parallel > 1} == {1}
+    whole = asked(1, Fixed(zero_stage=0, data_parallel=2), global_batch=8, parallel=given)
+    with pytest.raises(InvalidInput, match="requires ZeRO stage 1 for these optimizer states"):
+        layouts_of_executors("megatron", whole.setting, whole.layouts)
 
 
 def test_muon_has_a_layout_and_its_flag() -> None:

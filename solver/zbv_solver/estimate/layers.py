@@ -16,7 +16,7 @@ from zbv_solver.estimate.part import Part
 from zbv_solver.estimate.shapes import Degrees, Shapes
 from zbv_solver.estimate.states import (
     Account,
-    Kept,
+    HeldBytes,
     Share,
     StateBytes,
     StaticBytes,
@@ -169,7 +169,7 @@ class Training:
         """The parameters of a layer by their replicas and states."""
         return shares_of(parameters, self.state, self.account, degrees)
 
-    def kept(self, degrees: Degrees) -> Kept:
+    def kept(self, degrees: Degrees) -> HeldBytes:
         """What a device keeps per parameter of a matrix."""
         return self.account(self.state, degrees.zero_stage, False)
 

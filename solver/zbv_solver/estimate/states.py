@@ -1,7 +1,7 @@
 """What training keeps per parameter: the account of a device's static memory.
 
 A program chooses the types of its states, :class:`StateBytes`. What a device then holds of them is a
-:class:`Kept`: some bytes per parameter in every replica, and others that the replicas divide. Estimates take
+:class:`HeldBytes`: some bytes per parameter in every replica, and others that the replicas divide. Estimates take
 it from :func:`by_zero`; each executor has another account (:mod:`zbv_solver.layouts.executor_memory`).
 """
 
@@ -73,7 +73,7 @@ class StaticBytes(Summed):
 
 
 @dataclass(frozen=True)
-class Kept:
+class HeldBytes:
     """What a device keeps per parameter, in bytes, and what its replicas exchange.
 
     Attributes
@@ -112,11 +112,11 @@ class Kept:
         return (self.whole + self.divided.scaled(1 / replicas)).scaled(count)
 
 
-Account = Callable[[StateBytes, int, bool], Kept]
+Account = Callable[[StateBytes, int, bool], HeldBytes]
 """What is kept of chosen states with a ZeRO stage, of matrices or of tables."""
 
 
-def by_zero(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
+def by_zero(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldBytes:
     """Parameters, gradients and optimizer, of which ZeRO divides the last, the last two, or all.
 
     Adam in mixed precision has 2 + 2 + 12 bytes (Rajbhandari et al. 2020, §3.1, §5 and figure 1), and
@@ -129,7 +129,7 @@ def by_zero(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
         state.gradients * (zero_stage >= 2),
         optimizer * (zero_stage >= 1),
     )
-    return Kept(
+    return HeldBytes(
         whole=every + divided.scaled(-1.0),
         divided=divided,
         accumulated=state.gradients,
@@ -180,7 +180,7 @@ class Share:
 
     count: int
     replicas: int
-    kept: Kept
+    kept: HeldBytes
     is_expert: bool = False
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from zbv_solver.estimate.amounts import PerAction, Summed
 from zbv_solver.estimate.device import GIGA, MICROSECONDS, Device, GroupLink, GroupLinks
-from zbv_solver.estimate.states import Kept, Share
+from zbv_solver.estimate.states import HeldBytes, Share
 
 HOST_BANDWIDTH = 38.0
 """GB/s of a device's share of its host's memory, for states that the host updates; assumed: half of 614 GB/s,
@@ -73,7 +73,7 @@ def microbatch_times(
     if zero_stage < 2:
         return PerAction()
 
-    def exposed(size_of: Callable[[Kept], float], hiding: float) -> float:
+    def exposed(size_of: Callable[[HeldBytes], float], hiding: float) -> float:
         found = 0.0
         for each in shares:
             link, steps = _link(each, links), each.replicas - 1
@@ -81,7 +81,7 @@ def microbatch_times(
             found += max(time * (1 - link.overlap), time - hiding)
         return found
 
-    def gathered(kept: Kept) -> float:
+    def gathered(kept: HeldBytes) -> float:
         return kept.gathered if zero_stage == 3 else 0.0
 
     return PerAction(

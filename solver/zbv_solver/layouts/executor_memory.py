@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from zbv_solver.estimate.states import (
     Account,
-    Kept,
+    HeldBytes,
     StateBytes,
     StaticBytes,
     by_zero,
@@ -30,7 +30,7 @@ MOMENTS = {4.0: "fp32", 2.0: "bf16", 1.0: "fp8"}
 """Types of Adam's states in Megatron-LM, by their bytes."""
 
 
-def megatron(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
+def megatron(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldBytes:
     """Megatron-LM: 18 bytes with ``--bf16`` and 20 with ``--fp16``; 6 + 12/d and 4 + 16/d, if distributed.
 
     Sources: docs/user-guide/features/dist_optimizer.md. Gradients are added up in a contiguous buffer
@@ -47,7 +47,7 @@ def megatron(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
     copied = FLOAT32 * (1 - state.offloaded) if is_copied else 0.0
     if is_aware and state.master == FLOAT32 and not state.offloaded:
         optimizer -= FLOAT32 - REMAINDER
-    return Kept(
+    return HeldBytes(
         whole=StaticBytes(state.parameters, state.gradients, 0.0 if zero_stage else optimizer),
         divided=StaticBytes(optimizer=optimizer if zero_stage else 0.0),
         accumulated=state.gradients,
@@ -64,7 +64,7 @@ def uses_aware_optimizer(state: StateBytes) -> bool:
     return 0 < state.state < FLOAT32 or 0 < state.master < FLOAT32 or state.offloaded > 0
 
 
-def fsdp(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
+def fsdp(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldBytes:
     """FSDP2 with mixed precision, as torchtitan applies it: 6 + 16/d bytes in a pipeline, 16/d without one.
 
     Replicas divide the parameters that the optimizer updates, its states, and the reduced gradients, which
@@ -79,7 +79,7 @@ def fsdp(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
     updated = state.master or state.parameters
     moments = state.values(tables=tables)
     is_piped = zero_stage < 3
-    return Kept(
+    return HeldBytes(
         whole=StaticBytes(state.parameters, state.gradients) if is_piped else StaticBytes(),
         divided=StaticBytes(updated, updated, moments),
         accumulated=state.gradients,
@@ -91,12 +91,12 @@ def fsdp(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
     )
 
 
-def torch(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
+def torch(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldBytes:
     """A program around PyTorch's pipeline runtime: FSDP2, or DDP with gradients that are views of buckets."""
     return fsdp(state, zero_stage, tables) if zero_stage else by_zero(state, 0, tables)
 
 
-def worker(state: StateBytes, zero_stage: int, tables: bool = False) -> Kept:
+def worker(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldBytes:
     """zbv's own runtime; with ``--shard`` (ZeRO stage 1) a replica holds its part in addition to the whole.
 
     A step gathers the parameters of a stage from the parts, and sums its gradients into a part after the last

@@ -13,7 +13,7 @@ from zbv_solver.estimate.config import parse_config
 from zbv_solver.estimate.config_parallel import PRECISIONS
 from zbv_solver.estimate.presets import with_presets
 from zbv_solver.estimate.problem_document import estimate_layers
-from zbv_solver.estimate.states import OPTIMIZER_STATES, Kept, StateBytes
+from zbv_solver.estimate.states import OPTIMIZER_STATES, HeldBytes, StateBytes
 from zbv_solver.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout
 from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
@@ -34,7 +34,7 @@ def chosen(name: str, **changes: Any) -> StateBytes:
     return replace(StateBytes(**PRECISIONS[name].model_dump()), **changes)
 
 
-def held(kept: Kept, replicas: int, *, is_shared: bool) -> float:
+def held(kept: HeldBytes, replicas: int, *, is_shared: bool) -> float:
     """All bytes per parameter, with those of the update."""
     return kept.of(1, replicas).total + kept.copied / (replicas if is_shared else 1)
 

@@ -1,8 +1,9 @@
 """What training keeps per parameter: the account of a device's static memory.
 
-A program chooses the types of its states, :class:`StateBytes`. What a device then holds of them is a
-:class:`HeldBytes`: some bytes per parameter in every replica, and others that the replicas divide. Estimates take
-it from :func:`by_zero`; each executor has another account (:mod:`zbv_solver.layouts.executor_memory`).
+A program chooses the types of its states, :class:`StateBytes`. What a device then holds of them are
+:class:`HeldBytes`: some bytes per parameter in every replica, and others that the replicas divide. Estimates
+take them from :func:`by_zero`; each executor has another account
+(:mod:`zbv_solver.layouts.executor_memory`).
 """
 
 from __future__ import annotations

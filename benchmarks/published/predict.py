@@ -6,8 +6,7 @@ What a run does not say is the same for all sources:
 - Nothing is recomputed.
 - Cut: blocks are dealt evenly. If they do not divide, and with two more they would, embedding and head count
   as a block each; otherwise the last stages have fewer.
-- Gradients: with fp16 in two bytes, otherwise in four (Megatron-LM, ``accumulate_allreduce_grads_in_fp32``,
-  which bf16 implies).
+- States: those of Megatron-LM, with fp16 or bf16 (:mod:`zbv_solver.layouts.executor_memory`).
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from itertools import accumulate
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.build import transformer
+from zbv_solver.estimate.config_parallel import PRECISION_OF, PRECISIONS
 from zbv_solver.estimate.fit import fits
 from zbv_solver.estimate.layers import LayerEstimate, Training, estimate_model
-from zbv_solver.estimate.parameters import StateBytes
+from zbv_solver.estimate.states import StateBytes
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.executors.even_cuts import dealt
 from zbv_solver.layouts.cluster import Cluster
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
+from zbv_solver.layouts.executor_memory import megatron
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.cut import Cut, Link
@@ -137,9 +138,14 @@ def _estimated(
         "none" if kind == "none" else "full",
         "tp-cp-dp-pp",
     )
-    gradients = run.gradient_bytes or (2.0 if model_of(run).dtype == "float16" else 4.0)
+    dtype = model_of(run).dtype
+    gradients = run.gradient_bytes or PRECISIONS[PRECISION_OF[dtype]].gradients
     training = Training(
-        StateBytes(gradients=gradients), kind, frozenset(modules), fused_gradients=run.fused_gradients
+        state=StateBytes(gradients=gradients, dtype=dtype),
+        account=megatron,
+        recompute=kind,
+        modules=frozenset(modules),
+        fused_gradients=run.fused_gradients,
     )
     degrees = layout.degrees(cluster)
     if run.sequence_parallel is not None:

@@ -121,7 +121,7 @@ def check_layouts(kind: str, document: Document, coverage: Coverage) -> None:
     is_free = executor == FREE
     if not is_free:
         try:
-            layouts_of_executors(executor, request.setting.model, request.cluster, request.layouts)
+            layouts_of_executors(executor, request.setting, request.layouts)
         except InvalidInput:
             coverage.checks["layouts: refused"] += 1
             return

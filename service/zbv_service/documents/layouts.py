@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from zbv_solver.documents.fields import Number
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
 from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
 from zbv_solver.layouts.layout import Fixed, Order, Recompute
@@ -19,6 +20,8 @@ MAX_DEVICES = 65_536
 MAX_BATCH = 65_536
 """Largest cluster and global batch: the number of layouts grows with their divisors."""
 MAX_TOP = 20
+STATES = ("precision", "optimizer")
+"""Keys that replace those of the model's section ``parallel``."""
 Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] | None
 
 
@@ -62,6 +65,12 @@ class LayoutRequest(RequestDocument):
     sequence_length: Annotated[int, Field(strict=True, ge=1)] | None = Field(
         None, description="Tokens per sequence; null: as the model says."
     )
+    precision: PrecisionName | None = Field(
+        None, description="Bytes of parameters, gradients and optimizer states; null: as the model says."
+    )
+    optimizer: Optimizer | None = Field(
+        None, description="Which states the optimizer has; null: as the model says."
+    )
     fixed: FixedParts = FixedParts()
     executor: Literal["zbv", "torch", "megatron", "torchtitan", "any"] = Field(
         "zbv", description="The program that runs the pipeline; all but zbv have fixed orders."
@@ -89,6 +98,7 @@ def read_layouts(asked: LayoutRequest) -> Request:
             asked.model,
             cluster,
             Fixed(**asked.fixed.model_dump()),
+            parallel={name: value for name in STATES if (value := getattr(asked, name)) is not None},
             global_batch=asked.global_batch,
             sequence_length=asked.sequence_length,
         )
@@ -111,7 +121,7 @@ def _check_executor(asked: LayoutRequest, found: Request) -> None:
             detail = f"found true and executor {asked.executor!r}; only zbv has this. Leave one of them out."
             raise InvalidInput.at(f"/{name}", detail)
     try:
-        layouts_of_executors(asked.executor, found.setting.model, found.cluster, found.layouts)
+        layouts_of_executors(asked.executor, found.setting, found.layouts)
     except InvalidInput as error:
         raise error.below("/executor") from None
 
@@ -123,6 +133,9 @@ def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
         return issue
     if issue.pointer == "/model/sequence" and asked.sequence_length is not None:
         return replace(issue, pointer="/sequence_length")
+    key = issue.pointer.removeprefix("/parallel/")
+    if key in STATES and getattr(asked, key) is not None:
+        return replace(issue, pointer=f"/{key}")
     return replace(issue, pointer=f"/model{issue.pointer}")
 
 

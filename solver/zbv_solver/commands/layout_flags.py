@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from zbv_solver.commands.estimate_flags import flags, words
 from zbv_solver.commands.messages import flag_of
 
 FLAGS = (
@@ -11,6 +12,8 @@ FLAGS = (
     *("microbatch_size", "zero_stage", "recompute", "placement"),
 )
 """The parts of a layout that may be fixed."""
+STATES = ("precision", "optimizer")
+"""Keys of the section ``parallel`` that are flags: what training keeps."""
 EXECUTORS = ("zbv", "torch", "megatron", "torchtitan", "any")
 CHOICES = {
     "recompute": ("none", "selective", "full", "per-stage"),
@@ -21,6 +24,8 @@ HELP = {
     "zero_stage": "what replicas share: optimizer states (1), gradients (2), parameters (3)",
     "recompute": "what every stage recomputes; per-stage lets the plan choose none or full for each",
     "placement": "kinds of groups, from neighbouring devices to the farthest",
+    "precision": "bytes of parameters, gradients and optimizer states (default: by the model's dtype)",
+    "optimizer": "which states there are (default: adam)",
 }
 
 
@@ -31,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster (JSON), or -")
     parser.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
     parser.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
+    add_states(parser)
     parser.add_argument(
         "--prediction-layers",
         type=int,
@@ -72,3 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             fixed.add_argument(flag_of(name), type=int, metavar="INT", help=HELP.get(name))
     parser.add_argument("-o", "--output", metavar="FILE", help="layouts with their plans (JSON), or -")
+
+
+def add_states(parser: argparse.ArgumentParser) -> None:
+    """The flags of what training keeps, with the words of ``zbv estimate``."""
+    known = flags("parallel")
+    for name in STATES:
+        parser.add_argument(flag_of(name), choices=words(known[name]), help=HELP[name])
+
+
+def given_states(arguments: argparse.Namespace) -> dict[str, str]:
+    """Those that were given."""
+    return {name: value for name in STATES if (value := getattr(arguments, name)) is not None}

@@ -128,7 +128,7 @@ class Attention:
             *half_norms(shapes, "attention's norm"),
             Held(
                 "input of the projection to queries, keys, values",
-                shapes.operand(shapes.hidden),
+                shapes.operand(shapes.kept_input),
                 after_input=True,
                 modules=("layernorm",),
             ),

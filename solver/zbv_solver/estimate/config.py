@@ -13,11 +13,11 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.config_device import DeviceConfig
 from zbv_solver.estimate.config_fields import ConfigSection
 from zbv_solver.estimate.config_model import ModelConfig
-from zbv_solver.estimate.config_parallel import OPTIMIZER_STATES, PRECISIONS, ParallelConfig, Precision
+from zbv_solver.estimate.config_parallel import PRECISION_OF, PRECISIONS, ParallelConfig, Precision
 from zbv_solver.estimate.config_rules import broken_rules
 from zbv_solver.estimate.layers import Training
-from zbv_solver.estimate.parameters import StateBytes
 from zbv_solver.estimate.shapes import Degrees
+from zbv_solver.estimate.states import StateBytes
 
 
 class EstimateConfig(ConfigSection):
@@ -33,18 +33,21 @@ class EstimateConfig(ConfigSection):
         chosen = self.parallel.precision
         if isinstance(chosen, Precision):
             return chosen
-        return PRECISIONS[chosen or ("single" if self.model.dtype == "float32" else "mixed")]
-
-    @property
-    def optimizer_states(self) -> int:
-        """Values that the optimizer keeps per parameter."""
-        return OPTIMIZER_STATES[self.parallel.optimizer]
+        return PRECISIONS[chosen or PRECISION_OF[self.model.dtype]]
 
     @property
     def state(self) -> StateBytes:
-        """Bytes of training state per parameter."""
+        """The states of training."""
         sizes = self.precision
-        return StateBytes(sizes.parameters, sizes.gradients, sizes.master, sizes.state, self.optimizer_states)
+        return StateBytes(
+            sizes.parameters,
+            sizes.gradients,
+            sizes.master,
+            sizes.state,
+            self.parallel.optimizer,
+            self.model.dtype,
+            self.parallel.offloaded_states,
+        )
 
     @property
     def degrees(self) -> Degrees:
@@ -66,12 +69,12 @@ class EstimateConfig(ConfigSection):
         """What training keeps, and how it is planned."""
         by_halves = self.parallel.granularity == "half"
         return Training(
-            self.state,
-            self.recompute,
-            frozenset(self.parallel.recompute_modules),
-            self.placement == "v",
-            by_halves,
-            self.parallel.fused_gradients,
+            state=self.state,
+            recompute=self.recompute,
+            modules=frozenset(self.parallel.recompute_modules),
+            ends_share_rank=self.placement == "v",
+            by_halves=by_halves,
+            fused_gradients=self.parallel.fused_gradients,
         )
 
     @property

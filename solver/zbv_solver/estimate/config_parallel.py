@@ -6,11 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from zbv_solver.estimate.config_fields import Amount, ConfigSection, Flag, Size
+from zbv_solver.estimate.config_fields import Amount, ConfigSection, Flag, Share, Size
 from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
-
-OPTIMIZER_STATES = {"adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0}
-"""Values that an optimizer keeps per parameter, in addition to a master copy."""
 
 
 class Precision(ConfigSection):
@@ -25,10 +22,16 @@ class Precision(ConfigSection):
 PRECISIONS = {
     "mixed": Precision(parameters=2, gradients=2, master=4, state=4),
     "mixed-fp32-gradients": Precision(parameters=2, gradients=4, master=4, state=4),
+    "bf16-states": Precision(parameters=2, gradients=4, master=4, state=2),
+    "fp8-states": Precision(parameters=2, gradients=4, master=4, state=1),
     "single": Precision(parameters=4, gradients=4, master=0, state=4),
     "half": Precision(parameters=2, gradients=2, master=0, state=2),
 }
-"""``mixed``: Rajbhandari et al. 2020, §3.1. ``mixed-fp32-gradients``: as Megatron-LM accumulates them."""
+"""``mixed``: Rajbhandari et al. 2020, §3.1. ``bf16-states``: DeepSeek-AI 2024b, §3.3.2."""
+PRECISION_OF = {"bfloat16": "mixed-fp32-gradients", "float16": "mixed", "float32": "single"}
+"""The precision of a model's type, if none is given: that of Megatron-LM with ``--bf16`` and ``--fp16``."""
+PrecisionName = Literal["mixed", "mixed-fp32-gradients", "bf16-states", "fp8-states", "single", "half"]
+Optimizer = Literal["adam", "muon", "lion", "sgd-momentum", "sgd"]
 
 
 def _name_or_bytes(value: Any) -> str:
@@ -36,8 +39,7 @@ def _name_or_bytes(value: Any) -> str:
 
 
 PrecisionChoice = Annotated[
-    Annotated[Literal["mixed", "mixed-fp32-gradients", "single", "half"], Tag("name")]
-    | Annotated[Precision, Tag("bytes")],
+    Annotated[PrecisionName, Tag("name")] | Annotated[Precision, Tag("bytes")],
     Discriminator(_name_or_bytes),
 ]
 
@@ -67,9 +69,12 @@ class ParallelConfig(ConfigSection):
     zero_stage: Annotated[int, Field(strict=True, ge=0, le=3)] = Field(
         0, description="replicas share optimizer states (1), gradients (2), parameters (3)"
     )
-    optimizer: Literal["adam", "lion", "sgd-momentum", "sgd"] = "adam"
+    optimizer: Optimizer = "adam"
     precision: PrecisionChoice | None = Field(
-        None, description="a name or bytes of each kind; null: single for float32, else mixed"
+        None, description="a name or bytes of each kind; null: by the type of the model"
+    )
+    offloaded_states: Share = Field(
+        0.0, description="share of the optimizer's states and master copy that the host keeps and updates"
     )
     recompute: Literal["none", "selective", "full"] | None = Field(
         None, description="the alternative that layers carry; null: selective for plain attention, else full"

@@ -54,7 +54,8 @@ class Embedding:
         """Table of tokens, divided by vocabulary (Shoeybi et al. 2019, §3), and of learned positions."""
         h = shapes.stream.hidden
         positions = shapes.sequence * h if self.learned_positions else 0
-        return Parameters(shared=self.vocabulary * h, replicated=positions)
+        table = self.vocabulary * h
+        return Parameters(shared=table, replicated=positions, tables=table)
 
     def tensors(self, shapes: Shapes) -> list[Held]:
         """Indices, and the gradients that wait for W."""
@@ -133,9 +134,8 @@ class Head:
     def parameters(self, shapes: Shapes) -> Parameters:
         """Final norm, and the matrix to the vocabulary unless it is tied to the embedding."""
         h = shapes.stream.hidden
-        return Parameters(
-            shared=self.vocabulary * h if self.has_table else 0, replicated=h * shapes.stream.norm_values
-        )
+        table = self.vocabulary * h if self.has_table else 0
+        return Parameters(shared=table, replicated=h * shapes.stream.norm_values, tables=table)
 
     def kept_logits(self, shapes: Shapes) -> int:
         """Size of the tensor that the loss keeps."""

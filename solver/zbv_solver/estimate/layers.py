@@ -1,7 +1,7 @@
 """Costs and memory of a model's layers on one device.
 
 The figures of a block are the sums of its halves' figures, except for the workspace: that is the largest one,
-because a device runs one action at a time.
+because a device runs one action at a time, and in addition what replicas gather or reduce of a block at once.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from functools import lru_cache
 
 from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.device import Device, GroupLink, GroupLinks
-from zbv_solver.estimate.parameters import StateBytes, StaticBytes, static_of
+from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import Part
 from zbv_solver.estimate.shapes import Degrees, Shapes
-from zbv_solver.estimate.step import (
-    StepTimes,
-    gathered_bytes,
-    microbatch_times,
-    replicated,
-    step_times,
+from zbv_solver.estimate.states import (
+    Account,
+    HeldBytes,
+    Share,
+    StateBytes,
+    StaticBytes,
+    by_zero,
+    shares_of,
+    static_of,
 )
+from zbv_solver.estimate.step import StepTimes, buffer_bytes, microbatch_times, step_times
 from zbv_solver.estimate.times import (
     TimeShares,
     accumulated_bytes,
@@ -133,7 +137,9 @@ class Training:
     Attributes
     ----------
     state
-        Bytes per parameter.
+        The states that the program chooses.
+    account
+        What a device keeps of them.
     recompute
         The alternatives that layers carry: ``none``, ``selective``, ``full`` or ``both``.
     modules
@@ -146,14 +152,26 @@ class Training:
     fused_gradients
         Whether W's products add their results to the accumulated gradients, as in Megatron-LM
         (``gradient_accumulation_fusion``); otherwise W has a kernel for that.
+    keeps_gathered
+        As in :class:`~zbv_solver.estimate.shapes.Degrees`.
     """
 
     state: StateBytes = MIXED
+    account: Account = by_zero
     recompute: str = "full"
     modules: frozenset[str] = CORE
     ends_share_rank: bool = False
     by_halves: bool = False
     fused_gradients: bool = True
+    keeps_gathered: bool = False
+
+    def shares(self, parameters: Parameters, degrees: Degrees) -> tuple[Share, ...]:
+        """The parameters of a layer by their replicas and states."""
+        return shares_of(parameters, self.state, self.account, degrees)
+
+    def kept(self, degrees: Degrees) -> HeldBytes:
+        """What a device keeps per parameter of a matrix."""
+        return self.account(self.state, degrees.zero_stage, False)
 
 
 @dataclass(frozen=True)
@@ -187,24 +205,27 @@ def estimate_model(
     expert-parallel degree, and that must divide the devices of all replicas of a stage.
     """
     layers: list[LayerEstimate] = []
+    accumulated = training.kept(degrees).accumulated
     # Parts do not depend on replicas, so layouts that differ only in these share them.
     inside = Inside(
         device,
         replace(links, data=NO_LINK, expert_data=NO_LINK, pipeline=NO_LINK),
         training.modules,
-        training.state.gradients,
+        accumulated,
         training.fused_gradients,
     )
-    of_parts = replace(degrees, data=1, zero_stage=0)
-    for kind in model.layers(training.state.gradients, training.ends_share_rank):
+    of_parts = replace(degrees, data=1, zero_stage=0, keeps_gathered=training.keeps_gathered)
+    for kind in model.layers(accumulated, training.ends_share_rank):
         shapes = model.shapes(kind, of_parts, sequences)
         parts = [_computed(half, shapes, inside) for _, half in kind.halves]
         found = [_layer(part, degrees, device, links, training, kind.can_recompute) for part in parts]
+        buffers = [buffer_bytes(training.shares(each.part.parameters, degrees)) for each in parts]
         if training.by_halves and len(found) > 1:
-            layers += _apart(kind, found)
+            layers += _apart(kind, list(map(_with_buffers, found, buffers)))
         else:
             is_full = training.recompute in ("full", "both") and kind.can_recompute
-            layers.append(_whole(kind, found, parts[0].part.input_bytes if is_full else None))
+            whole = _whole(kind, found, parts[0].part.input_bytes if is_full else None)
+            layers.append(_with_buffers(whole, sum(buffers)))
     return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
 
 
@@ -281,14 +302,14 @@ def _layer(
     can_recompute: bool,
 ) -> LayerEstimate:
     """One part as a layer."""
-    part, compute, state, recompute = computed.part, computed.times, training.state, training.recompute
-    groups = replicated(part.parameters, degrees, links)
-    replicas = microbatch_times(groups, state, degrees.zero_stage, compute)
+    part, compute, recompute = computed.part, computed.times, training.recompute
+    shares = training.shares(part.parameters, degrees)
+    replicas = microbatch_times(shares, degrees.zero_stage, compute, links)
     plain = Running(
         compute + replicas,
         part.after_forward,
         part.after_input,
-        part.workspace + gathered_bytes(groups, state, degrees.zero_stage),
+        part.workspace,
     )
     full = selective = None
     if can_recompute and recompute in ("full", "both"):
@@ -303,9 +324,9 @@ def _layer(
         plain=plain,
         recomputed=selective if recompute == "selective" else full,
         parameters=part.parameters.on_device(degrees),
-        static=static_of(part.parameters, state, degrees),
+        static=static_of(shares),
         output_bytes=part.output_bytes,
-        step=step_times(groups, state, degrees.zero_stage, device),
+        step=step_times(shares, degrees.zero_stage, device, links),
         shares=computed.shares + TimeShares(data_parallel=replicas.total),
         exchanged=computed.exchanged + replicas,
         selective=selective if recompute == "both" else None,
@@ -321,6 +342,22 @@ def _selective(computed: Computed, plain: Running) -> Running | None:
         plain.after_forward - computed.dropped,
         plain.after_input,
         plain.workspace + computed.dropped,
+    )
+
+
+def _with_buffers(layer: LayerEstimate, size: int) -> LayerEstimate:
+    """A layer with what its replicas gather or reduce at once, while it runs."""
+    if not size:
+        return layer
+
+    def more(running: Running) -> Running:
+        return replace(running, workspace=running.workspace + size)
+
+    return replace(
+        layer,
+        plain=more(layer.plain),
+        recomputed=layer.recomputed and more(layer.recomputed),
+        selective=layer.selective and more(layer.selective),
     )
 
 
@@ -383,5 +420,5 @@ def _table_reduction(model: Transformer, degrees: Degrees, links: GroupLinks, tr
     """
     if training.ends_share_rank or not (model.tied or model.predictions):
         return 0.0
-    size = model.vocabulary * model.stream.hidden // degrees.tensor * training.state.gradients
+    size = model.vocabulary * model.stream.hidden // degrees.tensor * training.kept(degrees).accumulated
     return links.pipeline.time(size)

@@ -88,7 +88,7 @@ class Mlp:
             *half_norms(shapes, "MLP's norm"),
             Held(
                 "input of the MLP's first matrix",
-                shapes.operand(shapes.hidden),
+                shapes.operand(shapes.kept_input),
                 after_input=True,
                 modules=("layernorm",),
             ),
@@ -120,6 +120,9 @@ class Mlp:
         h, ffn, whole = shapes.stream.hidden, shapes.divided(self.ffn), shapes.whole
         # I: the gradients of the residual stream, of the last matrix's input, and of the activation's inputs.
         gradients = whole + (1 + self.inputs) * ffn
+        if shapes.degrees.keeps_gathered:
+            # Gate and first matrix are apart, so each computes a gradient of the residual stream.
+            gradients = max(gradients, self.inputs * (whole + ffn))
         # B also computes the gradients of weights. For the last matrix, everything that F kept is still
         # there. For the first one, the activation's inputs (whose gradients are as large) and the input of
         # the last matrix are released.

@@ -1,11 +1,9 @@
-"""Parameter counts of layers, and the memory that training keeps per parameter."""
+"""Parameter counts of layers."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from zbv_solver.estimate.amounts import Summed
 from zbv_solver.estimate.shapes import Degrees
 
 
@@ -23,12 +21,15 @@ class Parameters:
         Parameters of routed experts, which an expert-parallel group divides.
     chosen
         Parameters of the routed experts that one token uses.
+    tables
+        Those of ``shared`` that are tables of the vocabulary: embedding and output.
     """
 
     shared: int
     replicated: int
     experts: int = 0
     chosen: int = 0
+    tables: int = 0
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
@@ -36,6 +37,7 @@ class Parameters:
             self.replicated + other.replicated,
             self.experts + other.experts,
             self.chosen + other.chosen,
+            self.tables + other.tables,
         )
 
     @property
@@ -52,6 +54,10 @@ class Parameters:
         """Count on a device, without routed experts."""
         return self.shared // degrees.tensor + self.replicated
 
+    def tables_on(self, degrees: Degrees) -> int:
+        """Count of tables' parameters on a device; :meth:`dense_on` includes them."""
+        return self.tables // degrees.tensor
+
     def experts_on(self, degrees: Degrees) -> int:
         """Count of routed experts' parameters on a device."""
         return self.experts // degrees.expert
@@ -59,59 +65,3 @@ class Parameters:
     def on_device(self, degrees: Degrees) -> int:
         """Count on each device."""
         return self.dense_on(degrees) + self.experts_on(degrees)
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes per parameter of each kind of training state, of an optimizer with so many states."""
-
-    parameters: float = 2.0
-    gradients: float = 2.0
-    master: float = 4.0
-    state: float = 4.0
-    states: int = 2
-
-    @property
-    def optimizer(self) -> float:
-        """Master copy and states."""
-        return self.master + self.states * self.state
-
-
-@dataclass(frozen=True)
-class StaticBytes(Summed):
-    """Memory that training holds all the time, in bytes on one device."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-
-    @property
-    def total(self) -> float:
-        """The sum of all kinds."""
-        return self.parameters + self.gradients + self.optimizer
-
-
-def static_bytes(parameters: int, state: StateBytes, zero_stage: int = 0, replicas: int = 1) -> StaticBytes:
-    """Parameters, gradients and optimizer (master copy and states) of a number of parameters.
-
-    Mixed-precision Adam is 2 + 2 + 12 bytes per parameter; ZeRO divides the last, the last two, or all three
-    by the replicas (Rajbhandari et al. 2020, §3.1, §5 and figure 1).
-    """
-
-    def held(size: float, divided_from_stage: int) -> float:
-        return parameters * size / (replicas if zero_stage >= divided_from_stage else 1)
-
-    return StaticBytes(held(state.parameters, 3), held(state.gradients, 2), held(state.optimizer, 1))
-
-
-def static_of(parameters: Parameters, state: StateBytes, degrees: Degrees) -> StaticBytes:
-    """The static memory of a layer on one device, in whole bytes.
-
-    A replica's share of a layer is rounded up: shards are padded to one size. Experts have other replicas
-    than the rest (Megatron-LM, ``DistributedOptimizer`` with expert parallelism).
-    """
-    kept = static_bytes(parameters.dense_on(degrees), state, degrees.zero_stage, degrees.replicas)
-    if parameters.experts:
-        of_experts = parameters.experts_on(degrees)
-        kept += static_bytes(of_experts, state, degrees.zero_stage, degrees.expert_replicas)
-    return StaticBytes(*map(math.ceil, (kept.parameters, kept.gradients, kept.optimizer)))

@@ -244,10 +244,11 @@ def half_exchange(shapes: Shapes) -> Exchange:
 
     An all-reduce in F and one in I (Shoeybi et al. 2019, §3); with sequence parallelism an all-gather and a
     reduce-scatter in each, and one more all-gather of the first matrix's input, here before W (Korthikanti et
-    al. 2022, §4.2.2).
+    al. 2022, §4.2.2), unless that was kept.
     """
     if shapes.degrees.sequence_parallel:
-        return group_sum(shapes, PerAction(2, 2, 1), PerAction(2, 2, 1))
+        again = 0 if shapes.degrees.keeps_gathered else 1
+        return group_sum(shapes, PerAction(2, 2, again), PerAction(2, 2, again))
     return group_sum(shapes, PerAction(2, 2, 0), PerAction(1, 1, 0))
 
 

@@ -49,7 +49,8 @@ class Joining:
         """Three norms and the projection; the table only where it is a copy."""
         h = shapes.stream.hidden
         table = self.embedding.vocabulary * h if self.copies_table else 0
-        return Parameters(shared=2 * h * h + table, replicated=3 * h * shapes.stream.norm_values)
+        norms = 3 * h * shapes.stream.norm_values
+        return Parameters(shared=2 * h * h + table, replicated=norms, tables=table)
 
     def tensors(self, shapes: Shapes) -> list[Held]:
         """Inputs of the three norms, of the projection, and the gradients that wait for W."""

@@ -73,6 +73,9 @@ class Degrees:
         Replicas of the pipeline, d.
     zero_stage
         What replicas share: optimizer states (1), also gradients (2), also parameters (3).
+    keeps_gathered
+        Whether a linear layer keeps the input that sequence parallelism gathered for it, as autograd does;
+        otherwise it gathers the input again for W (Korthikanti et al. 2022, §4.2.2).
     """
 
     tensor: int = 1
@@ -83,6 +86,7 @@ class Degrees:
     expert_in_node: int = 1
     data: int = 1
     zero_stage: int = 0
+    keeps_gathered: bool = False
 
     @property
     def replicas(self) -> int:
@@ -131,6 +135,11 @@ class Shapes:
     def hidden(self) -> int:
         """A tensor as wide as the residual stream, outside the parts that tensor parallelism divides."""
         return self.stream.dtype_bytes * self.own_tokens * self.stream.hidden
+
+    @property
+    def kept_input(self) -> int:
+        """What a linear layer keeps of its input, which is as wide as the residual stream."""
+        return self.whole if self.degrees.keeps_gathered else self.hidden
 
     @cached_property
     def whole(self) -> int:

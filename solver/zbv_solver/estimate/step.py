@@ -9,12 +9,16 @@ also gathers them in F and again in I.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zbv_solver.estimate.amounts import PerAction, Summed
-from zbv_solver.estimate.device import Device, GroupLink, GroupLinks
-from zbv_solver.estimate.parameters import Parameters, StateBytes
-from zbv_solver.estimate.shapes import Degrees
+from zbv_solver.estimate.device import GIGA, MICROSECONDS, Device, GroupLink, GroupLinks
+from zbv_solver.estimate.states import HeldBytes, Share
+
+HOST_BANDWIDTH = 38.0
+"""GB/s of a device's share of its host's memory, for states that the host updates; assumed: half of 614 GB/s,
+16 channels of DDR5-4800, for 8 devices."""
 
 
 @dataclass(frozen=True)
@@ -39,84 +43,54 @@ class StepTimes(Summed):
         return self.gradient_reduction + self.parameter_gathering + self.optimizer
 
 
-@dataclass(frozen=True)
-class Replicated:
-    """Parameters of a layer that have the same replicas.
-
-    Attributes
-    ----------
-    count
-        Number on a device before replicas share them.
-    """
-
-    count: int
-    replicas: int
-    link: GroupLink
-
-
-def replicated(parameters: Parameters, degrees: Degrees, links: GroupLinks) -> tuple[Replicated, ...]:
-    """The parameters of a layer by their replicas: experts have others than the rest."""
-    found = [Replicated(parameters.dense_on(degrees), degrees.replicas, links.data)]
-    if parameters.experts:
-        of_experts = parameters.experts_on(degrees)
-        found.append(Replicated(of_experts, degrees.expert_replicas, links.expert_data))
-    return tuple(found)
-
-
-def step_times(
-    groups: tuple[Replicated, ...], state: StateBytes, zero_stage: int, device: Device
-) -> StepTimes:
+def step_times(shares: tuple[Share, ...], zero_stage: int, device: Device, links: GroupLinks) -> StepTimes:
     """What a layer costs per step."""
-    reduction = gathering = moved = 0.0
-    for each in groups:
+    reduction = gathering = moved = hosted = 0.0
+    for each in shares:
+        kept, link = each.kept, _link(each, links)
         steps = each.replicas - 1
-        sent, exposed = steps / each.replicas * each.count, 1 - each.link.overlap
+        sent, exposed = steps / each.replicas * each.count, 1 - link.overlap
         if zero_stage < 2:
             passes = 1 if zero_stage else 2
-            reduction += exposed * each.link.time(passes * sent * state.gradients, passes * steps)
+            reduction += exposed * link.time(passes * sent * kept.reduced, passes * steps)
         if 0 < zero_stage < 3:
-            gathering += exposed * each.link.time(sent * state.parameters, steps)
+            gathering += exposed * link.time(sent * kept.gathered, steps)
         updated = each.count / (each.replicas if zero_stage else 1)
-        held = each.count / (each.replicas if zero_stage >= 2 else 1)
-        moved += updated * update_bytes(state) + held * state.gradients
-    return StepTimes(reduction, gathering, device.streaming(moved))
+        moved += updated * kept.updated + kept.of(each.count, each.replicas).gradients
+        hosted += updated * kept.hosted
+    on_host = hosted * MICROSECONDS / (HOST_BANDWIDTH * GIGA)
+    return StepTimes(reduction, gathering, device.streaming(moved) + on_host)
 
 
-def update_bytes(state: StateBytes) -> float:
-    """Memory traffic of an update per parameter.
-
-    Gradients are read for their norm and for the update (Pascanu et al. 2013, §3.2; Kingma and Ba 2015,
-    algorithm 1); states and the master copy are read and written, and parameters are written.
-    """
-    if state.master:
-        return 2 * state.gradients + 2 * state.optimizer + state.parameters
-    return 2 * state.gradients + 2 * state.optimizer + 2 * state.parameters
+def _link(share: Share, links: GroupLinks) -> GroupLink:
+    return links.expert_data if share.is_expert else links.data
 
 
 def microbatch_times(
-    groups: tuple[Replicated, ...], state: StateBytes, zero_stage: int, compute: PerAction
+    shares: tuple[Share, ...], zero_stage: int, compute: PerAction, links: GroupLinks
 ) -> PerAction:
     """Time of the replicas' exchanges in each F, I and W; compute hides at most its own duration."""
     if zero_stage < 2:
         return PerAction()
 
-    def exposed(size: float, hiding: float) -> float:
+    def exposed(size_of: Callable[[HeldBytes], float], hiding: float) -> float:
         found = 0.0
-        for each in groups:
-            steps = each.replicas - 1
-            time = each.link.time(steps / each.replicas * each.count * size, steps)
-            found += max(time * (1 - each.link.overlap), time - hiding)
+        for each in shares:
+            link, steps = _link(each, links), each.replicas - 1
+            time = link.time(steps / each.replicas * each.count * size_of(each.kept), steps)
+            found += max(time * (1 - link.overlap), time - hiding)
         return found
 
-    gathered = state.parameters if zero_stage == 3 else 0.0
+    def gathered(kept: HeldBytes) -> float:
+        return kept.gathered if zero_stage == 3 else 0.0
+
     return PerAction(
         exposed(gathered, compute.forward),
         exposed(gathered, compute.backward_input),
-        exposed(state.gradients, compute.backward_weight),
+        exposed(lambda kept: kept.reduced, compute.backward_weight),
     )
 
 
-def gathered_bytes(groups: tuple[Replicated, ...], state: StateBytes, zero_stage: int) -> int:
-    """Workspace of a layer while an action has its parameters gathered, or its gradients not yet reduced."""
-    shared = sum(each.count for each in groups if each.replicas > 1)
-    return int(shared * max(state.parameters * (zero_stage == 3), state.gradients * (zero_stage >= 2)))
+def buffer_bytes(shares: tuple[Share, ...]) -> int:
+    """Workspace of a layer while replicas exchange its parameters or gradients."""
+    return int(sum(each.count * each.kept.buffers for each in shares if each.replicas > 1))

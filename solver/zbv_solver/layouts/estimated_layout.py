@@ -16,6 +16,7 @@ from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.layouts.cluster import AnyCluster, Cluster, transfer
+from zbv_solver.layouts.executor_memory import STATES
 from zbv_solver.layouts.layer_costs import EVERYWHERE, least_work_of, problem_layer, recomputed, row_of
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.measured_layers import LayerConditions, Measured, Origins
@@ -62,6 +63,17 @@ class Setting:
         if self.has_loops and ranks > 1:
             return False
         return self.model.tied and 2 * ranks <= self.model.n_layers
+
+    def of_executor(self, executor: str) -> Setting:
+        """The same with what a device holds under an executor."""
+        states = STATES[executor]
+        training = replace(
+            self.training,
+            account=states.account,
+            fused_gradients=self.training.fused_gradients and not states.is_autograd,
+            keeps_gathered=states.is_autograd,
+        )
+        return replace(self, training=training)
 
     @property
     def is_selective(self) -> bool:

@@ -18,6 +18,7 @@ from zbv_solver.executors.order_search import OrderSearch
 from zbv_solver.executors.regular_cut import TOLERANCE
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
+from zbv_solver.layouts.executor_memory import STATES
 from zbv_solver.layouts.layout import Layout, Recompute
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -231,7 +232,8 @@ class ScheduleSource:
 
     def variants(self, candidate: ExecutorCandidate) -> Iterator[LayoutVariant]:
         """A candidate without and with recomputation, as far as its layout allows."""
-        estimated = EstimatedLayout.of(candidate.layout, self.setting)
+        setting = self.setting.of_executor(candidate.executor)
+        estimated = EstimatedLayout.of(candidate.layout, setting)
         if not estimated.has_room_for_states:
             return
         can_recompute = any(layer.recomputed is not None for layer in estimated.estimate.layers)
@@ -244,15 +246,25 @@ class ScheduleSource:
 
     def scheduled(self, variant: LayoutVariant) -> Iterator[Scheduled]:
         """A variant under every schedule of its executor."""
-        problem, executor = variant.estimated.problem, variant.candidate.executor
-        key = problem, executor
-        if key not in self._layers:
-            self._layers[key] = OwnLayers.of(problem, executor)
-        own = self._layers[key]
-        for schedule in own.schedules:
+        estimated, executor = variant.estimated, variant.candidate.executor
+        layout, largest = estimated.layout, max(layer.output_bytes for layer in estimated.estimate.layers)
+        buffers = 0
+        if layout.pipeline_parallel > 1:
+            buffers = STATES[executor].buffers(layout.microbatches, largest)
+        for schedule in self._own(estimated.problem, executor).schedules:
+            stages = schedule.placement.n_stages // layout.pipeline_parallel
+            static = tuple(each + stages * buffers for each in estimated.problem.static)
+            problem = replace(estimated.problem, static=static)
+            own = self._own(problem, executor)
             search = self._search(problem, own, schedule)
             if search is not None:
                 yield Scheduled(variant, own, search)
+
+    def _own(self, problem: LayeredProblem, executor: str) -> OwnLayers:
+        key = problem, executor
+        if key not in self._layers:
+            self._layers[key] = OwnLayers.of(problem, executor)
+        return self._layers[key]
 
     def _search(self, problem: LayeredProblem, own: OwnLayers, schedule: Schedule) -> SharedSearch | None:
         key = problem, schedule, own.allow_empty

@@ -110,7 +110,7 @@ def executor_layouts(
     NoLayoutFits
         When no layout fits in memory.
     """
-    found = layouts_of_executors(executor, setting.model, setting.cluster, layouts)
+    found = layouts_of_executors(executor, setting, layouts)
     candidates = list(starmap(ExecutorCandidate, found))
     search = _ExecutorSearch(setting, options, cancelled, report, len(candidates), top, workers)
     search.run(candidates)
@@ -354,12 +354,11 @@ class _ExecutorSearch:
             if not isinstance(node.of, PlannedLayout):
                 raise TypeError("a planned layout has no plan; this is a bug in zbv, please report it.")
             return node.of
-        scheduled, setting = node.of, self.setting
+        scheduled = node.of
         (best, step_time), estimated = scheduled.answer(), scheduled.variant.estimated
         stages = scheduled.letters(best)
-        (nodes,) = setting.cluster.groups
         schedule, executor = scheduled.schedule, node.candidate.executor
-        settings, remark = layout_settings(executor, estimated.layout, setting.model, nodes, stages, schedule)
+        settings, remark = layout_settings(executor, estimated.layout, self.setting, stages, schedule)
         return ExecutorLayout(
             estimated,
             make_plan(best.problem, best.orders, method=f"{executor} {schedule.name}"),
@@ -369,15 +368,18 @@ class _ExecutorSearch:
             best,
             settings,
             remark,
-            self._free_plan(node.candidate.layout, scheduled, best),
+            self._free_plan(node.candidate, scheduled, best),
         )
 
-    def _free_plan(self, layout: Layout, scheduled: Scheduled, best: BestCut) -> PlannedLayout | None:
-        """The same layout in any order, which may be the executor's."""
+    def _free_plan(
+        self, candidate: ExecutorCandidate, scheduled: Scheduled, best: BestCut
+    ) -> PlannedLayout | None:
+        """The same layout, with what the executor holds, in any order, which may be the executor's."""
         if self.is_cancelled():
             return None
+        setting = self.setting.of_executor(candidate.executor)
         try:
-            free = plan_layout(EstimatedLayout.of(layout, self.setting), self.options, self.cancelled)
+            free = plan_layout(EstimatedLayout.of(candidate.layout, setting), self.options, self.cancelled)
         except InfeasibleMemory:
             free = None
         return self._not_longer(free, scheduled, best)

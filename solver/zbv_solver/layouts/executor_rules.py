@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.given import GivenCosts
 from zbv_solver.estimate.transformer import Transformer
-from zbv_solver.layouts.cluster import AnyCluster, Cluster
+from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.estimated_layout import Setting
+from zbv_solver.layouts.executor_memory import STATES
 from zbv_solver.layouts.layout import Layout
 
 ANY, FREE = "any", "zbv"
@@ -174,13 +176,13 @@ LAYOUT_EXECUTORS = (FREE, *NAMES, ANY)
 """What ``--executor`` takes."""
 
 
-def executors_of(name: str, model: Transformer) -> tuple[str, ...]:
-    """The executors that a name stands for and that can run a model.
+def executors_of(name: str, setting: Setting) -> tuple[str, ...]:
+    """The executors that a name stands for, and that can run a model with the states that it asks for.
 
     Raises
     ------
     InvalidInput
-        When there is no such executor, or it cannot run the model.
+        When there is no such executor, it cannot run the model, or it cannot have these states.
     """
     if name not in LAYOUT_EXECUTORS:
         known = ", ".join(LAYOUT_EXECUTORS)
@@ -188,11 +190,15 @@ def executors_of(name: str, model: Transformer) -> tuple[str, ...]:
     if name == FREE:
         return (FREE,)
     # Rules of models ignore the layout.
-    broken = {each: _broken(MODEL_RULES[each], model, _NO_LAYOUT) for each in NAMES}
+    broken = {
+        each: [rule.text for rule in _broken(MODEL_RULES[each], setting.model, _NO_LAYOUT)]
+        + list(filter(None, [STATES[each].refusal(setting.training.state)]))
+        for each in NAMES
+    }
     if name == ANY:
         return (FREE, *(each for each in NAMES if not broken[each]))
     if broken[name]:
-        raise InvalidInput.at("", f"{NAMES[name]} requires {broken[name][0].text}.")
+        raise InvalidInput.at("", f"{NAMES[name]} requires {broken[name][0]}.")
     return (name,)
 
 
@@ -208,7 +214,7 @@ def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
 
 
 def layouts_of_executors(
-    executor: str, model: Transformer, cluster: AnyCluster, layouts: Sequence[Layout]
+    executor: str, setting: Setting, layouts: Sequence[Layout]
 ) -> list[tuple[int, str, Layout]]:
     """Every pair of a layout and an executor that can run it; the numbers are those of the layouts.
 
@@ -217,15 +223,19 @@ def layouts_of_executors(
     InvalidInput
         When there is no such executor, or it can run none of the layouts.
     """
-    if not isinstance(cluster, Cluster):
+    model = setting.model
+    if not isinstance(setting.cluster, Cluster):
         detail = f"found {executor!r}, but the cluster has groups of nodes; this needs equal devices."
         raise InvalidInput.at("", f"{detail} Give one group of nodes, or executor {FREE}.")
     found = [
         (number, name, layout)
-        for name in executors_of(executor, model)
+        for name in executors_of(executor, setting)
         for number, layout in enumerate(layouts)
-        if runs_layout(name, model, layout)
+        if runs_layout(name, model, layout) and not (_needs_shards(name, setting) and _is_unshared(layout))
     ]
+    if not found and _needs_shards(executor, setting) and all(map(_is_unshared, layouts)):
+        detail = f"{NAMES[executor]} requires ZeRO stage 1 for these optimizer states (found 0)."
+        raise InvalidInput.at("", f"{detail} Leave the stage to the search, or choose another precision.")
     if not found:
         raise refusal(executor, model, list(layouts))
     return found
@@ -238,6 +248,14 @@ def left_out(executor: str, model: Transformer, layouts: Sequence[Layout]) -> st
     if not rules:
         return ""
     return f"{NAMES[executor]} cannot run {len(others):,} other layouts; it requires {'; '.join(rules)}."
+
+
+def _needs_shards(executor: str, setting: Setting) -> bool:
+    return executor in NAMES and STATES[executor].needs_shards(setting.training.state)
+
+
+def _is_unshared(layout: Layout) -> bool:
+    return layout.zero_stage == 0 and _has_replicas(layout)
 
 
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:

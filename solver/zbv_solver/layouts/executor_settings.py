@@ -9,11 +9,11 @@ sizes of the model, are not written.
 from __future__ import annotations
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.executors.megatron_layout import Stages, layout_flags
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.executors.torchtitan_settings import Batch, TitanSettings, module_names
-from zbv_solver.layouts.cluster import Cluster
+from zbv_solver.layouts.estimated_layout import Setting
+from zbv_solver.layouts.executor_memory import STATES, uses_aware_optimizer
 from zbv_solver.layouts.executor_rules import NAMES
 from zbv_solver.layouts.layout import Layout
 
@@ -21,8 +21,7 @@ from zbv_solver.layouts.layout import Layout
 def layout_settings(
     executor: str,
     layout: Layout,
-    model: Transformer,
-    cluster: Cluster,
+    setting: Setting,
     stages: Stages | None,
     schedule: Schedule,
 ) -> tuple[str | None, str]:
@@ -40,9 +39,9 @@ def layout_settings(
     try:
         recompute = "all" if layout.recompute == "full" else "none"
         if executor == "torchtitan":
-            return _of_titan(layout, model, stages, schedule, recompute), ""
+            return _of_titan(layout, setting, stages, schedule, recompute), ""
         flags = [
-            *_flags(layout, model, cluster),
+            *_flags(layout, setting),
             *layout_flags(stages, layout.pipeline_parallel, schedule.group, recompute),
         ]
         return " \\\n".join(flags) + "\n", ""
@@ -50,13 +49,14 @@ def layout_settings(
         return None, str(error.issues[0].detail)
 
 
-def _flags(layout: Layout, model: Transformer, cluster: Cluster) -> list[str]:
+def _flags(layout: Layout, setting: Setting) -> list[str]:
     """The flags of a layout besides those of the pipeline's cut. Replicas take the remaining devices."""
+    (cluster,), state = setting.cluster.groups, setting.training.state
     flags = [f"--tensor-model-parallel-size {layout.tensor_parallel}"]
     if layout.tensor_parallel > 1:
         flags.append("--sequence-parallel")
     flags.append(f"--context-parallel-size {layout.context_parallel}")
-    if model.experts > 1:
+    if setting.model.experts > 1:
         # Estimates have whole experts on every device; Megatron-LM's default divides them by tensors.
         flags += [
             f"--expert-model-parallel-size {layout.expert_parallel}",
@@ -66,7 +66,10 @@ def _flags(layout: Layout, model: Transformer, cluster: Cluster) -> list[str]:
         f"--micro-batch-size {layout.microbatch_size}",
         f"--global-batch-size {layout.microbatch_size * layout.microbatches * layout.data_parallel}",
     ]
-    if layout.zero_stage:
+    flags += (f"{flag} {value}".rstrip() for flag, value in STATES["megatron"].settings(state).items())
+    if not setting.training.fused_gradients:
+        flags.append("--no-gradient-accumulation-fusion")
+    if layout.zero_stage or uses_aware_optimizer(state):
         flags.append("--use-distributed-optimizer")
     if cluster.data_overlap > 0:
         flags.append("--overlap-grad-reduce")
@@ -77,7 +80,7 @@ def _flags(layout: Layout, model: Transformer, cluster: Cluster) -> list[str]:
     return flags
 
 
-def _of_titan(layout: Layout, model: Transformer, stages: Stages, schedule: Schedule, recompute: str) -> str:
+def _of_titan(layout: Layout, setting: Setting, stages: Stages, schedule: Schedule, recompute: str) -> str:
     is_piped = layout.pipeline_parallel > 1
     return TitanSettings(
         layout.pipeline_parallel,
@@ -88,7 +91,7 @@ def _of_titan(layout: Layout, model: Transformer, stages: Stages, schedule: Sche
         recompute,
         schedule.is_split,
         Batch(
-            model.sequence,
+            setting.model.sequence,
             layout.microbatch_size,
             layout.microbatch_size * layout.microbatches * layout.data_parallel,
         ),
@@ -99,5 +102,6 @@ def _of_titan(layout: Layout, model: Transformer, stages: Stages, schedule: Sche
             "parallelism.tensor_parallel_degree": layout.tensor_parallel,
             "parallelism.context_parallel_degree": layout.context_parallel,
             "parallelism.expert_parallel_degree": layout.expert_parallel,
+            **STATES["torchtitan"].settings(setting.training.state),
         },
     ).text()

@@ -21,8 +21,8 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.device import Device, GroupLink, GroupLinks
 from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate, Running, Training, estimate_model
-from zbv_solver.estimate.parameters import StaticBytes
 from zbv_solver.estimate.shapes import Degrees
+from zbv_solver.estimate.states import StaticBytes
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.layouts.profile import MeasuredLayer, Profile
 

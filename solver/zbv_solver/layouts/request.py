@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,15 @@ from zbv_solver.estimate.transformers_config import from_transformers, is_transf
 from zbv_solver.layouts.cluster import AnyCluster, Cluster
 from zbv_solver.layouts.enumeration import enumerate_layouts
 from zbv_solver.layouts.estimated_layout import Setting
+from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.measured_layers import Measured
 from zbv_solver.layouts.profile import Profile
 
-KEPT = ("optimizer", "precision", "context_exchange", "fused_gradients", "recompute_modules")
+KEPT = (
+    *("optimizer", "precision", "offloaded_states"),
+    *("context_exchange", "fused_gradients", "recompute_modules"),
+)
 """Keys of the section ``parallel`` that layouts share; the search chooses the others."""
 REPEATED = ["mla_up_proj", "moe_act"]
 """What selective recomputation repeats, unless the document says so: flash attention keeps no scores."""
@@ -66,7 +71,7 @@ class Request:
                 detail = "found groups of nodes; profiles are of one device. Leave out either."
                 raise InvalidInput.at("/groups", detail)
             measured = Measured.of(self.profiles, model, cluster.in_node, cluster.preset)
-        return Setting(model, self.config.training, cluster, measured)
+        return Setting(model, self.config.training, cluster, measured).of_executor(FREE)
 
     @property
     def layouts(self) -> list[Layout]:
@@ -100,6 +105,7 @@ def parse_request(
     cluster: AnyCluster,
     fixed: Fixed | None = None,
     presets: tuple[str, ...] = (),
+    parallel: Mapping[str, Any] | None = None,
     **batch: int | None,
 ) -> Request:
     """Parse a decoded ``model.json`` or ``config.json`` of transformers.
@@ -108,6 +114,8 @@ def parse_request(
     ----------
     presets
         Names of further presets of models.
+    parallel
+        Keys of the section ``parallel`` that replace those of the document.
     batch
         ``global_batch``, ``sequence_length`` and ``prediction_layers``, where they replace those of the
         document.
@@ -119,7 +127,7 @@ def parse_request(
     if is_transformers_config(model):
         model = {"model": from_transformers(model)}
     own = {key: value for key, value in model.items() if key not in BatchConfig.model_fields}
-    merged = with_presets(own, list(presets), {})
+    merged = with_presets(own, list(presets), {"parallel": dict(parallel)} if parallel else {})
     if merged.get("model", {}) == {}:
         raise _without_model(own.get("presets", []), presets)
     given = {key: model[key] for key in BatchConfig.model_fields if key in model}

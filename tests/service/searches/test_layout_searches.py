@@ -197,6 +197,16 @@ async def test_the_two_kinds_of_searches_have_separate_addresses_and_keys(servin
 
 
 CLUSTER, MODEL = SMALL["cluster"], SMALL["model"]
+
+
+def test_precision_and_optimizer_replace_those_of_the_model() -> None:
+    given = {"precision": "half", "optimizer": "lion"}
+    asked = LayoutRequest.model_validate({**SMALL, **given})
+    inside = LayoutRequest.model_validate({**SMALL, "model": {**MODEL, "parallel": given}})
+    assert read_layouts(asked).config == read_layouts(inside).config
+    assert read_layouts(asked).config != read_layouts(LayoutRequest.model_validate(SMALL)).config
+
+
 WRONG: list[tuple[Any, str]] = [
     ([], ""),
     ({}, "/model"),
@@ -220,6 +230,9 @@ WRONG: list[tuple[Any, str]] = [
     ({**SMALL, "fixed": {"zero_stage": 4}}, "/fixed/zero_stage"),
     ({**SMALL, "fixed": {"recompute": "some"}}, "/fixed/recompute"),
     ({**SMALL, "fixed": {"pipelines": 2}}, "/fixed/pipelines"),
+    ({**SMALL, "precision": "fp7"}, "/precision"),
+    ({**SMALL, "optimizer": "adagrad"}, "/optimizer"),
+    ({**SMALL, "executor": "torchtitan", "optimizer": "muon"}, "/executor"),
     ({**SMALL, "executor": "abacus"}, "/executor"),
     ({**SMALL, "executor": "torch", "cluster": {"groups": [SMALL["cluster"]] * 2}}, "/executor"),
     ({**SMALL, "executor": "any", "sensitivity": True}, "/sensitivity"),

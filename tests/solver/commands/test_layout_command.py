@@ -32,6 +32,18 @@ def test_every_part_of_a_layout_has_a_flag() -> None:
     assert {"recompute": get_args(Recompute), "placement": ORDERS} == CHOICES
 
 
+def test_precision_and_optimizer_have_flags(files: list[str], tmp_path: Path, capsys: Capture) -> None:
+    path, memory = tmp_path / "layouts.json", []
+    for chosen in ([], ["--precision", "mixed"], ["--optimizer", "sgd"]):
+        fixed = ["--data-parallel", "2", "--microbatch-size", "1", "--zero-stage", "0", "--recompute", "none"]
+        assert main(["layout", *files, *fixed, *chosen, "-o", str(path)]) == 0
+        memory.append(json.loads(path.read_text())["layouts"][0]["peak_memory"])
+    assert memory[1] < memory[0]
+    assert memory[2] < memory[0]
+    assert main(["layout", *files, "--executor", "torchtitan", "--optimizer", "muon"]) == 2
+    assert "torchtitan requires adam (found muon)" in " ".join(capsys.readouterr().err.split())
+
+
 def test_layouts_are_listed_and_written(files: list[str], tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "layouts.json"
     assert main(["layout", *files, "--microbatch-size", "1", "--top", "3", "-o", str(path)]) == 0

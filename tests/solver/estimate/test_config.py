@@ -39,8 +39,8 @@ def test_the_defaults_are_a_gpt_in_mixed_precision() -> None:
     model = config.model
     assert (model.n_kv_heads, model.width_of_head, model.ffn_width) == (8, 64, 2048)
     assert model.has_qkv_bias
-    assert config.precision == Precision(parameters=2, gradients=2, master=4, state=4)
-    assert config.optimizer_states == 2
+    assert config.precision == Precision(parameters=2, gradients=4, master=4, state=4)
+    assert config.state.updated() == 4 + 2 * 4
     assert config.placement == "auto"
 
 

@@ -1,4 +1,4 @@
-"""Parameter counts, and the memory that training keeps per parameter, against published figures."""
+"""Parameter counts, against published figures."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ from hypothesis import strategies as st
 from support.estimates import but, gpt, llama, parts, preset_config
 from zbv_solver.estimate.build import transformer
 from zbv_solver.estimate.config_model import ModelConfig
-from zbv_solver.estimate.config_parallel import PRECISIONS, Precision
-from zbv_solver.estimate.parameters import Parameters, StateBytes, static_bytes
+from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.problem_document import estimate_layers
 from zbv_solver.estimate.shapes import Degrees
 
 LLAMA_3 = {"vocabulary": 128256, "kv_heads": 8, "sequence": 8192}
-GB = 1e9
 
 
 def model_parameters(model: ModelConfig) -> int:
     return transformer(model).parameters().total
-
-
-def state(precision: Precision, states: int) -> StateBytes:
-    sizes = precision.model_dump()
-    return StateBytes(**sizes, states=states)
 
 
 @pytest.mark.parametrize(
@@ -96,46 +89,6 @@ def test_tensor_parallelism_divides_matrices_and_keeps_norms_whole() -> None:
     block = block_parameters(gpt(hidden=64, heads=4))
     assert block == Parameters(shared=12 * 64**2 + 7 * 64, replicated=6 * 64)
     assert block.on_device(Degrees(tensor=4)) == (12 * 64**2 + 7 * 64) // 4 + 6 * 64
-
-
-@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_zero_on_7_5_billion_parameters_and_64_replicas(stage: int, gigabytes: float) -> None:
-    """Rajbhandari et al. 2020, figure 1."""
-    held = static_bytes(7_500_000_000, state(PRECISIONS["mixed"], 2), stage, 64)
-    assert held.total / GB == pytest.approx(gigabytes, abs=0.05)
-
-
-@pytest.mark.parametrize(
-    ("precision", "states", "per_parameter"),
-    [
-        ("mixed", 2, (2, 2, 12)),
-        ("mixed-fp32-gradients", 2, (2, 4, 12)),
-        ("single", 2, (4, 4, 8)),
-        ("half", 2, (2, 2, 4)),
-        ("mixed", 1, (2, 2, 8)),
-        ("mixed", 0, (2, 2, 4)),
-        ("single", 0, (4, 4, 0)),
-    ],
-)
-def test_bytes_per_parameter(precision: str, states: int, per_parameter: tuple[int, int, int]) -> None:
-    held = static_bytes(1, state(PRECISIONS[precision], states))
-    assert (held.parameters, held.gradients, held.optimizer) == per_parameter
-
-
-@given(
-    parameters=st.integers(0, 10**12),
-    replicas=st.integers(1, 1000),
-    states=st.integers(0, 2),
-    sizes=st.tuples(*[st.integers(0, 8)] * 4),
-)
-def test_every_stage_of_zero_holds_at_most_as_much_as_the_previous_one(
-    parameters: int, replicas: int, states: int, sizes: tuple[int, int, int, int]
-) -> None:
-    precision = Precision(parameters=sizes[0], gradients=sizes[1], master=sizes[2], state=sizes[3])
-    kept = state(precision, states)
-    held = [static_bytes(parameters, kept, stage, replicas).total for stage in range(4)]
-    assert held == sorted(held, reverse=True)
-    assert held[3] == pytest.approx(held[0] / replicas)
 
 
 def test_a_tied_head_needs_a_copy_only_if_the_embedding_is_on_another_rank() -> None:

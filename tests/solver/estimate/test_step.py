@@ -15,7 +15,9 @@ DATA = {"data_parallel_bandwidth": 20.0, "data_parallel_latency": 3.0}
 
 
 def config(stage: int, **changes: Any) -> EstimateConfig:
-    made = estimate_config(llama(layers=2), **{"data_parallel": 4, "zero_stage": stage, **changes})
+    """Gradients of 2 bytes, as in the papers, unless something else is said."""
+    parallel = {"data_parallel": 4, "zero_stage": stage, "precision": "mixed", **changes}
+    made = estimate_config(llama(layers=2), **parallel)
     return but(made, device=but(made.device, **DATA))
 
 
@@ -62,9 +64,10 @@ def test_shared_parameters_are_gathered_in_every_f_and_i() -> None:
 
 
 def test_an_action_holds_what_it_gathers() -> None:
-    """The larger half is the MLP, 3 · 4096 · 16384 parameters and a norm."""
-    gathered = 2 * (3 * 4096 * 16384 + 4096)
-    assert block(3).plain.workspace == block(1).plain.workspace + gathered
+    """A whole block is gathered at once, or half of it: of the MLP, 3 · 4096 · 16384 and a norm."""
+    assert block(3).plain.workspace == block(1).plain.workspace + 2 * block(1).parameters
+    halves = [estimate_layers(config(stage, granularity="half"))[2].plain.workspace for stage in (1, 3)]
+    assert halves[1] == halves[0] + 2 * (3 * 4096 * 16384 + 4096)
 
 
 def test_compute_hides_at_most_its_own_time() -> None:
@@ -118,6 +121,6 @@ def test_without_a_bandwidth_replicas_exchange_in_no_time() -> None:
 
 def test_two_copies_of_a_table_are_summed_over_the_pipeline() -> None:
     tied = estimate_config(llama(tied_embeddings=True), placement="loop", chunks=2)
-    assert estimate(tied).table_reduction == pytest.approx(2 * 32000 * 4096 / 50e9 * 1e6 + 7)
+    assert estimate(tied).table_reduction == pytest.approx(4 * 32000 * 4096 / 50e9 * 1e6 + 7)
     assert estimate(estimate_config(llama(tied_embeddings=True))).table_reduction == 0
     assert estimate(estimate_config(llama())).table_reduction == 0

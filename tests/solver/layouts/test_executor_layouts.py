@@ -160,7 +160,7 @@ def test_megatrons_flags_are_those_of_the_layout() -> None:
     words = iter(shlex.split(best.settings.replace("\\\n", " ")))
     lone = {
         *("--sequence-parallel", "--use-distributed-optimizer", "--use-tp-pp-dp-mapping"),
-        *("--overlap-grad-reduce", "--overlap-param-gather"),
+        *("--overlap-grad-reduce", "--overlap-param-gather", "--bf16"),
     }
     flags: dict[str, str] = {}
     for word in words:

@@ -27,8 +27,8 @@ from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
 
-FLAGS = ("virtual_stages", "group_size", "schedule")
-"""Flags that restrict the schedules."""
+FLAGS = ("virtual_stages", "group_size", "schedule", "recompute_layers")
+"""Flags that restrict the schedules, and what they recompute."""
 LEAST_SECONDS = 0.01
 """What the search of a free order may take at least."""
 MOST_ROWS = 12
@@ -78,6 +78,7 @@ def _best(problem: LayeredProblem, arguments: argparse.Namespace) -> ExecutorCut
             group=arguments.group_size,
             schedules=arguments.schedule or (),
             recompute=arguments.recompute,
+            recompute_layers=arguments.recompute_layers,
             effort=arguments.effort,
             seed=arguments.seed,
             time_limit=arguments.time_limit,
@@ -113,7 +114,7 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
             each.schedule.name,
             str(each.schedule.placement.chunks),
             str(each.schedule.group or ""),
-            each.recompute,
+            each.recompute if each.recompute_layers is None else f"first {each.recompute_layers}",
             _value(each.objective) if each.is_searched else UNSEARCHED,
             _value(each.lower_bound),
             UNSEARCHED if isinf(each.even) else f"{each.even:.6g}",

@@ -18,6 +18,7 @@ import numpy as np
 
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.executors.order_search import OrderSearch
+from zbv_solver.executors.runs import WHOLE, First, Recomputed
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.plans.orders import Orders
@@ -45,7 +46,7 @@ class OrderResult:
     Attributes
     ----------
     recompute
-        ``none``, ``all`` or ``per-stage``.
+        ``none``, ``all``, ``block`` or ``per-stage``.
     objective
         inf if no cut was found that fits the memory limit, or none was tried.
     lower_bound
@@ -54,6 +55,8 @@ class OrderResult:
         The objective of the even cut, without the memory limit; inf if it was not tried.
     is_searched
         Whether any cuts were tried. The time limit may end the search before.
+    recompute_layers
+        With ``block``, how many first layers of every stage are recomputed; None if no cut is known.
     """
 
     schedule: Schedule
@@ -62,6 +65,7 @@ class OrderResult:
     lower_bound: float
     even: float
     is_searched: bool = True
+    recompute_layers: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +112,7 @@ def best_cut(
     problem: LayeredProblem,
     schedules: Sequence[Schedule],
     *,
-    recompute: Recompute = "none",
+    recompute: Recompute | First = "none",
     allow_empty: bool = False,
     late: str | None = None,
     also: Iterable[Boundaries] = (),
@@ -125,7 +129,7 @@ def best_cut(
     schedules
         Orders to choose from.
     recompute
-        Which stages may be recomputed.
+        Which stages may be recomputed, or how many first layers of every stage.
     allow_empty
         Whether stages other than the first and the last may be empty.
     late
@@ -150,11 +154,11 @@ def best_cut(
     own = OwnUnit.of(problem)
     searches: list[OrderSearch] = []
     for schedule in schedules:
-        for stages in _variants(recompute, schedule.placement.n_stages, problem):
+        for chosen in _variants(recompute, schedule.placement.n_stages, problem):
             made = order_search(
                 own,
                 schedule,
-                stages,
+                chosen,
                 allow_empty=allow_empty,
                 late=late,
                 effort=effort,
@@ -190,7 +194,7 @@ def best_cut(
 def order_search(
     own: OwnUnit,
     schedule: Schedule,
-    recompute: tuple[bool, ...] | None,
+    recompute: Recomputed | First | None,
     *,
     allow_empty: bool,
     late: str | None,
@@ -223,14 +227,18 @@ def _placed(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) -> L
 
 
 def _variants(
-    recompute: Recompute, stages: int, problem: LayeredProblem
-) -> tuple[tuple[bool, ...] | None, ...]:
-    """The stages that are recomputed, for every search; None lets the search choose."""
-    none, every = (False,) * stages, (True,) * stages
+    recompute: Recompute | First, stages: int, problem: LayeredProblem
+) -> tuple[Recomputed | First | None, ...]:
+    """What is recomputed, for every search; None lets the search choose stages."""
+    none, every = (0,) * stages, (WHOLE,) * stages
     if recompute == "none" or not problem.model.can_recompute:
         return (none,)
     if recompute == "per-stage":
         return (None,)
+    if isinstance(recompute, First):
+        # All first layers are all layers, unless others can be recomputed.
+        has_every = recompute.others and recompute == First(others=recompute.others)
+        return (recompute, every) if has_every else (recompute,)
     return (every,) if recompute == "all" else (none, every)
 
 
@@ -254,6 +262,7 @@ def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) 
             min(each.bound, each.value) * own.length,
             each.even * own.length,
             each.is_searched,
+            each.best[1][0] if each.best is not None and each.recompute_name == "block" else None,
         )
         for each in searches
     ]
@@ -264,7 +273,11 @@ def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) 
     placed = _placed(own.given, schedule, allow_empty)
     if placed is None:
         raise RuntimeError("the layers do not fit their own schedule; this is a bug in zbv.")
-    problem = placed.cut_into(schedule.placement, best.space.cut(*best.best))
+    bounds, chosen = best.best
+    if isinstance(best.recompute, First) and best.recompute_name == "block":
+        placed = replace(placed, model=best.recompute.model(placed, bounds, chosen[0]))
+        chosen = (0,) * len(chosen)
+    problem = placed.cut_into(schedule.placement, best.space.cut(bounds, tuple(map(bool, chosen))))
     orders = best.order.orders
     verify_orders(problem, orders)
     objective = objective_of(problem, orders)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from zbv_solver.documents.text import plain
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
 from zbv_solver.executors.letters import Modules
-from zbv_solver.executors.megatron_layout import Stages, layout_flags
+from zbv_solver.executors.megatron_layout import Stages, layout_flags, recompute_flags
+from zbv_solver.executors.runs import First
 from zbv_solver.executors.schedules import (
     TORCH_DEFAULTS,
     Schedule,
@@ -61,7 +62,8 @@ def cut_for_executor(
     virtual_stages: Sequence[int] | None = None,
     group: int | None = None,
     schedules: Sequence[str] = (),
-    recompute: Recompute = "uniform",
+    recompute: Recompute | None = None,
+    recompute_layers: int | None = None,
     letters: Mapping[str, str] | None = None,
     also: Sequence[tuple[int, ...]] = (),
     effort: Effort = "standard",
@@ -81,7 +83,10 @@ def cut_for_executor(
     schedules
         Names of PyTorch's schedules to try; by default those with fused backwards.
     recompute
-        Which stages may be recomputed. Executors cannot express ``per-stage``.
+        Which stages may be recomputed. Executors cannot express ``per-stage``. None: as the executor offers;
+        Megatron-LM also recomputes as many first layers of every stage.
+    recompute_layers
+        This number of transformer layers; None lets the search choose.
     letters
         As in :meth:`~zbv_solver.executors.letters.Modules.of`.
     also
@@ -93,8 +98,8 @@ def cut_for_executor(
     ------
     InvalidInput
         When the executor cannot run such a problem. Pointers are into the problem, or name a flag of
-        ``zbv cut``: ``/virtual_stages``, ``/group_size`` or ``/schedule``; empty if the numbers do not fit
-        together.
+        ``zbv cut``: ``/virtual_stages``, ``/group_size``, ``/schedule`` or ``/recompute_layers``; empty if
+        the numbers do not fit together.
     InfeasibleMemory
         When no cut fits the memory limit.
     """
@@ -102,11 +107,12 @@ def cut_for_executor(
         raise InvalidInput.at("", f"found executor {executor!r}; must be one of {', '.join(EXECUTORS)}.")
     _check_request(executor, virtual_stages or (), group, schedules)
     modules = None if executor == "torch" else Modules.of(problem.model, letters)
+    recomputed = _recomputation(problem, executor, modules, recompute, recompute_layers)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)
     best = best_cut(
         problem if modules is None else modules.kept_whole(problem),
         tried,
-        recompute=recompute,
+        recompute=recomputed,
         allow_empty=executor == "megatron",
         late=modules.late if modules is not None and executor == "megatron" else None,
         also=also,
@@ -155,6 +161,36 @@ def _check_request(
         raise error.below("/schedule") from None
 
 
+def _recomputation(
+    problem: LayeredProblem,
+    executor: str,
+    modules: Modules | None,
+    asked: Recompute | None,
+    layers: int | None,
+) -> Recompute | First:
+    """What the search may recompute; raises :class:`InvalidInput` if the executor cannot."""
+    chosen, only = problem.model.recompute_modules, "only Megatron-LM does"
+    is_megatron = executor == "megatron" and modules is not None
+    if chosen and not is_megatron and asked not in (None, "none"):
+        detail = f"found {', '.join(chosen)}; {only} that. Use --recompute none."
+        raise InvalidInput.at("/recompute_modules", detail)
+    first = modules.first_blocks(problem) if is_megatron and modules is not None and not chosen else None
+    if layers is None:
+        return asked or ("none" if chosen and not is_megatron else first or "uniform")
+    for is_kept, detail in (
+        (is_megatron, f"found {layers} and executor {executor}; {only} that. Leave it out."),
+        (
+            asked is None,
+            f"found {layers} and --recompute {asked}, which says what is recomputed. Leave out one.",
+        ),
+        (layers >= 1, f"found {layers}; must be at least 1."),
+        (first, f"found {layers}; every transformer layer needs recompute, and no recompute_modules."),
+    ):
+        if not is_kept:
+            raise InvalidInput.at("/recompute_layers", detail)
+    return replace(first or First(), least=layers, most=layers)
+
+
 def stage_letters(best: BestCut, modules: Modules) -> Stages:
     """The modules of every stage."""
     model = best.problem.model
@@ -165,17 +201,15 @@ def stage_letters(best: BestCut, modules: Modules) -> Stages:
 
 
 def _settings(executor: str, best: BestCut, stages: Stages) -> str:
-    recompute, schedule = _recomputed(best), best.schedule
+    recompute, schedule = best.results[0].recompute, best.schedule
     if executor == "torchtitan":
         return write_settings(stages, schedule, recompute)
-    flags = layout_flags(stages, schedule.placement.pp_degree, schedule.group, recompute)
+    modules = () if best.problem.model is None else best.problem.model.model.recompute_modules
+    flags = [
+        *layout_flags(stages, schedule.placement.pp_degree, schedule.group),
+        *recompute_flags(recompute, best.results[0].recompute_layers, modules),
+    ]
     return " \\\n".join(flags) + "\n"
-
-
-def _recomputed(best: BestCut) -> str:
-    """``none``, ``all`` or ``per-stage``, as the cut has it."""
-    chosen = set(() if best.problem.model is None else best.problem.model.cut.recompute)
-    return "per-stage" if len(chosen) > 1 else "all" if True in chosen else "none"
 
 
 def split_flags(settings: str) -> list[str]:
@@ -246,7 +280,8 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
         "schedule": best.schedule.name,
         "virtual_stages": best.schedule.placement.chunks,
         "group_size": best.schedule.group,
-        "recompute": _recomputed(best),
+        "recompute": best.results[0].recompute,
+        "recompute_layers": best.results[0].recompute_layers,
         "objective": best.objective,
         "lower_bound": best.lower_bound,
         "status": "optimal" if best.is_optimal else "feasible",
@@ -261,6 +296,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
                 "virtual_stages": each.schedule.placement.chunks,
                 "group_size": each.schedule.group,
                 "recompute": each.recompute,
+                "recompute_layers": each.recompute_layers,
                 "objective": _number(each.objective),
                 "lower_bound": _number(each.lower_bound),
                 "searched": each.is_searched,

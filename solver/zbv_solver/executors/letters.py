@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.executors.runs import First
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 
@@ -95,6 +96,21 @@ class Modules:
         groups += [(mtp[0], mtp[-1])] if len(mtp) > 1 else []
         rules = replace(problem.rules, together=(*problem.rules.together, *groups))
         return replace(problem, rules=rules)
+
+    def first_blocks(self, problem: LayeredProblem) -> First | None:
+        """The first transformer layers of stages, as what is recomputed.
+
+        None if these cannot be counted: some cannot be recomputed, or cannot be cut apart.
+        """
+        modules = list(accumulate(self.letters, lambda module, letter: letter or module))
+        able = [layer.recompute is not None for layer in self.model.each]
+        parts = pairwise(self.kept_whole(problem).places.tolist())
+        if any(self.letters[begin:end].count(DECODER) > 1 for begin, end in parts) or not all(
+            is_able for is_able, module in zip(able, modules, strict=True) if module == DECODER
+        ):
+            return None
+        of = zip(self.model.names, able, modules, strict=True)
+        return First(others=frozenset(name for name, is_able, module in of if is_able and module != DECODER))
 
     def bounds(self, stages: tuple[str, ...]) -> tuple[int, ...]:
         """The boundaries, as layer indices, of stages with these letters.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.given import GivenCosts
@@ -30,11 +31,14 @@ class ExecutorRule:
         The rule, to complete "… requires".
     source
         Where the executor has this rule.
+    parts
+        The parts of a layout that it is about.
     """
 
     is_kept: Callable[[Transformer, Layout], bool]
     text: str
     source: str
+    parts: tuple[str, ...] = ()
 
 
 def _has_no_state_space(model: Transformer) -> bool:
@@ -82,12 +86,19 @@ MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     ),
     "torch": (),
 }
+_WHOLE_OR_NONE = ExecutorRule(
+    lambda _, layout: layout.recompute != "selective" and layout.recompute_layers is None,
+    "all layers recomputed in full, or none",
+    "torch/utils/checkpoint.py; torchtitan/distributed/activation_checkpoint.py, FullAC",
+    ("recompute", "recompute_layers"),
+)
 LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     "megatron": (
         ExecutorRule(
             lambda _, layout: layout.zero_stage <= 1 or not _has_replicas(layout),
             "ZeRO stage 0, or 1 (--use-distributed-optimizer); Megatron-FSDP is not part of this search",
             f"{_ARGUMENTS}; megatron/core/optimizer/distrib_optimizer.py",
+            ("zero_stage",),
         ),
         ExecutorRule(
             lambda model, layout: (
@@ -96,6 +107,7 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             "with --use-tp-pp-dp-mapping as many replicas of experts (without experts: of tensor-parallel "
             "groups) as of the pipeline",
             "megatron/core/parallel_state.py, initialize_model_parallel",
+            ("placement", "tensor_parallel", "context_parallel", "expert_parallel"),
         ),
     ),
     "torchtitan": (
@@ -107,23 +119,28 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             "gradients are whole until the last microbatch",
             f"{_TITAN}, apply_fsdp (fsdp_reshard_after_forward); torch/distributed/pipelining/stage.py, "
             "backward_maybe_with_nosync",
+            ("zero_stage", "pipeline_parallel"),
         ),
         ExecutorRule(
             lambda _, layout: layout.placement == "tp-cp-dp-pp",
             "the placement tp-cp-dp-pp",
             "torchtitan/distributed/parallel_dims.py, build_mesh",
+            ("placement",),
         ),
+        _WHOLE_OR_NONE,
         ExecutorRule(
             lambda model, layout: (
                 model.sequence % (2 * layout.tensor_parallel * layout.context_parallel) == 0
             ),
             "sequences that 2 * tensor * context parallel divides",
             f"torchtitan/distributed/parallel_dims.py, seq_len_divisor; {_TITAN}",
+            ("tensor_parallel", "context_parallel"),
         ),
         ExecutorRule(
             lambda model, layout: not model.tied or _is_alone(layout),
             "no pipeline if embedding and head share their table",
             "torchtitan/models/common/decoder.py",
+            ("pipeline_parallel",),
         ),
     ),
     "torch": (
@@ -132,12 +149,15 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             "with a pipeline ZeRO stage 0 (DDP) or 1 (FSDP), because parameters and gradients are whole "
             "until the last microbatch",
             "torch/distributed/pipelining/stage.py, backward_maybe_with_nosync",
+            ("zero_stage", "pipeline_parallel"),
         ),
+        _WHOLE_OR_NONE,
         ExecutorRule(
             lambda model, layout: not model.tied or _is_alone(layout),
             "no pipeline if embedding and head share their table, because stages exchange no gradients of "
             "parameters",
             "torch/distributed/pipelining/stage.py",
+            ("pipeline_parallel",),
         ),
     ),
 }
@@ -175,9 +195,8 @@ _NO_LAYOUT = Layout(1, 1, 1, 1, 1, 1, 1, 0, "none", "tp-cp-dp-pp")
 def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
     """Whether an executor can run a layout."""
     if executor == FREE:
-        return True
-    # Executors recompute all stages or none; their settings for modules are not written yet.
-    return layout.recompute != "selective" and not _broken(LAYOUT_RULES[executor], model, layout)
+        return layout.recompute_layers is None
+    return not _broken(LAYOUT_RULES[executor], model, layout)
 
 
 def layouts_of_executors(
@@ -205,13 +224,22 @@ def layouts_of_executors(
 
 
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:
-    """The error of layouts that an executor cannot run, with every rule that one of them breaks."""
-    rules = {rule.text: None for layout in layouts for rule in _broken(LAYOUT_RULES[executor], model, layout)}
+    """The error of layouts that an executor cannot run: the fewest rules of which every layout breaks one."""
+    broken = [_broken(LAYOUT_RULES[executor], model, layout) for layout in layouts]
+    every = list(dict.fromkeys(rule for rules in broken for rule in rules))
+    sets = (chosen for size in range(1, len(every) + 1) for chosen in combinations(every, size))
+    fewest = next(chosen for chosen in sets if all(not set(chosen).isdisjoint(rules) for rules in broken))
+    common = [
+        f"{part.replace('_', ' ')} {values.pop()}"
+        for part in dict.fromkeys(part for rule in fewest for part in rule.parts)
+        if len(values := {getattr(layout, part) for layout in layouts}) == 1 and values != {None}
+    ]
     return InvalidInput.at(
         "",
-        f"{NAMES[executor]} can run none of the {len(layouts):,} layouts. "
-        f"It requires {'; '.join(rules) or 'stages that are recomputed in full or not at all'}. "
-        f"Change these parts of the layout, or leave them to the search.",
+        f"{NAMES[executor]} can run none of the {len(layouts):,} layouts. It requires "
+        f"{'; '.join(rule.text for rule in fewest)}."
+        + (f" All layouts have {', '.join(common)}." if common else "")
+        + " Change these parts of the layout, or leave them to the search.",
     )
 
 

@@ -70,7 +70,7 @@ class CountModel:
         # A power of two keeps whole costs whole.
         self.scale = math.ldexp(1.0, STEPS - math.frexp(value)[1])
         self._add_counts()
-        self.again: list[list[cp_model.LinearExprT]] = []
+        self.again: list[list[cp_model.LinearExpr]] = []
         self.recomputed: list[cp_model.IntVar] = []
         if isinstance(recompute, First):
             self._add_first(recompute)
@@ -132,19 +132,20 @@ class CountModel:
         number = model.new_int_var(min(first.least, most), min(first.most, most), "first")
         self.recomputed = [number] * self.stages
         for stage in range(self.stages):
-            self.again.append([0] * len(self.size))
-            inside: list[cp_model.LinearExprT] = []
-            before: cp_model.LinearExprT = 0
-            for run in np.flatnonzero(able).tolist():
-                inside.append(self._inside(stage, run))
-                until = model.new_int_var(0, most, "")
-                model.add_min_equality(until, [number, sum(inside)])
-                self.again[stage][run] = until - before
+            self.again.append([])
+            inside = before = cp_model.LinearExpr.sum([])
+            for run, is_able in enumerate(able.tolist()):
+                until: cp_model.LinearExpr = before
+                if is_able:
+                    inside = inside + self._inside(stage, run)
+                    until = model.new_int_var(0, most, "")
+                    model.add_min_equality(until, [number, inside])
+                self.again[-1].append(until - before)
                 before = until
 
     def _steps(self, row: Row, scale: float) -> cp_model.LinearExpr:
         """A row in integer steps, rounded down."""
-        variables: list[cp_model.LinearExprT] = []
+        variables: list[cp_model.LinearExpr] = []
         slope = row.slope if self.fixed is None else row.with_stages(self.fixed)
         tables = [(self.counts, slope)] + ([(self.again, row.again)] if self.fixed is None else [])
         factors = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.runs import First
@@ -102,7 +102,9 @@ class Modules:
 
         None if these cannot be counted: some cannot be recomputed, or cannot be cut apart.
         """
-        modules = list(accumulate(self.letters, lambda module, letter: letter or module))
+        modules: list[str] = []
+        for letter in self.letters:
+            modules.append(letter or modules[-1])
         able = [layer.recompute is not None for layer in self.model.each]
         parts = pairwise(self.kept_whole(problem).places.tolist())
         if any(self.letters[begin:end].count(DECODER) > 1 for begin, end in parts) or not all(

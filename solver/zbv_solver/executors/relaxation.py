@@ -370,4 +370,5 @@ def _least_of_first(again: FloatArray, able: FloatArray, first: First) -> FloatA
     level = np.frexp(high - low + 1)[1] - 1
     table = np.array(levels)
     found: FloatArray = np.minimum(table[level, low], table[level, high + 1 - 2**level])
-    return found - levels[0][before][:, None]
+    found -= levels[0][before][:, None]
+    return found

@@ -34,8 +34,8 @@ def enumerate_layouts(
     A cluster of several groups of nodes has the layouts of every set of its groups that use all of their
     devices. A pipeline rank has the same number of devices everywhere, and all of them are in one group.
 
-    ``none`` and ``full`` are plans of ``per-stage``. Selective recomputation of ``modules`` is another choice,
-    if there are any.
+    ``none`` and ``full`` are plans of ``per-stage``. Selective recomputation of ``modules`` is another
+    choice, if there are any.
     """
     kinds: tuple[Recompute, ...] = ("per-stage", "selective") if modules else ("per-stage",)
     if fixed.recompute_layers is not None:

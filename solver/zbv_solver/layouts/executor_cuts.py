@@ -185,7 +185,7 @@ class Scheduled:
         if search.best is None:
             return inf
         names = self.own.unit.given.model.names
-        stages = [names[begin:end] for begin, end in pairwise(search.space.cut(*search.best).bounds)]
+        stages = [names[begin:end] for begin, end in pairwise(search.space.cut(search.best[0], ()).bounds)]
         own = [tuple(name for s in of_rank for name in stages[s]) for of_rank in self._stages_of]
         return search.value * self._seconds + estimated.once(own)
 

@@ -232,7 +232,8 @@ def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> Invalid
     common = [
         f"{part.replace('_', ' ')} {values.pop()}"
         for part in dict.fromkeys(part for rule in fewest for part in rule.parts)
-        if len(values := {getattr(layout, part) for layout in layouts}) == 1 and values != {None}
+        if len(values := {getattr(layout, part) for layout in layouts}) == 1
+        and values.isdisjoint((None, "per-stage"))
     ]
     return InvalidInput.at(
         "",

@@ -72,7 +72,7 @@ class Request:
 
     @property
     def _module_sets(self) -> tuple[Modules, ...]:
-        """The modules that selective recomputation may repeat: those of the document, or sets of the model's."""
+        """What selective recomputation may repeat: as the document says, or sets of the model's modules."""
         model, given = transformer(self.config.model), self.config.parallel.recompute_modules
         if "recompute_modules" not in self.config.parallel.model_fields_set:
             return module_sets(model)
@@ -118,9 +118,7 @@ class Request:
         """Raise :class:`InvalidInput` if the number of recomputed layers does not fit the rest."""
         layers, recompute = self.fixed.recompute_layers, self.fixed.recompute
         if layers is not None and recompute not in (None, "full"):
-            detail = (
-                f"found {layers} recomputed layers and recompute {recompute}; they are recomputed in full."
-            )
+            detail = f"found {layers} recomputed layers and recompute {recompute}; it is full then."
             raise InvalidInput.at("/fixed", f"{detail} Leave out one of them.")
         if layers is not None and self.executor == FREE:
             detail = f"found {layers} recomputed layers and executor {FREE}, which recomputes whole stages."

@@ -21,7 +21,7 @@ from zbv_solver.layouts.answer import ranking_json, recomputation
 from zbv_solver.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
-from zbv_solver.layouts.executor_rules import NAMES, executors_of, runs_layout, sources
+from zbv_solver.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout, sources
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
@@ -47,8 +47,10 @@ def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.
     )
 
 
-def request_of(model: dict[str, Any], cluster: Cluster, batch: int, **fixed: Any) -> Request:
-    return parse_request({"model": model, "global_batch": batch}, cluster, Fixed(**fixed))
+def request_of(
+    model: dict[str, Any], cluster: Cluster, batch: int, executor: str = "zbv", **fixed: Any
+) -> Request:
+    return parse_request({"model": model, "global_batch": batch}, cluster, Fixed(**fixed), (), executor)
 
 
 def best_of(request: Request, executor: str) -> ExecutorLayout:
@@ -61,23 +63,35 @@ def every_step(request: Request, executor: str) -> dict[tuple[Layout, str], floa
     """The step of every layout with its best cut, by layout and recomputation."""
     setting, known, found = replace(request.setting, has_loops=True), {}, {}
     for layout in request.layouts:
-        for recompute in ("none", "full") if layout.recompute == "per-stage" else (layout.recompute,):
-            if not runs_layout(executor, setting.model, layout):
-                continue
-            estimated = EstimatedLayout.of(replace(layout, recompute=recompute), setting)
+        if not runs_layout(executor, setting.model, layout):
+            continue
+        for variant in recomputed_variants(layout, executor, setting):
+            estimated = EstimatedLayout.of(variant, setting)
             if estimated.problem not in known:
                 known[estimated.problem] = planned_in_full(estimated.problem, executor)
             cut = known[estimated.problem]
             if cut is not None:
-                found[layout, recompute] = step_of(cut, estimated)
-                check_bounds(estimated, setting, found[layout, recompute])
+                found[layout, str(variant)] = step_of(cut, estimated)
+                check_bounds(estimated, setting, found[layout, str(variant)])
     return found
+
+
+def recomputed_variants(layout: Layout, executor: str, setting: Setting) -> list[Layout]:
+    """The layout with every recomputation of an executor.
+
+    With Megatron-LM, ``per-stage`` lets the cut choose how many layers of every stage are recomputed.
+    """
+    if layout.recompute == "selective":
+        return [replace(layout, recompute_modules=modules) for modules in setting.module_sets]
+    if layout.recompute == "per-stage" and executor != "megatron":
+        return [replace(layout, recompute="none"), replace(layout, recompute="full")]
+    return [layout]
 
 
 def planned_in_full(problem: LayeredProblem, executor: str) -> ExecutorCut | None:
     chunks = (1,) if problem.pp_degree == 1 else None
     try:
-        return cut_for_executor(problem, executor, virtual_stages=chunks, recompute="none", effort="quick")
+        return cut_for_executor(problem, executor, virtual_stages=chunks, effort="quick")
     except InfeasibleMemory:
         return None
     except InvalidInput:  # numbers of ranks and microbatches that the executor refuses
@@ -113,6 +127,7 @@ def test_the_best_layout_is_that_of_cutting_every_one(
         # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
         cluster_of(*nodes, gigabytes, speed=1e5),
         2 * nodes[0] * nodes[1],
+        executor,
         **{"microbatch_size": 1, "tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1},
         placement="tp-cp-dp-pp",
     )
@@ -266,10 +281,101 @@ def test_models_that_an_executor_cannot_run_are_refused() -> None:
         executors_of("deepspeed", predicting)
 
 
-def test_layouts_that_an_executor_cannot_run_are_refused_with_the_rule() -> None:
-    request = request_of(MODEL, cluster_of(1, 4), 8, zero_stage=3, data_parallel=4)
-    with pytest.raises(InvalidInput, match="requires ZeRO stage 0, or 1"):
-        executor_layouts(request.layouts, request.setting, "megatron")
+@pytest.mark.parametrize(
+    ("executor", "fixed", "requires", "common"),
+    [
+        ("megatron", {"zero_stage": 3, "data_parallel": 4}, "ZeRO stage 0, or 1", "zero stage 3"),
+        (
+            "torch",
+            {"recompute": "selective"},
+            "all layers recomputed in full, or none",
+            "recompute selective",
+        ),
+        (
+            "torchtitan",
+            {"recompute_layers": 2},
+            "all layers recomputed in full, or none",
+            "recompute layers 2",
+        ),
+        ("torchtitan", {"placement": "tp-cp-pp-dp"}, "the placement tp-cp-dp-pp", "placement tp-cp-pp-dp"),
+    ],
+)
+def test_layouts_that_an_executor_cannot_run_are_refused_with_the_rule(
+    executor: str, fixed: dict[str, Any], requires: str, common: str
+) -> None:
+    request = request_of(MODEL, cluster_of(1, 4), 8, executor, **fixed)
+    layouts = request.layouts
+    with pytest.raises(InvalidInput) as raised:
+        executor_layouts(layouts, request.setting, executor)
+    # Some layouts break further rules, but this one is enough to refuse all.
+    detail = raised.value.issues[0].detail
+    name = NAMES[executor]
+    assert detail.startswith(f"{name} can run none of the {len(layouts)} layouts. It requires {requires}")
+    assert f". All layouts have {common}. " in detail
+
+
+def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
+    model = request_of(MODEL, cluster_of(1, 8), 8).setting.model
+    wrong_stage = replace(LAYOUT, zero_stage=3)
+    wrong_order = replace(LAYOUT, placement="tp-cp-pp-dp", context_parallel=2)
+    both = replace(wrong_order, zero_stage=3)
+    detail = refusal("megatron", model, [wrong_stage, both]).issues[0].detail
+    assert "ZeRO stage" in detail
+    assert "--use-tp-pp-dp-mapping" not in detail
+    detail = refusal("megatron", model, [wrong_stage, wrong_order, both]).issues[0].detail
+    assert "ZeRO stage" in detail
+    assert "--use-tp-pp-dp-mapping" in detail
+
+
+def flags_of(best: ExecutorLayout) -> dict[str, str]:
+    """Megatron-LM's flags with their values; those without one have an empty one."""
+    assert best.settings is not None
+    lines = best.settings.replace("\\\n", "\n").splitlines()
+    return {name: value.strip(' "') for name, _, value in (line.strip().partition(" ") for line in lines)}
+
+
+def test_selective_recomputation_of_a_dense_model_needs_no_modules_from_the_user() -> None:
+    fixed = {"pipeline_parallel": 2, "microbatch_size": 1, "data_parallel": 1, "recompute": "selective"}
+    request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **fixed)
+    ranking = executor_layouts(request.layouts, request.setting, "megatron")
+    best, (row,) = ranking.best[0], ranking_json(ranking, request, with_plans=False)["layouts"]
+    assert isinstance(best, ExecutorLayout)
+    assert (row["recompute"], row["recompute_modules"]) == ("selective", list(best.layout.recompute_modules))
+    flags = flags_of(best)
+    assert flags["--recompute-granularity"] == "selective"
+    assert flags["--recompute-modules"].split() == row["recompute_modules"]
+    # transformer_config.py, __post_init__: selective recomputation has no method and no number of layers.
+    assert not {"--recompute-method", "--recompute-num-layers"} & set(flags)
+    assert row["composition"]["recomputation"] > 0
+    assert sum(row["composition"].values()) == pytest.approx(best.step_time, rel=1e-9)
+
+
+def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step() -> None:
+    cluster = cluster_of(1, 2, 9.4)
+    fixed = {"pipeline_parallel": 2, "microbatch_size": 2, "data_parallel": 1, "tensor_parallel": 1}
+    steps = {}
+    for recompute in ("none", "selective", "full", None):
+        request = request_of(EXPERTS, cluster, 32, "megatron", **fixed, recompute=recompute)
+        steps[recompute] = best_of(request, "megatron").step_time
+    assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
+
+
+def test_a_layout_recomputes_the_first_layers_of_every_stage() -> None:
+    fixed = {"pipeline_parallel": 2, "microbatch_size": 1, "data_parallel": 1, "recompute_layers": 2}
+    request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **fixed)
+    ranking = executor_layouts(request.layouts, request.setting, "megatron")
+    best, (row,) = ranking.best[0], ranking_json(ranking, request, with_plans=False)["layouts"]
+    assert isinstance(best, ExecutorLayout)
+    assert (row["recompute"], row["recompute_layers"]) == ("full", 2)
+    flags = flags_of(best)
+    assert (flags["--recompute-method"], flags["--recompute-num-layers"]) == ("block", "2")
+    blocks = [name for stage in row["partition"] for name in stage if name.startswith("block")]
+    of_stages = [[name for name in stage if name in blocks][:2] for stage in row["partition"]]
+    assert best.recomputed == {name for stage in of_stages for name in stage}
+    shown = sum(row["costs"]["estimated"].get(name, 0) for name in ("block (recomputed)",))
+    assert shown == len(best.recomputed)
+    assert sum(row["composition"].values()) == pytest.approx(best.step_time, rel=1e-9)
+    verify(best.plan)
 
 
 def test_without_room_no_layout_fits() -> None:

@@ -15,7 +15,6 @@ from zbv_solver.estimate.part import (
     dropout_tensors,
     gradient,
     half_exchange,
-    norm_module,
     norm_tensors,
 )
 from zbv_solver.estimate.scores import Scores
@@ -80,7 +79,7 @@ class Attention:
             is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
             moved=moved,
-            modules=(self.scores.module(shapes), norm_module(shapes)),
+            modules=(self.scores.module(shapes),),
             exchanges=(half_exchange(shapes), self.scores.exchange(shapes)),
             workspace=self.workspace(shapes) + self.scores.workspace(shapes),
             output_bytes=shapes.hidden,
@@ -109,7 +108,6 @@ class Attention:
                 "input of the projection to queries, keys, values",
                 shapes.operand(shapes.hidden),
                 after_input=True,
-                modules=("layernorm",),
             ),
             gradient("gradients of queries, keys, values", shapes.operand(query + 2 * key)),
             Held("queries", query),

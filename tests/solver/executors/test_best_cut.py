@@ -254,8 +254,8 @@ def blocks(limit: float, **more: Any) -> LayeredProblem:
 
 def flags_of(found: ExecutorCut) -> dict[str, str]:
     assert found.settings is not None
-    words = split_flags(found.settings.replace("\\\n", " "))
-    return dict(zip(words[::2], words[1::2], strict=True))
+    lines = (line.strip(" \\").partition(" ") for line in found.settings.splitlines())
+    return {name: value for name, _, value in lines}
 
 
 def test_megatron_recomputes_as_many_first_layers_of_every_stage_as_memory_asks_for() -> None:

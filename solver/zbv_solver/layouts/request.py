@@ -76,7 +76,9 @@ class Request:
         model, given = transformer(self.config.model), self.config.parallel.recompute_modules
         if "recompute_modules" not in self.config.parallel.model_fields_set:
             return module_sets(model)
-        return (given,) if droppable(model) & set(given) else ()
+        able = droppable(model)
+        kept = tuple(module for module in given if module in able)
+        return (kept,) if kept else ()
 
     @property
     def _modules(self) -> Modules:
@@ -99,7 +101,8 @@ class Request:
             given = ", ".join(self.config.parallel.recompute_modules)
             raise InvalidInput.at(
                 "/parallel/recompute_modules",
-                f"found {given}; no layer of this model has them. Name others, or leave them out.",
+                f"found {given}; they drop nothing of this model's layers, whose attention keeps no scores. "
+                f"Name others, or leave them out.",
             )
         self._check_layers()
         found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed, modules))

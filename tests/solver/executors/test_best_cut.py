@@ -310,7 +310,7 @@ def test_recomputed_modules_of_a_document_are_megatrons_selective_recomputation(
     flags = flags_of(cut_for_executor(problem, "megatron", virtual_stages=[1], effort="quick"))
     assert flags["--recompute-granularity"] == "selective"
     assert "--recompute-method" not in flags
-    # torchtitan recomputes whole layers, or operations of its own choice.
+    # torchtitan recomputes whole layers, or operations that it chooses.
     with pytest.raises(InvalidInput, match="found mlp, layernorm; only Megatron-LM does that"):
         cut_for_executor(problem, "torch", recompute="all")
     with pytest.raises(InfeasibleMemory):

@@ -147,7 +147,7 @@ def test_the_best_layout_is_that_of_cutting_every_one(
 
 
 def test_all_executors_together_are_as_good_as_each() -> None:
-    fixed = {"pipeline_parallel": 2, "microbatch_size": 1}
+    fixed: dict[str, Any] = {"pipeline_parallel": 2, "microbatch_size": 1}
     request = request_of(MODEL, cluster_of(1, 2, 6.0), 4, **fixed)
     layouts, setting = request.layouts, request.setting
     ranking = executor_layouts(layouts, setting, "any", top=4)
@@ -165,7 +165,12 @@ def test_all_executors_together_are_as_good_as_each() -> None:
 
 def test_megatrons_flags_are_those_of_the_layout() -> None:
     cluster = cluster_of(2, 4, data_parallel_overlap=0.5)
-    fixed = {"tensor_parallel": 2, "context_parallel": 1, "expert_parallel": 2, "pipeline_parallel": 2}
+    fixed: dict[str, Any] = {
+        "tensor_parallel": 2,
+        "context_parallel": 1,
+        "expert_parallel": 2,
+        "pipeline_parallel": 2,
+    }
     request = request_of(
         EXPERTS, cluster, 16, **fixed, zero_stage=1, placement="tp-cp-pp-dp", recompute="full"
     )
@@ -198,7 +203,12 @@ def test_megatrons_flags_are_those_of_the_layout() -> None:
 
 @pytest.mark.parametrize(("ranks", "batch"), [(2, 8), (1, 2)])
 def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int) -> None:
-    fixed = {"data_parallel": 2, "pipeline_parallel": ranks, "tensor_parallel": 2, "context_parallel": 1}
+    fixed: dict[str, Any] = {
+        "data_parallel": 2,
+        "pipeline_parallel": ranks,
+        "tensor_parallel": 2,
+        "context_parallel": 1,
+    }
     request = request_of(MODEL, cluster_of(1, 4 * ranks), 16, **fixed, microbatch_size=1)
     best = best_of(request, "torchtitan")
     assert best.settings is not None
@@ -335,7 +345,12 @@ def flags_of(best: ExecutorLayout) -> dict[str, str]:
 
 
 def test_selective_recomputation_of_a_dense_model_needs_no_modules_from_the_user() -> None:
-    fixed = {"pipeline_parallel": 2, "microbatch_size": 1, "data_parallel": 1, "recompute": "selective"}
+    fixed: dict[str, Any] = {
+        "pipeline_parallel": 2,
+        "microbatch_size": 1,
+        "data_parallel": 1,
+        "recompute": "selective",
+    }
     request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **fixed)
     ranking = executor_layouts(request.layouts, request.setting, "megatron")
     best, (row,) = ranking.best[0], ranking_json(ranking, request, with_plans=False)["layouts"]
@@ -352,7 +367,12 @@ def test_selective_recomputation_of_a_dense_model_needs_no_modules_from_the_user
 
 def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step() -> None:
     cluster = cluster_of(1, 2, 9.4)
-    fixed = {"pipeline_parallel": 2, "microbatch_size": 2, "data_parallel": 1, "tensor_parallel": 1}
+    fixed: dict[str, Any] = {
+        "pipeline_parallel": 2,
+        "microbatch_size": 2,
+        "data_parallel": 1,
+        "tensor_parallel": 1,
+    }
     steps = {}
     for recompute in ("none", "selective", "full", None):
         request = request_of(EXPERTS, cluster, 32, "megatron", **fixed, recompute=recompute)
@@ -361,7 +381,12 @@ def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step(
 
 
 def test_a_layout_recomputes_the_first_layers_of_every_stage() -> None:
-    fixed = {"pipeline_parallel": 2, "microbatch_size": 1, "data_parallel": 1, "recompute_layers": 2}
+    fixed: dict[str, Any] = {
+        "pipeline_parallel": 2,
+        "microbatch_size": 1,
+        "data_parallel": 1,
+        "recompute_layers": 2,
+    }
     request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **fixed)
     ranking = executor_layouts(request.layouts, request.setting, "megatron")
     best, (row,) = ranking.best[0], ranking_json(ranking, request, with_plans=False)["layouts"]

@@ -12,51 +12,22 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, request_of
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor
 from zbv_solver.executors.megatron_layout import parse_layout
 from zbv_solver.executors.torchtitan_settings import parse_settings
 from zbv_solver.layouts import executor_layouts as executor_module
 from zbv_solver.layouts.answer import ranking_json, recomputation
-from zbv_solver.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
 from zbv_solver.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout, sources
-from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress
-from zbv_solver.layouts.request import Request, parse_request
+from zbv_solver.layouts.request import Request
 from zbv_solver.layouts.search import best_layouts
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.verify.verifier import verify
-
-MODEL: dict[str, Any] = {
-    **{"hidden": 1024, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 32_000, "sequence": 2048},
-    **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
-}
-EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
-
-
-def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.0, **device: Any) -> Cluster:
-    links = {
-        "in_node": {"latency": 10, "bandwidth": 300 * speed},
-        "between_nodes": {"latency": 20, "bandwidth": 25 * speed},
-    }
-    document = {"nodes": nodes, "gpus_per_node": gpus, "links": links, "memory": gigabytes * 1e9}
-    return equal_cluster(
-        document | {"device": {"achieved_tflops": 300, "memory_bandwidth": 1500 * speed, **device}}
-    )
-
-
-def request_of(
-    model: dict[str, Any], cluster: Cluster, batch: int, executor: str = "zbv", **fixed: Any
-) -> Request:
-    return parse_request({"model": model, "global_batch": batch}, cluster, Fixed(**fixed), (), executor)
-
-
-def best_of(request: Request, executor: str) -> ExecutorLayout:
-    (best,) = executor_layouts(request.layouts, request.setting, executor).best
-    assert isinstance(best, ExecutorLayout)
-    return best
 
 
 def every_step(request: Request, executor: str) -> dict[tuple[Layout, str], float]:
@@ -335,72 +306,6 @@ def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
     detail = refusal("megatron", model, [wrong_stage, wrong_order, both]).issues[0].detail
     assert "ZeRO stage" in detail
     assert "--use-tp-pp-dp-mapping" in detail
-
-
-def flags_of(best: ExecutorLayout) -> dict[str, str]:
-    """Megatron-LM's flags with their values; those without one have an empty one."""
-    assert best.settings is not None
-    lines = best.settings.replace("\\\n", "\n").splitlines()
-    return {name: value.strip(' "') for name, _, value in (line.strip().partition(" ") for line in lines)}
-
-
-def test_selective_recomputation_of_a_dense_model_needs_no_modules_from_the_user() -> None:
-    fixed: dict[str, Any] = {
-        "pipeline_parallel": 2,
-        "microbatch_size": 1,
-        "data_parallel": 1,
-        "recompute": "selective",
-    }
-    request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **fixed)
-    ranking = executor_layouts(request.layouts, request.setting, "megatron")
-    best, (row,) = ranking.best[0], ranking_json(ranking, request, with_plans=False)["layouts"]
-    assert isinstance(best, ExecutorLayout)
-    assert (row["recompute"], row["recompute_modules"]) == ("selective", list(best.layout.recompute_modules))
-    flags = flags_of(best)
-    assert flags["--recompute-granularity"] == "selective"
-    assert flags["--recompute-modules"].split() == row["recompute_modules"]
-    # transformer_config.py, __post_init__: selective recomputation has no method and no number of layers.
-    assert not {"--recompute-method", "--recompute-num-layers"} & set(flags)
-    assert row["composition"]["recomputation"] > 0
-    assert sum(row["composition"].values()) == pytest.approx(best.step_time, rel=1e-9)
-
-
-def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step() -> None:
-    cluster = cluster_of(1, 2, 9.4)
-    fixed: dict[str, Any] = {
-        "pipeline_parallel": 2,
-        "microbatch_size": 2,
-        "data_parallel": 1,
-        "tensor_parallel": 1,
-    }
-    steps = {}
-    for recompute in ("none", "selective", "full", None):
-        request = request_of(EXPERTS, cluster, 32, "megatron", **fixed, recompute=recompute)
-        steps[recompute] = best_of(request, "megatron").step_time
-    assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
-
-
-def test_a_layout_recomputes_the_first_layers_of_every_stage() -> None:
-    fixed: dict[str, Any] = {
-        "pipeline_parallel": 2,
-        "microbatch_size": 1,
-        "data_parallel": 1,
-        "recompute_layers": 2,
-    }
-    request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **fixed)
-    ranking = executor_layouts(request.layouts, request.setting, "megatron")
-    best, (row,) = ranking.best[0], ranking_json(ranking, request, with_plans=False)["layouts"]
-    assert isinstance(best, ExecutorLayout)
-    assert (row["recompute"], row["recompute_layers"]) == ("full", 2)
-    flags = flags_of(best)
-    assert (flags["--recompute-method"], flags["--recompute-num-layers"]) == ("block", "2")
-    blocks = [name for stage in row["partition"] for name in stage if name.startswith("block")]
-    of_stages = [[name for name in stage if name in blocks][:2] for stage in row["partition"]]
-    assert best.recomputed == {name for stage in of_stages for name in stage}
-    shown = sum(row["costs"]["estimated"].get(name, 0) for name in ("block (recomputed)",))
-    assert shown == len(best.recomputed)
-    assert sum(row["composition"].values()) == pytest.approx(best.step_time, rel=1e-9)
-    verify(best.plan)
 
 
 def test_without_room_no_layout_fits() -> None:

@@ -1,7 +1,7 @@
 """What selective recomputation may repeat of a model: sets of modules, from cheap to expensive ones.
 
 ``core_attn`` is in none of them, although it is Megatron-LM's default: layouts are searched for flash
-attention, which keeps no scores.
+attention, which keeps statistics of the scores alone, and would be computed twice for these.
 """
 
 from __future__ import annotations

@@ -101,8 +101,7 @@ class Request:
             given = ", ".join(self.config.parallel.recompute_modules)
             raise InvalidInput.at(
                 "/parallel/recompute_modules",
-                f"found {given}; they drop nothing of this model's layers, whose attention keeps no scores. "
-                f"Name others, or leave them out.",
+                f"found {given}; no layer of this model has them. Name others, or leave them out.",
             )
         self._check_layers()
         found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed, modules))

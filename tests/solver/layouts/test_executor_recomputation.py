@@ -100,12 +100,12 @@ def test_modules_are_those_that_drop_something_of_the_model(
 def test_modules_of_the_document_replace_the_sets() -> None:
     document = {
         "model": EXPERTS,
-        "parallel": {"recompute_modules": ["core_attn", "moe_act"]},
+        "parallel": {"recompute_modules": ["mla_up_proj", "moe_act"]},
         "global_batch": 4,
     }
     fixed = Fixed(pipeline_parallel=2, data_parallel=1, recompute="selective")
     request = parse_request(document, cluster_of(1, 2), fixed, (), "megatron")
-    # Flash attention keeps no scores: core_attn would take time and drop nothing.
+    # Megatron-LM refuses mla_up_proj without latent attention (transformer_config.py, __post_init__).
     assert flags_of(best_of(request, "megatron"))["--recompute-modules"] == "moe_act"
 
 

@@ -263,7 +263,7 @@ def test_a_dense_model_has_selective_layouts_where_they_are_asked_for() -> None:
     document = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 16}
     assert any(each.recompute == "selective" for each in parse_request(document, cluster).layouts)
     document["parallel"] = {"recompute_modules": ["moe_act"]}
-    with pytest.raises(InvalidInput, match="found moe_act; they drop nothing of this model"):
+    with pytest.raises(InvalidInput, match="found moe_act; no layer of this model has them"):
         parse_request(document, cluster, selective).layouts  # noqa: B018
 
 

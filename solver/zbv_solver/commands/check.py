@@ -1,41 +1,145 @@
-"""``zbv check``: verify a plan file."""
+"""``zbv check``: verify a plan, or a schedule that another program wrote."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from zbv_solver.commands.interrupt import interruptible
-from zbv_solver.documents.files import file_label
+from zbv_solver.documents.files import file_label, parse_json, read_text, write
+from zbv_solver.documents.text import plain
 from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.plans.reading import load_plan_document
+from zbv_solver.export import quantities
+from zbv_solver.export.torch_csv import TorchSchedule, is_torch_csv, parse
+from zbv_solver.plans.plan import Plan, Provenance, plan_json
+from zbv_solver.plans.reading import PlanDocument, parse_plan_document
+from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
+from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import load_problem
-from zbv_solver.search.claims import Claim, check_plan
+from zbv_solver.problem.writing import problem_json
+from zbv_solver.search.claims import CheckedPlan, Claim, check_plan
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check every claim of a plan file, and list which of them are verified."""
-    asked = load_problem(arguments.problem)
-    document = load_plan_document(arguments.plan)
+    """Check every claim of a plan file, print its metrics, and list which claims are verified."""
+    if arguments.problem is not None and arguments.of_problem is not None:
+        raise InvalidInput.at("", "found two problems; give one, as the first file or with --problem.")
+    path = arguments.problem if arguments.of_problem is None else arguments.of_problem
+    asked = None if path is None else load_problem(path)
+    text = read_text(arguments.plan)
     try:
-        checked = interruptible(
-            lambda stop: check_plan(document, asked, prove=arguments.prove, cancelled=stop)
-        )
+        if is_torch_csv(text):
+            checked, method = _checked_schedule(parse(text), asked), f"schedule {file_label(arguments.plan)}"
+        else:
+            document = parse_plan_document(parse_json(text, arguments.plan))
+            method = document.provenance.method
+            checked = interruptible(
+                lambda stop: check_plan(document, asked, prove=arguments.prove, cancelled=stop)
+            )
     except InvalidInput as error:
         raise error.found_in(file_label(arguments.plan)) from None
     except InvalidPlan as error:
         raise InvalidPlan(f"{file_label(arguments.plan)}: {error}") from None
+    if arguments.output is not None:
+        _write(checked, method, arguments.output)
     if arguments.json:
-        result = {"is_valid": True, "claims": [asdict(claim) for claim in checked.claims]}
+        result = {
+            "is_valid": True,
+            "metrics": None if checked.metrics is None else plain(checked.metrics),
+            "claims": [asdict(claim) for claim in checked.claims],
+        }
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        lines = ["valid", "verified:", *map(_line, checked.verified)]
-        if checked.unverified:
-            lines += ["not verified:", *map(_line, checked.unverified)]
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write("\n".join(_summary(checked)) + "\n")
 
 
-def _line(claim: Claim) -> str:
-    return f"  {claim.text} ({claim.reason})"
+def _checked_schedule(schedule: TorchSchedule, asked: AnyProblem | None) -> CheckedPlan:
+    """Check a schedule of PyTorch; layers get the best cut for its order."""
+    if asked is None:
+        raise InvalidInput.at("", "a schedule has no costs. Give its problem: --problem FILE.")
+    if asked.microbatches != schedule.microbatches or asked.pp_degree != schedule.placement.pp_degree:
+        raise InvalidInput.at(
+            "",
+            f"found {schedule.placement.pp_degree} ranks and {schedule.microbatches} microbatches; the "
+            f"problem has {asked.pp_degree} and {asked.microbatches}.",
+        )
+    problem = _best_cut(schedule, asked) if isinstance(asked, LayeredProblem) else asked
+    if problem.placement.rank_of != schedule.placement.rank_of:
+        raise InvalidInput.at(
+            "",
+            f"found {schedule.placement.n_stages} stages with placement {schedule.placement.kind}; the "
+            f"problem has {problem.n_stages} with placement {problem.placement.kind}. Give the costs of the "
+            f"schedule's stages, and its placement.",
+        )
+    document = PlanDocument(problem=problem_json(problem), ranks=schedule.orders.all_text())
+    checked = check_plan(document, problem)
+    return replace(checked, claims=(*checked.claims, *_schedule_claims(schedule, checked.problem)))
+
+
+def _best_cut(schedule: TorchSchedule, asked: LayeredProblem) -> Problem:
+    from zbv_solver.executors.best_cut import best_cut
+    from zbv_solver.executors.schedules import Schedule
+
+    order = Schedule("torch", "read", schedule.placement, schedule.microbatches, read=schedule.orders)
+    return best_cut(asked, [order], recompute="uniform", allow_empty=asked.rules.allow_empty).problem
+
+
+def _schedule_claims(schedule: TorchSchedule, problem: Problem) -> list[Claim]:
+    """What a schedule says besides its orders."""
+    from zbv_solver.verify.communication import verify_gradients, verify_transfers
+
+    claims = []
+    if schedule.communication is not None:
+        verify_transfers(problem, schedule.orders, schedule.communication)
+        claims.append(Claim("", "every tensor is sent and received in order", True, "entry by entry"))
+    runs_right, reason = True, "entry by entry"
+    try:
+        verify_gradients(problem, schedule.communication or schedule.orders.all_text())
+    except InvalidPlan as error:
+        runs_right, reason = False, str(error)
+    claims.append(
+        Claim("", "losses and reductions come in the order that PyTorch's runtime needs", runs_right, reason)
+    )
+    if schedule.renamed:
+        reason = "older versions of PyTorch write it so"
+        claims.append(Claim("", f"{schedule.renamed} B with a separate W are I", False, reason))
+    if schedule.pairs:
+        reason = "zbv times the two actions of a pair one after the other"
+        claims.append(Claim("", f"{schedule.pairs} pairs of F and B overlap", False, reason))
+    return claims
+
+
+def _write(checked: CheckedPlan, method: str, path: str) -> None:
+    if checked.metrics is None:
+        raise InvalidPlan("the metrics are not known; install zbv[solver] to write the plan.")
+    plan = Plan(checked.problem, checked.orders, checked.metrics, provenance=Provenance(method))
+    write(path, json.dumps(plan_json(plan)) + "\n")
+
+
+def _summary(checked: CheckedPlan) -> list[str]:
+    lines = ["valid", *_metrics(checked)]
+    for title, claims in (("verified:", checked.verified), ("not verified:", checked.unverified)):
+        if claims:
+            lines += [title, *(f"  {claim.text} ({claim.reason})" for claim in claims)]
+    return lines
+
+
+def _metrics(checked: CheckedPlan) -> list[str]:
+    """Times, memory, and the cut of layers, one line each."""
+    metrics, problem = checked.metrics, checked.problem
+    if metrics is None:
+        return []
+    lines = [
+        f"span {metrics.span:.6g}, makespan {metrics.makespan:.6g}, bubble rate {metrics.bubble_rate:.2%}",
+        f"lower bound of the {problem.objective} for these stages: {metrics.lower_bound:.6g}",
+    ]
+    peak, limit = max(metrics.peak_memory), problem.memory.limit
+    if peak > 0:
+        rank = metrics.peak_memory.index(peak)
+        of = "" if limit is None else f" of {quantities.memory(limit[rank], problem.units)}"
+        lines.append(f"peak memory {quantities.memory(peak, problem.units)}{of} on rank {rank}")
+    if problem.model is not None:
+        lines.append(f"layers per stage: {' '.join(str(len(stage)) for stage in problem.model.partition)}")
+    return lines

@@ -140,12 +140,19 @@ def _parser() -> argparse.ArgumentParser:
 
     checked = add(
         "check",
-        "verify a plan against a problem",
-        "Verify the orders of a plan and everything that it states about them, and list which of its claims "
-        "are verified. Lower bounds are verified only with --prove.",
+        "verify a plan, or a schedule of PyTorch, against a problem",
+        "Verify the orders of a plan and everything that it states about them, print its times and memory, "
+        "and list which of its claims are verified. Lower bounds are verified only with --prove. A schedule "
+        "is a CSV file of torch.distributed.pipelining, with or without communication.",
     )
-    _add_problem(checked)
-    _add_plan(checked)
+    checked.add_argument("problem", nargs="?", help="problem file (JSON), or - (default: the plan's own)")
+    checked.add_argument("plan", help="plan file (JSON), schedule file (CSV), or -")
+    checked.add_argument(
+        "--problem", dest="of_problem", metavar="FILE", help="the problem file, instead of the first argument"
+    )
+    checked.add_argument(
+        "-o", "--output", metavar="FILE", help="write a plan file with the metrics, for the other commands"
+    )
     checked.add_argument(
         "--prove",
         action="store_true",

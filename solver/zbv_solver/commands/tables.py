@@ -84,7 +84,9 @@ def print_comparison(plan: Plan) -> None:
     table.add_column("schedule", no_wrap=True)
     for name in ("span", "makespan", "bubble rate", "peak memory", "fits", f"{objective} / plan"):
         table.add_column(name, justify="right")
-    own = Baseline("zbv", metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True)
+    own = Baseline(
+        plan.origin, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True
+    )
     for row in (own, *plan.baselines):
         table.add_row(
             row.name,
@@ -112,7 +114,10 @@ def print_simulation(plan: Plan, found: Simulation) -> None:
         return spans.expected_makespan, spans.p95_makespan
 
     own = shown(found.spans)[1]
-    rows = [("zbv", found.spans, True), *((each.name, each.spans, each.fits) for each in found.baselines)]
+    rows = [
+        (plan.origin, found.spans, True),
+        *((each.name, each.spans, each.fits) for each in found.baselines),
+    ]
     for name, spans, fits in rows:
         expected, p95 = shown(spans)
         relative = f"{p95 / own:.3f}" if own else "–"

@@ -19,13 +19,23 @@ T = TypeVar("T")
 Write = Callable[[str], None]
 
 
+def read_text(path: str | Path) -> str:
+    """Read a text; raises :class:`InvalidInput` when the file is not UTF-8."""
+    try:
+        return sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInput([Issue("", "the file is not UTF-8 text.", file_label(path))]) from None
+
+
 def read_json(path: str | Path) -> Any:
     """Read a JSON document; raises :class:`InvalidInput` when the file is not JSON."""
+    return parse_json(read_text(path), path)
+
+
+def parse_json(text: str, path: str | Path) -> Any:
+    """The JSON document in a file's text; raises :class:`InvalidInput` naming the file."""
     try:
-        text = sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
         return decode_json(text)
-    except UnicodeDecodeError:
-        found = "the file is not UTF-8 text; it must be a JSON document."
     except json.JSONDecodeError as error:
         found = f"the file is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
     except RecursionError:

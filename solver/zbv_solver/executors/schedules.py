@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class Schedule:
         Its name in the executor's settings.
     group
         Megatron-LM's ``microbatch_group_size_per_vp_stage``; None for schedules without it.
+    read
+        The action lists of a schedule that was read from a file; None if they follow from the name.
     """
 
     executor: str
@@ -34,9 +36,12 @@ class Schedule:
     placement: Placement
     microbatches: int
     group: int | None = None
+    read: Orders | None = field(default=None, compare=False)
 
     def orders(self) -> Orders:
         """The action list of every rank."""
+        if self.read is not None:
+            return self.read
         p, m, chunks = self.placement.pp_degree, self.microbatches, self.placement.chunks
         if self.group is not None:
             rows = [baselines.interleaved_1f1b(rank, p, m, chunks, self.group) for rank in range(p)]

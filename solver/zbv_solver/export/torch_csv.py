@@ -1,19 +1,26 @@
-"""Compute-only CSV for PyTorch's ``torch.distributed.pipelining``.
+"""CSV for PyTorch's ``torch.distributed.pipelining``: compute-only files written, and all kinds read.
 
 One row per rank, no header, actions in execution order, as ``_PipelineScheduleRuntime._load_csv(path,
 format="compute_only")`` reads them; PyTorch adds the communication and infers the placement from the rows.
+``_dump_csv`` writes files with communication by default, and ``OVERLAP_F_B`` for a forward and a backward
+that run together (``torch/distributed/pipelining/schedules.py``, ``_Action``).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import F, Problem
+from zbv_solver.problem.placement import Placement, PlacementKind
+from zbv_solver.problem.problem import LETTERS, F, Problem
 
 
 def render(plan: Plan) -> str:
@@ -59,3 +66,133 @@ def microbatch_labels(orders: Orders, n_stages: int) -> NDArray[np.int32]:
     label = np.empty(len(in_run_order), dtype=np.int32)
     label[in_run_order] = np.arange(len(in_run_order), dtype=np.int32)
     return label
+
+
+@dataclass(frozen=True, eq=False)
+class TorchSchedule:
+    """A schedule that was read from a file.
+
+    Attributes
+    ----------
+    orders
+        The actions of every rank. The two of an overlapped pair follow each other as they are listed.
+    communication
+        The entries of every rank in order, if the file has sends and receives; a pair is two entries.
+    pairs
+        Number of overlapped pairs.
+    renamed
+        Number of backwards ``B`` that are read as ``I``, because there is a separate ``W``.
+    """
+
+    placement: Placement
+    microbatches: int
+    orders: Orders
+    communication: tuple[tuple[str, ...], ...] | None
+    pairs: int
+    renamed: int
+
+
+_Entry = tuple[int, str, int]
+"""Stage, name, and microbatch (-1 if there is none)."""
+_ENTRY = re.compile(
+    r"(?P<stage>0|[1-9]\d{0,8})"
+    r"(?:(?P<name>F|I|B|W|BW|SEND_F|RECV_F|SEND_B|RECV_B)(?P<microbatch>0|[1-9]\d{0,8})"
+    r"|(?P<once>UNSHARD|RESHARD|REDUCE_GRAD))"
+)
+_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+_ACTION = re.compile(r"[,(\s]*\d")
+
+
+def is_torch_csv(text: str) -> bool:
+    """Whether a text begins like a schedule of PyTorch; JSON documents do not."""
+    return _ACTION.match(text) is not None
+
+
+def parse(text: str) -> TorchSchedule:
+    """Read a schedule, with or without communication.
+
+    In files of PyTorch before 2.6, ``B`` is the gradient of the input if the same microbatch has a ``W``, and
+    ``BW`` is the full backward.
+
+    Raises
+    ------
+    InvalidInput
+        When an entry is unknown, or the stages have no placement that zbv plans.
+    """
+    rows, pairs = [], 0
+    for rank, cells in enumerate(csv.reader(text.rstrip().splitlines())):
+        row: list[_Entry] = []
+        for at, cell in enumerate(cells):
+            entries = _entries(cell.strip(), f"row {rank + 1}, entry {at + 1}")
+            pairs += len(entries) == 2
+            row += entries
+        rows.append(row)
+    split = {(stage, batch) for row in rows for stage, name, batch in row if name == "W"}
+    renamed = 0
+    for row in rows:
+        for at, (stage, name, batch) in enumerate(row):
+            is_input = name == "B" and (stage, batch) in split
+            renamed += is_input
+            if is_input or name == "BW":
+                row[at] = stage, "I" if is_input else "B", batch
+    actions = [[entry for entry in row if entry[1] in LETTERS] for row in rows]
+    has_communication = any(entry[1] not in LETTERS for row in rows for entry in row)
+    return TorchSchedule(
+        _placement(actions),
+        1 + max(batch for row in actions for _, _, batch in row),
+        Orders.from_actions(actions),
+        tuple(tuple(map(_text, row)) for row in rows) if has_communication else None,
+        pairs,
+        renamed,
+    )
+
+
+def _entries(cell: str, where: str) -> list[_Entry]:
+    """The entries of a cell: none if it is empty, and two of an overlapped pair."""
+    if not cell:
+        return []
+    pair = _PAIR.fullmatch(cell)
+    parts = [_ENTRY.fullmatch(part.strip()) for part in (pair.groups() if pair else (cell,))]
+    entries = [
+        (int(part["stage"]), part["name"] or part["once"], int(part["microbatch"] or -1))
+        for part in parts
+        if part is not None
+    ]
+    if len(entries) < len(parts) or (pair and {name for _, name, _ in entries} not in _PAIRED):
+        raise InvalidInput.at(
+            "",
+            f"{where}: found {cell[:60]!r}; an entry is a stage, an action and a microbatch, as in 0F3 or "
+            f"1RECV_F0, or a forward and a backward that run together, as in (0F5;3B2)OVERLAP_F_B.",
+        )
+    return entries
+
+
+_PAIRED = ({"F", "B"}, {"F", "I"}, {"F", "BW"})
+
+
+def _text(entry: _Entry) -> str:
+    stage, name, batch = entry
+    return f"{stage}{name}{batch if batch >= 0 else ''}"
+
+
+def _placement(rows: Sequence[Iterable[_Entry]]) -> Placement:
+    """The placement of the stages on the ranks."""
+    hosted = [{stage for stage, _, _ in row} for row in rows]
+    p, n = len(hosted), sum(map(len, hosted))
+    chunks, rest = divmod(n, max(p, 1))
+    if not n or rest or set().union(*hosted) != set(range(n)):
+        raise InvalidInput.at(
+            "",
+            f"found {n} stages on {p} ranks, one row per rank; every rank has equally many, every stage is "
+            f"on one rank, and stages are numbered from 0.",
+        )
+    kinds: dict[int, tuple[PlacementKind, ...]] = {1: ("single",), 2: ("v", "loop")}
+    for kind in kinds.get(chunks, ("loop",)):
+        placement = Placement.of(kind, p, chunks)
+        if [set(stages) for stages in placement.stages_of] == hosted:
+            return placement
+    raise InvalidInput.at(
+        "",
+        f"found stages {sorted(hosted[0])} on rank 0 of {p}; zbv plans one stage per rank, loops (stage s on "
+        f"rank s mod {p}), and a V of two stages per rank.",
+    )

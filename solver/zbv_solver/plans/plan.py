@@ -23,6 +23,9 @@ from zbv_solver.plans.simulation import Simulation, simulation_json
 from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.problem.writing import problem_json
 
+UNNAMED = "this plan"
+"""The name of a plan that does not say how it was made."""
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -114,6 +117,19 @@ class Plan:
     def objective(self) -> float:
         """Value of the problem's objective."""
         return objective_value(self.problem.objective, self.metrics)
+
+    @property
+    def origin(self) -> str:
+        """What made the plan: ``zbv`` for its own search, else the stated method, such as ``torch 1F1B``."""
+        # Every search states its effort.
+        is_searched = "effort" in self.provenance.extra
+        return (
+            "zbv"
+            if is_searched
+            else UNNAMED
+            if self.provenance.method == "unknown"
+            else self.provenance.method
+        )
 
     def rank(self, rank: int) -> list[str]:
         """The actions of a rank in execution order, such as ``"0F3"``: stage 0, forward, microbatch 3."""

@@ -18,7 +18,7 @@ from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.certificate import verdict
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Metrics, Plan
 from zbv_solver.plans.reading import PlanDocument, parse_orders, parse_plan_document, to_plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP, SAME_METRIC
@@ -55,11 +55,18 @@ class Claim:
 
 @dataclass(frozen=True, eq=False)
 class CheckedPlan:
-    """A plan file that passed all checks."""
+    """A plan file that passed all checks.
+
+    Attributes
+    ----------
+    metrics
+        As stated, or else computed; None if the file states none and Numba is not installed.
+    """
 
     problem: Problem
     orders: Orders
     claims: tuple[Claim, ...]
+    metrics: Metrics | None
 
     @property
     def verified(self) -> tuple[Claim, ...]:
@@ -105,10 +112,11 @@ def check_plan(
         require_answer(problem, asked)
     if parsed.metrics is None:
         verify_orders(problem, orders)
-        plan = None
+        plan, metrics = None, _metrics_of(problem, orders)
     else:
         plan = to_plan(parsed)
         verify(plan)
+        metrics = plan.metrics
     claims = [*_order_claims(parsed, problem), *_metric_claims(parsed)]
     claims += _baseline_claims(parsed, problem)
     if plan is not None:
@@ -128,7 +136,16 @@ def check_plan(
                 "how a plan was found does not follow from it",
             )
         )
-    return CheckedPlan(problem, orders, tuple(claims))
+    return CheckedPlan(problem, orders, tuple(claims), metrics)
+
+
+def _metrics_of(problem: Problem, orders: Orders) -> Metrics | None:
+    """The metrics of verified orders; None without Numba."""
+    if not can_compile():
+        return None
+    from zbv_solver.search.assemble import make_plan
+
+    return make_plan(problem, orders, method="unknown").metrics
 
 
 def require_answer(problem: Problem, asked: Problem | LayeredProblem) -> None:

@@ -75,15 +75,37 @@ def verify_comms(problem: Problem, orders: Orders, lists: Lists) -> None:
     InvalidPlan
         With the entry, the rank, and the broken rule.
     """
+    verify_transfers(problem, orders, lists)
+    verify_gradients(problem, lists)
+
+
+def verify_transfers(problem: Problem, orders: Orders, lists: Lists) -> None:
+    """Check only that lists execute a plan's orders, and that every tensor arrives where it is used.
+
+    Raises :class:`InvalidPlan` as :func:`verify_comms` does.
+    """
     if len(lists) != problem.pp_degree:
         raise InvalidPlan(f"found lists of {len(lists)} ranks; the plan has {problem.pp_degree}.")
-    ranks = [[_parse(text, rank) for text in texts] for rank, texts in enumerate(lists)]
+    ranks = _steps(lists)
     _check_compute(orders, ranks)
-    _check_losses(problem, ranks)
-    _check_once_per_stage(problem, ranks)
     _check_ends(problem, ranks)
     _check_pairs(problem, ranks)
     _check_progress(problem, ranks)
+
+
+def verify_gradients(problem: Problem, lists: Lists) -> None:
+    """Check only what the runtime needs for right gradients: the order of losses, and gradients' reduction.
+
+    Lists without any communication get their reductions from the runtime. Raises :class:`InvalidPlan`.
+    """
+    ranks = _steps(lists)
+    _check_losses(problem, ranks)
+    if not all(step.is_compute for steps in ranks for step in steps):
+        _check_once_per_stage(problem, ranks)
+
+
+def _steps(lists: Lists) -> list[list[_Step]]:
+    return [[_parse(text, rank) for text in texts] for rank, texts in enumerate(lists)]
 
 
 def _parse(text: str, rank: int) -> _Step:

@@ -174,7 +174,7 @@ def nothing(lists: Lists) -> None:
         (without("0REDUCE_GRAD"), r"rank 0: stage 0 must have one .*0REDUCE_GRAD.*too large"),
         (exchanged("1REDUCE_GRAD", "1W1"), r"rank 1: (stage 1 must have|action)"),
         (without("3UNSHARD"), r"rank 0: stage 3 must have one 3UNSHARD"),
-        (instead("1RESHARD", "1RESHARD", "1RESHARD"), r"rank 1: stage 1 must have"),
+        (instead("1RESHARD", "1RESHARD", "1RESHARD"), r"rank 1: 1RESHARD comes twice"),
         (without("0SEND_F1"), r"0SEND_F1 has only one end"),
         (without("1RECV_F1"), r"rank 1: 1F1 comes before 1RECV_F1, which it needs"),
         (without("0RECV_B1"), r"rank 0: 0I1 comes before 0RECV_B1"),

@@ -436,6 +436,49 @@ def test_arguments_that_a_given_model_contradicts_are_refused(changes: dict[str,
         from_transformers(model, **changes)
 
 
+class Doubling(transformers.LlamaForCausalLM):  # type: ignore[misc]  # untyped
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits *= 2
+        return output
+
+
+def patch_forward(model: Any) -> None:
+    model.model.forward = partial(model.model.forward, use_cache=False)
+
+
+def remove_block(model: Any) -> None:
+    del model.model.layers[0]
+
+
+LLAMA = transformers.LlamaForCausalLM
+CHANGES_OF_THE_WHOLE: list[tuple[Any, Callable[[Any], object], str]] = [
+    (Doubling, lambda model: None, "a Doubling with another forward"),
+    (LLAMA, patch_forward, "a LlamaModel with another forward"),
+    (LLAMA, lambda model: model.register_forward_hook(print), "hooks of the LlamaForCausalLM itself"),
+    (LLAMA, lambda model: model.model.register_forward_pre_hook(print), "hooks of the LlamaModel itself"),
+    (LLAMA, remove_block, r"found \d blocks, and num_hidden_layers="),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), CHANGES_OF_THE_WHOLE)
+def test_what_only_the_whole_model_would_call_is_refused(
+    kind: Any, change: Callable[[Any], object], message: str
+) -> None:
+    model = kind(config_of("llama"))
+    change(model)
+    with pytest.raises(InvalidRun, match=message):
+        from_transformers(model)
+
+
+def test_a_models_own_loss_function_is_refused_unless_there_is_another_loss() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+    model.loss_function = print
+    layers = from_transformers(model)
+    with pytest.raises(InvalidRun, match="own loss_function"):
+        layers.loss(torch.zeros(1, 2, VOCABULARY), torch.zeros(1, 2, dtype=torch.long))
+
+
 def test_a_given_model_keeps_its_modes_and_what_measuring_would_change() -> None:
     dropping = config_of("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     model = transformers.AutoModelForCausalLM.from_config(dropping).eval()

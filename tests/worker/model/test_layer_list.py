@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -150,6 +151,35 @@ def test_different_parameters_with_common_memory_are_refused(part: slice) -> Non
     flat = torch.randn(18)
     first.weight, second.weight = (nn.Parameter(half.view(3, 3)) for half in flat.chunk(2))
     assert LayerList({"a": first, "b": second}).tied_parameters() == []
+
+
+def test_functions_that_refer_to_modules_are_tied_by_what_they_return() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)})
+    calls: list[str] = []
+
+    def failing() -> nn.Module:
+        calls.append("failing")
+        raise OSError(len(model))
+
+    def new() -> nn.Module:
+        calls.append("new")
+        return nn.Linear(3, 3)
+
+    def around() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(3), model["a"], nn.Linear(len(model), 3))
+
+    functions = {"a": lambda: model["a"], "b": failing, "c": new, "d": around, "e": lambda: model["norm"]}
+    layers = LayerList({**functions, "f": partial(copy.deepcopy, model["a"]), "g": model["norm"]})
+    names = [
+        ("a.weight", "d.1.weight"),
+        ("a.bias", "d.1.bias"),
+        ("e.weight", "g.weight"),
+        ("e.bias", "g.bias"),
+    ]
+    assert layers.tied_parameters()[: len(names)] == names
+    assert all(one.partition(".")[0] == "e" for one, _ in layers.tied_parameters()[len(names) :])
+    assert "new" not in calls  # it may take long, and cannot share anything
+    assert isinstance(model["norm"].running_mean, torch.Tensor)
 
 
 def test_buffers_of_a_module_that_is_used_twice_are_tied() -> None:

@@ -161,6 +161,40 @@ def test_ranks_may_be_given_only_what_their_layers_need(ranks: int, placement: s
     assert on_ranks(plan_of(ranks, placement), layers, mse, program, ranks=ranks) == [True] * ranks
 
 
+def strided(x: Tensor) -> Tensor:
+    return torch.stack([x, x], dim=-1)[..., 0]
+
+
+UNUSED: dict[str, Callable[[Tensor, Tensor], tuple[Any, Any]]] = {
+    "none": lambda x, y: (None, None),
+    "on another device": lambda x, y: (x.to("meta"), y.to("meta")),
+    "zeros": lambda x, y: (torch.zeros_like(x), torch.zeros_like(y)),
+    "no columns": lambda x, y: (torch.empty(ROWS, 0), torch.empty(ROWS, 0)),
+    "strided": lambda x, y: (strided(x), strided(y)),
+    "transposed in memory": lambda x, y: (x.t().contiguous().t(), y),
+    "augmented": lambda x, y: (x + torch.rand(()), y),
+    "random targets": lambda x, y: (x, torch.rand_like(y)),
+}
+
+
+@pytest.mark.parametrize(("ranks", "placement"), PLACES)
+@pytest.mark.parametrize("kind", UNUSED)
+def test_what_a_rank_does_not_use_may_differ(ranks: int, placement: str, kind: str) -> None:
+    """It takes the place of a batch, or inputs or targets are equal, so that all fit together."""
+
+    def program(pipe: Pipeline) -> bool:
+        has_first, has_last = 0 in pipe.modules, max(pipe.modules) == len(pipe.modules) * ranks - 1
+        for seed in range(2):
+            inputs, targets = batch(seed=seed)
+            other = UNUSED[kind](inputs, targets)
+            given = inputs if has_first else other[0], targets if has_last else other[1]
+            pipe.step(*given)
+            pipe.evaluate(*given)
+        return True
+
+    assert on_ranks(plan_of(ranks, placement), layers, mse, program, ranks=ranks) == [True] * ranks
+
+
 def test_replicas_that_train_other_parameters_raise_an_error() -> None:
     def program(pipe: Pipeline, rank: int) -> None:
         if rank == 0:

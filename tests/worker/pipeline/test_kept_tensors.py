@@ -264,6 +264,24 @@ def test_half_precision_is_summed_in_float32_in_the_memory_of_the_user(
     torch.testing.assert_close(flat.double(), 64 * one, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_gradient"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (torch.float32, torch.bfloat16)],
+)
+def test_the_user_may_choose_the_dtype_of_gradients(
+    plan: Plan, dtype: torch.dtype, of_gradient: torch.dtype | None
+) -> None:
+    inputs, targets = (each.to(dtype) for each in batch())
+    reference, layers = model().to(dtype), model().to(dtype)
+    for parameter in (*reference.parameters(), *layers.parameters()):
+        parameter.grad_dtype = of_gradient
+    with zbv.Pipeline(plan, layers, nnf.mse_loss) as pipe:
+        for _ in range(2):
+            torch.autograd.backward(nnf.mse_loss(reference(inputs), targets))
+            pipe.step(inputs, targets)
+    torch.testing.assert_close(gradients(layers), gradients(reference), rtol=3e-2, atol=3e-2)
+
+
 def test_modes_without_gradients_leave_nothing_behind(plan: Plan) -> None:
     """Evaluations and whole pipelines in inference mode, then training with batches that were made in it."""
 

@@ -319,6 +319,28 @@ def test_a_parameter_that_cannot_be_found_is_refused_at_once(plan: Plan) -> None
     assert HIDDEN["temperature"].grad is None
 
 
+class Scaling(nn.Linear):
+    """Has a trainable tensor that is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scales = [torch.tensor(2.0, requires_grad=True)]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scales[0]
+
+
+@pytest.mark.parametrize("place", range(len(NAMES)))
+def test_a_tensor_that_a_layer_has_not_registered_is_refused_at_once(plan: Plan, place: int) -> None:
+    """Its gradient would be that of the sum for a pair, and of one replica."""
+    layers, scaling = model(), Scaling()
+    layers[place] = scaling
+    pipe = zbv.Pipeline(plan, layers, Margin(is_pair=True))
+    with pytest.raises(zbv.ModelError, match=r"trainable tensor of shape \[\]"):
+        pipe.step(*batch())
+    assert scaling.scales[0].grad is None
+
+
 def test_a_layer_with_the_name_of_the_loss_is_refused() -> None:
     layers = dict(zip(["loss", "b", "c", "d"], model(), strict=True))
     plan = search(unit_problem(1, 2), SearchOptions(effort="quick"))

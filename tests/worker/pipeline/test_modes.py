@@ -96,6 +96,39 @@ def test_modes_may_change_between_steps(plan: Plan) -> None:
         torch.testing.assert_close(pipe.step(x, x), nnf.mse_loss(whole(x), x).detach())
 
 
+class Merging(nn.Linear):
+    """Adds its adapter to the weight for evaluations, as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.adapter, self.is_merged = nn.Parameter(torch.randn(4, 4)), False
+
+    def train(self, mode: bool = True) -> Merging:
+        if self.is_merged == mode:
+            self.weight.data += -self.adapter.data if mode else self.adapter.data
+            self.is_merged = not mode
+        return super().train(mode)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        return output if self.is_merged else output + input @ self.adapter.T
+
+
+def test_modules_that_change_themselves_for_an_evaluation_train_as_before(plan: Plan) -> None:
+    torch.manual_seed(1)
+    own: list[nn.Module] = [nn.Sequential(Merging()), Merging().eval(), Merging()]
+    whole = nn.Sequential(*copy.deepcopy(own))
+    x = torch.randn(4, 4)
+    torch.autograd.backward(nnf.mse_loss(whole(x), x))
+    with zbv.Pipeline(plan, own, nnf.mse_loss) as pipe:
+        torch.testing.assert_close(pipe.evaluate(x, x), nnf.mse_loss(whole(x), x).detach())
+        pipe.step(x, x)
+    for layer, other in zip(own, whole, strict=True):
+        for parameter, expected in zip(layer.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected)
+            torch.testing.assert_close(parameter.grad, expected.grad)
+
+
 @pytest.mark.parametrize("form", ["modules", "object"])
 def test_planning_layers_changes_nothing_of_them(form: str) -> None:
     own, whole = given(form)

@@ -170,6 +170,45 @@ def test_random_ties_train_as_in_one_process(seed: int) -> None:
         assert torch.equal(found[first], found[second])
 
 
+def tied_head(embedding: nn.Embedding) -> nn.Linear:
+    head = nn.Linear(WIDTH, WIDTH, bias=False)
+    head.weight = embedding.weight
+    return head
+
+
+def of_a_model(layers: dict[str, nn.Module]) -> dict[str, Any]:
+    """Functions that return the modules of a model, as in ``lambda: model.layers[3]``."""
+    model = nn.ModuleList(layers.values())
+    return {name: (lambda at=at: model[at]) for at, name in enumerate(layers)}
+
+
+def of_parts(layers: dict[str, Any]) -> dict[str, Any]:
+    """A function that builds a layer which shares a parameter of a given one."""
+    return {**layers, "head": partial(tied_head, layers["embedding"])}
+
+
+@pytest.mark.parametrize("form", [dict, of_a_model, of_parts])
+@pytest.mark.parametrize("placement", ["single", "v"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_functions_may_share_parameters_of_existing_modules(
+    placement: str, form: Callable[[Any], Any], sparse: bool
+) -> None:
+    """On the same rank or not, and with the gradient of a sparse embedding."""
+    layers: dict[str, Any] = layers_of(0)
+    layers["embedding"].sparse = sparse
+    layers["head"] = tied_head(layers["embedding"])
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    expected = alone(layers, lambda named: [p for _, p in named], sgd)
+
+    def program(pipe: Pipeline) -> dict[str, Tensor]:
+        return train(pipe, sgd(pipe.parameters()))
+
+    plan = plan_of(2, placement)
+    found = merged(on_ranks(plan, lambda: form(copy.deepcopy(layers)), loss, program, ranks=2))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def by_index(pipe: Pipeline) -> torch.optim.Optimizer:
     parameters = list(pipe.parameters())
     groups: list[dict[str, Any]]

@@ -108,6 +108,27 @@ def _unmarked(value: Any) -> Any:
     return {key: _unmarked(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
+@pytest.mark.parametrize("is_per_row", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_single_row_of_a_vector_is_not_taken_for_a_width(place: int, is_per_row: bool) -> None:
+    """It would fit any width, also one that only the first layer makes."""
+    plan = search(unit_problem(1, ROWS, "v"), SearchOptions(effort="quick"))
+
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor, *, a: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(input) * (a[:, None] if is_per_row else a)
+
+    torch.manual_seed(0)
+    own = [nn.Linear(WIDTH + 1, ROWS), nn.Linear(ROWS, ROWS), nn.Linear(ROWS, WIDTH)]
+    own[place].__class__ = Scaled
+    x, y, vector = torch.randn(ROWS, WIDTH + 1), torch.randn(ROWS, WIDTH), torch.randn(ROWS)
+    hidden = x
+    for at, layer in enumerate(own):
+        hidden = layer(hidden, a=vector) if at == place else layer(hidden)
+    with zbv.Pipeline(plan, own, nnf.mse_loss) as pipe:
+        torch.testing.assert_close(pipe.step(x, y, a=vector), nnf.mse_loss(hidden, y).detach())
+
+
 def test_a_layer_that_does_not_show_it_is_refused(plan: Plan) -> None:
     layers = [Layer(lambda q, x, a: q if float(a.sum()) else x) for _ in range(2)]
     x = torch.randn(ROWS, ROWS, WIDTH)

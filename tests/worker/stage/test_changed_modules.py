@@ -58,6 +58,10 @@ def wrap_forward(layer: Any) -> None:
     layer.forward = lambda x: before(x) * 2
 
 
+def compile_forward(layer: Any) -> None:
+    layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+
+
 def of_own_class(layer: Any) -> None:
     layer.__class__ = Doubled
 
@@ -97,6 +101,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "derived class": of_derived_class,
     "mixed class": of_mixed_class,
     "wrapped forward": wrap_forward,
+    "compiled forward": compile_forward,
     "another weight": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(WIDTH, WIDTH))),
 }
 PARAMETRIZED = ("weight norm", "spectral norm", "orthogonal", "LoRA")

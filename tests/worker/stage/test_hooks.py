@@ -212,6 +212,11 @@ def test_modules_that_defer_their_weight_gradients_by_themselves_are_refused() -
         defer_weight_gradients(nn.Sequential(nn.Linear(WIDTH, WIDTH), Delayed(WIDTH, WIDTH)))
 
 
+def test_parameters_without_shapes_are_refused() -> None:
+    with pytest.raises(ModelError, match="found a LazyLinear whose parameters have no shapes yet"):
+        defer_weight_gradients(nn.Sequential(nn.LazyLinear(WIDTH)))
+
+
 def test_hooks_on_shared_parameters_of_a_recomputed_stage_are_refused() -> None:
     one, two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     two.weight = one.weight
@@ -285,13 +290,65 @@ def test_a_backward_with_create_graph_is_refused_and_queues_nothing() -> None:
         assert len(queue) == 0
 
 
-def test_the_gradient_of_a_queued_weight_itself_is_refused() -> None:
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    with (
-        defer_weight_gradients(module).into(WeightGrads()),
-        pytest.raises(ModelError, match=r"found torch\.autograd\.grad of a weight"),
-    ):
-        torch.autograd.grad(module(torch.randn(2, WIDTH)).sum(), module.get_parameter("0.weight"))
+class ByHand(torch.autograd.Function):
+    """Activation checkpointing as in guided diffusion: its backward asks for the gradients of parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *_: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            output: Tensor = module(x)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        x = x.detach()
+        wanted = [*([x.requires_grad_()] if x.is_floating_point() else []), *ctx.module.parameters()]
+        with torch.enable_grad():
+            output = ctx.module(x)
+        found = torch.autograd.grad(output, wanted, gradients[0])
+        return (None, *found) if x.is_floating_point() else (None, None, *found)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = ByHand.apply(self.inner, x, *self.inner.parameters())  # type: ignore[no-untyped-call]
+        return output
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, WIDTH, bias=False)),
+        nn.Linear(WIDTH, WIDTH).bfloat16(),
+        nn.Sequential(nn.Embedding(5, WIDTH, padding_idx=-1), nn.Linear(WIDTH, WIDTH)),
+    ],
+)
+def test_the_gradients_of_weights_that_a_function_asks_for_are_computed_at_once(inner: nn.Module) -> None:
+    module, prepared = Checkpointed(inner), Checkpointed(copy.deepcopy(inner))
+    parameter = next(inner.parameters())
+    x = torch.randint(5, (3,)) if parameter.shape[0] == 5 else torch.randn(3, WIDTH).to(parameter.dtype)
+    gradient = torch.randn(3, WIDTH).to(parameter.dtype)
+    module(x).backward(gradient)
+    assert not split(prepared, x, gradient)
+    assert_same(prepared, module)
+
+
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_the_gradient_of_a_queued_weight_may_be_asked_for(which: str) -> None:
+    module, queue = nn.Linear(WIDTH, WIDTH), WeightGrads()
+    x = torch.randn(2, WIDTH)
+    (expected,) = torch.autograd.grad(module(x).cos().sum(), module.get_parameter(which))
+    with defer_weight_gradients(module).into(queue):
+        (found,) = torch.autograd.grad(module(x).cos().sum(), module.get_parameter(which))
+    torch.testing.assert_close(found, expected)
+    assert not queue
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import pytest
@@ -108,6 +110,58 @@ def gradients_of(model: GPT, problem: Problem, precision: str, seed: int = 0) ->
         for name, parameter in stage.module.named_parameters()
         if parameter.grad is not None
     }
+
+
+class Queries(nn.Module):
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.expand_as(x)
+
+
+@pytest.mark.parametrize("module", [nn.Flatten(0), nn.Identity(), Queries()])
+def test_recomputed_stages_may_return_a_view_of_their_input_or_of_a_parameter(module: nn.Module) -> None:
+    x, found = torch.randn(3, 4), []
+    for is_recomputed in (False, True):
+        module.zero_grad()
+        stage = Stage(1, 3, module, 1, is_recomputed=is_recomputed)
+        output = stage.forward(0, x, split=True)
+        found.append([output, stage.backward_input(0, output.cos()), *(p.grad for p in module.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
+class Statistics(nn.Module):
+    """Updates one buffer in place, and replaces another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.total: Tensor
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.total = self.total + x.detach().sum()
+        return x * 2
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, track_running_stats=True)])
+def test_buffers_are_updated_once_per_microbatch(kind: Callable[[int], nn.Module]) -> None:
+    xs = [torch.randn(3, 4, 5) for _ in range(2)]
+    found = []
+    for is_recomputed in (False, True):
+        layers = [kind(4), Statistics(), nn.Sequential(kind(4), kind(4).eval())]
+        module = nn.Sequential(*layers)
+        stage = Stage(1, 3, module, 1, layers=layers, is_recomputed=is_recomputed)
+        outputs = [stage.forward(at, x, split=True) for at, x in enumerate(xs)]
+        gradients = [stage.backward_input(at, output.cos()) for at, output in enumerate(outputs)]
+        found.append([outputs, gradients, module.state_dict()])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_recomputation_does_not_change_later_random_numbers() -> None:

@@ -13,8 +13,9 @@ import torch
 from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import InvalidRun, WorkerError
 from zbv_worker.pipeline.pipeline import Pipeline
+from zbv_worker.training import checkpoint_state
 
 WIDTH, ROWS = 4, 8
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -45,6 +46,35 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer with a state of no parameter, nested tensors, and an own entry in its state_dict."""
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, lr)
+        self.scale = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a closure
+        steps = self.state["steps"]  # type: ignore[index]  # torch's own optimizers have only parameters
+        steps["taken"] = steps.get("taken", 0) + 1
+        self.scale *= 0.8
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state.setdefault("kind", "sum")
+                    (total,) = state.setdefault("sums", [torch.zeros_like(parameter, dtype=torch.float64)])
+                    total.add_(parameter.grad)
+                    parameter.sub_(group["lr"] * self.scale / steps["taken"] * total)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "scale": self.scale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scale = state_dict["scale"]
+        super().load_state_dict(state_dict)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=0.1),
     "amsgrad": partial(torch.optim.Adam, lr=0.1, amsgrad=True),
@@ -54,6 +84,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rprop": partial(torch.optim.Rprop, lr=0.1),
     "asgd": partial(torch.optim.ASGD, lr=0.1),
     "adafactor": partial(torch.optim.Adafactor, lr=0.1),
+    "counting": partial(Counting, lr=0.1),
 }
 GROUPS: dict[str, Callable[[str], float]] = {
     "one": lambda name: 0.1,
@@ -151,7 +182,7 @@ PLACES = [(1, "single"), (2, "single"), (2, "v"), (4, "single")]
 FROZEN: list[tuple[int, ...]] = [(), (), (0,), (0, 1), (1, 2), (0, 3)]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(27))
 def test_other_ranks_go_on_as_one_process(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     kind, schedule = list(OPTIMIZERS)[seed % len(OPTIMIZERS)], list(SCHEDULES)[seed % len(SCHEDULES)]
@@ -166,7 +197,10 @@ def test_other_ranks_go_on_as_one_process(tmp_path: Path, seed: int) -> None:
         assert my_rate == pytest.approx(rate), name
         assert my_state.keys() == state.keys(), name
         for key, value in state.items():
-            torch.testing.assert_close(my_state[key], value, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
+            if isinstance(value, str):
+                assert my_state[key] == value
+            else:
+                torch.testing.assert_close(my_state[key], value, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
 
 
 def resumed_with(folder: Path, first: Callable[..., Any], second: Callable[..., Any]) -> list[Any]:
@@ -204,6 +238,45 @@ def test_every_schedule_of_an_optimizer_gets_its_state(tmp_path: Path) -> None:
         assert found == [[(0.5, last), (0.25, 0)]] * ranks
 
 
+class Position:
+    """A loader with a state."""
+
+    def __init__(self, at: int = 0):
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_ranks_that_did_not_exist_get_the_state_that_all_ranks_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored: list[Any] = []
+    monkeypatch.setattr(checkpoint_state, "_set_random_state", restored.append)
+
+    def program(differs: bool, pipe: Pipeline) -> int:
+        data = Position()
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        checkpoints = pipe.checkpoints(tmp_path / str(differs), optimizer, data=data)
+        data.at += 3 + differs * pipe._transport.rank
+        checkpoints.save(checkpoints.step + 1)
+        checkpoints.finish()
+        return data.at
+
+    for differs in (False, True):
+        for ranks in (2, 4):
+            run, mse = partial(program, differs), nn.functional.mse_loss
+            found = on_ranks(plan_of(ranks, "single"), blocks, mse, run, ranks=ranks)
+            if not differs:
+                assert found == [3 * ranks // 2] * ranks
+                assert len(restored) == (0 if ranks == 2 else 4)
+    assert all(isinstance(each, WorkerError) for each in found)
+    assert "the data of rank" in str(found[2])
+
+
 def test_groups_that_had_other_settings_do_not_become_one(tmp_path: Path) -> None:
     def apart(pipe: Pipeline) -> torch.optim.Optimizer:
         named = [*pipe.named_parameters()]
@@ -236,6 +309,17 @@ def test_a_layer_that_was_frozen_begins_as_new(tmp_path: Path) -> None:
 
     (rates,) = resumed_with(tmp_path, half, every)
     assert rates == {0.1, 0.7}
+
+
+def test_a_state_with_keys_that_are_no_names_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    class Numbered(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a closure
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter][0] = 1
+
+    for error in resumed_with(tmp_path, *[lambda pipe: Numbered(pipe.parameters(), lr=0.1)] * 2):
+        assert isinstance(error, InvalidRun)
+        assert "Numbered" in str(error)
 
 
 def test_parameters_of_others_are_refused_at_once(tmp_path: Path) -> None:

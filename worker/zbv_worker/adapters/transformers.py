@@ -40,6 +40,7 @@ from zbv_worker.adapters.transformers_source import (
 )
 from zbv_worker.errors import InvalidRun, describe_error
 from zbv_worker.model.layer_list import shared_names, stacked, whole_name, without_memory
+from zbv_worker.stage.whole_batch import HOOKS
 
 IGNORED = -100
 """The label of tokens that the loss ignores, as in transformers."""
@@ -84,11 +85,36 @@ def from_transformers(
 
     if isinstance(source, PreTrainedModel):
         require_language_model(type(source), supported(source.config))
+        _require_known_forward(source)
         _keep(source, seed, dtype, attention)
         return TransformersLayers(like(source), seed, own=source)
     model_class, config, folder = resolved(source)
     model = on_meta(model_class, config, dtype or dtype_of(config), attention)
+    _require_known_forward(model)
     return TransformersLayers(model, seed, folder=folder)
+
+
+def _require_known_forward(model: Any) -> None:
+    """Refuse what only the forward of the whole model would use: the pipeline calls the modules inside."""
+    for module in (model, model.base_model):
+        name, kind = type(module).__name__, type(module).forward.__module__
+        if "forward" in vars(module) or not kind.startswith("transformers."):
+            raise InvalidRun(
+                f"from_transformers: found a {name} with another forward than that of transformers, which a "
+                f"pipeline does not call. Pass layers that compute it: a list of modules, and loss=."
+            )
+        if any(vars(module)[hooks] for hooks in HOOKS):
+            raise InvalidRun(
+                f"from_transformers: found hooks of the {name} itself, which a pipeline does not call. "
+                f"Remove them, or register them with the modules inside."
+            )
+    blocks = len(getattr(model.base_model, Anatomy.of(model).blocks))
+    configured = model.config.num_hidden_layers
+    if blocks != configured:
+        raise InvalidRun(
+            f"from_transformers: found {blocks} blocks, and num_hidden_layers={configured} in the "
+            f"configuration. Set model.config.num_hidden_layers."
+        )
 
 
 def _keep(model: Any, seed: int, dtype: torch.dtype | None, attention: str | None) -> None:
@@ -177,6 +203,11 @@ class TransformersLayers:
         target
             Labels (b, t), not shifted: usually the input, with -100 for tokens that are not predicted.
         """
+        if hasattr(self._own, "_loss_function"):
+            raise InvalidRun(
+                "found a model with its own loss_function, which a pipeline does not call. Pass loss=, a "
+                "function of logits and labels, to Pipeline."
+            )
         labels = nnf.pad(target[..., 1:], (0, 1), value=IGNORED).flatten()
         logits, balance = (output["logits"], output["balance"]) if self._routing else (output, None)
         total = nnf.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import pairwise
-from typing import cast
+from itertools import chain, pairwise
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,9 @@ from zbv_worker.model.protocol import Layered
 
 Layer = nn.Module | Callable[[], nn.Module]
 """A module, or a function without arguments that builds one."""
+
+MOST_VALUES = 1000
+"""Containers with more values, such as data sets, are not searched for modules."""
 
 Layers = Sequence[Layer] | Mapping[str, Layer] | nn.Module | Layered
 """Layers in model order: a list, a mapping by name, an ``nn.Sequential``, or a :class:`Layered` object."""
@@ -74,8 +79,21 @@ class LayerList:
         return self.build_layers(even_partition(self.layer_names(), n_stages)[stage], device)
 
     def tied_parameters(self) -> list[tuple[str, str]]:
-        """Pairs of names of what given modules share; see :func:`shared_names`."""
-        return shared_names(self.given)
+        """Pairs of names of what existing modules share; see :func:`shared_names`."""
+        return shared_names(self.existing())
+
+    def existing(self) -> dict[str, nn.Module]:
+        """The given modules, and what functions return of modules that they refer to.
+
+        Such functions are called on the meta device, so that what they build new has no memory.
+        """
+        found = {}
+        for name, layer in self._layers.items():
+            if isinstance(layer, nn.Module):
+                found[name] = layer
+            elif (part := _existing_part(layer)) is not None:
+                found[name] = part
+        return found
 
     @property
     def given(self) -> dict[str, nn.Module]:
@@ -186,6 +204,68 @@ def _claim_memory(
                 f"not have on two ranks. Assign the parameter itself to both layers, or copy the values."
             )
     claimed.append((begin, end, prefix, name))
+
+
+def _existing_part(function: Callable[[], nn.Module]) -> nn.Module | None:
+    """A layer without the parameters and buffers that its function makes new; None if all are new."""
+    known = {id(each) for module in _modules_of(function, set()) for each in _parts_of(module)}
+    if not known:
+        return None
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            layer = function()
+        modules = [*layer.modules()]
+    except Exception:  # it may need a device, or all of the memory; whether it works, the layer's rank sees
+        return None
+    for module in modules:
+        if id(module) not in known:
+            module._buffers.clear()
+            for name, parameter in module._parameters.items():
+                module._parameters[name] = parameter if id(parameter) in known else None
+    return layer
+
+
+def _parts_of(value: nn.Module | nn.Parameter) -> Iterator[object]:
+    if isinstance(value, nn.Module):
+        yield from chain(value.modules(), value.parameters())
+    else:
+        yield value
+
+
+def _modules_of(value: object, seen: set[int]) -> Iterator[nn.Module | nn.Parameter]:
+    """The modules and parameters that a function, and what it refers to, refer to."""
+    if id(value) in seen or (isinstance(value, partial) and value.func is copy.deepcopy):
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module | nn.Parameter):
+        yield value
+        return
+    parts: Sequence[object] = ()
+    if isinstance(value, list | tuple):
+        parts = value
+    elif isinstance(value, dict):
+        parts = [*value.values()]
+    elif isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        parts = [value.__func__, value.__self__, *getattr(value.__self__, "__dict__", {}).values()]
+    elif isinstance(value, FunctionType):
+        parts = [*variables_of(value).values()]
+    elif callable(value) and not isinstance(value, type):
+        parts = [*getattr(value, "__dict__", {}).values()]
+    if len(parts) <= MOST_VALUES:
+        for part in parts:
+            yield from _modules_of(part, seen)
+
+
+def variables_of(function: FunctionType) -> dict[Any, object]:
+    """The modules and parameters among a function's global variables, and the variables around it."""
+    used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    found = {name: each for name, each in used.items() if isinstance(each, nn.Module | nn.Parameter)}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that has no value yet
+            found[name] = cell.cell_contents
+    return {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {}), **found}
 
 
 def stacked(layers: Mapping[str, nn.Module]) -> nn.Sequential:

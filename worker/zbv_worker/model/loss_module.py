@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType
@@ -14,13 +13,11 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.model.layer_list import LayerList, shared_names
+from zbv_worker.model.layer_list import MOST_VALUES, LayerList, shared_names, variables_of
 from zbv_worker.model.protocol import Layered, Tied
 
 LOSS = "loss"
 """The name of a loss's module: its parameters are ``loss.…``."""
-_MOST_VALUES = 1000
-"""Containers with more values, such as data sets, are not searched."""
 
 
 def loss_module(loss: object, layers: Layered) -> nn.Module | None:
@@ -63,14 +60,14 @@ def ties_of(layers: Layered, loss: nn.Module | None) -> Sequence[tuple[str, str]
     """Pairs of names of parameters that layers share, also with their loss."""
     pairs = [*layers.tied_parameters()] if isinstance(layers, Tied) else []
     if isinstance(layers, LayerList) and loss is not None:
-        pairs += [pair for pair in shared_names({**layers.given, LOSS: loss}) if pair not in pairs]
+        pairs += [pair for pair in shared_names({**layers.existing(), LOSS: loss}) if pair not in pairs]
     return pairs
 
 
 def require_known_parameters(
-    modules: Mapping[int, nn.Module], loss: Tensor, inputs: Collection[Tensor]
+    modules: Mapping[int, nn.Module], outputs: Iterable[Tensor], inputs: Collection[Tensor]
 ) -> None:
-    """Refuse a loss that depends on a parameter which is in no module of the rank.
+    """Refuse outputs or a loss that depend on a parameter which is in no module of the rank.
 
     Nobody would scale, sum, clip or save its gradient.
 
@@ -79,22 +76,28 @@ def require_known_parameters(
     modules
         The rank's stages.
     inputs
-        The inputs of the loss's graph.
+        The inputs of the graph.
     """
     known = {id(each) for module in modules.values() for each in module.parameters()} | set(map(id, inputs))
-    for leaf in _leaves(loss):
+    for leaf in _leaves(outputs):
         if id(leaf) not in known:
             raise ModelError(
-                f"the loss, or a layer before it, uses a trainable tensor of shape {list(leaf.shape)} that "
+                f"a layer, or the loss, uses a trainable tensor of shape {list(leaf.shape)} that "
                 f"no layer of this rank has. A layer must register its parameters, and a loss with "
                 f"parameters must be an nn.Module that has them. If it is a parameter of a layer on another "
-                f"rank, compute with it in that layer; if it is a constant, detach it."
+                f"rank, register it here too (self.weight = layer.weight): it is then tied. If it is a "
+                f"constant, detach it."
             )
 
 
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
+def _leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """The leaves of a graph."""
-    waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+    waiting: list[Node] = []
+    for tensor in outputs:
+        if tensor.grad_fn is not None:
+            waiting.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            yield tensor
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -147,12 +150,12 @@ class _Search:
             elif id(owner) not in self._seen:
                 self._look_at(getattr(owner, "__dict__", {}), name)
         elif isinstance(value, FunctionType):
-            self._look_at(_variables(value), name)
+            self._look_at(variables_of(value), name)
         elif callable(value) and not isinstance(value, type):
             self._look_at(getattr(value, "__dict__", {}), name)
 
     def _look_at(self, values: Mapping[Any, object], name: str) -> None:
-        if len(values) > _MOST_VALUES:
+        if len(values) > MOST_VALUES:
             return
         for key, value in values.items():
             self.look(value, f"{name}.{key}" if name else str(key))
@@ -168,13 +171,3 @@ def _seems_trained(module: nn.Module) -> bool:
 def _modules_among(values: Mapping[str, object]) -> list[nn.Module]:
     """The modules among the attributes of an object, and in containers of these."""
     return [each for each in tree_leaves(dict(values)) if isinstance(each, nn.Module)]
-
-
-def _variables(function: FunctionType) -> dict[Any, object]:
-    """The modules and parameters among a function's global variables, and the variables around it."""
-    used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    found = {name: each for name, each in used.items() if isinstance(each, nn.Module | nn.Parameter)}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # a variable that has no value yet
-            found[name] = cell.cell_contents
-    return {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {}), **found}

@@ -171,7 +171,8 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
         else (leaf.value if isinstance(leaf, Whole) else leaf,) * count
         for _, leaf in leaves
     ]
-    names = _ambiguous(leaves, is_known=inputs is not None and targets is not None) if count > 1 else set()
+    is_known = inputs is not None and targets is not None
+    names = _ambiguous(leaves, count, is_known=is_known) if count > 1 else set()
     whole: Mapping[str, Any] = {}
     if names:
         uncut = [leaf if _is_split(leaf) else part[0] for (_, leaf), part in zip(leaves, parts, strict=True)]
@@ -185,13 +186,18 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
     return found
 
 
-def _ambiguous(leaves: Sequence[tuple[tuple[Any, ...], Any]], *, is_known: bool) -> set[str]:
+def _ambiguous(leaves: Sequence[tuple[tuple[Any, ...], Any]], count: int, *, is_known: bool) -> set[str]:
     """The keywords with a tensor that may belong to the whole batch: its rows are another dimension too.
+
+    That may be a dimension which only layers have. A part with the wrong rows then fails there, but a part
+    with a single row fits anything, so the layers decide about it.
 
     Parameters
     ----------
     leaves
         The places of the batch's tensors and constants, and these.
+    count
+        The number of microbatches.
     is_known
         Whether there are inputs and targets. If not, the layers know the other dimensions.
     """
@@ -199,7 +205,8 @@ def _ambiguous(leaves: Sequence[tuple[tuple[Any, ...], Any]], *, is_known: bool)
     return {
         path[1].key
         for path, leaf in leaves
-        if path[0].idx == _KEYWORDS and _is_split(leaf) and (leaf.shape[0] in others or not is_known)
+        if path[0].idx == _KEYWORDS
+        if _is_split(leaf) and (leaf.shape[0] in {*others, count} or not is_known)
     }
 
 

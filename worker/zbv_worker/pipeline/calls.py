@@ -77,14 +77,22 @@ class Announcement(NamedTuple):
         """An announcement of a method, by its name."""
         return cls(CALLS.index(call), **more)
 
-    def of_batch(self, batch: Batch, microbatches: Sequence[Microbatch]) -> Announcement:
-        """The announcement with what the rank was given."""
+    def of_batch(
+        self, batch: Batch, microbatches: Sequence[Microbatch], *, has_first: bool, has_last: bool
+    ) -> Announcement:
+        """The announcement with what the rank was given.
+
+        Parameters
+        ----------
+        has_first, has_last
+            Whether the rank has the first layer, and the last one.
+        """
         some = microbatches[0], microbatches[-1]
         given = [sorted(each.keywords.items()) for each in some]
         return self._replace(
             rows=batch.rows,
-            inputs=_contents([each.input for each in some]),
-            targets=_contents([each.target for each in some]),
+            inputs=_contents([each.input for each in some], is_used=has_first),
+            targets=_contents([each.target for each in some], is_used=has_last),
             names=digest([name for name, _ in given[0]]),
             keywords=_contents([value for items in given for _, value in items]),
         )
@@ -201,14 +209,17 @@ class Calls:
         mine, me = self._mine, f"rank {self._rank}"
         require_same_rows({self._rank: mine.rows, peer: theirs.rows})
         kinds = [("inputs", mine.inputs, theirs.inputs), ("targets", mine.targets, theirs.targets)]
-        if mine.names == theirs.names:
-            kinds.append(("keywords", mine.keywords, theirs.keywords))
-        for what, one, other in kinds:
-            if _differ(one, other):
-                raise Disagreement(
-                    f"rank {peer} and {me} were given different {what}. Load the same batches on all ranks "
-                    f"of a pipeline, in the same order. A rank that does not use its {what} may pass None."
-                )
+        different = [what for what, one, other in kinds if _differ(one, other)]
+        if different and any(one == other != 0 for _, one, other in kinds):
+            # Equal targets belong to both inputs, for example with random augmentation: one rank's are used.
+            different = []
+        if mine.names == theirs.names and _differ(mine.keywords, theirs.keywords):
+            different.append("keywords")
+        for what in different:
+            raise Disagreement(
+                f"rank {peer} and {me} were given different {what}. Load the same batches on all ranks "
+                f"of a pipeline, in the same order. A rank that does not use its {what} may pass None."
+            )
         if _differ(mine.shapes, theirs.shapes):
             raise Disagreement(
                 f"the batches of ranks {self._rank} and {peer} have different shapes. Load the same batches "
@@ -237,29 +248,36 @@ def digest(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6]) + 1
 
 
-def _contents(value: Any) -> int:
-    """A number that stands for tensors in containers: their structure, shapes, and some numbers on the CPU.
+def _contents(value: Any, *, is_used: bool = True) -> int:
+    """A number that stands for tensors in containers: their structure, shapes, and some of their numbers.
 
-    Reading numbers of a GPU would wait for it.
+    It is 0 for None; for tensors that this rank cannot read at once, for example on a GPU; and for a single
+    number in all places if the rank does not use it: that takes the place of a batch.
     """
     leaves, structure = tree_flatten(value)
     leaves = [leaf for leaf in leaves if leaf is not None]
-    return digest((structure, [_sample(leaf) for leaf in leaves])) if leaves else 0
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not leaves or not all(map(_is_readable, tensors)):
+        return 0
+    samples = [_sample(tensor) for tensor in tensors]
+    if not is_used and len(set(map(str, chain(*samples)))) <= 1:
+        return 0
+    what = [
+        (*leaf.shape, str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
+    ]
+    return digest((structure, what, samples))
 
 
-def _sample(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
-    what = (*leaf.shape, str(leaf.dtype))
-    if (
-        type(leaf) is not Tensor
-        or leaf.device.type != "cpu"
-        or leaf.layout != torch.strided
-        or not leaf.numel()
-    ):
-        return what
-    flat = leaf.detach()
-    while flat.dim() > 1 and not flat.is_contiguous():
-        flat = flat[-1]
-    flat = flat.reshape(-1)
-    return what, flat[:: max(1, len(flat) // _SAMPLES)].tolist()
+def _is_readable(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+
+def _sample(tensor: Tensor) -> list[Any]:
+    """Some numbers; their places follow from the shape alone, not from the order in memory."""
+    places = torch.arange(0, tensor.numel(), max(1, tensor.numel() // _SAMPLES), device="cpu")
+    if tensor.is_contiguous():
+        found = tensor.detach().reshape(-1)[places]
+    else:
+        found = tensor.detach()[torch.unravel_index(places, tensor.shape)]
+    numbers: list[Any] = found.tolist()
+    return numbers

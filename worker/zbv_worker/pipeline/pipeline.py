@@ -72,8 +72,9 @@ class Pipeline(PipelineState):
     layers
         The model's layers in order: a list of modules, or of functions without arguments that build one; a
         mapping of names to these; an ``nn.Sequential``; or an object that builds layers by name
-        (:class:`zbv_worker.model.Layered`). Of functions, only those of this rank's layers are called. A
-        plan that was made without layers divides them evenly.
+        (:class:`zbv_worker.model.Layered`). Of functions, only those of this rank's layers are called,
+        and on the meta device those that refer to modules. A plan that was made without layers divides them
+        evenly.
     loss
         Takes the last layer's output and a microbatch's target. Returns the mean over the microbatch, or a
         pair of a sum and its weight, such as the number of tokens: then gradients and losses are those of

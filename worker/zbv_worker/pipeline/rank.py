@@ -185,7 +185,9 @@ class PipelineRank:
         """Tell the neighbours of a step or evaluation."""
         mine = self._announcement(call)._replace(shapes=self._agreed.announced(call, given))
         with naming_errors(self._transport.rank, f"calling {call}"):
-            self.calls.begin(mine.of_batch(batch, microbatches))
+            last = self._plan.placement.n_stages - 1
+            has_first, has_last = 0 in self._stages, last in self._stages
+            self.calls.begin(mine.of_batch(batch, microbatches, has_first=has_first, has_last=has_last))
 
     def begin_without_batch(self, call: Call, *, waits: bool) -> None:
         """Tell the neighbours of a step or evaluation whose batch the data rank has.

@@ -169,7 +169,8 @@ def marked_without_graph(output: Any, input: Any) -> Any:
     their mark.
     """
     if isinstance(output, Tensor) and is_plain(output):
-        return output
+        # A view of a leaf requires a gradient and has no graph.
+        return output.detach() if output.requires_grad else output
     before = {id(tensor): tensor.requires_grad for tensor in tensors_of(input)}
 
     def marked(tensor: Tensor) -> Tensor:

@@ -229,7 +229,12 @@ def dtype_of_sum(parameter: Tensor) -> torch.dtype:
     total = gradient_of(parameter)
     if total is not None:
         return total.dtype
-    return torch.float32 if has_main_gradient(parameter) else parameter.dtype
+    return torch.float32 if has_main_gradient(parameter) else dtype_of_gradient(parameter)
+
+
+def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    """The dtype of ``.grad``, which the user may set (``grad_dtype``); None there stands for any."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def round_main_gradients(parameters: Iterable[Tensor], *, keep: bool = False) -> None:
@@ -244,7 +249,7 @@ def round_main_gradients(parameters: Iterable[Tensor], *, keep: bool = False) ->
         if has_main_gradient(parameter):
             main, grad = gradient_of(parameter), parameter.grad
             if main is None or grad is None:
-                parameter.grad = None if main is None else main.to(parameter.dtype)
+                parameter.grad = None if main is None else main.to(dtype_of_gradient(parameter))
             else:
                 grad.copy_(main)
             if not keep:

@@ -50,24 +50,27 @@ class QueueingLinearFunction(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        """The gradient of x."""
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of x, and those of W and b if they were asked for."""
         (grad_output,) = grad_outputs
         x, weight = ctx.saved_tensors
-        if is_accumulating(ctx, (1, 2)):
-            # Detached: the queue must not keep the graph of x alive.
-            ctx.queue.append(
-                LinearGrad(x.detach(), grad_output.detach(), ctx.weight, ctx.bias, ctx.is_transposed)
-            )
+        # Detached: the queue must not keep the graph of x alive.
+        deferred = LinearGrad(x.detach(), grad_output.detach(), ctx.weight, ctx.bias, ctx.is_transposed)
+        asked: tuple[Tensor | None, ...] = (None, None)
+        accumulates = _accumulates(ctx, (1, 2))
+        if accumulates is None:
+            asked = deferred.gradients()
+        elif accumulates:
+            ctx.queue.append(deferred)
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
+            return None, *asked, None, None
         weight = (weight.t() if ctx.is_transposed else weight).to(grad_output.dtype)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 grad_input = grad_output.matmul(weight)
         else:  # the usual case; the context takes longer than a small product
             grad_input = grad_output.matmul(weight)
-        return grad_input.to(ctx.input_dtype), None, None, None, None
+        return grad_input.to(ctx.input_dtype), *asked, None, None
 
 
 class QueueingEmbeddingFunction(torch.autograd.Function):
@@ -91,28 +94,40 @@ class QueueingEmbeddingFunction(torch.autograd.Function):
         return nnf.embedding(indices, weight, padding_idx)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None, None]:
-        """No gradients: an index has none, and the weight's is queued."""
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of W if it was asked for; an index has none."""
         (grad_output,) = grad_outputs
         (indices,) = ctx.saved_tensors
-        if is_accumulating(ctx, (1,)):
-            ctx.queue.append(
-                EmbeddingGrad(
-                    indices, grad_output.detach(), ctx.parameter, ctx.padding_idx, ctx.scale_by_frequency
-                )
-            )
-        return None, None, None, None, None
+        deferred = EmbeddingGrad(
+            indices, grad_output.detach(), ctx.parameter, ctx.padding_idx, ctx.scale_by_frequency
+        )
+        accumulates = _accumulates(ctx, (1,))
+        if accumulates:
+            ctx.queue.append(deferred)
+        return None, deferred.gradient() if accumulates is None else None, None, None, None
 
 
 def is_accumulating(ctx: Any, parameters: tuple[int, ...]) -> bool:
     """Whether the current backward accumulates into parameters, rather than being ``torch.autograd.grad``.
 
-    ``ctx.needs_input_grad`` cannot tell: it reflects the forward.
-
     Raises
     ------
     ModelError
         If the backward needs a gradient that only W will compute.
+    """
+    accumulates = _accumulates(ctx, parameters)
+    if accumulates is None:
+        raise ModelError(
+            "found torch.autograd.grad of a weight whose gradient is deferred to W and not computed yet. Use "
+            "a subclass of nn.Linear or nn.Embedding there: subclasses are not split."
+        )
+    return accumulates
+
+
+def _accumulates(ctx: Any, parameters: tuple[int, ...]) -> bool | None:
+    """:func:`is_accumulating`; None if ``torch.autograd.grad`` was asked for the gradient of a parameter.
+
+    ``ctx.needs_input_grad`` cannot tell: it reflects the forward.
     """
     if torch.is_grad_enabled():
         raise ModelError(
@@ -120,14 +135,12 @@ def is_accumulating(ctx: Any, parameters: tuple[int, ...]) -> bool:
             "so gradients of gradients miss it. Use a plan with B instead of I and W, or use a subclass "
             "of nn.Linear or nn.Embedding there: subclasses are not split."
         )
-    node = next(ctx.next_functions[at][0] for at in parameters if ctx.needs_input_grad[at])
+    nodes = (ctx.next_functions[at][0] for at in parameters if ctx.needs_input_grad[at])
     try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError as error:  # torch cannot answer for a leaf that autograd.grad was asked for
-        raise ModelError(
-            "found torch.autograd.grad of a weight whose gradient is deferred to W and not computed yet. Use "
-            "a subclass of nn.Linear or nn.Embedding there: subclasses are not split."
-        ) from error
+        are_executed = [torch._C._will_engine_execute_node(node) for node in nodes]
+    except RuntimeError:  # torch cannot answer for a leaf that autograd.grad was asked for
+        return None
+    return any(are_executed)
 
 
 def cast_like_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

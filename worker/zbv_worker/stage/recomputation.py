@@ -8,7 +8,8 @@ only one segment's activations exist at a time. I adds weight gradients to the q
 torch.utils.checkpoint would work with I and W too. But it keeps a graph and a random state per segment
 between F and I, and it cannot make the loss part of the last segment without the stage's help.
 
-Side effects of a module's forward, such as running statistics, happen twice.
+Buffers that a module's forward updates, such as running statistics, are updated once, by F. Other side
+effects happen twice.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
 
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.auxiliary_loss import AuxiliaryLosses
@@ -36,8 +38,11 @@ Segment = Callable[[Any], Any]
 Computing = Callable[[Any], AbstractContextManager[object]]
 """The context of an input's forward (autocast)."""
 
-Seed = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""The initial gradient of an output, if the backward receives none; takes also the inputs of the graph."""
+Seed = Callable[[Tensor], Tensor]
+"""The initial gradient of an output, if the backward receives none."""
+
+CheckGraph = Callable[[Iterable[Tensor], Sequence[Tensor]], None]
+"""Takes the tensors that a graph computes, and those that it begins at; may raise an error."""
 
 
 class _Kept(NamedTuple):
@@ -71,21 +76,37 @@ class Recomputed:
         Given if the last segment ends in the loss.
     auxiliary
         The auxiliary losses of the stage.
+    check
+        Called for the graph of each segment.
     """
 
-    def __init__(self, computing: Computing, seed: Seed | None, auxiliary: AuxiliaryLosses):
+    def __init__(
+        self,
+        computing: Computing,
+        seed: Seed | None,
+        auxiliary: AuxiliaryLosses,
+        check: CheckGraph | None = None,
+    ):
         self._computing = computing
         self._seed = seed
         self._auxiliary = auxiliary
+        self._check = check
+        self._updated: list[nn.Module] = []
         self._kept: list[_Kept] = []
 
-    def forward(self, segments: Sequence[Segment], x: Any) -> Any:
+    def forward(self, segments: Sequence[Segment], x: Any, modules: Iterable[nn.Module] = ()) -> Any:
         """Run F; returns the last segment's output, without a graph.
 
         Its tensors require a gradient where one may come back
         (:func:`~zbv_worker.stage.boundary.marked_without_graph`).
+
+        Parameters
+        ----------
+        modules
+            Those that may update their buffers.
         """
         generators = _generators(device_of(x))
+        buffers = [(module, _states_of_buffers(module)) for module in modules if module._buffers]
         with torch.no_grad(), self._computing(x):
             for segment in segments:
                 before = _states(generators)
@@ -96,6 +117,7 @@ class Recomputed:
                 output = marked_without_graph(output, x)
                 self._kept.append(_Kept(segment, x, _versions(x), before if drew else None, _flags(output)))
                 x = output
+        self._updated = [module for module, state in buffers if _states_of_buffers(module) != state]
         return x
 
     def backward(self, gradient: Gradient | None, *, needs_input_grad: bool) -> Gradient | None:
@@ -108,9 +130,10 @@ class Recomputed:
         needs_input_grad
             Whether the result is needed; otherwise it is None.
         """
-        while self._kept:
-            kept = self._kept.pop()
-            gradient = self._through(kept, gradient, is_data=not self._kept and not needs_input_grad)
+        with _keeping_buffers(self._updated):
+            while self._kept:
+                kept = self._kept.pop()
+                gradient = self._through(kept, gradient, is_data=not self._kept and not needs_input_grad)
         return gradient if needs_input_grad else None
 
     def _through(self, kept: _Kept, gradient: Gradient | None, *, is_data: bool) -> Gradient:
@@ -124,8 +147,10 @@ class Recomputed:
         repeating = auxiliary.during("repeated")
         with repeating, torch.enable_grad(), _drawing_again(kept.random, device_of(x)), self._computing(x):
             output = kept.segment(x)
+        if self._check is not None:
+            self._check(tensors_of(output), leaves)
         if gradient is None and self._seed is not None:
-            gradient = self._seed(output, leaves)
+            gradient = self._seed(output)
         edges, gradients = auxiliary.take_roots()
         for edge, each in _roots(output, kept.flags, gradient):
             edges.append(edge)
@@ -177,6 +202,30 @@ def require_no_hooks(shared: Iterable[nn.Parameter], stage: int) -> None:
 
 def _versions(value: Any) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors_of(value))
+
+
+def _states_of_buffers(module: nn.Module) -> list[object]:
+    """Something that differs after the module has updated its buffers."""
+    if isinstance(module, _NormBase) and module.training:  # whose operators count no version
+        return [object()]
+    return [(id(each), each._version) for each in module._buffers.values() if each is not None]
+
+
+@contextmanager
+def _keeping_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """A context after which the modules have the buffers of before, with their values."""
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in before:
+                module._buffers[name] = buffer.copy_(value)
 
 
 def _flags(output: Any) -> tuple[bool, ...]:

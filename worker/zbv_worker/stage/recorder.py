@@ -194,8 +194,11 @@ def queue_for(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None
 
     A parameter that is not a leaf is computed from other tensors (weight norm, a functional call). Its
     gradient must propagate further, so it cannot be deferred. Complex, sparse and nested tensors, and the
-    subclasses of other libraries, are left to autograd, which has rules for each.
+    subclasses of other libraries, are left to autograd, which has rules for each. So are layers that the user
+    compiles: their backward is compiled as a whole.
     """
+    if torch.compiler.is_compiling():
+        return None
     recorder: Recorder | None = getattr(module, "recorder", None)
     if recorder is None or recorder.queue is None or recorder.tapping is not None:
         return None

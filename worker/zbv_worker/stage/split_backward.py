@@ -15,13 +15,15 @@ Autograd computes all other gradients during I. These are the gradients of
   cost a second pass and keep two more activations until W),
 - convolutions, parameters that a module owns directly, and subclasses of Linear with their own forward,
 - reparametrised weights, and sparse, renormalising or tensor-parallel embeddings,
+- layers that the user has compiled (``--compile`` splits them, :mod:`zbv_worker.stage.compiled`),
 - complex, sparse, nested and quantized tensors, and subclasses of tensors, except DTensors,
 - parameters with hooks. A hook may need the whole gradient of a backward (masks) or consume it (an optimizer
   in the backward). Only autograd's own accumulation calls hooks as their authors expect.
 
 Only a backward that accumulates into parameters fills the queue. A model may call ``torch.autograd.grad`` in
-its forward; nothing is queued then. It must not request the gradient of a queued weight, nor gradients of
-gradients through a queueing module (``create_graph=True``): both raise an error.
+its forward or in the backward of functions that it defines; nothing is queued then, and the gradients that it
+asks for are computed at once. Gradients of gradients through a queueing module (``create_graph=True``) raise
+an error.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.dtensors import is_dtensor
@@ -63,8 +66,8 @@ def defer_weight_gradients(module: nn.Module) -> Recorder:
     Raises
     ------
     ModelError
-        If the tree has a DistributedDataParallel, whose hooks are invisible to Python, or a module that
-        defers its weight gradients by itself.
+        If the tree has a DistributedDataParallel, whose hooks are invisible to Python, a module that defers
+        its weight gradients by itself, or one whose parameters are not initialized yet.
     """
     for child in module.modules():
         _require_splittable(child)
@@ -88,6 +91,11 @@ def _require_splittable(module: nn.Module) -> None:
         raise ModelError(
             "found a DistributedDataParallel in a stage; it sums gradients before W has computed them. Build "
             "the stage without it, and pass --data-parallel."
+        )
+    if any(map(is_lazy, module.parameters(recurse=False))):
+        raise ModelError(
+            f"found a {type(module).__name__} whose parameters have no shapes yet. Build it with all sizes, "
+            f"or call the layers once before the pipeline is made, each with the output of the one before."
         )
     delays: Any = getattr(module, "need_backward_dw", None)  # as modules of TransformerEngine have it
     if callable(delays) and delays():

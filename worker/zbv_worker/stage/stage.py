@@ -16,7 +16,7 @@ join, not even at the turn of the V where one rank hosts both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from zbv_worker.stage.compiled import CompiledLayer
 from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, loss_modules, prepare_layers
 from zbv_worker.stage.loss import Loss, Objective, WeightedLoss
 from zbv_worker.stage.recomputation import (
+    CheckGraph,
     Recomputed,
     Segment,
     checked_segment,
@@ -112,7 +113,7 @@ class Stage:
     keywords
         The keyword arguments that the layers take.
     check_graph
-        Called once, with the next loss and the inputs of its graph.
+        Called once, for the next graph: with the tensors that it computes, and those that it begins at.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Stage:
         self._has_split = False
         self._split_share: SplitShare | None = None
         self._shared = parameters_of_several([*self._layers, *loss_modules(module)])
-        self.check_graph: Callable[[Tensor, Sequence[Tensor]], None] | None = None
+        self.check_graph: CheckGraph | None = None
         self._input_gradients: list[tuple[Tensor, Tensor]] = []
         self._forwards: dict[int, _Forward] = {}
         self._weight_grads: dict[int, WeightGrads] = {}
@@ -214,8 +215,11 @@ class Stage:
         seed = None
         if self._objective is not None:
             self._objective.count()
-            seed = self._loss_seed(output, leaves)
+            seed = self._loss_seed(output)
         found, edges = self._left(output)
+        if self.check_graph is not None:
+            self.check_graph(tensors_of(output), leaves)
+            self.check_graph = None
         roots = auxiliary.take_roots() if auxiliary.has_roots else None
         self._forwards[microbatch] = _Forward(leaves, batch, is_plain(x), edges, seed, roots, weight_grads)
         return found
@@ -272,9 +276,10 @@ class Stage:
         x, leaves = enter(input, is_data=self._is_first)
         batch = _requiring_grad(input) if leaves and self._is_first else ()
         seed = None if self._objective is None else self._loss_seed
-        recomputed = Recomputed(self._computing, seed, self._auxiliary)
+        recomputed = Recomputed(self._computing, seed, self._auxiliary, self.check_graph)
+        self.check_graph = None
         with self._auxiliary.during("forward"):
-            output = recomputed.forward(self._segments(target, keywords), x)
+            output = recomputed.forward(self._segments(target, keywords), x, self.module.modules())
         if self._objective is not None:
             self._objective.count()
         self._forwards[microbatch] = _Forward(
@@ -313,7 +318,12 @@ class Stage:
         try:
             yield
         finally:
-            for module, mode in before:  # not train(): some may be in evaluation mode on purpose
+            # First by each module's own train(): it may undo what eval() did, such as merging weights.
+            # Parents precede their children, which may be in evaluation mode on purpose.
+            for module, mode in before:
+                if module.training != mode:
+                    module.train(mode)
+            for module, mode in before:
                 module.training = mode
 
     def evaluate(self, input: Any, target: Any = None, *, keywords: Mapping[str, Any] = NO_KEYWORDS) -> Any:
@@ -364,12 +374,9 @@ class Stage:
         taken, self._input_gradients = self._input_gradients, []
         return taken
 
-    def _loss_seed(self, loss: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """The gradient of a loss, whose graph begins at some inputs; raises :class:`ModelError`."""
+    def _loss_seed(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss; raises :class:`ModelError` if it has no graph."""
         assert self._objective is not None
-        if self.check_graph is not None:
-            self.check_graph(loss, inputs)
-            self.check_graph = None
         return self._objective.seed(loss, self.loss_scale * self._share)
 
     def _computed(self, x: Any, target: Any, keywords: Mapping[str, Any]) -> Any:

@@ -7,6 +7,7 @@ of a microbatch, and embeddings that scale gradients by frequency.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -35,10 +36,13 @@ class WeightGrads(deque["LinearGrad | GroupedGrad | EmbeddingGrad"]):
         """Compute every queued gradient and accumulate it into its parameter's ``.grad``.
 
         Releases each gradient's operands as soon as it is computed. Without ``no_grad`` the results would
-        have a graph that keeps all output gradients alive. Raises :class:`ModelError` if an operand was
-        written to since I, as autograd does for what it saved.
+        have a graph that keeps all output gradients alive, and autocast of the user, around the whole step,
+        would round them. Raises :class:`ModelError` if an operand was written to since I, as autograd does
+        for what it saved.
         """
-        with torch.no_grad():
+        device = self[0].grad_output.device.type if self else "cpu"
+        is_cast = torch.is_autocast_enabled(device)
+        with torch.no_grad(), torch.autocast(device, enabled=False) if is_cast else nullcontext():
             while self:
                 deferred = self.popleft()
                 deferred.require_unchanged()
@@ -104,6 +108,16 @@ class LinearGrad(_Operands):
         if self.bias is not None and self.bias.requires_grad:
             _add(self.bias, grad.sum(0))
 
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias themselves, where they are needed."""
+        grad, x = rows_of(self.grad_output), rows_of(self.x)
+        weight = bias = None
+        if self.weight is not None:
+            weight = (x.t().mm(grad) if self.is_transposed else grad.t().mm(x)).to(self.weight.dtype)
+        if self.bias is not None:
+            bias = grad.sum(0).to(self.bias.dtype)
+        return weight, bias
+
     def _added_locally(self) -> bool:
         from zbv_worker.stage.distributed_grads import add_linear_gradients
 
@@ -162,15 +176,22 @@ class EmbeddingGrad(_Operands):
         """Add the gradient to ``.grad``; runs under ``no_grad``."""
         if not self.weight.requires_grad:
             return
-        padding = -1 if self.padding_idx is None else self.padding_idx % len(self.weight)
         is_large = self.weight.numel() > self.grad_output.numel()
         if is_large and not self.scale_by_frequency and not has_hooks(self.weight):
-            add_rows(self.weight, self.x, self.grad_output, padding)
-            return
-        grad = torch.ops.aten.embedding_dense_backward(
-            self.grad_output, self.x, self.weight.shape[0], padding, self.scale_by_frequency
+            add_rows(self.weight, self.x, self.grad_output, self._padding)
+        else:
+            _add(self.weight, self.gradient())
+
+    def gradient(self) -> Tensor:
+        """The gradient itself."""
+        found: Tensor = torch.ops.aten.embedding_dense_backward(
+            self.grad_output, self.x, self.weight.shape[0], self._padding, self.scale_by_frequency
         )
-        _add(self.weight, grad)
+        return found
+
+    @property
+    def _padding(self) -> int:
+        return -1 if self.padding_idx is None else self.padding_idx % len(self.weight)
 
     def parameters(self) -> tuple[Tensor, ...]:
         """The parameters whose gradients it adds to."""

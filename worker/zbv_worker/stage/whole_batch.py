@@ -22,7 +22,8 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.stage.auxiliary_loss import AuxiliaryLosses
 from zbv_worker.values.structure import map_tensors, tensors_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes of modules that hold hooks."""
 
 
 class Ambiguous(NamedTuple):
@@ -73,6 +74,8 @@ class Decisions:
         leaves = _leaves(plain)
         sizes = {size for tensor in tensors_of(arguments) for size in tensor.shape[1:]}
         sizes |= {size for whole, _ in leaves for size in whole.shape[1:]}
+        if any(len(part) == 1 for _, part in leaves):  # would fit what the layer computes inside, too
+            sizes |= {size for parameter in layer.parameters() for size in parameter.shape}
         if not any(whole.shape[0] in sizes for whole, _ in leaves):
             return _chosen(plain, (False,) * len(leaves))
         choice = self._known.get(names)
@@ -191,7 +194,7 @@ def _without_effects(layer: nn.Module) -> Iterator[None]:
     """A context in which a layer runs without hooks and auxiliary losses; restores its attributes."""
     before = [(module, {**vars(module)}, {**module._buffers}) for module in layer.modules()]
     for module, *_ in before:
-        vars(module).update({name: {} for name in _HOOKS})
+        vars(module).update({name: {} for name in HOOKS})
     try:
         with (
             unlogged(),

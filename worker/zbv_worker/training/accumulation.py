@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.stage.dtensors import local_of
-from zbv_worker.stage.main_gradients import gradient_of, has_main_gradient, is_half, set_gradient
+from zbv_worker.stage.main_gradients import (
+    dtype_of_gradient,
+    gradient_of,
+    has_main_gradient,
+    is_half,
+    set_gradient,
+)
 from zbv_worker.training.gradients import Gradients
 
 
@@ -139,5 +145,5 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 def _set(parameter: nn.Parameter, total: Tensor) -> None:
     """Make a sum the gradient; whether that is a main gradient may have changed since the step before."""
     if is_half(parameter):
-        total = total.to(torch.float32 if has_main_gradient(parameter) else parameter.dtype)
+        total = total.to(torch.float32 if has_main_gradient(parameter) else dtype_of_gradient(parameter))
     set_gradient(parameter, total)

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.stage.dtensors import is_dtensor, local_of, placed_like, with_local
-from zbv_worker.stage.main_gradients import gradient_of, has_main_gradient, set_gradient
+from zbv_worker.stage.main_gradients import (
+    dtype_of_gradient,
+    gradient_of,
+    has_main_gradient,
+    set_gradient,
+)
 
 _BUCKET_BYTES = 32 * 2**20
 """Large enough to use a network's bandwidth, small enough that the first sum ends before the last begins."""
@@ -33,7 +38,7 @@ class Bucket:
         """A buffer for these parameters, which have one dtype and device."""
         first = parameters[0]
         sizes = [local_of(parameter).numel() for parameter in parameters]
-        dtype = torch.float32 if has_main_gradient(first) else first.dtype
+        dtype = torch.float32 if has_main_gradient(first) else dtype_of_gradient(first)
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
         parts = torch.split(buffer, sizes)
         views = tuple((p, part.view_as(local_of(p))) for p, part in zip(parameters, parts, strict=True))
@@ -89,7 +94,8 @@ def filled(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
     room: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}  # by the buffer's type
     for parameter in reversed(list(parameters)):
-        kind = (torch.float32 if has_main_gradient(parameter) else parameter.dtype, parameter.device)
+        dtype = torch.float32 if has_main_gradient(parameter) else dtype_of_gradient(parameter)
+        kind = (dtype, parameter.device)
         bucket, left = room.get(kind, ([], 0))
         size = local_of(parameter).numel() * kind[0].itemsize
         if size > left:

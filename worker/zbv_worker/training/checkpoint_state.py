@@ -23,7 +23,7 @@ from zbv_worker.stage.dtensors import is_dtensor, is_first_holder
 from zbv_worker.training.checkpoint_files import Reader, State
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.optimizer_state import NamedOptimizers
-from zbv_worker.training.schedule_state import ScheduleState
+from zbv_worker.training.schedule_state import ScheduleState, are_equal
 from zbv_worker.training.tied_names import TiedNames
 from zbv_worker.training.ties import Ties
 from zbv_worker.transport.channels import Transport
@@ -148,7 +148,7 @@ class RunState:
         if self._data is not None:
             values[f"data.{self._transport.rank}"] = self._data.data_state()
         if column == 0:
-            values |= self._progress(step)
+            values |= self._progress(step) | self._optimizers.rest(self._transport.rank)
             for name, value in of_optimizers.items():
                 if not isinstance(value, Tensor) and not self._names.is_further(name):
                     values[name] = value
@@ -182,11 +182,22 @@ class RunState:
         saved = [ScheduleState(**reader.value(name)) for name in reader.names if name.startswith(_SCHEDULE)]
         for schedule, state in zip(self._trained.schedules, self._schedules(), strict=True):
             schedule.load_state_dict(state.resumed(saved, partial(self._other_model, folder)))
-        # After a change of the number of ranks, some ranks have no saved random state; they use a new one.
-        if f"random.{rank}" in reader:
-            _set_random_state(reader.value(f"random.{rank}"))
-        if self._data is not None and f"data.{rank}" in reader:
-            self._data.load_data_state(reader.value(f"data.{rank}"))
+        # The ranks of a pipeline share the user's random numbers. Those of a run have their own: a rank that
+        # did not exist goes on with its new ones.
+        if self._trained.model is None or f"random.{rank}" in reader:
+            random_state = _of_rank(reader, "random.", rank, ("torch", "python"))
+            if random_state is not None:
+                _set_random_state(random_state)
+        if self._data is not None:
+            data_state = _of_rank(reader, "data.", rank)
+            if data_state is not None:
+                self._data.load_data_state(data_state)
+            elif any(name.startswith("data.") for name in reader.names):
+                raise InvalidRun(
+                    f"checkpoint {folder} lacks the state of the data of rank {rank}, and those of the other "
+                    f"ranks differ. Resume with as many ranks as it was saved with, or without data=, and "
+                    f"choose the batch by the number of the step."
+                )
 
     @contextmanager
     def _naming_files(self, folder: Path) -> Iterator[None]:
@@ -239,6 +250,22 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _of_rank(reader: Reader, prefix: str, rank: int, keys: Sequence[str] = ()) -> Any:
+    """What a rank saved; for a rank that did not exist, what all ranks saved if that is equal; else None.
+
+    Parameters
+    ----------
+    keys
+        Those that count for other ranks, if it is a mapping; by default all.
+    """
+    if f"{prefix}{rank}" in reader:
+        return reader.value(f"{prefix}{rank}")
+    saved = [reader.value(name) for name in reader.names if name.startswith(prefix)]
+    if keys:
+        saved = [{key: each[key] for key in keys} for each in saved]
+    return saved[0] if saved and all(are_equal(each, saved[0]) for each in saved) else None
 
 
 def _named_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

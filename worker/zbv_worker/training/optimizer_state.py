@@ -4,6 +4,9 @@ Names do not depend on the partition, so other numbers of ranks and other groups
 had no state yet, because it had no gradient so far, has none after the resume either: torch's own functions
 (``torch.distributed.checkpoint.state_dict``) would create one by a step with zero gradients, which counts as
 a step in Adam's bias correction.
+
+Some optimizers also have a state of no parameter, such as a common counter, or more entries in their
+``state_dict``. Every rank saves these, as it saves its schedules.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.stage.dtensors import is_dtensor
 from zbv_worker.training.checkpoint_files import Reader
+from zbv_worker.training.schedule_state import ScheduleState, are_equal
 from zbv_worker.training.tied_names import TiedNames
 
-_STATE, _SETTINGS = "optimizer.state.", "optimizer.param_groups."
+_STATE, _SETTINGS, _REST = "optimizer.state.", "optimizer.param_groups.", "optimizer.rest."
 _OF_RANK = ("params", "param_names")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Parts of names that torch's wrappers add; ``get_model_state_dict`` leaves them out too."""
@@ -71,9 +76,28 @@ class NamedOptimizers:
                 settings = {key: value for key, value in group.items() if key not in _OF_RANK}
                 for parameter in self._of(group):
                     name, state = self._names[parameter], optimizer.state.get(parameter, {})
+                    odd = next((key for key in state if not isinstance(key, str)), None)
+                    if odd is not None:
+                        raise InvalidRun(
+                            f"checkpoints: the state of {name} in {type(optimizer).__name__} has the key "
+                            f"{odd!r}, which is no string. Use names as the keys of an optimizer's state."
+                        )
                     stored |= {f"{_SETTINGS}{name}.{key}": value for key, value in settings.items()}
                     stored |= {f"{_STATE}{name}.{key}": value for key, value in state.items()}
         return stored
+
+    def rest(self, rank: int) -> dict[str, Any]:
+        """What a rank stores of its optimizers in addition to :meth:`entries`, by name."""
+        rest = ((at, self._rest_of(optimizer)) for at, optimizer in enumerate(self._optimizers))
+        return {f"{_REST}{rank}.{at}": vars(each) for at, each in rest if each.values}
+
+    def _rest_of(self, optimizer: torch.optim.Optimizer) -> ScheduleState:
+        whole = optimizer.state_dict()
+        values = {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
+        state = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        if state:
+            values["state"] = state
+        return ScheduleState(type(optimizer).__name__, 0, self.groups(optimizer), values)
 
     def load(self, reader: Reader, refuse: Callable[[str], InvalidRun]) -> None:
         """Give every parameter the state and the settings that a checkpoint has of it, and no others.
@@ -92,6 +116,7 @@ class NamedOptimizers:
             If the checkpoint is of other optimizers, or the parameters of a group had different settings.
         """
         states, settings = self._stored(reader, _STATE), self._stored(reader, _SETTINGS)
+        rest = [ScheduleState(**reader.value(name)) for name in reader.names if name.startswith(_REST)]
         for optimizer in self._optimizers:
             exact: list[tuple[nn.Parameter, dict[str, Any]]] = []
             groups: list[dict[str, Any]] = []
@@ -106,7 +131,9 @@ class NamedOptimizers:
                     for parameter, name in named
                     if (found := states.get(name))
                 ]
-            _load(optimizer, groups, exact)
+            mine = self._rest_of(optimizer)
+            is_known = any(each.kind == mine.kind for each in rest)
+            _load(optimizer, groups, exact, mine.resumed(rest, refuse) if is_known else {})
 
     def _of(self, group: Mapping[str, Any]) -> Iterator[nn.Parameter]:
         """The parameters of a group that belong to the module: not the one of ranks without any."""
@@ -143,7 +170,7 @@ def _settings(
             raise refuse(f"it lacks {lacking[0]} of the optimizer for {name}")
         values = {key: reader.value_or_tensor(entry) for key, entry in entries.items()}
         for key, value in values.items():
-            if first and not (key in settings and _are_equal(settings[key], value)):
+            if first and not (key in settings and are_equal(settings[key], value)):
                 raise refuse(
                     f"{first} and {name} are in one group, and had {key} = {settings.get(key)} and {value}"
                 )
@@ -159,30 +186,35 @@ def _load(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
     states: Sequence[tuple[nn.Parameter, dict[str, Any]]],
+    rest: Mapping[str, Any],
 ) -> None:
     parameters = [parameter for group in groups for parameter in group["params"]]
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     packed = [{**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in groups]
-    optimizer.load_state_dict(
-        {"state": {numbers[parameter]: dict(state) for parameter, state in states}, "param_groups": packed}
-    )
-    for parameter, state in states:  # torch converts a state to the parameter's dtype, which may round it
-        for key, value in state.items():
-            loaded = optimizer.state[parameter].get(key)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device)
+    state = {numbers[parameter]: dict(of_parameter) for parameter, of_parameter in states}
+    optimizer.load_state_dict({**rest, "state": {**state, **rest.get("state", {})}, "param_groups": packed})
+    for parameter, of_parameter in states:
+        loaded = optimizer.state[parameter]
+        loaded |= {key: _exact(loaded[key], saved) for key, saved in of_parameter.items() if key in loaded}
+
+
+def _exact(loaded: Any, saved: Any) -> Any:
+    """A loaded value as it was saved: torch converts it to the parameter's dtype, which may round it."""
+    leaves, structure = tree_flatten(saved)
+    pairs = zip(leaves, tree_leaves(loaded), strict=True)
+    return tree_unflatten([_exact_leaf(leaf, own) for leaf, own in pairs], structure)
+
+
+def _exact_leaf(saved: Any, loaded: Any) -> Any:
+    if not isinstance(saved, Tensor):
+        return saved
+    return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
 
 
 def _read(reader: Reader, entry: str, parameter: nn.Parameter) -> Any:
     """A stored value; a tensor is divided like its parameter."""
     is_divided = is_dtensor(parameter) and reader.shape(entry) == tuple(parameter.shape)
     return reader.value_or_tensor(entry, like=parameter if is_divided else None)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
 
 
 def _without_wrappers(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of learning-rate schedules.
+"""What a checkpoint holds of learning-rate schedules, and of optimizers without their parameters.
 
 The groups of an optimizer depend on the rank, and schedules keep a value per group (``base_lrs``). So every
 rank saves its schedules, with the names of the parameters in each group. After a resume with other ranks or
@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
 from zbv_worker.errors import InvalidRun
 
 _NOT_OF_GROUPS = ("milestones", "_milestones", "_schedule_phases")
@@ -19,14 +23,14 @@ _NOT_OF_GROUPS = ("milestones", "_milestones", "_schedule_phases")
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """The state of one schedule.
+    """The state of one schedule, or of one optimizer without that of its parameters.
 
     Attributes
     ----------
     kind
-        The schedule's class.
+        The class.
     place
-        Which of the rank's schedules of the same optimizer it is.
+        Which of the rank's schedules of the same optimizer it is; 0 for an optimizer.
     groups
         The names of the parameters in each group of its optimizer.
     values
@@ -48,7 +52,7 @@ class ScheduleState:
         """
         alike = [each for each in saved if (each.kind, each.place) == (self.kind, self.place)]
         if not alike:
-            raise refuse(f"it lacks the schedule, a {self.kind}")
+            raise refuse(f"it lacks the {self.kind}")
         same = next((each for each in alike if each.groups == self.groups), None)
         if same is not None:
             return same.values
@@ -65,8 +69,8 @@ def _merged(
     refuse: Callable[[str], InvalidRun],
 ) -> dict[str, Any]:
     def one(values: Sequence[Any], key: str) -> Any:
-        if any(value != values[0] for value in values):
-            raise refuse(f"{key} of the schedule was {values[0]} and {values[-1]} for what is one group now")
+        if not all(are_equal(value, values[0]) for value in values):
+            raise refuse(f"{key} of {own.kind} was {values[0]} and {values[-1]} for what is one group now")
         return values[0]
 
     def merge(mine: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -89,6 +93,15 @@ def _merged(
         return merged
 
     return merge(own.values, [each.values for each in saved])
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal, also with tensors in containers."""
+    (left, structure), (right, like) = tree_flatten(one), tree_flatten(other)
+    return structure == like and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+        for a, b in zip(left, right, strict=True)
+    )
 
 
 def _is_of_groups(key: str, value: Any, schedule: ScheduleState) -> bool:

@@ -374,8 +374,8 @@ def _ranks(
 
 
 def _sum_of(copies: Sequence[Tensor]) -> Tensor:
-    """The sum of the local gradients of some copies; zero if none has a gradient."""
-    found = [local_of(gradient) for copy in copies if (gradient := gradient_of(copy)) is not None]
+    """The dense sum of the local gradients of some copies; zero if none has a gradient."""
+    found = [local_of(gradient).to_dense() for copy in copies if (gradient := gradient_of(copy)) is not None]
     if not found:
         return torch.zeros_like(local_of(copies[0]), dtype=dtype_of_sum(copies[0]))
     total = found[0]
@@ -386,7 +386,7 @@ def _sum_of(copies: Sequence[Tensor]) -> Tensor:
 
 def _set_local_gradient(parameter: Tensor, total: Tensor) -> None:
     found = gradient_of(parameter)
-    if found is None:
+    if found is None or found.is_sparse:
         own = total.clone()
         set_gradient(parameter, with_local(own, parameter) if is_dtensor(parameter) else own)
     elif (local := local_of(found)).data_ptr() != total.data_ptr():

@@ -1,0 +1,241 @@
+"""``zbv check`` of plans, and of schedules that PyTorch and other programs wrote."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.orders import random_orders
+from support.problems import problems
+from torch.distributed.pipelining import schedules as torch_schedules
+from zbv_solver.commands.cli import main
+from zbv_solver.executors.schedules import torch_schedule
+from zbv_solver.export import export
+from zbv_solver.export.torch_csv import parse, relabelled
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.search import make_plan
+from zbv_solver.timing.start_times import evaluate
+
+Capture = pytest.CaptureFixture[str]
+KINDS = {"ZBVZeroBubble": "v", "DualPipeV": "v"}
+SPLIT_AS_B = """\
+0F0,0F1,2F0,,2F1,2B0,2W0,2B1,2W1,0B0,0W0,0B1,0W1
+,1F0,1F1,3F0,3B0,3F1,3B1,3W0,1B0,3W1,1B1,1W0,1W1
+"""
+"""Two ranks of interleaved ZB1P as versions before 2.6 wrote it: ``B`` is the gradient of the input."""
+
+
+def document(p: int, m: int, placement: str, **more: Any) -> dict[str, Any]:
+    costs = {"forward": 1, "backward_input": 1.5, "backward_weight": 0.5, "p2p": 0.25}
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1}
+    return {
+        "pp_degree": p,
+        "microbatches": m,
+        "placement": placement,
+        "costs": costs,
+        "memory": memory,
+        **more,
+    }
+
+
+def dumped(name: str, p: int, m: int, folder: Path, communication: bool) -> Path:
+    """A schedule as PyTorch's own ``_dump_csv`` writes it."""
+    placement = Placement.of("v" if name in KINDS else "loop", p)
+    stages: list[Any] = [
+        SimpleNamespace(
+            stage_index=stage, num_stages=2 * p, group_size=p, group_rank=0, group=None, has_backward=False,
+            is_first=stage == 0, is_last=stage == 2 * p - 1, submod=torch.nn.Identity(),
+            device=torch.device("cpu"), stage_index_to_group_rank=dict(enumerate(placement.rank_of)),
+        )
+        for stage in placement.stages_of[0]
+    ]  # fmt: skip
+    made = torch_schedules.get_schedule_class(name)(stages, m, loss_fn=lambda output, target: output)
+    path = folder / "schedule.csv"
+    with path.open("w", newline="") as file:
+        for rank in made.pipeline_order:
+            csv.writer(file).writerow(["" if a is None else a for a in made.pipeline_order[rank]])
+    if communication:
+        runtime: Any = torch_schedules._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+            stages, m, loss_fn=lambda output, target: output
+        )
+        runtime.stage_index_to_group_rank = dict(enumerate(placement.rank_of))
+        runtime._load_csv(str(path))
+        runtime._dump_csv(str(path))
+    return path
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: Capture) -> Callable[..., tuple[int, str]]:
+    """Run ``zbv check SCHEDULE --problem PROBLEM``; returns the exit status and what it printed."""
+
+    def run(schedule: str | Path, problem: object, *flags: str) -> tuple[int, str]:
+        path = schedule if isinstance(schedule, Path) else tmp_path / "given.csv"
+        if isinstance(schedule, str):
+            path.write_text(schedule)
+        of = tmp_path / "problem.json"
+        of.write_text(json.dumps(problem))
+        status = main(["check", str(path), "--problem", str(of), *flags])
+        shown = capsys.readouterr()
+        return status, shown.out + shown.err
+
+    return run
+
+
+# --- schedules of PyTorch
+
+
+@pytest.mark.parametrize("communication", [False, True])
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_a_schedule_of_pytorch_is_valid_and_has_the_times_of_its_order(
+    name: str, communication: bool, tmp_path: Path, check: Callable[..., tuple[int, str]]
+) -> None:
+    given = document(4, 8, KINDS.get(name, "loop"))
+    status, shown = check(dumped(name, 4, 8, tmp_path, communication), given, "--json")
+    assert status == 0, shown
+    found = json.loads(shown)
+    expected = evaluate(parse_problem(given), torch_schedule(name, 4, 8).orders())
+    for metric in ("span", "makespan", "bubble_rate"):
+        assert found["metrics"][metric] == pytest.approx(getattr(expected, metric))
+    assert found["metrics"]["peak_memory"] == pytest.approx(list(expected.peak_memory))
+    verified = {claim["text"] for claim in found["claims"] if claim["is_verified"]}
+    assert ("every tensor is sent and received in order" in verified) == communication
+    assert "losses and reductions come in the order that PyTorch's runtime needs" in verified
+    pairs = [claim["text"] for claim in found["claims"] if "overlap" in claim["text"]]
+    assert bool(pairs) == (name == "DualPipeV")
+
+
+plans = st.builds(
+    lambda problem, random: make_plan(problem, random_orders(problem, random), method="random"),
+    problems(kinds=("v", "loop", "single")),
+    st.randoms(use_true_random=True),
+)
+
+
+@given(plans)
+def test_an_exported_plan_is_read_back(plan: Plan) -> None:
+    for form in ("torch-csv", "torch-comms-csv"):
+        read = parse(export(plan, form))
+        assert read.orders == relabelled(plan.orders, plan.problem.n_stages)
+        assert read.placement.rank_of == plan.problem.placement.rank_of
+        assert read.microbatches == plan.problem.microbatches
+        assert (read.pairs, read.renamed) == (0, 0)
+        assert (read.communication is not None) == (form == "torch-comms-csv")
+
+
+def test_a_backward_next_to_a_weight_gradient_is_that_of_the_input(
+    check: Callable[..., tuple[int, str]],
+) -> None:
+    status, shown = check(SPLIT_AS_B, document(2, 2, "loop"))
+    assert status == 0
+    assert "8 B with a separate W are I" in shown
+    assert (
+        check(SPLIT_AS_B.replace("B", "I"), document(2, 2, "loop"))[1].splitlines()[1:4]
+        == (shown.splitlines()[1:4])
+    )
+
+
+def test_a_full_backward_of_old_files_is_read() -> None:
+    assert parse("0F0,0BW0,0F1,0B1,0W1").orders.all_text() == [["0F0", "0B0", "0F1", "0I1", "0W1"]]
+
+
+def test_the_sums_of_gradients_need_a_reduction(check: Callable[..., tuple[int, str]]) -> None:
+    """Files of old versions have communication and no reductions: newer ones would not divide gradients."""
+    one = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+    status, shown = check(one, document(2, 1, "single"))
+    assert status == 0
+    assert "0REDUCE_GRAD" in shown.partition("not verified:")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0F0,0B0,hello", "row 1, entry 3: found 'hello'"),
+        ("0F0,0B0,0F1x", "row 1, entry 3: found '0F1x'"),
+        ("0F0,(0F1;0F0)OVERLAP_F_B", "row 1, entry 2"),
+        ("0F0,0B0\n\n1F0,1B0", "every rank has equally many"),
+        ("0F0,0B0\n0F1,0B1", "every stage is on one rank"),
+        ("0F0,0B0\n7F0,7B0", "numbered from 0"),
+        ("1F0,1B0\n0F0,0B0", "one stage per rank"),
+        ("0F0,0B0\n1F0,1B0\n2F0,2B0", "found 3 ranks and 1 microbatches; the problem has 2 and 1"),
+        ("0F0,2F0,0B0,2B0\n1F0,3F0,1B0,3B0", "found 4 stages with placement loop"),
+        ("0F0,0B0\n1B0,1F0", "1B0 comes before 1F0"),
+        ("0F0\n1F0,1B0", "stage 0 microbatch 0 has 1 F, 0 I, 0 W, 0 B"),
+        ("0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "0SEND_F0 has only one end"),
+        ("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "one order"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_with_its_place_and_the_rule(
+    text: str, said: str, check: Callable[..., tuple[int, str]]
+) -> None:
+    status, shown = check(text, document(2, 1, "single"))
+    assert status == 2
+    assert "given.csv: " in shown
+    assert said in shown
+
+
+def test_a_schedule_beyond_the_memory_limit_is_refused(check: Callable[..., tuple[int, str]]) -> None:
+    problem = document(1, 2, "single")
+    problem["memory"]["limit"] = 3
+    status, shown = check("0F0,0F1,0B0,0B1", problem)
+    assert status == 2
+    assert "rank 0 needs 4 of memory; its limit is 3" in shown
+
+
+# --- layers
+
+
+def test_layers_get_the_best_cut_for_the_order_of_a_schedule(
+    tmp_path: Path, check: Callable[..., tuple[int, str]], capsys: Capture
+) -> None:
+    """The head is as long as two blocks: with one block less in its stage, all stages are equal."""
+    block = {"name": "block", "repeat": 14, "forward": 1, "backward_input": 1, "backward_weight": 1}
+    head = {"name": "head", "forward": 2, "backward_input": 2, "backward_weight": 2}
+    layers = {"pp_degree": 4, "microbatches": 8, "placement": "auto", "layers": [block, head]}
+    made = tmp_path / "plan.json"
+    status, shown = check(dumped("Interleaved1F1B", 4, 8, tmp_path, True), layers, "-o", str(made))
+    assert status == 0, shown
+    assert "layers per stage: 2 2 2 2 2 2 2 1" in shown
+    assert main(["check", str(made)]) == 0  # the plan names its own problem
+    # Another program takes the plan under the name of the schedule.
+    capsys.readouterr()
+    assert main(["simulate", str(made), "--scenarios", "32"]) == 0
+    assert f"schedule {tmp_path / 'schedule.csv'}"[:30] in capsys.readouterr().out
+
+
+# --- plans
+
+
+def test_a_plan_without_metrics_gets_them(tmp_path: Path, capsys: Capture) -> None:
+    plan = {"problem": document(1, 2, "single"), "ranks": [["0F0", "0B0", "0F1", "0B1"]]}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert main(["check", str(tmp_path / "plan.json")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("valid\nspan 6, makespan 6, bubble rate 0.00%\n")
+    assert "peak memory 2 on rank 0" in shown
+    assert main(["simulate", str(tmp_path / "plan.json"), "--scenarios", "32"]) == 0
+    table = capsys.readouterr().out
+    assert "this plan" in table
+    assert "zbv" not in table
+
+
+def test_a_schedule_needs_a_problem_and_takes_one(tmp_path: Path, capsys: Capture) -> None:
+    schedule, problem = tmp_path / "schedule.csv", tmp_path / "problem.json"
+    schedule.write_text("0F0,0B0")
+    problem.write_text(json.dumps(document(1, 1, "single")))
+    assert main(["check", str(schedule)]) == 2
+    assert "Give its problem: --problem FILE" in capsys.readouterr().err
+    assert main(["check", str(problem), str(schedule)]) == 0
+    assert main(["check", str(problem), str(schedule), "--problem", str(problem)]) == 2
+    assert "found two problems" in capsys.readouterr().err

@@ -13,9 +13,9 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.estimate.config_fields import ConfigSection, Count, Flag, Rate, Size
 from zbv_solver.estimate.config_model import ModelConfig
-from zbv_solver.estimate.config_parallel import Recomputed
 from zbv_solver.estimate.presets import preset_names, with_presets
 from zbv_solver.layouts.cluster import Cluster, equal_cluster
+from zbv_solver.problem.layer import Recomputed
 
 HERE = Path(__file__).parent
 RUNS, MODELS = HERE / "runs.json", HERE / "models.json"

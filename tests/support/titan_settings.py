@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from zbv_solver.estimate.states import StateBytes
 from zbv_solver.executors.executor_cut import cut_for_executor
 from zbv_solver.executors.schedules import torch_schedule
 from zbv_solver.export import export
@@ -100,10 +101,11 @@ def _of_plan(folder: Path, name: str) -> Iterator[str]:
 
 def _of_layout(folder: Path) -> Iterator[str]:
     layout = Layout(2, 1, 2, 2, 2, 1, MICROBATCHES, 1, "full", "tp-cp-dp-pp")
-    model: Any = SimpleNamespace(sequence=64)
+    training = SimpleNamespace(state=StateBytes())
+    setting: Any = SimpleNamespace(model=SimpleNamespace(sequence=64), training=training)
     schedule = torch_schedule("1F1B", 2, MICROBATCHES)
     stages = "E" + "t" * 4, "ttL"
-    text, remark = layout_settings("torchtitan", layout, model, model, stages, schedule)
+    text, remark = layout_settings("torchtitan", layout, setting, stages, schedule)
     config = _configuration(folder, "deepseek_v3", text or remark)
     own = config.parallelism
     degrees = own.data_parallel_shard_degree, own.tensor_parallel_degree, own.expert_parallel_degree

@@ -13,6 +13,7 @@ from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
 from zbv_solver.layouts.layout import Fixed, Order, Recompute
 from zbv_solver.layouts.request import Request, parse_request
+from zbv_solver.problem.limits import MAX_LAYERS
 
 from zbv_service.documents.shared import RequestDocument
 
@@ -36,6 +37,7 @@ class FixedParts(RequestDocument):
     microbatch_size: Annotated[int, Field(strict=True, ge=1, le=MAX_BATCH)] | None = None
     zero_stage: Annotated[int, Field(strict=True, ge=0, le=3)] | None = None
     recompute: Recompute | None = None
+    recompute_layers: Annotated[int, Field(strict=True, ge=1, le=MAX_LAYERS)] | None = None
     placement: Order | None = None
 
 
@@ -99,6 +101,7 @@ def read_layouts(asked: LayoutRequest) -> Request:
             cluster,
             Fixed(**asked.fixed.model_dump()),
             parallel={name: value for name in STATES if (value := getattr(asked, name)) is not None},
+            executor=asked.executor,
             global_batch=asked.global_batch,
             sequence_length=asked.sequence_length,
         )

@@ -218,9 +218,14 @@ def _parser() -> argparse.ArgumentParser:
     cut.add_argument(
         "--recompute",
         choices=("none", "all", "uniform", "per-stage"),
-        default="uniform",
         help="stages to recompute: none, all, either of the two, or any choice, which no executor can "
-        "express (default: uniform)",
+        "express (default: what the executor offers, with megatron also first layers of every stage)",
+    )
+    cut.add_argument(
+        "--recompute-layers",
+        type=int,
+        metavar="N",
+        help="recompute the first N transformer layers of every stage (megatron)",
     )
     cut.add_argument("-o", "--output", metavar="FILE", help="plan file with the executor's order")
     cut.add_argument("--no-free-order", action="store_true", help="do not search what any order would gain")

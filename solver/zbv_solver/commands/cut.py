@@ -35,7 +35,7 @@ from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.baselines import compare
 from zbv_solver.search.options import SearchOptions
 
-OTHER_FLAGS = ("layout", "recompute")
+OTHER_FLAGS = ("layout", "recompute", "recompute_layers")
 FLAGS = ("virtual_stages", "group_size", "schedule", *OTHER_FLAGS)
 """Flags that mistakes may be in: those that restrict the schedules, and others."""
 LEAST_SECONDS = 0.01
@@ -143,6 +143,7 @@ def _best(problem: LayeredProblem, arguments: argparse.Namespace) -> ExecutorCut
             group=arguments.group_size,
             schedules=arguments.schedule or (),
             recompute=arguments.recompute,
+            recompute_layers=arguments.recompute_layers,
             effort=arguments.effort,
             seed=arguments.seed,
             time_limit=arguments.time_limit,
@@ -195,7 +196,7 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
             each.schedule.name,
             str(each.schedule.placement.chunks),
             str(each.schedule.group or ""),
-            each.recompute,
+            each.recompute if each.recompute_layers is None else f"first {each.recompute_layers}",
             _value(each.objective) if each.is_searched else UNSEARCHED,
             _value(each.lower_bound),
             UNSEARCHED if isinf(each.even) else f"{each.even:.6g}",

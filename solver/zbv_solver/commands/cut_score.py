@@ -8,7 +8,7 @@ from rich.table import Table
 
 from zbv_solver.documents.text import plain
 from zbv_solver.executors.best_cut import BestCut
-from zbv_solver.executors.executor_cut import recomputed, stage_letters
+from zbv_solver.executors.executor_cut import stage_letters
 from zbv_solver.executors.megatron_layout import write_layout
 from zbv_solver.executors.score import Score
 from zbv_solver.export import quantities
@@ -78,7 +78,7 @@ def _best_json(score: Score, best: BestCut | None) -> dict[str, Any] | None:
         "schedule": best.schedule.name,
         "virtual_stages": best.schedule.placement.chunks,
         "group_size": best.schedule.group,
-        "recompute": recomputed(best.problem),
+        "recompute": best.results[0].recompute,
         "layout": write_layout(stage_letters(best.problem, score.modules)),
         "objective": best.objective,
         "lower_bound": best.lower_bound,
@@ -167,7 +167,7 @@ def _better(score: Score) -> list[str]:
             "" if best.schedule.group is None else f", groups of {best.schedule.group}"
         )
         under = what if best is score.same else f"{what} ({name})"
-        again = ", all stages recomputed" if recomputed(best.problem) == "all" else ""
+        again = ", all stages recomputed" if best.results[0].recompute == "all" else ""
         short = "fits" if gain is None else f"{gain:.1%} shorter" if gain else "not shorter"
         lines.append(f"The best cut {under} is {layout}{again}: {found}, {short}.")
     return lines

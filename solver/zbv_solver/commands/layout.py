@@ -25,7 +25,7 @@ from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.export.quantities import counted
-from zbv_solver.layouts.answer import costs_of, ranking_json, recomputation, utilisation
+from zbv_solver.layouts.answer import costs_of, ranking_json, recomputation_text, utilisation
 from zbv_solver.layouts.cluster import AnyCluster, parse_cluster
 from zbv_solver.layouts.enumeration import ZERO_STAGES
 from zbv_solver.layouts.executor_answer import free_step, schedule_name
@@ -152,6 +152,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             fixed,
             tuple(arguments.preset),
             given_states(arguments),
+            arguments.executor,
             global_batch=arguments.global_batch,
             sequence_length=arguments.sequence_length,
             prediction_layers=arguments.prediction_layers,
@@ -205,7 +206,7 @@ def _table(ranking: Ranking, request: Request) -> Table:
                 f"{placement.n_stages}, {placement.kind}",
                 f"{layout.microbatches} of {layout.microbatch_size}",
                 str(layout.zero_stage),
-                recomputation(each),
+                recomputation_text(each),
                 layout.placement,
                 f"{each.step_time:.4g} s",
                 f"{each.lower_bound:.4g} s",

@@ -9,7 +9,7 @@ from zbv_solver.commands.messages import flag_of
 
 FLAGS = (
     *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
-    *("microbatch_size", "zero_stage", "recompute", "placement"),
+    *("microbatch_size", "zero_stage", "recompute", "recompute_layers", "placement"),
 )
 """The parts of a layout that may be fixed."""
 STATES = ("precision", "optimizer")
@@ -23,6 +23,7 @@ HELP = {
     "microbatch_size": "sequences per microbatch",
     "zero_stage": "what replicas share: optimizer states (1), gradients (2), parameters (3)",
     "recompute": "what every stage recomputes; per-stage lets the plan choose none or full for each",
+    "recompute_layers": "how many first layers of every stage are recomputed in full (executor megatron)",
     "placement": "kinds of groups, from neighbouring devices to the farthest",
     "precision": "bytes of parameters, gradients and optimizer states (default: by the model's dtype)",
     "optimizer": "which states there are (default: adam)",

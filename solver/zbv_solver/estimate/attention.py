@@ -17,7 +17,6 @@ from zbv_solver.estimate.part import (
     gradient,
     half_exchange,
     half_norms,
-    norm_module,
 )
 from zbv_solver.estimate.scores import ALL, Scores, Sees
 from zbv_solver.estimate.shapes import Shapes
@@ -100,7 +99,7 @@ class Attention:
             is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
             moved=moved,
-            modules=(self.scores.module(shapes), norm_module(shapes)),
+            modules=(self.scores.module(shapes),),
             exchanges=(half_exchange(shapes), self.scores.exchange(shapes)),
             workspace=self.workspace(shapes) + self.scores.workspace(shapes),
             output_bytes=shapes.hidden,
@@ -130,7 +129,6 @@ class Attention:
                 "input of the projection to queries, keys, values",
                 shapes.operand(shapes.kept_input),
                 after_input=True,
-                modules=("layernorm",),
             ),
             gradient("gradients of queries, keys, values", shapes.operand(shapes.divided(self.projected))),
             Held("queries", query),

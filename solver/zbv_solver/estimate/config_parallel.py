@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from zbv_solver.estimate.config_fields import Amount, ConfigSection, Flag, Share, Size
+from zbv_solver.problem.layer import Recomputed
 from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
 
 
@@ -42,9 +43,6 @@ PrecisionChoice = Annotated[
     Annotated[PrecisionName, Tag("name")] | Annotated[Precision, Tag("bytes")],
     Discriminator(_name_or_bytes),
 ]
-
-
-Recomputed = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe"]
 
 
 class ParallelConfig(ConfigSection):

@@ -16,7 +16,6 @@ from zbv_solver.estimate.part import (
     gradient,
     half_exchange,
     half_norms,
-    norm_module,
 )
 from zbv_solver.estimate.shapes import Shapes
 
@@ -43,7 +42,10 @@ class Mlp:
         return 2 if self.gated else 1
 
     def part(self, shapes: Shapes) -> Part:
-        """Costs and memory on one device."""
+        """Costs and memory on one device.
+
+        The norm is part of the first product, so it is computed again with the MLP.
+        """
         h, ffn = shapes.stream.hidden, self.ffn // shapes.tensor
         products = (Product(shapes.tokens, h, self.inputs * ffn), Product(shapes.tokens, ffn, h))
         activation, exchanges = self.activation_traffic(shapes.divided(self.ffn)), (half_exchange(shapes),)
@@ -52,10 +54,7 @@ class Mlp:
             products=products,
             tensors=tuple(self.tensors(shapes)),
             moved=around(shapes) + activation,
-            modules=(
-                norm_module(shapes),
-                Module("mlp", products, activation.forward, exchanges=exchanges),
-            ),
+            modules=(Module("mlp", products, activation.forward + 2 * shapes.hidden, exchanges=exchanges),),
             exchanges=exchanges,
             workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
@@ -90,7 +89,7 @@ class Mlp:
                 "input of the MLP's first matrix",
                 shapes.operand(shapes.kept_input),
                 after_input=True,
-                modules=("layernorm",),
+                modules=("mlp",),
             ),
             *self.inner_tensors(shapes, ffn, "mlp"),
             gradient("gradient of the MLP's last matrix", shapes.operand(shapes.whole)),

@@ -66,7 +66,13 @@ def norm_tensors(shapes: Shapes, name: str) -> list[Held]:
 
 
 def norm_module(shapes: Shapes) -> Module:
-    """Selective recomputation of a norm: its output is dropped."""
+    """Selective recomputation of a norm: its output is dropped.
+
+    Norms in front of latent attention and of experts are separate modules. In front of other attention
+    and of a dense MLP, the norm is part of the product, and this repeats nothing (Megatron-LM,
+    ``megatron/core/models/gpt/gpt_layer_specs.py``, and ``recompute_input_layernorm`` in
+    ``megatron/core/transformer/transformer_layer.py``).
+    """
     return Module("layernorm", moved=2.0 * shapes.hidden)
 
 

@@ -44,6 +44,8 @@ def problem_document(config: EstimateConfig, layers: Sequence[LayerEstimate] | N
         "memory": {"static": number(device.reserved), "limit": None},
         "units": {"time": "us", "memory": "bytes"},
     }
+    if config.recompute == "selective":
+        document["recompute_modules"] = list(parallel.recompute_modules)
     if parallel.chunks is not None:
         document["chunks"] = parallel.chunks
     if device.link_bandwidth is not None:

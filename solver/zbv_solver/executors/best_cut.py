@@ -22,6 +22,7 @@ from zbv_solver.executors.rank_rules import inner_sizes, placed_on
 from zbv_solver.executors.regular_cut import regular_cut
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries
+from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -47,7 +48,7 @@ class OrderResult:
     Attributes
     ----------
     recompute
-        ``none``, ``all`` or ``per-stage``.
+        ``none``, ``all``, ``block`` or ``per-stage``.
     objective
         inf if no cut was found that fits the memory limit, or none was tried.
     lower_bound
@@ -56,6 +57,8 @@ class OrderResult:
         The objective of the even cut, without the memory limit; inf if it was not tried.
     is_searched
         Whether any cuts were tried. The time limit may end the search before.
+    recompute_layers
+        With ``block``, how many first layers of every stage are recomputed; None if no cut is known.
     """
 
     schedule: Schedule
@@ -64,6 +67,7 @@ class OrderResult:
     lower_bound: float
     even: float
     is_searched: bool = True
+    recompute_layers: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +122,7 @@ def best_cut(
     problem: LayeredProblem,
     schedules: Sequence[Schedule],
     *,
-    recompute: Recompute = "none",
+    recompute: Recompute | First = "none",
     allow_empty: bool = False,
     late: str | None = None,
     also: Iterable[Boundaries] = (),
@@ -136,7 +140,7 @@ def best_cut(
     schedules
         Orders to choose from.
     recompute
-        Which stages may be recomputed.
+        Which stages may be recomputed, or how many first layers of every stage.
     allow_empty
         Whether stages other than the first and the last may be empty, unless the problem forbids it.
     late
@@ -164,12 +168,12 @@ def best_cut(
     searches: list[OrderSearch] = []
     refused: dict[Schedule, Issue] = {}
     for schedule in schedules:
-        for stages in _variants(recompute, schedule.placement.n_stages, problem):
+        for chosen in _variants(recompute, schedule.placement.n_stages, problem):
             try:
                 made = order_search(
                     own,
                     schedule,
-                    stages,
+                    chosen,
                     allow_empty=allow_empty,
                     late=late,
                     effort=effort,
@@ -218,7 +222,7 @@ def _refusal(
 def order_search(
     own: OwnUnit,
     schedule: Schedule,
-    recompute: tuple[bool, ...] | None,
+    recompute: Recomputed | First | None,
     *,
     allow_empty: bool,
     late: str | None,
@@ -245,14 +249,18 @@ def _behind(placed: LayeredProblem, sizes: dict[int, int]) -> dict[int, int]:
 
 
 def _variants(
-    recompute: Recompute, stages: int, problem: LayeredProblem
-) -> tuple[tuple[bool, ...] | None, ...]:
-    """The stages that are recomputed, for every search; None lets the search choose."""
-    none, every = (False,) * stages, (True,) * stages
+    recompute: Recompute | First, stages: int, problem: LayeredProblem
+) -> tuple[Recomputed | First | None, ...]:
+    """What is recomputed, for every search; None lets the search choose stages."""
+    none, every = (0,) * stages, (WHOLE,) * stages
     if recompute == "none" or not problem.model.can_recompute:
         return (none,)
     if recompute == "per-stage":
         return (None,)
+    if isinstance(recompute, First):
+        # All first layers are all layers, unless others can be recomputed.
+        has_every = recompute.others and recompute == First(others=recompute.others)
+        return (recompute, every) if has_every else (recompute,)
     return (every,) if recompute == "all" else (none, every)
 
 
@@ -271,11 +279,12 @@ def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) 
     results = [
         OrderResult(
             each.schedule,
-            each.recompute_name,
+            each.recompute_name(each.best),
             each.value * own.length,
             min(each.bound, each.value) * own.length,
             each.even * own.length,
             each.is_searched,
+            each.best[1][0] if each.best is not None and each.recompute_name(each.best) == "block" else None,
         )
         for each in searches
     ]
@@ -284,18 +293,32 @@ def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) 
     if best.best is None:
         raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
     placed, chosen = placed_on(own.given, schedule, allow_empty), regular_cut(best)
-    problem = placed.cut_into(schedule.placement, best.space.cut(*chosen))
+    problem = _cut_by(best, placed, chosen)
     orders = best.order.orders
     verify_orders(problem, orders)
     objective = objective_of(problem, orders)
     bound = min(each.lower_bound for each in results if each.schedule == schedule)
-    optimum = placed.cut_into(schedule.placement, best.space.cut(*best.best))
+    optimum = _cut_by(best, placed, best.best)
     shortest = objective if chosen == best.best else objective_of(optimum, orders)
     bound = shortest if bound >= shortest * (1 - OPTIMAL_GAP) else bound
-    results[0] = replace(results[0], objective=shortest, lower_bound=min(results[0].lower_bound, shortest))
+    results[0] = replace(
+        results[0],
+        recompute=best.recompute_name(chosen),
+        objective=shortest,
+        lower_bound=min(results[0].lower_bound, shortest),
+    )
     return BestCut(
         schedule, problem, orders, objective, bound, results[0].even, tuple(results), optimum, shortest
     )
+
+
+def _cut_by(search: OrderSearch, placed: LayeredProblem, choice: Choice) -> Problem:
+    """The problem of a cut; if first layers are recomputed, these layers have no other costs."""
+    bounds, chosen = choice
+    if isinstance(search.recompute, First) and search.recompute_name(choice) == "block":
+        placed = replace(placed, model=search.recompute.model(placed, bounds, chosen[0]))
+        chosen = (0,) * len(chosen)
+    return placed.cut_into(search.schedule.placement, search.space.cut(bounds, tuple(map(bool, chosen))))
 
 
 def _infeasible(searches: Sequence[OrderSearch], problem: LayeredProblem) -> InfeasibleMemory:

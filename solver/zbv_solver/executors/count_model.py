@@ -14,7 +14,7 @@ from ortools.sat.python import cp_model
 
 from zbv_solver.improve.exact import make_solver
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
-from zbv_solver.partition.runs import Choice, Row, Runs
+from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Row, Runs
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 
 STEPS = 44
@@ -51,7 +51,7 @@ class CountModel:
     value
         The objective of a known cut, for the scale.
     recompute
-        (S,) which stages are recomputed; None lets the model choose for every stage.
+        What is recomputed; None lets the model choose for every stage.
     """
 
     def __init__(
@@ -60,16 +60,22 @@ class CountModel:
         order: FixedOrder,
         value: float,
         bound: float,
-        recompute: tuple[bool, ...] | None,
+        recompute: Recomputed | First | None,
     ):
-        self.runs, self.fixed = runs, recompute
+        self.runs, self.is_first = runs, isinstance(recompute, First)
+        self.fixed = recompute if isinstance(recompute, tuple) else None
         self.stages = len(runs.lower) - 1
         self.size = runs.size.tolist()
         self.model = cp_model.CpModel()
         # A power of two keeps whole costs whole.
         self.scale = math.ldexp(1.0, STEPS - math.frexp(value)[1])
         self._add_counts()
-        self._add_recomputation()
+        self.again: list[list[cp_model.LinearExpr]] = []
+        self.recomputed: list[cp_model.IntVar] = []
+        if isinstance(recompute, First):
+            self._add_first(recompute)
+        elif recompute is None:
+            self._add_recomputation()
         least = max(0, math.floor(bound * self.scale) - 1)
         self.objective = self.model.new_int_var(least, 1 << (STEPS + 1), "objective")
         self.model.minimize(self.objective)
@@ -109,10 +115,6 @@ class CountModel:
         return self.counts[stage + 1][run] - self.counts[stage][run]
 
     def _add_recomputation(self) -> None:
-        self.again: list[list[cp_model.IntVar]] = []
-        self.recomputed: list[cp_model.IntVar] = []
-        if self.fixed is not None:
-            return
         model = self.model
         for stage in range(self.stages):
             chosen = model.new_bool_var(f"again{stage}")
@@ -125,11 +127,30 @@ class CountModel:
                 model.add(both >= inside - size * (1 - chosen))
                 self.again[-1].append(both)
 
+    def _add_first(self, first: First) -> None:
+        """Of every stage as many first layers, which may lie in several runs."""
+        model, able = self.model, self.runs.can_recompute > 0
+        most = int(self.runs.size[able].sum())
+        number = model.new_int_var(min(first.least, most), min(first.most, most), "first")
+        self.recomputed = [number] * self.stages
+        for stage in range(self.stages):
+            self.again.append([])
+            inside = before = cp_model.LinearExpr.sum([])
+            for run, is_able in enumerate(able.tolist()):
+                until: cp_model.LinearExpr = before
+                if is_able:
+                    inside = inside + self._inside(stage, run)
+                    until = model.new_int_var(0, most, "")
+                    model.add_min_equality(until, [number, inside])
+                self.again[-1].append(until - before)
+                before = until
+
     def _steps(self, row: Row, scale: float) -> cp_model.LinearExpr:
         """A row in integer steps, rounded down."""
+        variables: list[cp_model.LinearExpr] = []
         slope = row.slope if self.fixed is None else row.with_stages(self.fixed)
         tables = [(self.counts, slope)] + ([(self.again, row.again)] if self.fixed is None else [])
-        variables, factors = [], []
+        factors = []
         for rows, values in tables:
             steps = np.floor(values * scale).astype(np.int64)
             for one, other in np.argwhere(steps).tolist():
@@ -163,10 +184,17 @@ class CountModel:
         largest = model.new_int_var(0, int(steps.max()), f"workspace{rank}")
         for stage in self.runs.space.placement.stages_of[rank]:
             for run, size in enumerate(self.size):
+                if self.is_first:
+                    again = self.again[stage][run]
+                    for variant, held in ((0, self._inside(stage, run) - again), (1, again)):
+                        is_held = model.new_bool_var("")
+                        model.add(held <= size * is_held)
+                        model.add(largest >= int(steps[variant, run]) * is_held)
+                    continue
                 has = model.new_bool_var("")
                 model.add(self._inside(stage, run) <= size * has)
                 if self.fixed is not None:
-                    model.add(largest >= int(steps[int(self.fixed[stage]), run]) * has)
+                    model.add(largest >= int(steps[int(bool(self.fixed[stage])), run]) * has)
                 else:
                     chosen = self.recomputed[stage]
                     model.add(largest >= int(steps[0, run])).only_enforce_if(has, chosen.negated())
@@ -202,5 +230,6 @@ class _Watch(cp_model.CpSolverSolutionCallback):
         bounds = tuple(sum(self.value(count) for count in row) for row in model.counts)
         recompute = model.fixed
         if recompute is None:
-            recompute = tuple(bool(self.value(chosen)) for chosen in model.recomputed)
+            scale = 1 if model.is_first else WHOLE
+            recompute = tuple(scale * self.value(chosen) for chosen in model.recomputed)
         self.choices.append((bounds, recompute))

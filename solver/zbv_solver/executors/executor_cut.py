@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from zbv_solver.documents.text import plain
@@ -12,7 +12,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
 from zbv_solver.executors.even_cuts import even_cut
 from zbv_solver.executors.letters import Modules
-from zbv_solver.executors.megatron_layout import Stages, layout_flags, write_layout
+from zbv_solver.executors.megatron_layout import Stages, layout_flags, recompute_flags, write_layout
 from zbv_solver.executors.schedules import (
     TORCH_DEFAULTS,
     Schedule,
@@ -22,6 +22,7 @@ from zbv_solver.executors.schedules import (
     torch_schedule_name,
 )
 from zbv_solver.executors.torchtitan_settings import TitanSettings, module_names
+from zbv_solver.partition.runs import First
 from zbv_solver.problem.layer_letters import letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.limits import MAX_CHUNKS
@@ -74,7 +75,8 @@ def cut_for_executor(
     virtual_stages: Sequence[int] | None = None,
     group: int | None = None,
     schedules: Sequence[str] = (),
-    recompute: Recompute = "uniform",
+    recompute: Recompute | None = None,
+    recompute_layers: int | None = None,
     also: Sequence[tuple[int, ...]] = (),
     effort: Effort = "standard",
     seed: int = 0,
@@ -93,7 +95,10 @@ def cut_for_executor(
     schedules
         Names of PyTorch's schedules to try; by default those with fused backwards.
     recompute
-        Which stages may be recomputed. Executors cannot express ``per-stage``.
+        Which stages may be recomputed. Executors cannot express ``per-stage``. None: as the executor offers;
+        Megatron-LM also recomputes as many first layers of every stage.
+    recompute_layers
+        This number of transformer layers; None lets the search choose.
     also
         Boundaries, as layer indices, of cuts that the result must not be worse than.
     time_limit
@@ -103,8 +108,8 @@ def cut_for_executor(
     ------
     InvalidInput
         When the executor cannot run such a problem. Pointers are into the problem, or name a flag of
-        ``zbv cut``: ``/virtual_stages``, ``/group_size`` or ``/schedule``; empty if the numbers do not fit
-        together.
+        ``zbv cut``: ``/virtual_stages``, ``/group_size``, ``/schedule`` or ``/recompute_layers``; empty if
+        the numbers do not fit together.
     InfeasibleMemory
         When no cut fits the memory limit.
     """
@@ -114,6 +119,7 @@ def cut_for_executor(
     modules = None if executor == "torch" else Modules.of(problem.model)
     if modules is not None:
         _check_modules(modules, executor, problem.pp_degree)
+    offered = recomputation(problem, executor, modules, recompute, recompute_layers)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)
     names = problem.model.names
     letters_of = tuple(map(letter_of, names)) if modules is None else modules.letters
@@ -121,7 +127,7 @@ def cut_for_executor(
     best = best_cut(
         problem if modules is None else modules.kept_whole(problem),
         tried,
-        recompute=recompute,
+        recompute=offered,
         allow_empty=executor == "megatron",
         late=modules.late if modules is not None and executor == "megatron" else None,
         also=also,
@@ -135,7 +141,15 @@ def cut_for_executor(
         remark = "PyTorch's runtime has no settings of a cut."
         return ExecutorCut(executor, best, None, None, remark, about_even)
     stages = stage_letters(best.problem, modules)
-    settings, remark = executor_settings(executor, stages, best.schedule, recomputed(best.problem))
+    found, model = best.results[0], best.problem.model
+    settings, remark = executor_settings(
+        executor,
+        stages,
+        best.schedule,
+        found.recompute,
+        found.recompute_layers,
+        () if model is None else model.model.recompute_modules,
+    )
     return ExecutorCut(executor, best, stages, settings, remark, about_even)
 
 
@@ -181,6 +195,36 @@ def _check_modules(modules: Modules, executor: str, pp_degree: int) -> None:
         )
 
 
+def recomputation(
+    problem: LayeredProblem,
+    executor: str,
+    modules: Modules | None,
+    asked: Recompute | None,
+    layers: int | None = None,
+) -> Recompute | First:
+    """What the search may recompute; raises :class:`InvalidInput` if the executor cannot."""
+    chosen, only = problem.model.recompute_modules, "only Megatron-LM does"
+    is_megatron = executor == "megatron" and modules is not None
+    if chosen and not is_megatron and asked not in (None, "none"):
+        detail = f"found {', '.join(chosen)}; {only} that. Use --recompute none."
+        raise InvalidInput.at("/recompute_modules", detail)
+    first = modules.first_blocks(problem) if is_megatron and modules is not None and not chosen else None
+    if layers is None:
+        return asked or ("none" if chosen and not is_megatron else first or "uniform")
+    for is_kept, detail in (
+        (is_megatron, f"found {layers} and executor {executor}; {only} that. Leave it out."),
+        (
+            asked is None,
+            f"found {layers} and --recompute {asked}, which says what is recomputed. Leave out one.",
+        ),
+        (layers >= 1, f"found {layers}; must be at least 1."),
+        (first, f"found {layers}; every transformer layer needs recompute, and no recompute_modules."),
+    ):
+        if not is_kept:
+            raise InvalidInput.at("/recompute_layers", detail)
+    return replace(first or First(), least=layers, most=layers)
+
+
 def stage_letters(problem: Problem, modules: Modules) -> Stages:
     """The modules of every stage."""
     if problem.model is None:
@@ -190,14 +234,19 @@ def stage_letters(problem: Problem, modules: Modules) -> Stages:
 
 
 def executor_settings(
-    executor: str, stages: Stages, schedule: Schedule, recompute: str
+    executor: str,
+    stages: Stages,
+    schedule: Schedule,
+    recompute: str,
+    recompute_layers: int | None = None,
+    modules: Sequence[str] = (),
 ) -> tuple[str | None, str]:
     """The settings of an executor, or None and why there are none.
 
     Parameters
     ----------
-    recompute
-        As :func:`recomputed` says it.
+    recompute, recompute_layers, modules
+        As :func:`~zbv_solver.executors.megatron_layout.recompute_flags` takes them.
     """
     ranks = schedule.placement.pp_degree
     if executor == "torch":
@@ -209,15 +258,13 @@ def executor_settings(
                 ranks, schedule.name, schedule.microbatches, parts, recompute, schedule.is_split
             )
             return titan.text(), ""
-        return " \\\n".join(layout_flags(stages, ranks, schedule.group, recompute)) + "\n", ""
+        flags = [
+            *layout_flags(stages, ranks, schedule.group),
+            *recompute_flags(recompute, recompute_layers, modules),
+        ]
+        return " \\\n".join(flags) + "\n", ""
     except InvalidInput as error:
         return None, str(error.issues[0].detail)
-
-
-def recomputed(problem: Problem) -> str:
-    """``none``, ``all`` or ``per-stage``, as the cut of a problem has it."""
-    chosen = set(() if problem.model is None else problem.model.cut.recompute)
-    return "per-stage" if len(chosen) > 1 else "all" if True in chosen else "none"
 
 
 def split_flags(settings: str) -> list[str]:
@@ -304,7 +351,8 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
         "schedule": best.schedule.name,
         "virtual_stages": best.schedule.placement.chunks,
         "group_size": best.schedule.group,
-        "recompute": recomputed(best.problem),
+        "recompute": best.results[0].recompute,
+        "recompute_layers": best.results[0].recompute_layers,
         "objective": best.objective,
         "lower_bound": best.lower_bound,
         "status": "optimal" if best.is_optimal else "feasible",
@@ -325,6 +373,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
                 "virtual_stages": each.schedule.placement.chunks,
                 "group_size": each.schedule.group,
                 "recompute": each.recompute,
+                "recompute_layers": each.recompute_layers,
                 "objective": _number(each.objective),
                 "lower_bound": _number(each.lower_bound),
                 "searched": each.is_searched,

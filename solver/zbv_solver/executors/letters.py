@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.partition.runs import First
 from zbv_solver.problem.layer import Model
-from zbv_solver.problem.layer_letters import EMBEDDING, LOSS, MTP, PART, VISION, letter_of
+from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP, PART, VISION, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 
 
@@ -70,6 +71,23 @@ class Modules:
             groups += [(own[0], own[-1])] if len(own) > 1 else []
         rules = replace(problem.rules, together=(*problem.rules.together, *groups))
         return replace(problem, rules=rules)
+
+    def first_blocks(self, problem: LayeredProblem) -> First | None:
+        """The first transformer layers of stages, as what is recomputed.
+
+        None if these cannot be counted: some cannot be recomputed, or cannot be cut apart.
+        """
+        modules: list[str] = []
+        for letter in self.letters:
+            modules.append(letter or modules[-1])
+        able = [layer.recompute is not None for layer in self.model.each]
+        parts = pairwise(self.kept_whole(problem).places.tolist())
+        if any(self.letters[begin:end].count(DECODER) > 1 for begin, end in parts) or not all(
+            is_able for is_able, module in zip(able, modules, strict=True) if module == DECODER
+        ):
+            return None
+        of = zip(self.model.names, able, modules, strict=True)
+        return First(others=frozenset(name for name, is_able, module in of if is_able and module != DECODER))
 
     def bounds(self, stages: tuple[str, ...]) -> tuple[int, ...]:
         """The boundaries, as layer indices, of stages with these letters; those of vision may be left out.

@@ -8,6 +8,7 @@ between ``|``, letters for modules, ``x*n`` and ``(…)*n`` for repetitions, and
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import groupby
 
 from zbv_solver.errors import InvalidInput
@@ -107,20 +108,18 @@ def _spelled(stage: str) -> str:
     return "".join(letter * count if count <= SPELLED else f"{letter}*{count}" for letter, count in runs)
 
 
-def layout_flags(stages: Stages, ranks: int, group: int | None, recompute: str = "none") -> tuple[str, ...]:
+def layout_flags(stages: Stages, ranks: int, group: int | None) -> tuple[str, ...]:
     """The flags of ``pretrain_gpt.py`` that a layout needs, one ``--name value`` each.
 
     Parameters
     ----------
     group
         Microbatches per virtual stage in a row; None without virtual stages.
-    recompute
-        ``none`` or ``all``: Megatron-LM cannot recompute some stages and not others.
 
     Raises
     ------
     InvalidInput
-        When Megatron-LM does not accept the layout, or cannot recompute like that.
+        When Megatron-LM does not accept the layout.
     """
     check_layout(stages, ranks)
     letters = "".join(stages)
@@ -134,10 +133,40 @@ def layout_flags(stages: Stages, ranks: int, group: int | None, recompute: str =
         flags.append(f"--mtp-num-layers {letters.count(MTP)}")
     if group is not None:
         flags.append(f"--microbatch-group-size-per-virtual-pipeline-stage {group}")
-    if recompute == "all":
-        flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    elif recompute != "none":
+    return tuple(flags)
+
+
+def recompute_flags(recompute: str, layers: int | None = None, modules: Sequence[str] = ()) -> list[str]:
+    """The flags of recomputation, which ``TransformerConfig.__post_init__`` checks.
+
+    Parameters
+    ----------
+    recompute
+        ``none``, ``all`` or ``block``: Megatron-LM cannot recompute some stages and not others.
+    layers
+        With ``block``, the transformer layers of every virtual stage that are recomputed, its first ones. MTP
+        layers are not (``megatron/core/transformer/multi_token_prediction.py``).
+    modules
+        What is repeated of every layer; all of it, if empty.
+
+    Raises
+    ------
+    InvalidInput
+        When Megatron-LM cannot recompute like that.
+    """
+    if recompute == "none":
+        return []
+    if recompute not in ("all", "block"):
         raise InvalidInput.at(
             "", f"found recomputation {recompute!r}; Megatron-LM recomputes all stages alike, or none."
         )
-    return tuple(flags)
+    if modules:
+        # Recomputation of activations of experts needs grouped products.
+        grouped = ["--moe-grouped-gemm"] if "moe_act" in modules else []
+        return [*grouped, "--recompute-granularity selective", f"--recompute-modules {' '.join(modules)}"]
+    method = "uniform" if recompute == "all" else "block"
+    return [
+        "--recompute-granularity full",
+        f"--recompute-method {method}",
+        f"--recompute-num-layers {1 if recompute == 'all' else layers}",
+    ]

@@ -16,7 +16,7 @@ from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.descent import CutDescent
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.partition.runs import Choice, Runs
+from zbv_solver.partition.runs import Choice, First, Recomputed, Runs
 from zbv_solver.partition.simple_cuts import histogram_cut, level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
@@ -41,7 +41,7 @@ MOST_LEARNED = 8
 
 
 class OrderSearch:
-    """Cuts under one schedule, with stages recomputed as given, or as the search chooses (None).
+    """Cuts under one schedule, recomputed as given, or with stages that the search chooses (None).
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class OrderSearch:
         self,
         problem: LayeredProblem,
         schedule: Schedule,
-        recompute: tuple[bool, ...] | None,
+        recompute: Recomputed | First | None,
         latest: dict[int, int],
         effort: Effort,
         seed: int,
@@ -71,14 +71,12 @@ class OrderSearch:
         self.effort, self.seed, self.deadline = effort, seed, deadline
         tables = CutTables.of(problem)
         self.space = CutSpace(problem, schedule.placement, tables)
-        self.runs = Runs.of(self.space, latest, sizes)
-        self.plain = recompute or (False,) * schedule.placement.n_stages
+        others = recompute.others if isinstance(recompute, First) else frozenset()
+        self.runs = Runs.of(self.space, latest, sizes, others)
         level = level_cut(self.space)
-        sample = problem.cut_into(schedule.placement, self.space.cut(level, self.plain))
+        sample = problem.cut_into(schedule.placement, self.space.cut(level, (False,) * self.space.n_stages))
         self.order = FixedOrder.of(sample, schedule.orders())
-        self.local = CutDescent(
-            self.runs, self.order, SCREENED[effort], seed, may_recompute=recompute is None
-        )
+        self.local = CutDescent(self.runs, self.order, SCREENED[effort], seed, recompute)
         self.local.deadline = deadline
         self.bound = max(least_worst_load(problem, tables), self._mean_load()) * problem.microbatches
         self.even = math.inf
@@ -102,18 +100,23 @@ class OrderSearch:
         """Whether it is proved that no cut fits."""
         return self.best is None and math.isinf(self.bound)
 
-    @property
-    def recompute_name(self) -> str:
-        """How stages are recomputed."""
+    def recompute_name(self, choice: Choice | None) -> str:
+        """How stages of a cut are recomputed; None if no cut is known."""
         if self.recompute is None:
             return "per-stage"
-        return "all" if self.recompute[0] else "none"
+        if isinstance(self.recompute, tuple):
+            return "all" if self.recompute[0] else "none"
+        if choice is None:
+            return "block"
+        bounds, (chosen, *_) = choice
+        most = int((np.diff(self.runs.counts(bounds), axis=0) @ self.runs.can_recompute).max())
+        return "none" if chosen == 0 else "all" if chosen >= most and not self.recompute.others else "block"
 
     def _mean_load(self) -> float:
         """The mean work of a rank for one microbatch, if it is known which stages are recomputed."""
-        if self.recompute is None:
+        if not isinstance(self.recompute, tuple):
             return 0.0
-        forward, inputs, weights, fused = self.runs.duration[int(self.recompute[0])]
+        forward, inputs, weights, fused = self.runs.duration[int(bool(self.recompute[0]))]
         work = (forward + np.minimum(inputs + weights, fused)) @ self.runs.size
         return float(work) / self.problem.pp_degree * (1 - ROUNDING)
 
@@ -124,10 +127,10 @@ class OrderSearch:
         for bounds in (self.own_cut, *self.simple, *map(self._in_parts, also)):
             start = None if bounds is None else self.runs.repaired(bounds)
             if start is not None:
-                starts.append((start, self.plain))
+                starts.append(self.local.at(start))
                 self.local.consider(starts[-1])
         if self.own_cut is not None:
-            self.even = self.runs.value(self.order, (self.own_cut, self.plain))
+            self.even = self.runs.value(self.order, self.local.at(self.own_cut))
         if starts:
             first = min(starts, key=self.local.consider)
             self.local.run(first)
@@ -136,7 +139,7 @@ class OrderSearch:
         """A better bound from the loads and the memory of ranks alone, as fractions of parts."""
         start = self.runs.repaired(self.simple[-1])
         if start is not None:
-            relaxed = relax(self.runs, self.order, (start, self.plain), 0, self.recompute is not None, False)
+            relaxed = relax(self.runs, self.order, self.local.at(start), 0, self.recompute, False)
             self._take(relaxed)
 
     def estimate(self) -> None:
@@ -144,13 +147,12 @@ class OrderSearch:
         start = self.runs.repaired(self.simple[-1])
         if start is not None:
             rounds = max(2, min(FEW_ROUNDS, FEW_SWEPT // (len(self.order.orders) * self.problem.pp_degree)))
-            choice = start, self.plain
-            relaxed = relax(self.runs, self.order, choice, rounds, self.recompute is not None, False)
+            relaxed = relax(self.runs, self.order, self.local.at(start), rounds, self.recompute, False)
             self._take(relaxed)
             if relaxed.counts is not None:
                 rounded = self.runs.repaired(tuple(np.rint(relaxed.counts.sum(axis=1)).astype(int).tolist()))
                 if rounded is not None:
-                    self.local.consider((rounded, self.plain))
+                    self.local.consider(self.local.at(rounded))
 
     def seek_cut(self) -> None:
         """A good cut with little effort: few moves, and CP-SAT if nothing else fits."""
@@ -163,7 +165,7 @@ class OrderSearch:
     def _in_parts(self, bounds: Boundaries) -> Boundaries | None:
         """Boundaries in parts; None if they are inside parts, or those of another number of stages."""
         places = {int(place): part for part, place in enumerate(self.problem.places)}
-        if len(bounds) != len(self.plain) + 1 or not set(bounds) <= set(places):
+        if len(bounds) != self.space.n_stages + 1 or not set(bounds) <= set(places):
             return None
         return tuple(places[bound] for bound in bounds)
 
@@ -187,8 +189,7 @@ class OrderSearch:
             return
         each = len(self.order.orders) * self.problem.pp_degree
         rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / each))
-        is_fixed = self.recompute is not None
-        relaxed = relax(self.runs, self.order, self._best(), rounds, is_fixed, deadline=self.deadline)
+        relaxed = relax(self.runs, self.order, self._best(), rounds, self.recompute, deadline=self.deadline)
         self._take(relaxed)
         if share >= 1 and self._target(below) > self.bound:
             self.local.left = ACTIONS[self.effort]
@@ -262,7 +263,8 @@ class OrderSearch:
             before = self.value
             self.local.consider(choice)
             is_new = is_new or self.value < before
-            for terms in self.order.critical(*self.runs.costs(self.runs.counts(choice[0]), choice[1])):
+            counts = self.runs.counts(choice[0])
+            for terms in self.order.critical(*self.runs.costs(counts, self.runs.again(counts, choice[1]))):
                 if terms.key not in self.terms:
                     self.terms[terms.key] = terms
                     model.add(terms)

@@ -18,7 +18,7 @@ from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
-from zbv_solver.partition.runs import Choice, Row, Runs
+from zbv_solver.partition.runs import Choice, First, Recomputed, Row, Runs
 
 QUICK_PATHS = 3
 """Paths of a bound without rounds."""
@@ -57,7 +57,7 @@ def relax(
     order: FixedOrder,
     start: Choice,
     rounds: int,
-    is_fixed: bool,
+    recompute: Recomputed | First | None,
     does_fit: bool = True,
     deadline: float = math.inf,
 ) -> Relaxed:
@@ -70,8 +70,8 @@ def relax(
     rounds
         Most programs to solve after the first, which has only the loads and the memory of ranks. With 0, the
         bound also has a few paths of the first rank.
-    is_fixed
-        Whether stages are recomputed as in ``start``; otherwise every share of every stage may be.
+    recompute
+        What is recomputed; if that is not fixed (None: any stages), every share of every stage may be.
     does_fit
         Whether ``start`` fits.
     deadline
@@ -80,7 +80,7 @@ def relax(
     value = runs.value(order, start)
     if value <= 0:
         return Relaxed(0.0, {})
-    program = _Program(runs, order, value, start[1] if is_fixed else None)
+    program = _Program(runs, order, value, recompute)
     terms: dict[bytes, Terms] = {}
     solved = program.solve()
     if solved is None:
@@ -91,7 +91,7 @@ def relax(
     if not rounds:
         return Relaxed(_with_paths(program, start) * (1 - SAFETY), {}, best[0])
     if does_fit:
-        best = [runs.counts(start[0]), np.array(start[1], dtype=np.float64)]
+        best = list(_point(runs, start))
     value = order.value(*runs.costs(*best))
 
     def learn(duration: FloatArray, latency: FloatArray, above: float, at: _Costs | None) -> int:
@@ -132,7 +132,7 @@ def _with_paths(program: _Program, start: Choice) -> float:
     A path goes through the whole pipeline, so it has the ramps and waits for transfers. One path takes less
     time than all cycles.
     """
-    runs, point = program.runs, (program.runs.counts(start[0]), np.array(start[1], dtype=np.float64))
+    runs, point = program.runs, _point(program.runs, start)
     known = set()
     for _ in range(QUICK_PATHS):
         terms = program.order.path_of(0, *runs.costs(*point))
@@ -150,14 +150,21 @@ def _with_paths(program: _Program, start: Choice) -> float:
 _Costs = tuple[FloatArray, FloatArray]
 
 
+def _point(runs: Runs, choice: Choice) -> tuple[FloatArray, FloatArray]:
+    """Counts (S+1, R) of a cut, and recomputed parts (S, R)."""
+    counts = runs.counts(choice[0])
+    return counts, runs.again(counts, choice[1])
+
+
 class _Program:
     """The linear program: counts of parts before boundaries, and the objective in units of ``value``."""
 
-    def __init__(self, runs: Runs, order: FixedOrder, value: float, recompute: tuple[bool, ...] | None):
+    def __init__(self, runs: Runs, order: FixedOrder, value: float, recompute: Recomputed | First | None):
         self.solver = solver = pywraplp.Solver.CreateSolver("GLOP")
         # Every solve begins at the one before, which preprocessing would prevent.
         solver.SetSolverSpecificParametersAsString("use_dual_simplex: true use_preprocessing: false")
-        self.runs, self.order, self.value, self.fixed = runs, order, value, recompute
+        self.runs, self.order, self.value, self.recompute = runs, order, value, recompute
+        self.fixed = recompute if isinstance(recompute, tuple) else None
         self.rows: list[tuple[Row, int, pywraplp.Constraint]] = []
         self.weights: list[float] = []
         self.memory: list[tuple[Row, pywraplp.Constraint]] = []
@@ -177,16 +184,19 @@ class _Program:
             for one, other in zip(row, after, strict=True):
                 solver.Add(one <= other)
         self.again: list[list[pywraplp.Variable]] = []
-        if recompute is None:
+        if self.fixed is None:
             self.again = [[solver.NumVar(0.0, each, "") for each in size] for _ in range(stages)]
             for stage, row in enumerate(self.again):
                 for run, chosen in enumerate(row):
                     solver.Add(chosen <= self.counts[stage + 1][run] - self.counts[stage][run])
+                if isinstance(recompute, First):
+                    able = zip(row, runs.can_recompute, strict=True)
+                    solver.Add(sum(chosen for chosen, is_able in able if is_able) <= recompute.most)
 
         for rank in range(len(order.hosted)):
             terms = order.load_of(rank)
             self.add(runs.row_of_terms(terms), terms.length)
-        self.room = runs.most_room(order, recompute)
+        self.room = runs.most_room(order, self.fixed)
         self.held, self.moments = order.moments(), set[int]()
         self.excess = self._add_excess()
 
@@ -257,7 +267,7 @@ class _Program:
         return all(each is None or each.solution_value() <= FITS for each in self.excess)
 
     def solve(self) -> tuple[float, FloatArray, FloatArray] | None:
-        """The objective, counts (S+1, R) and recomputed shares of stages (S,); None if it was not solved."""
+        """The objective, counts (S+1, R) and recomputed parts (S, R); None if it was not solved."""
         while True:
             if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
                 return None
@@ -265,18 +275,13 @@ class _Program:
                 break
         self.weights = [max(0.0, -constraint.dual_value()) for _, _, constraint in self.rows]
         self.prices = [max(0.0, -constraint.dual_value()) for _, constraint in self.memory]
-        value, (counts, chosen) = self.objective.solution_value() * self.value, self._solution()
-        if self.fixed is not None:
-            return value, counts, np.array(self.fixed, dtype=np.float64)
-        inside = np.diff(counts, axis=0)
-        share = chosen.sum(axis=1) / np.maximum(inside.sum(axis=1), 1e-9)
-        return value, counts, np.clip(share, 0.0, 1.0)
+        return self.objective.solution_value() * self.value, *self._solution()
 
     def _solution(self) -> tuple[FloatArray, FloatArray]:
         """Counts (S+1, R) and recomputed parts (S, R) of the solution."""
         counts = np.array([[each.solution_value() for each in row] for row in self.counts])
         if self.fixed is not None:
-            return counts, np.diff(counts, axis=0) * np.array(self.fixed, dtype=np.float64)[:, None]
+            return counts, self.runs.again(counts, self.fixed)
         return counts, np.array([[each.solution_value() for each in row] for row in self.again])
 
     def proven_bound(self) -> float:
@@ -306,22 +311,35 @@ class _Program:
                 np.sum([row.slope for row in used], axis=0),
                 np.sum([row.again for row in used], axis=0),
             ),
-            self.fixed,
+            self.recompute,
         )
 
 
-def _least(runs: Runs, row: Row, recompute: tuple[bool, ...] | None) -> float:
-    """The least value of a row over all cuts, by dynamic programming over boundaries."""
+def _least(runs: Runs, row: Row, recompute: Recomputed | First | None) -> float:
+    """The least value of a row over all cuts, by dynamic programming over boundaries.
+
+    The first layers of stages: of a range of numbers, every stage may have its own, so few ranges suffice.
+    """
+    if isinstance(recompute, First):
+        ranges = recompute.ranges(int(runs.can_recompute @ runs.size))
+        return min(_least_with(runs, row, row.slope, each) for each in ranges)
+    slope = row.slope if recompute is None else row.with_stages(recompute)
+    return _least_with(runs, row, slope, First(0, 0) if recompute is not None else None)
+
+
+def _least_with(runs: Runs, row: Row, slope: FloatArray, first: First | None) -> float:
     n = int(runs.begin[-1])
     counts = runs.counts(tuple(range(n + 1)))
-    slope = row.slope if recompute is None else row.with_stages(recompute)
     number = np.arange(n + 1)
     best: FloatArray = np.where(number == 0, 0.0, np.inf)
     for bound in range(1, len(runs.lower)):
-        if recompute is None:
+        if first is None or first.most > 0:
             again = counts @ row.again[bound - 1]
-            # Rows are the places of the boundary before; a stage is recomputed where that is less.
-            reached = best[:, None] + np.minimum(0.0, again[None, :] - again[:, None])
+            # Rows are the places of the boundary before; as much is recomputed as makes the value least.
+            least = np.minimum(0.0, again[None, :] - again[:, None])
+            if first is not None:
+                least = _least_of_first(again, counts @ runs.can_recompute, first)
+            reached = best[:, None] + least
             reached[number[None, :] < number[:, None] + runs.least] = np.inf
             best = reached.min(axis=0)
         else:
@@ -329,3 +347,28 @@ def _least(runs: Runs, row: Row, recompute: tuple[bool, ...] | None) -> float:
         best = best + counts @ slope[bound]
         best[(number < runs.lower[bound]) | (number > runs.upper[bound])] = np.inf
     return row.fixed + float(best[n])
+
+
+def _least_of_first(again: FloatArray, able: FloatArray, first: First) -> FloatArray:
+    """(n+1, n+1) the least that recomputing first parts of a stage adds, by the boundaries around it.
+
+    Parameters
+    ----------
+    again, able
+        (n+1,) what all parts before a place add, and how many of them can be recomputed.
+    """
+    # What the first k of all parts that can be recomputed add, and the least of 2**level neighbours.
+    levels = [again[np.searchsorted(able, np.arange(able[-1] + 1), side="left")]]
+    while 2 ** len(levels) <= len(levels[0]):
+        step = 2 ** (len(levels) - 1)
+        levels.append(np.minimum(levels[-1], np.append(levels[-1][step:], np.full(step, np.inf))))
+    before = able.astype(int)
+    low, high = (
+        np.maximum(before[:, None], np.minimum(before[None, :], before[:, None] + count))
+        for count in (first.least, first.most)
+    )
+    level = np.frexp(high - low + 1)[1] - 1
+    table = np.array(levels)
+    found: FloatArray = np.minimum(table[level, low], table[level, high + 1 - 2**level])
+    found -= levels[0][before][:, None]
+    return found

@@ -11,7 +11,12 @@ import numpy as np
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
-from zbv_solver.executors.executor_cut import cut_for_executor, executor_settings, schedule_of_stages
+from zbv_solver.executors.executor_cut import (
+    cut_for_executor,
+    executor_settings,
+    recomputation,
+    schedule_of_stages,
+)
 from zbv_solver.executors.letters import Modules
 from zbv_solver.executors.megatron_layout import Stages, check_layout
 from zbv_solver.executors.rank_rules import placed_on
@@ -125,7 +130,7 @@ def score_layout(
     virtual_stages: int | None = None,
     group: int | None = None,
     schedules: Sequence[str] = (),
-    recompute: Recompute = "uniform",
+    recompute: Recompute | None = None,
     effort: Effort = "standard",
     seed: int = 0,
     time_limit: float | None = None,
@@ -140,7 +145,7 @@ def score_layout(
     text
         As :func:`~zbv_solver.executors.user_layout.read_layout` takes it.
     recompute
-        ``uniform`` recomputes all stages only if the cut does not fit otherwise.
+        None or ``uniform`` recompute all stages of the given cut only if it does not fit otherwise.
     schedules
         At most one name of PyTorch.
     time_limit
@@ -168,7 +173,9 @@ def score_layout(
     schedule = schedule_of_stages(problem, executor, chunks, group or given.group, schedules)
     placed = _placed(problem, modules, schedule, given, executor)
     cut, orders, chosen = _cut(placed, schedule, given, recompute)
-    settings, remark = executor_settings(executor, stages, schedule, chosen)
+    settings, remark = executor_settings(
+        executor, stages, schedule, chosen, modules=problem.model.recompute_modules
+    )
     search = _Comparison(problem, executor, modules, recompute, effort, seed, time_limit)
     overall = search.overall(tuple(schedules))
     is_same = overall is not None and overall.schedule == schedule
@@ -192,7 +199,7 @@ class _Comparison:
     problem: LayeredProblem
     executor: str
     modules: Modules
-    recompute: Recompute
+    recompute: Recompute | None
     effort: Effort
     seed: int
     time_limit: float | None
@@ -220,7 +227,7 @@ class _Comparison:
             return best_cut(
                 self.modules.kept_whole(self.problem),
                 [schedule],
-                recompute=self.recompute,
+                recompute=recomputation(self.problem, self.executor, self.modules, self.recompute),
                 allow_empty=is_megatron,
                 late=self.modules.late if is_megatron else None,
                 effort=self.effort,
@@ -282,14 +289,13 @@ def _placed(
 
 
 def _cut(
-    placed: LayeredProblem, schedule: Schedule, given: UserLayout, recompute: Recompute
+    placed: LayeredProblem, schedule: Schedule, given: UserLayout, recompute: Recompute | None
 ) -> tuple[Problem, Orders, str]:
     """The problem by stages, verified but for its memory, the orders, and what is recomputed."""
     orders, stages = schedule.orders(), schedule.placement.n_stages
     can_recompute = placed.model.can_recompute
-    choices = (
-        {"none": (False,), "all": (True,), "uniform": (False, True)}[recompute] if can_recompute else (False,)
-    )
+    offered = {"none": (False,), "all": (True,), "uniform": (False, True)}
+    choices = offered[recompute or "uniform"] if can_recompute else (False,)
     cuts = [placed.cut_into(schedule.placement, Cut.at(given.bounds, (each,) * stages)) for each in choices]
     for cut, is_all in zip(cuts, choices, strict=True):
         unlimited = without_limit(cut)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 from zbv_solver.layouts.composition import composition
 from zbv_solver.layouts.executor_answer import executor_json
-from zbv_solver.layouts.layer_costs import EVERYWHERE, recomputed
+from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.measured_layers import ORIGINS, Origin, Origins
 from zbv_solver.layouts.points import points_json
 from zbv_solver.layouts.request import Request
@@ -62,7 +61,7 @@ def utilisation(planned: PlannedLayout, request: Request) -> float:
 
 
 def recomputation(planned: PlannedLayout) -> str:
-    """What the plan recomputes: ``none``, ``full`` or ``per-stage``."""
+    """What the plan recomputes: ``none``, ``selective``, ``full`` or ``per-stage``."""
     model = planned.plan.problem.model
     chosen = set() if model is None else set(model.cut.recompute)
     if planned.layout.recompute != "per-stage":
@@ -79,14 +78,12 @@ def costs_of(planned: PlannedLayout) -> dict[Origin, dict[str, int]]:
     found: dict[Origin, dict[str, int]] = {origin: {} for origin in ORIGINS}
     if cut_model is None:
         return found
-    layers, each = planned.estimated.estimate.layers, cut_model.model.each
-    asked = planned.layout.recompute
+    layers, asked = planned.estimated.estimate.layers, planned.layout.recompute
+    repeated = planned.recomputed
     of_layers = planned.estimated.origins or (Origins(),) * len(layers)
-    kinds = {kind.name: (kind, of) for kind, of in zip(layers, of_layers, strict=True)}
-    for (begin, end), is_again in zip(pairwise(cut_model.cut.bounds), cut_model.cut.recompute, strict=True):
-        for layer in each[begin:end]:
-            kind, origins = kinds[layer.name]
-            again = recomputed(kind, asked) is not None and (is_again or asked in EVERYWHERE)
+    for kind, origins in zip(layers, of_layers, strict=True):
+        for name in kind.names:
+            again = name in repeated
             shown = f"{kind.name} (recomputed)" if again else kind.name
             origin = origins.recomputed if again else origins.plain
             if again and asked == "selective":  # profiles measure full recomputation
@@ -94,6 +91,22 @@ def costs_of(planned: PlannedLayout) -> dict[Origin, dict[str, int]]:
             counts = found[origin]
             counts[shown] = counts.get(shown, 0) + 1
     return found
+
+
+def _recomputed_json(layout: Layout) -> dict[str, Any]:
+    """What ``recompute`` does not say: how many layers of every stage, or which modules."""
+    if layout.recompute_layers is not None:
+        return {"recompute_layers": layout.recompute_layers}
+    return {"recompute_modules": list(layout.recompute_modules)} if layout.recompute_modules else {}
+
+
+def recomputation_text(planned: PlannedLayout) -> str:
+    """What the plan recomputes, in words."""
+    layout, kind = planned.layout, recomputation(planned)
+    if layout.recompute_layers is not None:
+        return f"{kind}, first {layout.recompute_layers} of a stage"
+    modules = ", ".join(layout.recompute_modules)
+    return f"{kind}: {modules}" if modules else kind
 
 
 def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[str, Any]:
@@ -109,6 +122,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "microbatches": layout.microbatches,
         "zero_stage": layout.zero_stage,
         "recompute": recomputation(planned),
+        **_recomputed_json(layout),
         "placement": layout.placement,
         **executor_json(planned),
         "step_time": planned.step_time,

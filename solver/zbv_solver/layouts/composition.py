@@ -8,7 +8,7 @@ import numpy as np
 
 from zbv_solver.estimate.layers import LayerEstimate
 from zbv_solver.estimate.times import TimeShares
-from zbv_solver.layouts.layer_costs import EVERYWHERE, recomputed
+from zbv_solver.layouts.layer_costs import recomputed
 from zbv_solver.layouts.search import PlannedLayout
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.cut import Cut
@@ -75,7 +75,7 @@ def composition(planned: PlannedLayout) -> Composition:
     if model is None:  # for type checkers: the plan of a layout has layers
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
     problem = _without_transfers(plan.problem, model.cut)
-    hosted, recompute = problem.placement.stages_of, planned.layout.recompute
+    hosted, repeated = problem.placement.stages_of, planned.recomputed
     rank = max(range(problem.pp_degree), key=problem.busy_time)
     of = _layers_on(planned, rank)
     compute, again, exchanges = np.zeros(3), 0.0, TimeShares()
@@ -86,8 +86,10 @@ def composition(planned: PlannedLayout) -> Composition:
             compute += _row(plain.forward, plain.backward_input, plain.backward_weight)
             compute -= _row(waits.forward, waits.backward_input, waits.backward_weight)
             exchanges += layer.shares
-            if model.cut.recompute[stage] or recompute in EVERYWHERE:
-                again += (recomputed(layer, recompute) or layer.plain).times.total - plain.total
+            if name in repeated:
+                again += (
+                    recomputed(layer, planned.layout.recompute) or layer.plain
+                ).times.total - plain.total
     scale = problem.microbatches * SECONDS
     forward, backward_input, backward_weight = (compute * scale).tolist()
     of_microbatches = {

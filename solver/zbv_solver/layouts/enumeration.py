@@ -20,7 +20,11 @@ MOST_ARRANGEMENTS = 24
 
 
 def enumerate_layouts(
-    model: Transformer, cluster: AnyCluster, global_batch: int, fixed: Fixed, is_selective: bool = False
+    model: Transformer,
+    cluster: AnyCluster,
+    global_batch: int,
+    fixed: Fixed,
+    modules: tuple[str, ...] = (),
 ) -> Iterator[Layout]:
     """Every layout whose degrees divide the cluster, the model and the global batch.
 
@@ -30,11 +34,13 @@ def enumerate_layouts(
     A cluster of several groups of nodes has the layouts of every set of its groups that use all of their
     devices. A pipeline rank has the same number of devices everywhere, and all of them are in one group.
 
-    ``none`` and ``full`` are plans of ``per-stage``; ``is_selective`` says whether selective recomputation is
-    another choice.
+    ``none`` and ``full`` are plans of ``per-stage``. Selective recomputation of ``modules`` is another
+    choice, if there are any.
     """
-    kinds: tuple[Recompute, ...] = ("per-stage", "selective") if is_selective else ("per-stage",)
-    if fixed.recompute is not None:
+    kinds: tuple[Recompute, ...] = ("per-stage", "selective") if modules else ("per-stage",)
+    if fixed.recompute_layers is not None:
+        kinds = ("per-stage",)
+    elif fixed.recompute is not None:
         kinds = (fixed.recompute,)
     for used in _sets(len(cluster.groups)):
         sizes = [cluster.groups[group].devices for group in used]
@@ -59,6 +65,8 @@ def enumerate_layouts(
                                 recompute,
                                 order,
                                 groups,
+                                fixed.recompute_layers,
+                                modules if recompute == "selective" else (),
                             )
 
 

@@ -20,6 +20,7 @@ from zbv_solver.layouts.executor_memory import STATES
 from zbv_solver.layouts.layer_costs import EVERYWHERE, least_work_of, problem_layer, recomputed, row_of
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.measured_layers import LayerConditions, Measured, Origins
+from zbv_solver.layouts.recomputed_modules import Modules
 from zbv_solver.partition.cut_tables import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking
@@ -50,6 +51,8 @@ class Setting:
         What profiles measured, which replaces estimates.
     has_loops
         Whether an executor chooses the placement: stages in a loop.
+    module_sets
+        What executors with selective recomputation of modules may repeat.
     """
 
     model: Transformer
@@ -57,6 +60,7 @@ class Setting:
     cluster: AnyCluster
     measured: Measured | None = None
     has_loops: bool = False
+    module_sets: tuple[Modules, ...] = ()
 
     def is_v(self, ranks: int) -> bool:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
@@ -74,13 +78,6 @@ class Setting:
             keeps_gathered=states.is_autograd,
         )
         return replace(self, training=training)
-
-    @property
-    def is_selective(self) -> bool:
-        """Whether any layer has modules that selective recomputation repeats."""
-        training, device = replace(self.training, recompute="selective"), self.cluster.groups[0].device
-        estimate = LayerConditions(self.model, Degrees(), device, GroupLinks(), training, 1).estimate()
-        return any(layer.recomputed is not None for layer in estimate.layers)
 
     def estimate(self, at: LayerConditions) -> SourcedCosts:
         """Layers under these conditions, with measured costs where a profile has them."""
@@ -150,9 +147,11 @@ class EstimatedLayout:
         training = replace(
             setting.training, recompute="both", ends_share_rank=setting.is_v(layout.pipeline_parallel)
         )
+        if layout.recompute_modules:
+            training = replace(training, modules=frozenset(layout.recompute_modules))
         of_setting = replace(setting, training=training)
         # A search has layouts that differ only in their recomputation in succession.
-        shared = replace(layout, recompute="per-stage")
+        shared = replace(layout, recompute="per-stage", recompute_layers=None, recompute_modules=())
         if not layout.groups:
             costs = _known_costs(of_setting, shared, 0, None)
             return cls(layout, costs.estimate, setting, (), costs.origins)

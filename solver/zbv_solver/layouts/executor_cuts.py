@@ -20,6 +20,7 @@ from zbv_solver.executors.schedules import Schedule
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.executor_memory import STATES
 from zbv_solver.layouts.layout import Layout, Recompute
+from zbv_solver.partition.runs import First
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -37,7 +38,10 @@ class ExecutorCandidate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayoutVariant:
-    """A candidate that recomputes all stages or none, and its estimate."""
+    """A candidate with one choice of recomputation, and its estimate.
+
+    ``per-stage`` stands for as many first layers of every stage, which the cut decides.
+    """
 
     candidate: ExecutorCandidate
     estimated: EstimatedLayout
@@ -97,16 +101,21 @@ class OwnLayers:
         What the executor calls the layers, if it names them.
     allow_empty
         Whether stages may be empty, as those of Megatron-LM.
+    recompute
+        What the search may recompute; None if costs already are those of the variant.
     """
 
     unit: OwnUnit
     modules: Modules | None
     allow_empty: bool
     schedules: tuple[Schedule, ...]
+    recompute: First | None
 
     @classmethod
-    def of(cls, problem: LayeredProblem, executor: str) -> OwnLayers:
+    def of(cls, problem: LayeredProblem, executor: str, layers: int | None = None) -> OwnLayers:
         """The layers of a problem; without schedules if the executor refuses its ranks and microbatches.
+
+        ``layers`` is how many first layers of every stage are recomputed, if that is fixed.
 
         Raises :class:`InvalidInput` when the executor does not take such layers.
         """
@@ -117,11 +126,17 @@ class OwnLayers:
             schedules = tuple(schedules_of(problem, executor, chunks))
         except InvalidInput:
             schedules = ()
+        first = None
+        if problem.model.can_recompute and modules is not None:
+            first = modules.first_blocks(problem)
+        if first is not None and layers is not None:
+            first = replace(first, least=layers, most=layers)
         return cls(
             OwnUnit.of(problem if modules is None else modules.kept_whole(problem)),
             modules,
             executor == "megatron",
             schedules,
+            first,
         )
 
 
@@ -172,7 +187,8 @@ class Scheduled:
         search = self.shared.search
         if search.best is None:
             return inf
-        return search.value * self._seconds + self._once(search.space.cut(*search.best))
+        bounds, chosen = search.best
+        return search.value * self._seconds + self._once(search.space.cut(bounds, tuple(map(bool, chosen))))
 
     def _once(self, cut: Cut) -> float:
         """Seconds that the busiest rank of a cut needs once per step."""
@@ -231,18 +247,30 @@ class ScheduleSource:
     _searches: dict[Hashable, SharedSearch | None] = field(default_factory=dict)
 
     def variants(self, candidate: ExecutorCandidate) -> Iterator[LayoutVariant]:
-        """A candidate without and with recomputation, as far as its layout allows."""
+        """A candidate with every recomputation of its executor, as far as its layout allows."""
         setting = self.setting.of_executor(candidate.executor)
         estimated = EstimatedLayout.of(candidate.layout, setting)
         if not estimated.has_room_for_states:
             return
+        if candidate.layout.recompute == "selective":
+            for modules in self.setting.module_sets:
+                layout = replace(candidate.layout, recompute_modules=modules)
+                yield LayoutVariant(candidate, EstimatedLayout.of(layout, setting))
+            return
         can_recompute = any(layer.recomputed is not None for layer in estimated.estimate.layers)
-        asked = candidate.layout.recompute
-        choices: tuple[Recompute, ...] = ("none", "full") if asked == "per-stage" else (asked,)
-        for recompute in choices:
-            if recompute == "none" or can_recompute or asked == "full":
+        for recompute in self._choices(candidate):
+            if recompute == "none" or can_recompute or candidate.layout.recompute == "full":
                 layout = replace(candidate.layout, recompute=recompute)
                 yield LayoutVariant(candidate, replace(estimated, layout=layout))
+
+    def _choices(self, candidate: ExecutorCandidate) -> tuple[Recompute, ...]:
+        """None or all; or as many first layers of every stage, which may be none or all but MTP's."""
+        layout = candidate.layout
+        if layout.recompute != "per-stage" or layout.recompute_layers is not None:
+            return (layout.recompute,)
+        if candidate.executor != "megatron":
+            return ("none", "full")
+        return ("per-stage", "full") if self.setting.model.predictions else ("per-stage",)
 
     def scheduled(self, variant: LayoutVariant) -> Iterator[Scheduled]:
         """A variant under every schedule of its executor."""
@@ -251,30 +279,30 @@ class ScheduleSource:
         buffers = 0
         if layout.pipeline_parallel > 1:
             buffers = STATES[executor].buffers(layout.microbatches, largest)
-        for schedule in self._own(estimated.problem, executor).schedules:
+        recomputed = variant.candidate.layout.recompute_layers
+        for schedule in self._own(estimated.problem, executor, recomputed).schedules:
             stages = schedule.placement.n_stages // layout.pipeline_parallel
             static = tuple(each + stages * buffers for each in estimated.problem.static)
             problem = replace(estimated.problem, static=static)
-            own = self._own(problem, executor)
+            own = self._own(problem, executor, recomputed)
             search = self._search(problem, own, schedule)
             if search is not None:
                 yield Scheduled(variant, own, search)
 
-    def _own(self, problem: LayeredProblem, executor: str) -> OwnLayers:
-        key = problem, executor
+    def _own(self, problem: LayeredProblem, executor: str, recomputed: int | None) -> OwnLayers:
+        key = problem, executor, recomputed
         if key not in self._layers:
-            self._layers[key] = OwnLayers.of(problem, executor)
+            self._layers[key] = OwnLayers.of(problem, executor, recomputed)
         return self._layers[key]
 
     def _search(self, problem: LayeredProblem, own: OwnLayers, schedule: Schedule) -> SharedSearch | None:
-        key = problem, schedule, own.allow_empty
+        key = problem, schedule, own.allow_empty, own.recompute
         if key not in self._searches:
-            # Costs already are those of the variant, so nothing more is recomputed.
             late = own.modules.late if own.modules is not None and own.allow_empty else None
-            none = (False,) * schedule.placement.n_stages
+            chosen = own.recompute or (0,) * schedule.placement.n_stages
             try:
                 made = order_search(
-                    own.unit, schedule, none, allow_empty=own.allow_empty, late=late, effort=self.effort
+                    own.unit, schedule, chosen, allow_empty=own.allow_empty, late=late, effort=self.effort
                 )
             except InvalidInput:
                 self._searches[key] = None

@@ -1,8 +1,8 @@
 """The best of all layouts for executors with fixed orders.
 
-The search is best-first by lower bounds, like that of :mod:`zbv_solver.layouts.search`. A layout becomes two
-variants, without recomputation and with, because executors recompute all stages or none; a variant becomes
-one node per schedule of the executor. A schedule's bound gets tighter in two steps: loads and memory of its
+The search is best-first by lower bounds, like that of :mod:`zbv_solver.layouts.search`. A layout becomes a
+variant for every recomputation that its executor offers; a variant becomes one node per schedule of the
+executor. A schedule's bound gets tighter in two steps: loads and memory of its
 ranks over all cuts, then a few linear programs over its critical paths, with a first cut. In the end the most
 promising cuts are searched in full.
 """
@@ -24,7 +24,7 @@ from zbv_solver.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, S
 from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors, left_out
 from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.first_plans import FirstPlans
-from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.layout import Layout, Recompute
 from zbv_solver.layouts.progress import LayoutProgress, News
 from zbv_solver.layouts.search import (
     LayoutSearch,
@@ -356,8 +356,13 @@ class _ExecutorSearch:
             return node.of
         scheduled = node.of
         (best, step_time), estimated = scheduled.answer(), scheduled.variant.estimated
-        stages = scheduled.letters(best)
+        stages, found = scheduled.letters(best), best.results[0]
         schedule, executor = scheduled.schedule, node.candidate.executor
+        if estimated.layout.recompute == "per-stage":
+            # The cut says what is recomputed.
+            kind: Recompute = "none" if found.recompute == "none" else "full"
+            layout = replace(estimated.layout, recompute=kind, recompute_layers=found.recompute_layers)
+            estimated = replace(estimated, layout=layout)
         settings, remark = layout_settings(executor, estimated.layout, self.setting, stages, schedule)
         return ExecutorLayout(
             estimated,

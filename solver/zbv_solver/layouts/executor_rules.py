@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.given import GivenCosts
@@ -32,11 +33,14 @@ class ExecutorRule:
         The rule, to complete "… requires".
     source
         Where the executor has this rule.
+    parts
+        The parts of a layout that it is about.
     """
 
     is_kept: Callable[[Transformer, Layout], bool]
     text: str
     source: str
+    parts: tuple[str, ...] = ()
 
 
 def _has_no_state_space(model: Transformer) -> bool:
@@ -88,12 +92,19 @@ MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     ),
     "torch": (),
 }
+_WHOLE_OR_NONE = ExecutorRule(
+    lambda _, layout: layout.recompute != "selective" and layout.recompute_layers is None,
+    "all layers recomputed in full, or none",
+    "torch/utils/checkpoint.py; torchtitan/distributed/activation_checkpoint.py, FullAC",
+    ("recompute", "recompute_layers"),
+)
 LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     "megatron": (
         ExecutorRule(
             lambda _, layout: layout.zero_stage <= 1 or not _has_replicas(layout),
             "ZeRO stage 0, or 1 (--use-distributed-optimizer); Megatron-FSDP is not part of this search",
             f"{_ARGUMENTS}; megatron/core/optimizer/distrib_optimizer.py",
+            ("zero_stage",),
         ),
         ExecutorRule(
             lambda model, layout: (
@@ -102,6 +113,7 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             "with --use-tp-pp-dp-mapping as many replicas of experts (without experts: of tensor-parallel "
             "groups) as of the pipeline",
             "megatron/core/parallel_state.py, initialize_model_parallel",
+            ("placement", "tensor_parallel", "context_parallel", "expert_parallel"),
         ),
     ),
     "torchtitan": (
@@ -113,12 +125,15 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             "gradients are whole until the last microbatch",
             "torchtitan/distributed/fsdp.py, get_fsdp_reshard_after_forward_policy; "
             "torch/distributed/pipelining/stage.py, backward_maybe_with_nosync",
+            ("zero_stage", "pipeline_parallel"),
         ),
         ExecutorRule(
             lambda _, layout: layout.placement == "tp-cp-dp-pp",
             "the placement tp-cp-dp-pp",
             f"{_TITAN}.build_mesh",
+            ("placement",),
         ),
+        _WHOLE_OR_NONE,
         ExecutorRule(
             lambda model, layout: (
                 model.sequence
@@ -130,6 +145,7 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             ),
             "sequences that tensor parallelism divides, with context parallelism 2 * tensor * context",
             "torchtitan/trainer.py, Trainer.__init__",
+            ("tensor_parallel", "context_parallel"),
         ),
         ExecutorRule(
             lambda model, layout: (
@@ -137,22 +153,26 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             ),
             "expert parallelism if there is tensor parallelism, which otherwise divides every expert",
             "torchtitan/models/common/moe_sharding.py",
+            ("tensor_parallel", "expert_parallel"),
         ),
         ExecutorRule(
             lambda model, layout: not model.tied or _is_alone(layout),
             "no pipeline if embedding and head share their table",
             "torchtitan/models/common/decoder.py, Decoder.Config.update_from_config",
+            ("pipeline_parallel",),
         ),
         ExecutorRule(
             lambda model, layout: not model.predictions or _is_undivided(layout),
             "neither a pipeline nor context parallelism with multi-token prediction (--prediction-layers 0 "
             "leaves it out)",
             "torchtitan/models/deepseek_v3/mtp.py, MTPDecoder.Config.update_from_config",
+            ("pipeline_parallel",),
         ),
         ExecutorRule(
             lambda model, layout: model.vision is None or layout.context_parallel == 1,
             "no context parallelism with a vision encoder",
             "torchtitan/models/kimi_k2_7/parallelize.py, qwen3_5/parallelize.py, muse_glimmer/parallelize.py",
+            ("context_parallel",),
         ),
     ),
     "torch": (
@@ -161,12 +181,15 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             "with a pipeline ZeRO stage 0 (DDP) or 1 (FSDP), because parameters and gradients are whole "
             "until the last microbatch",
             "torch/distributed/pipelining/stage.py, backward_maybe_with_nosync",
+            ("zero_stage", "pipeline_parallel"),
         ),
+        _WHOLE_OR_NONE,
         ExecutorRule(
             lambda model, layout: not model.tied or _is_alone(layout),
             "no pipeline if embedding and head share their table, because stages exchange no gradients of "
             "parameters",
             "torch/distributed/pipelining/stage.py",
+            ("pipeline_parallel",),
         ),
     ),
 }
@@ -208,9 +231,8 @@ _NO_LAYOUT = Layout(1, 1, 1, 1, 1, 1, 1, 0, "none", "tp-cp-dp-pp")
 def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
     """Whether an executor can run a layout."""
     if executor == FREE:
-        return True
-    # Executors recompute all stages or none; their settings for modules are not written yet.
-    return layout.recompute != "selective" and not _broken(LAYOUT_RULES[executor], model, layout)
+        return layout.recompute_layers is None
+    return not _broken(LAYOUT_RULES[executor], model, layout)
 
 
 def layouts_of_executors(
@@ -259,13 +281,23 @@ def _is_unshared(layout: Layout) -> bool:
 
 
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:
-    """The error of layouts that an executor cannot run, with every rule that one of them breaks."""
-    rules = {rule.text: None for layout in layouts for rule in _broken(LAYOUT_RULES[executor], model, layout)}
+    """The error of layouts that an executor cannot run: the fewest rules of which every layout breaks one."""
+    broken = [_broken(LAYOUT_RULES[executor], model, layout) for layout in layouts]
+    every = list(dict.fromkeys(rule for rules in broken for rule in rules))
+    sets = (chosen for size in range(1, len(every) + 1) for chosen in combinations(every, size))
+    fewest = next(chosen for chosen in sets if all(not set(chosen).isdisjoint(rules) for rules in broken))
+    common = [
+        f"{part.replace('_', ' ')} {values.pop()}"
+        for part in dict.fromkeys(part for rule in fewest for part in rule.parts)
+        if len(values := {getattr(layout, part) for layout in layouts}) == 1
+        and values.isdisjoint((None, "per-stage"))
+    ]
     return InvalidInput.at(
         "",
-        f"{NAMES[executor]} can run none of the {len(layouts):,} layouts. "
-        f"It requires {'; '.join(rules) or 'stages that are recomputed in full or not at all'}. "
-        f"Change these parts of the layout, or leave them to the search.",
+        f"{NAMES[executor]} can run none of the {len(layouts):,} layouts. It requires "
+        f"{'; '.join(rule.text for rule in fewest)}."
+        + (f" All layouts have {', '.join(common)}." if common else "")
+        + " Change these parts of the layout, or leave them to the search.",
     )
 
 

@@ -9,7 +9,7 @@ sizes of the model, are not written.
 from __future__ import annotations
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.megatron_layout import Stages, layout_flags
+from zbv_solver.executors.megatron_layout import Stages, layout_flags, recompute_flags
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.executors.torchtitan_settings import Batch, TitanSettings, module_names
 from zbv_solver.layouts.estimated_layout import Setting
@@ -30,19 +30,21 @@ def layout_settings(
     Parameters
     ----------
     layout
-        It is recomputed in full or not at all.
+        It recomputes nothing, modules, all of every stage, or first layers of it.
     stages
         The modules of every stage; None if the executor does not name modules.
     """
     if stages is None:
         return None, f"{NAMES[executor]} has no settings of a layout."
     try:
-        recompute = "all" if layout.recompute == "full" else "none"
+        has_layers = layout.recompute_layers is not None
+        recompute = "none" if layout.recompute == "none" else "block" if has_layers else "all"
         if executor == "torchtitan":
             return _of_titan(layout, setting, stages, schedule, recompute), ""
         flags = [
             *_flags(layout, setting),
-            *layout_flags(stages, layout.pipeline_parallel, schedule.group, recompute),
+            *layout_flags(stages, layout.pipeline_parallel, schedule.group),
+            *recompute_flags(recompute, layout.recompute_layers, layout.recompute_modules),
         ]
         return " \\\n".join(flags) + "\n", ""
     except InvalidInput as error:

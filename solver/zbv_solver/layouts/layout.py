@@ -38,6 +38,11 @@ class Layout:
         Per step and replica.
     recompute
         What every stage recomputes; with ``per-stage`` the plan chooses nothing or everything for each.
+    recompute_layers
+        With ``full``, how many transformer layers of every stage are recomputed, its first ones; None: all.
+        Until the search has a cut, ``recompute`` is ``per-stage``.
+    recompute_modules
+        What ``selective`` repeats; empty: what the search's setting says.
     placement
         How devices are numbered.
     groups
@@ -55,6 +60,8 @@ class Layout:
     recompute: Recompute
     placement: Order
     groups: tuple[int, ...] = ()
+    recompute_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ()
 
     @property
     def group_of(self) -> tuple[int, ...]:
@@ -174,6 +181,7 @@ class Fixed:
     microbatch_size: int | None = None
     zero_stage: int | None = None
     recompute: Recompute | None = None
+    recompute_layers: int | None = None
     placement: Order | None = None
 
     def given(self) -> Iterator[tuple[str, int | str]]:

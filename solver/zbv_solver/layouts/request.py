@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import Field
@@ -22,14 +22,13 @@ from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.measured_layers import Measured
 from zbv_solver.layouts.profile import Profile
+from zbv_solver.layouts.recomputed_modules import CHEAP, Modules, droppable, module_sets
 
 KEPT = (
     *("optimizer", "precision", "offloaded_states"),
     *("context_exchange", "fused_gradients", "recompute_modules"),
 )
 """Keys of the section ``parallel`` that layouts share; the search chooses the others."""
-REPEATED = ["mla_up_proj", "moe_act"]
-"""What selective recomputation repeats, unless the document says so: flash attention keeps no scores."""
 Document = dict[str, Any]
 
 
@@ -53,6 +52,8 @@ class Request:
         Sequences per step.
     profiles
         Measured layers, which replace estimates.
+    executor
+        The program that runs the pipeline.
     """
 
     config: EstimateConfig
@@ -60,6 +61,7 @@ class Request:
     global_batch: int
     fixed: Fixed
     profiles: tuple[Profile, ...] = ()
+    executor: str = FREE
 
     @property
     def setting(self) -> Setting:
@@ -71,7 +73,30 @@ class Request:
                 detail = "found groups of nodes; profiles are of one device. Leave out either."
                 raise InvalidInput.at("/groups", detail)
             measured = Measured.of(self.profiles, model, cluster.in_node, cluster.preset)
-        return Setting(model, self.config.training, cluster, measured).of_executor(FREE)
+        # Layouts with and without selective recomputation share their estimates.
+        training = replace(self.config.training, modules=frozenset(self._modules))
+        found = Setting(model, training, cluster, measured, module_sets=self._module_sets)
+        return found.of_executor(FREE)
+
+    @property
+    def _module_sets(self) -> tuple[Modules, ...]:
+        """What selective recomputation may repeat: as the document says, or sets of the model's modules."""
+        model, given = transformer(self.config.model), self.config.parallel.recompute_modules
+        if "recompute_modules" not in self.config.parallel.model_fields_set:
+            return module_sets(model)
+        able = droppable(model)
+        kept = tuple(module for module in given if module in able)
+        return (kept,) if kept else ()
+
+    @property
+    def _modules(self) -> Modules:
+        """What selective recomputation repeats if it is another choice, or asked for."""
+        sets = self._module_sets
+        if self.executor != FREE or "recompute_modules" in self.config.parallel.model_fields_set:
+            return sets[0] if sets else ()
+        able = droppable(transformer(self.config.model))
+        cheap = tuple(module for module in CHEAP if module in able)
+        return cheap or (sets[0] if sets and self.fixed.recompute == "selective" else ())
 
     @property
     def layouts(self) -> list[Layout]:
@@ -79,18 +104,18 @@ class Request:
 
         Raises :class:`InvalidInput` when there is none, at ``/fixed`` if the fixed parts are the reason.
         """
-        is_selective = self.setting.is_selective
-        if self.fixed.recompute == "selective" and not is_selective:
-            modules = ", ".join(self.config.parallel.recompute_modules)
+        model, modules = self.setting.model, self._modules
+        if self.fixed.recompute == "selective" and not modules:
+            given = ", ".join(self.config.parallel.recompute_modules)
             raise InvalidInput.at(
                 "/parallel/recompute_modules",
-                f"found {modules}; no layer of this model has them. Name others, such as layernorm or mlp.",
+                f"found {given}; no layer of this model has them. Name others, or leave them out.",
             )
-        model = self.setting.model
-        found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed, is_selective))
+        self._check_layers()
+        found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed, modules))
         if not found:
             fixed = ", ".join(f"{name} {value}" for name, value in self.fixed.given())
-            others = enumerate_layouts(model, self.cluster, self.global_batch, Fixed(), is_selective)
+            others = enumerate_layouts(model, self.cluster, self.global_batch, Fixed())
             raise InvalidInput.at(
                 "" if next(others, None) is None else "/fixed",
                 f"no layout divides {self.cluster.devices} devices, the model and a global batch of "
@@ -99,6 +124,16 @@ class Request:
             )
         return found
 
+    def _check_layers(self) -> None:
+        """Raise :class:`InvalidInput` if the number of recomputed layers does not fit the rest."""
+        layers, recompute = self.fixed.recompute_layers, self.fixed.recompute
+        if layers is not None and recompute not in (None, "full"):
+            detail = f"found {layers} recomputed layers and recompute {recompute}; it is full then."
+            raise InvalidInput.at("/fixed", f"{detail} Leave out one of them.")
+        if layers is not None and self.executor == FREE:
+            detail = f"found {layers} recomputed layers and executor {FREE}, which recomputes whole stages."
+            raise InvalidInput.at("/fixed", f"{detail} Name executor megatron, or leave them out.")
+
 
 def parse_request(
     model: Any,
@@ -106,6 +141,7 @@ def parse_request(
     fixed: Fixed | None = None,
     presets: tuple[str, ...] = (),
     parallel: Mapping[str, Any] | None = None,
+    executor: str = FREE,
     **batch: int | None,
 ) -> Request:
     """Parse a decoded ``model.json`` or ``config.json`` of transformers.
@@ -134,7 +170,7 @@ def parse_request(
     sizes = validated(BatchConfig, given | {key: value for key, value in batch.items() if value is not None})
     sections = _sections(merged, sizes)
     config = parse_config({**sections, "device": _NO_DEVICE})
-    return Request(config, cluster, sizes.global_batch, fixed or Fixed())
+    return Request(config, cluster, sizes.global_batch, fixed or Fixed(), executor=executor)
 
 
 _NO_DEVICE = {"achieved_tflops": 1.0, "fp8_tflops": 1.0, "fp4_tflops": 1.0}
@@ -156,7 +192,6 @@ def _sections(merged: Document, sizes: BatchConfig) -> Document:
         "parallel": {
             "pp_degree": 1,
             "microbatches": 1,
-            "recompute_modules": REPEATED,
             **{key: parallel[key] for key in KEPT if key in parallel},
         },
     }

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.first_plans import FirstPlans
+from zbv_solver.layouts.layer_costs import EVERYWHERE, recomputed
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress, News
 from zbv_solver.plans.plan import Plan
@@ -54,6 +55,28 @@ class PlannedLayout:
     def layout(self) -> Layout:
         """The degrees."""
         return self.estimated.layout
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The names of the layers that the plan recomputes, in full or selectively."""
+        model, layout = self.plan.problem.model, self.layout
+        if model is None or layout.recompute == "none":
+            return frozenset()
+        able = {
+            name
+            for layer in self.estimated.estimate.layers
+            if recomputed(layer, layout.recompute) is not None
+            for name in layer.names
+        }
+        # Modules of multi-token prediction are not counted among the layers of a stage.
+        blocks = {name for name in able if not name.startswith("prediction")}
+        found: set[str] = set()
+        for stage, is_again in zip(model.partition, model.cut.recompute, strict=True):
+            if layout.recompute_layers is not None:
+                found.update([name for name in stage if name in blocks][: layout.recompute_layers])
+            elif is_again or layout.recompute in EVERYWHERE:
+                found.update(stage)
+        return frozenset(found & able)
 
 
 class Waiting(NamedTuple):

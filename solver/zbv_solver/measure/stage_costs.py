@@ -34,7 +34,7 @@ def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
         return replace(problem, costs=costs, measured=())
     cut, placement = problem.model, problem.placement
     layered = LayeredProblem(
-        model=Model(tuple(_scaled_layers(cut, placement, costs))),
+        model=Model(tuple(_scaled_layers(cut, placement, costs)), cut.model.recompute_modules),
         pp_degree=problem.pp_degree,
         microbatches=problem.microbatches,
         static=cut.static,

@@ -9,8 +9,9 @@ from random import Random
 
 import numpy as np
 
+from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.fixed_order import FixedOrder
-from zbv_solver.partition.runs import Choice, Runs
+from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Runs
 from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
 
 KICKS = 3
@@ -34,13 +35,22 @@ class CutDescent:
         The cut with the least memory beyond the limits, and that excess as a share of the limit.
     left
         Actions that may still be timed.
+    recompute
+        What is recomputed; None lets moves choose the stages.
     deadline
         When descents end, by ``time.monotonic``.
     """
 
-    def __init__(self, runs: Runs, order: FixedOrder, actions: int, seed: int, may_recompute: bool):
+    def __init__(
+        self,
+        runs: Runs,
+        order: FixedOrder,
+        actions: int,
+        seed: int,
+        recompute: Recomputed | First | None,
+    ):
         self.runs, self.order, self.left = runs, order, actions
-        self.random, self.may_recompute = Random(seed), may_recompute
+        self.random, self.recompute = Random(seed), recompute
         self.best: Choice | None = None
         self.value = self.excess = math.inf
         self.closest: Choice | None = None
@@ -54,7 +64,26 @@ class CutDescent:
     def moves(self) -> list[tuple[int, int]]:
         """All moves: from one stage to another, or equal stages to recompute one or not."""
         stages = range(self.runs.space.n_stages)
-        return [(one, other) for one in stages for other in stages if one != other or self.may_recompute]
+        return [(one, other) for one in stages for other in stages if one != other or self.recompute is None]
+
+    def at(self, bounds: Boundaries) -> Choice:
+        """A cut with what is recomputed: of first layers the fewest with which it fits, or else the most.
+
+        More of them take longer and hold less.
+        """
+        stages, first = self.runs.space.n_stages, self.recompute
+        if not isinstance(first, First):
+            return bounds, first or (0,) * stages
+        counts = self.runs.counts(bounds)
+        most = int((np.diff(counts, axis=0) @ self.runs.can_recompute).max())
+        low, high = first.least, max(first.least, min(first.most, most))
+        if low == high or not self._excess((bounds, (low,) * stages)):
+            return bounds, (low,) * stages
+        low += 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self._excess((bounds, (middle,) * stages)) else (low, middle)
+        return bounds, (low,) * stages
 
     def consider(self, choice: Choice) -> tuple[float, float]:
         """A cut's excess and objective, inf if it does not fit; the best cut is kept."""
@@ -118,9 +147,11 @@ class CutDescent:
         bounds, recompute = list(choice[0]), choice[1]
         one, other = move
         if one == other:
-            return choice[0], (*recompute[:one], not recompute[one], *recompute[one + 1 :])
+            return choice[0], (*recompute[:one], WHOLE - recompute[one], *recompute[one + 1 :])
         step = 1 if one > other else -1
         for bound in range(min(one, other) + 1, max(one, other) + 1):
             bounds[bound] += step
         moved = tuple(bounds)
-        return (moved, recompute) if self.runs.allows(moved) else None
+        if not self.runs.allows(moved):
+            return None
+        return (moved, recompute) if self.recompute is None else self.at(moved)

@@ -6,14 +6,14 @@ never worse than the cuts that the search begins with, as far as they fit the me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from zbv_solver.partition.cut_space import CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.descent import CutDescent
 from zbv_solver.partition.fixed_order import FixedOrder
-from zbv_solver.partition.runs import Choice, Runs
+from zbv_solver.partition.runs import WHOLE, Runs
 from zbv_solver.partition.simple_cuts import level_cut
 from zbv_solver.partition.starts import fitting_starts
 from zbv_solver.plans.orders import Orders
@@ -23,6 +23,8 @@ from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
 from zbv_solver.problem.problem import objective_value
 from zbv_solver.timing.start_times import evaluate
 
+_Start = tuple[Boundaries, tuple[bool, ...]]
+"""Boundaries in parts, and which stages are recomputed."""
 ACTIONS = 5_000_000
 """Actions that the search for one order may time: some tenths of a second."""
 
@@ -57,17 +59,20 @@ def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], acti
     runs = Runs.of(space)
     order = FixedOrder.of(problem.cut_into(placement, space.cut(*starts[0])), orders)
     can_choose = problem.limit is not None and problem.model.can_recompute
-    local = CutDescent(runs, order, actions, seed=0, may_recompute=can_choose)
+    local = CutDescent(runs, order, actions, 0, None if can_choose else (0,) * space.n_stages)
     for bounds, recompute in starts:
         if (allowed := runs.repaired(bounds)) is not None:
-            local.consider((allowed, recompute))
+            local.consider((allowed, tuple(WHOLE * again for again in recompute)))
     first = local.best or local.closest
     if first is not None:
         local.run(first)
-    return None if local.best is None else space.cut(*local.best)
+    if local.best is None:
+        return None
+    bounds, chosen = local.best
+    return space.cut(bounds, tuple(map(bool, chosen)))
 
 
-def _starts(space: CutSpace, also: Sequence[Cut]) -> Iterator[Choice]:
+def _starts(space: CutSpace, also: Sequence[Cut]) -> Iterator[_Start]:
     """The given cuts and the usual ones, with those stages recomputed that need to be."""
     plain = (False,) * space.n_stages
     level = level_cut(space)
@@ -81,7 +86,9 @@ def _starts(space: CutSpace, also: Sequence[Cut]) -> Iterator[Choice]:
     yield from fitting_starts(space, level)[0].values()
 
 
-def _best_of(space: CutSpace, orders: Orders, choices: Sequence[Choice]) -> Cut | None:
+def _best_of(
+    space: CutSpace, orders: Orders, choices: Iterable[tuple[Boundaries, tuple[bool, ...]]]
+) -> Cut | None:
     """The best of some cuts that fit, for ranks that differ."""
     limits, best, least = space.problem.limit, None, float("inf")
     for choice in choices:

@@ -6,8 +6,9 @@ the latencies of a cut's stages are linear in the counts, for whole cuts and for
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +16,65 @@ import numpy as np
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
+from zbv_solver.problem.layer import Layer, Model
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.limits import MAX_LAYERS
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I
 
-Choice = tuple[Boundaries, tuple[bool, ...]]
-"""A cut: boundaries in parts (S+1,), and recomputed stages (S,)."""
+WHOLE = MAX_LAYERS
+"""More layers than any stage has: all of them are recomputed."""
+Recomputed = tuple[int, ...]
+"""(S,) how many layers of every stage are recomputed: its first ones that can be."""
+Choice = tuple[Boundaries, Recomputed]
+"""A cut: boundaries in parts (S+1,), and what is recomputed."""
+
+
+@dataclass(frozen=True)
+class First:
+    """As many first layers of every stage are recomputed: from ``least`` to ``most``, one number for all.
+
+    Megatron-LM: ``--recompute-method block`` (``megatron/core/recompute.py``, ``checkpointed_forward``).
+
+    Attributes
+    ----------
+    others
+        Names of layers that are never recomputed.
+    """
+
+    least: int = 0
+    most: int = WHOLE
+    others: frozenset[str] = frozenset()
+
+    def model(self, problem: LayeredProblem, bounds: Boundaries, count: int) -> Model:
+        """The layers of a cut with these boundaries in parts: ``count`` first parts are recomputed.
+
+        Recomputed layers have the costs of recomputation as their own, and no layer has others.
+        """
+        model, layers = problem.model, list[Layer]()
+        for begin, end in pairwise(bounds):
+            left = count
+            for places in pairwise(problem.places[begin : end + 1].tolist()):
+                part = [*zip(model.names[slice(*places)], model.each[slice(*places)], strict=True)]
+                is_again = left > 0 and any(self.can_recompute(*each) for each in part)
+                left -= is_again
+                for name, layer in part:
+                    costs = layer.costs_when(is_again and self.can_recompute(name, layer))
+                    layers.append(replace(layer, name=name, costs=costs, recompute=None, repeat=None, on=()))
+        return Model(tuple(layers))
+
+    def can_recompute(self, name: str, layer: Layer) -> bool:
+        """Whether a layer may be recomputed."""
+        return layer.recompute is not None and name not in self.others
+
+    def ranges(self, most: int) -> list[First]:
+        """Short ranges that have all numbers up to ``most``, each twice as long as the one before."""
+        most, found, begin = max(self.least, min(self.most, most)), [], self.least
+        while begin <= most:
+            end = min(most, 2 * begin)
+            found.append(First(begin, end))
+            begin = end + 1
+        return found
 
 
 class Row(NamedTuple):
@@ -33,9 +88,9 @@ class Row(NamedTuple):
         """The row times a number."""
         return Row(self.fixed * by, self.slope * by, self.again * by)
 
-    def with_stages(self, recompute: tuple[bool, ...]) -> FloatArray:
-        """The slopes (S+1, R) when stages are recomputed as given."""
-        chosen = np.array(recompute, dtype=np.float64)[:, None] * self.again
+    def with_stages(self, recompute: Recomputed) -> FloatArray:
+        """The slopes (S+1, R) when stages are recomputed as a whole or not at all."""
+        chosen = np.array(recompute, dtype=bool)[:, None] * self.again
         slope = self.slope.copy()
         slope[1:] += chosen
         slope[:-1] -= chosen
@@ -56,6 +111,8 @@ class Runs:
         (2, 3, R): held after F, held between I and W, and static.
     workspace
         (2, R).
+    can_recompute
+        (R,) 1 for parts that can be recomputed, 0 for others.
     first_transfer, transfer
         Latency of a boundary before all parts, and by how much one part (R,) changes it.
     least, lower, upper
@@ -69,6 +126,7 @@ class Runs:
     duration: FloatArray
     memory: FloatArray
     workspace: FloatArray
+    can_recompute: FloatArray
     first_transfer: float
     transfer: FloatArray
     least: int
@@ -90,7 +148,11 @@ class Runs:
 
     @classmethod
     def of(
-        cls, space: CutSpace, latest: dict[int, int] | None = None, sizes: dict[int, int] | None = None
+        cls,
+        space: CutSpace,
+        latest: dict[int, int] | None = None,
+        sizes: dict[int, int] | None = None,
+        others: frozenset[str] = frozenset(),
     ) -> Runs:
         """The runs of a space.
 
@@ -100,14 +162,17 @@ class Runs:
             The last allowed place of some boundaries, in parts.
         sizes
             The prescribed number of parts of some stages.
+        others
+            Names of layers that are never recomputed.
         """
         problem = space.problem
         places = problem.places
         each = np.zeros((2, 7, problem.model.n_layers))
-        workspace = np.zeros((2, problem.model.n_layers))
-        for place, layer in enumerate(problem.model.each):
+        workspace, able = np.zeros((2, problem.model.n_layers)), np.zeros(problem.model.n_layers)
+        for place, (name, layer) in enumerate(zip(problem.model.names, problem.model.each, strict=True)):
+            able[place] = layer.recompute is not None and name not in others
             for variant in (0, 1):
-                costs = layer.costs_when(variant == 1)
+                costs = layer.costs_when(variant == 1 and name not in others)
                 memory = costs.memory
                 each[variant, :, place] = (
                     *(costs.forward, costs.backward_input, costs.backward_weight, costs.fused),
@@ -118,9 +183,10 @@ class Runs:
                 workspace[variant, place] = memory.workspace
         parts = np.add.reduceat(each, places[:-1], axis=2)
         largest = np.maximum.reduceat(workspace, places[:-1], axis=1)
+        able = np.maximum.reduceat(able, places[:-1])
         transfers = np.array([problem.transfer(int(place)) for place in places])
         steps = np.diff(transfers)
-        columns = np.concatenate([parts.reshape(14, -1), largest, steps[None]])
+        columns = np.concatenate([parts.reshape(14, -1), largest, able[None], steps[None]])
         differs = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
         starts = np.append(0, np.flatnonzero(differs) + 1)
         lower, upper = (limit.copy() for limit in space.ranges)
@@ -136,6 +202,7 @@ class Runs:
             parts[:, :4, starts],
             parts[:, 4:, starts],
             largest[:, starts],
+            able[starts],
             float(transfers[0]),
             steps[starts],
             space.least,
@@ -167,12 +234,16 @@ class Runs:
         found: FloatArray = np.clip(np.array(bounds)[:, None] - self.begin[:-1], 0.0, self.size)
         return found
 
-    def costs(
-        self, counts: FloatArray, recompute: tuple[bool, ...] | FloatArray
-    ) -> tuple[FloatArray, FloatArray]:
-        """Durations (4, S) and latencies (S-1,) of stages."""
+    def again(self, counts: FloatArray, recompute: Recomputed) -> FloatArray:
+        """(S, R) how many parts of every run a stage recomputes."""
+        able = np.maximum(np.diff(counts, axis=0), 0.0) * self.can_recompute
+        before = np.cumsum(able, axis=1) - able
+        found: FloatArray = np.clip(np.array(recompute)[:, None] - before, 0.0, able)
+        return found
+
+    def costs(self, counts: FloatArray, again: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Durations (4, S) and latencies (S-1,) of stages, of which ``again`` (S, R) is recomputed."""
         inside = np.maximum(np.diff(counts, axis=0), 0.0)
-        again = inside * np.asarray(recompute, dtype=np.float64)[:, None]
         duration = self.duration[0] @ (inside - again).T + self.duration[1] @ again.T
         latency = self.remote * (self.first_transfer + counts[1:-1] @ self.transfer)
         if self.space.problem.blocking:
@@ -183,23 +254,28 @@ class Runs:
 
     def value(self, order: FixedOrder, choice: Choice) -> float:
         """The objective of a cut."""
-        return order.value(*self.costs(self.counts(choice[0]), choice[1]))
+        counts = self.counts(choice[0])
+        return order.value(*self.costs(counts, self.again(counts, choice[1])))
 
     def peaks(self, order: FixedOrder, choice: Choice) -> FloatArray:
         """(p,) the largest memory of every rank."""
-        inside = np.diff(self.counts(choice[0]), axis=0)
-        variant = np.array(choice[1], dtype=np.int64)
-        amounts = np.einsum("skr,sr->ks", self.memory[variant], inside)
+        counts = self.counts(choice[0])
+        again = self.again(counts, choice[1])
+        plain = np.diff(counts, axis=0) - again
+        amounts = self.memory[0] @ plain.T + self.memory[1] @ again.T
         ranks, numbers = order.held
         held = np.einsum("hkc,khc->h", numbers, amounts[:2][:, order.hosted[ranks]])
         peaks = np.zeros(len(order.hosted))
         np.maximum.at(peaks, ranks, held)
-        spaces = np.where(inside > 0, self.workspace[variant], 0.0).max(axis=1)
+        variants = [
+            np.where(held > 0, own, 0.0) for held, own in zip((plain, again), self.workspace, strict=True)
+        ]
+        spaces = np.maximum(*variants).max(axis=1)
         static = np.array(self.space.problem.static) + amounts[2][order.hosted].sum(axis=1)
         needs: FloatArray = peaks + static + spaces[order.hosted].max(axis=1)
         return needs
 
-    def most_room(self, order: FixedOrder, recompute: tuple[bool, ...] | None) -> FloatArray:
+    def most_room(self, order: FixedOrder, recompute: Recomputed | None) -> FloatArray:
         """(p,) memory of every rank for its parts, without the least workspace; inf without a limit.
 
         The rank of the first stage has the first part, and that of the last stage the last one.
@@ -212,7 +288,7 @@ class Runs:
         room = whole.copy()
         for stage, run in ((0, 0), (len(self.lower) - 2, -1)):
             spaces = self.workspace[:, run]
-            least = float(spaces.min() if recompute is None else spaces[int(recompute[stage])])
+            least = float(spaces.min() if recompute is None else spaces[int(bool(recompute[stage]))])
             rank = int(np.flatnonzero((order.hosted == stage).any(axis=1))[0])
             room[rank] = min(room[rank], whole[rank] - least)
         return room

@@ -7,7 +7,7 @@ The service uses these models as request bodies.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from zbv_solver.documents.fields import MAX_NAME, TOO_MANY, AtMost, Count, Document, Number
 from zbv_solver.problem.features import MAX_FEATURE_NAME, MAX_FEATURES
+from zbv_solver.problem.layer import Recomputed
 from zbv_solver.problem.limits import (
     MAX_CELLS,
     MAX_CHUNKS,
@@ -281,6 +282,9 @@ class LayeredProblemDocument(Document):
     partition: Partition | None = Field(None, description="Layer names of every stage, if the cut is given.")
     recompute: Annotated[list[Flag], AtMost(MAX_STAGES)] | None = Field(
         None, description="Which stages of the partition are recomputed."
+    )
+    recompute_modules: Annotated[list[Recomputed], AtMost(len(get_args(Recomputed)))] | None = Field(
+        None, description="What recomputed layers repeat, by Megatron-LM's names; absent: all of the layer."
     )
     features: _NotOfLayers = None
     sequences: _NotOfLayers = None

@@ -235,7 +235,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
     if document.partition is None and (issues := [*_stage_issues(document)]):
         raise InvalidInput(issues)
     return LayeredProblem(
-        model=Model(tuple(map(layer_of, document.layers))),
+        model=Model(tuple(map(layer_of, document.layers)), tuple(document.recompute_modules or ())),
         pp_degree=p,
         microbatches=document.microbatches,
         static=_per_rank(static, p),

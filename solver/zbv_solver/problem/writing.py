@@ -6,7 +6,7 @@ from typing import Any
 
 from zbv_solver.documents.text import number, plain
 from zbv_solver.problem.features import FIXED
-from zbv_solver.problem.layer import Layer, OnDevice
+from zbv_solver.problem.layer import Layer, Model, OnDevice
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem
 
@@ -36,6 +36,7 @@ def problem_json(problem: Problem) -> dict[str, Any]:
         cut_model = problem.model
         document["layers"] = [_layer_json(layer) for layer in cut_model.model.layers]
         document["partition"] = plain(cut_model.partition)
+        document |= _modules_json(cut_model.model)
         document["cut"] = plain(cut_model.rules)
         if cut_model.model.can_recompute:
             document["recompute"] = plain(cut_model.cut.recompute)
@@ -68,6 +69,7 @@ def layered_json(problem: LayeredProblem) -> dict[str, Any]:
         "placement": problem.placement,
         "objective": problem.objective,
         "layers": [_layer_json(layer) for layer in problem.model.layers],
+        **_modules_json(problem.model),
         "costs": {"p2p": number(problem.p2p)} if link is None else {"link": plain(link)},
         "memory": {"static": plain(problem.static), "limit": plain(problem.limit)},
         "cut": plain(problem.rules),
@@ -86,6 +88,10 @@ def _descriptions(problem: AnyProblem) -> dict[str, Any]:
     units = {key: value for key, value in plain(problem.units).items() if value is not None}
     described = {"units": units} if any(units.values()) else {}
     return described | ({"measured": dict(problem.measured)} if problem.measured else {})
+
+
+def _modules_json(model: Model) -> dict[str, Any]:
+    return {"recompute_modules": list(model.recompute_modules)} if model.recompute_modules else {}
 
 
 def _layer_json(layer: Layer) -> dict[str, Any]:

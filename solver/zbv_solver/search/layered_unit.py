@@ -52,7 +52,7 @@ class OwnUnit:
 
         problem = replace(
             given,
-            model=Model(tuple(map(converted, layers))),
+            model=Model(tuple(map(converted, layers)), given.model.recompute_modules),
             p2p=unit.converted([given.p2p])[0] if link is None else 0.0,
             link=None if link is None else Link(latency, 1.0),
             links=tuple(

@@ -18,16 +18,24 @@ from support.titan_configuration import configured
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.executors import executor_cut as executor_cut_module
 from zbv_solver.executors.best_cut import Recompute, best_cut
-from zbv_solver.executors.executor_cut import cut_for_executor, executor_cut_json, split_flags
+from zbv_solver.executors.executor_cut import (
+    ExecutorCut,
+    cut_for_executor,
+    executor_cut_json,
+    split_flags,
+)
 from zbv_solver.executors.letters import Modules
 from zbv_solver.executors.megatron_layout import parse_layout
 from zbv_solver.executors.regular_cut import TOLERANCE
 from zbv_solver.executors.schedules import Schedule, megatron_schedule, torch_schedule
 from zbv_solver.executors.torchtitan_settings import module_names
+from zbv_solver.partition.runs import First
 from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layer import Layer, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import objective_value
 from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.timing.start_times import evaluate
 
 
@@ -76,14 +84,13 @@ def random_layers(random: Random, unit: float) -> LayeredProblem:
 
 
 def all_values(
-    problem: LayeredProblem, schedule: Schedule, recompute: Recompute, allow_empty: bool
+    problem: LayeredProblem, schedule: Schedule, recompute: Recompute | First, allow_empty: bool
 ) -> Iterator[float]:
     """The objectives of all cuts that fit."""
+    if isinstance(recompute, First):
+        yield from values_of_first(problem, schedule, recompute, allow_empty)
+        return
     placement, n = schedule.placement, problem.model.n_layers
-    chunks = placement.chunks if placement.kind == "loop" else None
-    rules = replace(problem.rules, allow_empty=True)
-    blocking = schedule.blocking
-    placed = replace(problem, placement=placement.kind, chunks=chunks, rules=rules, blocking=blocking)
     none, every = (False,) * placement.n_stages, (True,) * placement.n_stages
     chosen = {
         "none": [none],
@@ -92,26 +99,65 @@ def all_values(
         "per-stage": list(product((False, True), repeat=placement.n_stages)),
     }[recompute]
     for inner in combinations_with_replacement(range(1, n), placement.n_stages - 1):
+        yield from values_at(problem, schedule, (0, *inner, n), chosen, allow_empty)
+
+
+def values_at(
+    problem: LayeredProblem,
+    schedule: Schedule,
+    bounds: tuple[int, ...],
+    chosen: list[tuple[bool, ...]],
+    allow_empty: bool,
+) -> Iterator[float]:
+    """The objectives of a cut with every choice of recomputed stages, as far as it fits."""
+    placement = schedule.placement
+    chunks = placement.chunks if placement.kind == "loop" else None
+    rules = replace(problem.rules, allow_empty=True)
+    blocking = schedule.blocking
+    placed = replace(problem, placement=placement.kind, chunks=chunks, rules=rules, blocking=blocking)
+    if not allow_empty and any(begin == end for begin, end in pairwise(bounds)):
+        return
+    for stages in chosen:
+        cut = placed.cut_into(placement, Cut.at(bounds, stages))
+        limits = cut.memory.limit or (inf,) * placement.pp_degree
+        free = replace(cut, memory=replace(cut.memory, limit=None))
+        timing = evaluate(free, schedule.orders())
+        if all(need <= most * (1 + 1e-9) for need, most in zip(timing.peak_memory, limits, strict=True)):
+            yield objective_value(problem.objective, timing)
+
+
+def values_of_first(
+    problem: LayeredProblem, schedule: Schedule, first: First, allow_empty: bool
+) -> Iterator[float]:
+    """The objectives of all cuts with all numbers of first layers; all layers, too, if any are allowed."""
+    n = problem.model.n_layers
+    for inner in combinations_with_replacement(range(1, n), schedule.placement.n_stages - 1):
         bounds = (0, *inner, n)
-        if not allow_empty and any(begin == end for begin, end in pairwise(bounds)):
-            continue
-        for stages in chosen:
-            cut = placed.cut_into(placement, Cut.at(bounds, stages))
-            limits = cut.memory.limit or (inf,) * placement.pp_degree
-            free = replace(cut, memory=replace(cut.memory, limit=None))
-            timing = evaluate(free, schedule.orders())
-            if all(need <= most * (1 + 1e-9) for need, most in zip(timing.peak_memory, limits, strict=True)):
-                yield objective_value(problem.objective, timing)
+        for count in range(first.least, min(first.most, n) + 1):
+            layers: list[Layer] = []
+            for begin, end in pairwise(bounds):
+                left = count
+                for layer in problem.model.each[begin:end]:
+                    is_able = layer.recompute is not None and layer.name not in first.others
+                    again = layer.recompute if is_able and left > 0 else None
+                    left -= is_able
+                    layers.append(replace(layer, costs=again or layer.costs, recompute=None))
+            same, none = replace(problem, model=Model(tuple(layers))), (False,) * schedule.placement.n_stages
+            yield from values_at(same, schedule, bounds, [none], allow_empty)
+    if first == First(others=first.others):
+        yield from all_values(problem, schedule, "all", allow_empty)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.randoms(use_true_random=True),
-    st.sampled_from(["none", "uniform", "per-stage"]),
+    st.sampled_from(["none", "uniform", "per-stage", First(), First(2, 2), First(others=frozenset({"l1"}))]),
     st.booleans(),
     st.sampled_from([1.0, 1 / 3, 123_456.7, 1e-6]),
 )
-def test_equal_to_enumeration(random: Random, recompute: Recompute, allow_empty: bool, unit: float) -> None:
+def test_equal_to_enumeration(
+    random: Random, recompute: Recompute | First, allow_empty: bool, unit: float
+) -> None:
     problem = random_layers(random, unit)
     p, m = problem.pp_degree, problem.microbatches
     offered = [torch_schedule("GPipe", p, m), torch_schedule("1F1B", p, m)]
@@ -200,6 +246,94 @@ def test_not_worse_than_published_layouts(name: str) -> None:
     # Given as a start, their cut is never lost, with any budget.
     given = best_cut(problem, [schedule], allow_empty=True, also=[bounds], effort="quick")
     assert given.least <= theirs * (1 + 1e-9)
+
+
+def recomputable(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer that, recomputed, takes another forward and holds a quarter."""
+    held = layer["memory"]["forward"] / 4
+    memory = {"forward": held, "backward_input": -held, "backward_weight": 0, "workspace": 3 * held}
+    return {
+        **layer,
+        "recompute": {"backward_input": layer["backward_input"] + layer["forward"], "memory": memory},
+    }
+
+
+def blocks(limit: float, **more: Any) -> LayeredProblem:
+    """Eight blocks and a module of multi-token prediction on two ranks with little memory."""
+    memory = {"forward": 4, "backward_input": -4, "backward_weight": 0}
+    block = {"forward": 1, "backward_input": 2, "backward_weight": 0, "memory": memory}
+    layers = [
+        {**block, "name": "embedding", "forward": 0, "backward_input": 0},
+        recomputable({**block, "name": "block", "repeat": 8}),
+        recomputable({**block, "name": "mtp"}),
+        {**block, "name": "head"},
+    ]
+    return layered({"pp_degree": 2, "microbatches": 4, "layers": layers, "memory": {"limit": limit}, **more})
+
+
+def flags_of(found: ExecutorCut) -> dict[str, str]:
+    assert found.settings is not None
+    lines = (line.strip(" \\").partition(" ") for line in found.settings.splitlines())
+    return {name: value for name, _, value in lines}
+
+
+def test_megatron_recomputes_as_many_first_layers_of_every_stage_as_memory_asks_for() -> None:
+    counts = {}
+    for limit in (60.0, 38.0, 36.0, 31.0):
+        found = cut_for_executor(blocks(limit), "megatron", virtual_stages=[1], effort="quick")
+        best, flags = found.best.results[0], flags_of(found)
+        counts[limit] = best.recompute_layers
+        document = executor_cut_json(found)
+        assert (document["recompute"], document["recompute_layers"]) == (
+            best.recompute,
+            best.recompute_layers,
+        )
+        assert flags.get("--recompute-num-layers") == (best.recompute_layers and str(best.recompute_layers))
+        assert flags.get("--recompute-method") == (best.recompute_layers and "block")
+        # The plan has the costs that were counted: of the first blocks of a stage, and never of MTP layers.
+        model = found.best.problem.model
+        assert model is not None
+        for begin, end in pairwise(model.cut.bounds):
+            stage = [each for each in model.model.each[begin:end] if each.name.startswith("block")]
+            held = [each.costs.memory.forward for each in stage]
+            again = min(best.recompute_layers or 0, len(held))
+            assert held == [1.0] * again + [4.0] * (len(held) - again)
+        assert model.model.each[-2].costs.memory.forward == 4
+        make_plan(found.best.problem, found.best.orders, method="test")
+    given = [count or 0 for count in counts.values()]
+    assert given == [0, 1, 3, 4]
+
+
+def test_the_number_of_recomputed_layers_can_be_fixed() -> None:
+    found = cut_for_executor(
+        blocks(1000.0), "megatron", virtual_stages=[1], recompute_layers=2, effort="quick"
+    )
+    flags = flags_of(found)
+    assert (flags["--recompute-method"], flags["--recompute-num-layers"]) == ("block", "2")
+    free = cut_for_executor(blocks(1000.0), "megatron", virtual_stages=[1], effort="quick")
+    assert found.best.objective > free.best.objective
+    for change, message in (
+        ({"executor": "torchtitan"}, "found 2 and executor torchtitan; only Megatron-LM does that"),
+        ({"recompute": "none"}, "found 2 and --recompute none"),
+        ({"recompute_layers": 0}, "found 0; must be at least 1"),
+    ):
+        asked = {"executor": "megatron", "recompute_layers": 2, **change}
+        with pytest.raises(InvalidInput, match=message):
+            cut_for_executor(blocks(1000.0), **asked)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="every transformer layer needs recompute"):
+        cut_for_executor(model_of([3, 3], False, 2), "megatron", recompute_layers=1)
+
+
+def test_recomputed_modules_of_a_document_are_megatrons_selective_recomputation() -> None:
+    problem = blocks(20.0, recompute_modules=["mlp", "layernorm"])
+    flags = flags_of(cut_for_executor(problem, "megatron", virtual_stages=[1], effort="quick"))
+    assert flags["--recompute-granularity"] == "selective"
+    assert "--recompute-method" not in flags
+    # torchtitan recomputes whole layers, or operations that it chooses.
+    with pytest.raises(InvalidInput, match="found mlp, layernorm; only Megatron-LM does that"):
+        cut_for_executor(problem, "torch", recompute="all")
+    with pytest.raises(InfeasibleMemory):
+        cut_for_executor(problem, "torch", virtual_stages=[1], effort="quick")
 
 
 def test_megatrons_flags_are_of_the_cut() -> None:

@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.letters import Modules
-from zbv_solver.executors.megatron_layout import check_layout, layout_flags, parse_layout, write_layout
+from zbv_solver.executors.megatron_layout import (
+    check_layout,
+    layout_flags,
+    parse_layout,
+    recompute_flags,
+    write_layout,
+)
 from zbv_solver.problem.layer import Layer, LayerCosts, Model
 
 # Layouts of configurations in use; every entry names its repository, commit and file, or its paper.
@@ -91,7 +97,7 @@ def test_wrong_characters_and_endless_layouts_are_refused() -> None:
 def test_flags() -> None:
     # docs/user-guide/features/pipeline_parallel_layout.md of Megatron-LM.
     stages = parse_layout("Et*3|(tt|)*29,m|L")
-    flags = shlex.split(" ".join(layout_flags(stages, 16, 16, "all")))
+    flags = shlex.split(" ".join(layout_flags(stages, 16, 16)))
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert given == {
         "--num-layers": "61",
@@ -99,12 +105,34 @@ def test_flags() -> None:
         "--pipeline-model-parallel-layout": "Ettt|(tt|)*29m|L",
         "--mtp-num-layers": "1",
         "--microbatch-group-size-per-virtual-pipeline-stage": "16",
-        "--recompute-granularity": "full",
-        "--recompute-method": "uniform",
-        "--recompute-num-layers": "1",
     }
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        (("none",), ""),
+        (("all",), "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        (("block", 3), "--recompute-granularity full --recompute-method block --recompute-num-layers 3"),
+        (
+            ("all", None, ("mlp", "layernorm")),
+            "--recompute-granularity selective --recompute-modules mlp layernorm",
+        ),
+        (
+            ("all", None, ("moe_act",)),
+            "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act",
+        ),
+    ],
+)
+def test_flags_of_recomputation(asked: tuple[Any, ...], flags: str) -> None:
+    # megatron/core/transformer/transformer_config.py, __post_init__: full needs a method and a number of
+    # layers, selective neither, and moe_act needs grouped products.
+    assert " ".join(recompute_flags(*asked)) == flags
+
+
+def test_megatron_recomputes_all_stages_alike() -> None:
     with pytest.raises(InvalidInput, match="all stages alike"):
-        layout_flags(stages, 16, 16, "per-stage")
+        recompute_flags("per-stage")
 
 
 def model(*names: str) -> Model:

@@ -11,74 +11,60 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, request_of
 from support.titan_configuration import VERSIONS, configured
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor
 from zbv_solver.executors.megatron_layout import parse_layout
 from zbv_solver.layouts import executor_layouts as executor_module
 from zbv_solver.layouts.answer import ranking_json, recomputation
-from zbv_solver.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
-from zbv_solver.layouts.executor_rules import NAMES, executors_of, runs_layout, sources
-from zbv_solver.layouts.layout import Fixed, Layout
+from zbv_solver.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout, sources
+from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress
-from zbv_solver.layouts.request import Request, parse_request
+from zbv_solver.layouts.request import Request
 from zbv_solver.layouts.search import best_layouts
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.verify.verifier import verify
 
-MODEL: dict[str, Any] = {
-    **{"hidden": 1024, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 32_000, "sequence": 2048},
-    **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
-}
-EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
 PREDICTING = {**MODEL, "prediction_layers": 1}
 SEEING = {**MODEL, "vision": {"hidden": 256, "layers": 4, "heads": 4, "patches": 64}}
-
-
-def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.0, **device: Any) -> Cluster:
-    links = {
-        "in_node": {"latency": 10, "bandwidth": 300 * speed},
-        "between_nodes": {"latency": 20, "bandwidth": 25 * speed},
-    }
-    document = {"nodes": nodes, "gpus_per_node": gpus, "links": links, "memory": gigabytes * 1e9}
-    return equal_cluster(
-        document | {"device": {"achieved_tflops": 300, "memory_bandwidth": 1500 * speed, **device}}
-    )
-
-
-def request_of(model: dict[str, Any], cluster: Cluster, batch: int, **fixed: Any) -> Request:
-    return parse_request({"model": model, "global_batch": batch}, cluster, Fixed(**fixed))
-
-
-def best_of(request: Request, executor: str) -> ExecutorLayout:
-    (best,) = executor_layouts(request.layouts, request.setting, executor).best
-    assert isinstance(best, ExecutorLayout)
-    return best
 
 
 def every_step(request: Request, executor: str) -> dict[tuple[Layout, str], float]:
     """The step of every layout with its best cut, by layout and recomputation."""
     setting, known, found = replace(request.setting, has_loops=True), {}, {}
     for layout in request.layouts:
-        for recompute in ("none", "full") if layout.recompute == "per-stage" else (layout.recompute,):
-            if not runs_layout(executor, setting.model, layout):
-                continue
-            estimated = EstimatedLayout.of(replace(layout, recompute=recompute), setting)
+        if not runs_layout(executor, setting.model, layout):
+            continue
+        for variant in recomputed_variants(layout, executor, setting):
+            estimated = EstimatedLayout.of(variant, setting)
             if estimated.problem not in known:
                 known[estimated.problem] = planned_in_full(estimated.problem, executor)
             cut = known[estimated.problem]
             if cut is not None:
-                found[layout, recompute] = step_of(cut, estimated)
-                check_bounds(estimated, setting, found[layout, recompute])
+                found[layout, str(variant)] = step_of(cut, estimated)
+                check_bounds(estimated, setting, found[layout, str(variant)])
     return found
+
+
+def recomputed_variants(layout: Layout, executor: str, setting: Setting) -> list[Layout]:
+    """The layout with every recomputation of an executor.
+
+    With Megatron-LM, ``per-stage`` lets the cut choose how many layers of every stage are recomputed.
+    """
+    if layout.recompute == "selective":
+        return [replace(layout, recompute_modules=modules) for modules in setting.module_sets]
+    if layout.recompute == "per-stage" and executor != "megatron":
+        return [replace(layout, recompute="none"), replace(layout, recompute="full")]
+    return [layout]
 
 
 def planned_in_full(problem: LayeredProblem, executor: str) -> ExecutorCut | None:
     chunks = (1,) if problem.pp_degree == 1 else None
     try:
-        return cut_for_executor(problem, executor, virtual_stages=chunks, recompute="none", effort="quick")
+        return cut_for_executor(problem, executor, virtual_stages=chunks, effort="quick")
     except InfeasibleMemory:
         return None
     except InvalidInput:  # numbers of ranks and microbatches that the executor refuses
@@ -114,6 +100,7 @@ def test_the_best_layout_is_that_of_cutting_every_one(
         # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
         cluster_of(*nodes, gigabytes, speed=1e5),
         2 * nodes[0] * nodes[1],
+        executor,
         **{"microbatch_size": 1, "tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1},
         placement="tp-cp-dp-pp",
     )
@@ -133,7 +120,7 @@ def test_the_best_layout_is_that_of_cutting_every_one(
 
 
 def test_all_executors_together_are_as_good_as_each() -> None:
-    fixed = {"pipeline_parallel": 2, "microbatch_size": 1}
+    fixed: dict[str, Any] = {"pipeline_parallel": 2, "microbatch_size": 1}
     request = request_of(MODEL, cluster_of(1, 2, 6.0), 4, **fixed)
     layouts, setting = request.layouts, request.setting
     ranking = executor_layouts(layouts, setting, "any", top=4)
@@ -151,7 +138,12 @@ def test_all_executors_together_are_as_good_as_each() -> None:
 
 def test_megatrons_flags_are_those_of_the_layout() -> None:
     cluster = cluster_of(2, 4, data_parallel_overlap=0.5)
-    fixed = {"tensor_parallel": 2, "context_parallel": 1, "expert_parallel": 2, "pipeline_parallel": 2}
+    fixed: dict[str, Any] = {
+        "tensor_parallel": 2,
+        "context_parallel": 1,
+        "expert_parallel": 2,
+        "pipeline_parallel": 2,
+    }
     request = request_of(
         EXPERTS, cluster, 16, **fixed, zero_stage=1, placement="tp-cp-pp-dp", recompute="full"
     )
@@ -184,7 +176,12 @@ def test_megatrons_flags_are_those_of_the_layout() -> None:
 
 @pytest.mark.parametrize(("ranks", "batch"), [(2, 8), (1, 2)])
 def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int) -> None:
-    fixed = {"data_parallel": 2, "pipeline_parallel": ranks, "tensor_parallel": 2, "context_parallel": 1}
+    fixed: dict[str, Any] = {
+        "data_parallel": 2,
+        "pipeline_parallel": ranks,
+        "tensor_parallel": 2,
+        "context_parallel": 1,
+    }
     request = request_of(MODEL, cluster_of(1, 4 * ranks), 16, **fixed, microbatch_size=1)
     best = best_of(request, "torchtitan")
     assert best.settings is not None
@@ -269,7 +266,7 @@ def test_every_rule_has_a_source() -> None:
 
 
 def test_models_that_an_executor_cannot_run_are_refused() -> None:
-    seeing = request_of(SEEING, cluster_of(1, 2), 4).setting.model
+    seeing = request_of(SEEING, cluster_of(1, 2), 4).setting
     with pytest.raises(InvalidInput, match="Megatron-LM requires a model without a vision encoder"):
         executors_of("megatron", seeing)
     assert executors_of("any", seeing) == ("zbv", "torchtitan", "torch")
@@ -299,10 +296,50 @@ def test_torchtitan_trains_a_vision_encoder_in_the_first_stage() -> None:
     assert {"patches", "vision.3", "projector", "embedding"} <= set(model.partition[0])
 
 
-def test_layouts_that_an_executor_cannot_run_are_refused_with_the_rule() -> None:
-    request = request_of(MODEL, cluster_of(1, 4), 8, zero_stage=3, data_parallel=4)
-    with pytest.raises(InvalidInput, match="requires ZeRO stage 0, or 1"):
-        executor_layouts(request.layouts, request.setting, "megatron")
+@pytest.mark.parametrize(
+    ("executor", "fixed", "requires", "common"),
+    [
+        ("megatron", {"zero_stage": 3, "data_parallel": 4}, "ZeRO stage 0, or 1", "zero stage 3"),
+        (
+            "torch",
+            {"recompute": "selective"},
+            "all layers recomputed in full, or none",
+            "recompute selective",
+        ),
+        (
+            "torchtitan",
+            {"recompute_layers": 2},
+            "all layers recomputed in full, or none",
+            "recompute layers 2",
+        ),
+        ("torchtitan", {"placement": "tp-cp-pp-dp"}, "the placement tp-cp-dp-pp", "placement tp-cp-pp-dp"),
+    ],
+)
+def test_layouts_that_an_executor_cannot_run_are_refused_with_the_rule(
+    executor: str, fixed: dict[str, Any], requires: str, common: str
+) -> None:
+    request = request_of(MODEL, cluster_of(1, 4), 8, executor, **fixed)
+    layouts = request.layouts
+    with pytest.raises(InvalidInput) as raised:
+        executor_layouts(layouts, request.setting, executor)
+    # Some layouts break further rules, but this one is enough to refuse all.
+    detail = raised.value.issues[0].detail
+    name = NAMES[executor]
+    assert detail.startswith(f"{name} can run none of the {len(layouts)} layouts. It requires {requires}")
+    assert f". All layouts have {common}. " in detail
+
+
+def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
+    model = request_of(MODEL, cluster_of(1, 8), 8).setting.model
+    wrong_stage = replace(LAYOUT, zero_stage=3)
+    wrong_order = replace(LAYOUT, placement="tp-cp-pp-dp", context_parallel=2)
+    both = replace(wrong_order, zero_stage=3)
+    detail = refusal("megatron", model, [wrong_stage, both]).issues[0].detail
+    assert "ZeRO stage" in detail
+    assert "--use-tp-pp-dp-mapping" not in detail
+    detail = refusal("megatron", model, [wrong_stage, wrong_order, both]).issues[0].detail
+    assert "ZeRO stage" in detail
+    assert "--use-tp-pp-dp-mapping" in detail
 
 
 def test_without_room_no_layout_fits() -> None:

@@ -71,7 +71,7 @@ def test_a_fixed_part_restricts_the_enumeration_and_nothing_else(part: dict[str,
     some = request_of(EXPERTS, cluster, 16, Fixed(**part)).layouts
     recompute = part.pop("recompute", None)
     expected = {
-        each if recompute is None else replace(each, recompute=recompute)
+        each if recompute is None else replace(each, recompute=recompute, recompute_modules=())
         for each in every
         if all(getattr(each, name) == value for name, value in part.items())
     }
@@ -255,13 +255,31 @@ def test_selective_recomputation_is_another_layout() -> None:
     assert all(layer.recompute is None for layer in problems.values())
 
 
-def test_a_model_without_the_modules_has_no_selective_layout() -> None:
-    cluster = cluster_of(1, 2)
+def test_a_dense_model_has_selective_layouts_where_they_are_asked_for() -> None:
+    cluster, selective = cluster_of(1, 2), Fixed(recompute="selective")
     assert {each.recompute for each in request_of(MODEL, cluster, 16).layouts} == {"per-stage"}
-    with pytest.raises(InvalidInput, match="no layer of this model has them"):
-        request_of(MODEL, cluster, 16, Fixed(recompute="selective")).layouts  # noqa: B018
-    document = {"model": MODEL, "parallel": {"recompute_modules": ["layernorm"]}, "global_batch": 16}
+    asked = request_of(MODEL, cluster, 16, selective).layouts
+    assert {(each.recompute, "mlp" in each.recompute_modules) for each in asked} == {("selective", True)}
+    document = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 16}
     assert any(each.recompute == "selective" for each in parse_request(document, cluster).layouts)
+    document["parallel"] = {"recompute_modules": ["moe_act"]}
+    with pytest.raises(InvalidInput, match="found moe_act; no layer of this model has them"):
+        parse_request(document, cluster, selective).layouts  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("fixed", "executor", "message"),
+    [
+        (Fixed(recompute_layers=2), "zbv", "executor zbv, which recomputes whole stages"),
+        (Fixed(recompute_layers=2, recompute="none"), "megatron", "2 recomputed layers and recompute none"),
+    ],
+)
+def test_a_number_of_recomputed_layers_needs_megatron_and_full_recomputation(
+    fixed: Fixed, executor: str, message: str
+) -> None:
+    request = replace(request_of(MODEL, cluster_of(1, 2), 16, fixed), executor=executor)
+    with pytest.raises(InvalidInput, match=message):
+        request.layouts  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""What selective recomputation may repeat of a model: sets of modules, from cheap to expensive ones.
+
+``core_attn`` is in none of them, although it is Megatron-LM's default: layouts are searched for flash
+attention, which keeps statistics of the scores alone, and would be computed twice for these.
+"""
+
+from __future__ import annotations
+
+from zbv_solver.estimate.shapes import Degrees
+from zbv_solver.estimate.transformer import Transformer
+from zbv_solver.problem.layer import Recomputed
+
+Modules = tuple[Recomputed, ...]
+CHEAP: Modules = ("mla_up_proj", "moe_act")
+SETS: tuple[Modules, ...] = (
+    (*CHEAP, "layernorm"),
+    (*CHEAP, "layernorm", "mlp", "shared_experts"),
+    ("mla_up_proj", "layernorm", "mlp", "moe"),
+)
+"""``moe`` repeats ``moe_act`` and ``shared_experts``, too, and the exchanges between experts."""
+
+
+def droppable(model: Transformer) -> frozenset[str]:
+    """The modules whose recomputation drops a tensor of any layer."""
+    return frozenset(
+        module
+        for kind in model.layers()
+        if kind.can_recompute
+        for _, half in kind.halves
+        for tensor in half.part(model.shapes(kind, Degrees())).tensors
+        for module in tensor.modules
+    )
+
+
+def module_sets(model: Transformer) -> tuple[Modules, ...]:
+    """The different sets of a model, without modules that it does not have."""
+    able = droppable(model)
+    found = (tuple(module for module in each if module in able) for each in SETS)
+    return tuple(dict.fromkeys(filter(None, found)))

@@ -1,0 +1,46 @@
+"""Small models and clusters for layouts of executors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zbv_solver.layouts.cluster import Cluster, equal_cluster
+from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
+from zbv_solver.layouts.layout import Fixed
+from zbv_solver.layouts.request import Request, parse_request
+
+MODEL: dict[str, Any] = {
+    **{"hidden": 1024, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 32_000, "sequence": 2048},
+    **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
+}
+EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
+
+
+def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.0, **device: Any) -> Cluster:
+    links = {
+        "in_node": {"latency": 10, "bandwidth": 300 * speed},
+        "between_nodes": {"latency": 20, "bandwidth": 25 * speed},
+    }
+    document = {"nodes": nodes, "gpus_per_node": gpus, "links": links, "memory": gigabytes * 1e9}
+    return equal_cluster(
+        document | {"device": {"achieved_tflops": 300, "memory_bandwidth": 1500 * speed, **device}}
+    )
+
+
+def request_of(
+    model: dict[str, Any], cluster: Cluster, batch: int, executor: str = "zbv", **fixed: Any
+) -> Request:
+    return parse_request({"model": model, "global_batch": batch}, cluster, Fixed(**fixed), executor=executor)
+
+
+def best_of(request: Request, executor: str) -> ExecutorLayout:
+    (best,) = executor_layouts(request.layouts, request.setting, executor).best
+    assert isinstance(best, ExecutorLayout)
+    return best
+
+
+def flags_of(best: ExecutorLayout) -> dict[str, str]:
+    """Megatron-LM's flags with their values; those without one have an empty one."""
+    assert best.settings is not None
+    lines = best.settings.replace("\\\n", "\n").splitlines()
+    return {name: value.strip(' "') for name, _, value in (line.strip().partition(" ") for line in lines)}

@@ -1,4 +1,4 @@
-"""What an executor does by itself, without a layout: the numbers of its own functions."""
+"""What an executor does by itself, without a layout: the numbers that its functions compute."""
 
 from __future__ import annotations
 

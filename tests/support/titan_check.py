@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from support import titan
 from support.titan_settings import settings
 
-STEPS, TIMEOUT, TOLERANCE = 2, 300, 1e-5
+STEPS, TIMEOUT, TOLERANCE = 2, 900, 1e-5
 
 
 def main() -> int:

@@ -100,7 +100,7 @@ _HOMES = {
     "Progress": "search.search_state.Progress",
     "Simulation": "plans.simulation.Simulation",
     "StepPlanner": "search.step_planner.StepPlanner",
-    "compare": "search.assemble.compare",
+    "compare": "search.baselines.compare",
     "load_batch": "packing.batch.load_batch",
     "load_problem": "problem.reading.load_problem",
     "parse_batch": "packing.batch.parse_batch",

@@ -133,7 +133,7 @@ _V: dict[str, Callable[[int, int], Sequence[Rows | torch_schedules.Actions]]] = 
     "v-min": v_min,
     "dualpipe-v": lambda p, m: [torch_schedules.dualpipe_v(rank, p, m) for rank in range(p)],
 }
-"""ZB-V and DualPipeV are PyTorch's; DualPipeV runs an F and a B that PyTorch may overlap one after the other."""
+"""ZB-V and DualPipeV are those of PyTorch. An F and a B that PyTorch may overlap run one after the other."""
 INTERLEAVED = "interleaved-1f1b"
 BASELINES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", *_V)
 PRACTICE = "-practice"
@@ -155,7 +155,9 @@ def missing(name: str, problem: Problem) -> str:
     if name in _V and problem.placement.chunks != 2 and problem.model is None:
         return f"needs two stages per rank; the problem has {problem.placement.chunks}"
     if name == "dualpipe-v" and problem.microbatches < 2 * problem.pp_degree:
-        return f"needs a microbatch per stage, {2 * problem.pp_degree}; the problem has {problem.microbatches}"
+        return (
+            f"needs a microbatch per stage, {2 * problem.pp_degree}; the problem has {problem.microbatches}"
+        )
     return ""
 
 

@@ -2,7 +2,7 @@
 
 Megatron-LM: ``get_num_layers_to_build`` in ``megatron/core/transformer/transformer_block.py``. torchtitan:
 ``_generate_llm_fqn_per_model_part`` in ``torchtitan/distributed/pipeline_parallel.py``, with the default
-weights of 1. PyTorch has no rule; what is said of it is an even division.
+weights of 1. PyTorch has no rule; here its layers are dealt evenly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EvenCut:
     bounds
         (S+1,) boundaries as layer indices.
     remark
-        What it is if the executor has no cut by itself; empty if it is the executor's own.
+        Which cut this is if the executor has none by itself; empty if it is the executor's own.
     """
 
     bounds: tuple[int, ...]
@@ -75,6 +75,8 @@ def _weighted(blocks: int, stages: int) -> list[int]:
 
 def _bounds(letters: Sequence[str], counts: Sequence[int]) -> tuple[int, ...]:
     begins = [at for at, letter in enumerate(letters) if letter == DECODER]
-    behind = (at for at, letter in enumerate(letters) if letter in (MTP, LOSS) and at >= max(begins, default=0))
+    behind = (
+        at for at, letter in enumerate(letters) if letter in (MTP, LOSS) and at >= max(begins, default=0)
+    )
     begins.append(next(behind, len(letters)))
     return (0, *(begins[done] for done in list(accumulate(counts))[:-1]), len(letters))

@@ -20,7 +20,7 @@ LEAST_SECONDS = 0.01
 
 
 def free_plan(problem: LayeredProblem, best: BestCut, options: SearchOptions) -> Plan:
-    """The better of a plan of the layers, and of a plan that improves an executor's order of its own cut.
+    """The better of a plan of the layers, and of a plan that improves an executor's order and keeps its cut.
 
     So it is never longer than the executor's order, which is one of the possible orders. The second is only
     searched if the first is longer; its placement is that of the executor. The bound is over all cuts on both

@@ -382,9 +382,7 @@ class _ExecutorSearch:
             free = None
         return self._not_longer(free, scheduled, best)
 
-    def _not_longer(
-        self, free: PlannedLayout | None, scheduled: Scheduled, best: BestCut
-    ) -> PlannedLayout:
+    def _not_longer(self, free: PlannedLayout | None, scheduled: Scheduled, best: BestCut) -> PlannedLayout:
         """A layout in a free order, or an improved order of an executor if that is shorter."""
         if free is not None and free.step_time <= scheduled.step_time:
             return free

@@ -7,10 +7,11 @@ import numpy as np
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.problem.layer_letters import DECODER, letter_of
 
+
 def even_cut(space: CutSpace) -> Boundaries:
     """Deal all transformer layers evenly; the layers before and after them go to the end stages.
 
-    Megatron-LM does this unless it is told otherwise (``get_num_layers_to_build`` in
+    Megatron-LM does this unless it gets other numbers (``get_num_layers_to_build`` in
     ``megatron/core/transformer/transformer_block.py``), if the layers divide; here they need not. What is a
     transformer layer follows from the names of layers. With fewer of them than stages, all parts are dealt.
     """

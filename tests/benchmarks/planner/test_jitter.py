@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.problems import uniform
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import compare
+from zbv_solver.search.baselines import compare
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.search.simulate import simulate
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.problems import limited, problems, uniform, uniform_document
 from zbv_solver.construct.baselines import (
-    BASELINES,
     baseline,
     baseline_names,
     eager_1f1b,

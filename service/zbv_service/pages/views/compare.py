@@ -56,6 +56,7 @@ class CompareView:
     complaints: tuple[tuple[str, str], ...]
     problems: tuple[Other, ...]
     has_cuts: bool
+    has_layers: bool
 
 
 def compare_view(
@@ -87,6 +88,7 @@ def compare_view(
             if not each.is_baseline and other.problem != plan.problem
         ),
         has_cuts=bool(_other_cuts(plan)),
+        has_layers=plan.problem.model is not None,
     )
 
 

@@ -3,7 +3,7 @@
 import { amount, percent } from "../numbers.js";
 
 const CUTS = ["histogram-cut", "even-cut", "v", "loop-2", "loop-3", "loop-4", "single"]; // of layers
-const CLASSICAL = { "zb-h1": "ZB-H1", "interleaved-1f1b": "Interleaved 1F1B", "eager-1f1b": "Eager 1F1B", "1f1b": "1F1B", gpipe: "GPipe" };
+const CLASSICAL = { "zb-v": "ZB-V", "dualpipe-v": "DualPipeV", "v-half": "V-half", "v-min": "V-min", "zb-h1": "ZB-H1", "interleaved-1f1b": "Interleaved 1F1B", "eager-1f1b": "Eager 1F1B", "1f1b": "1F1B", gpipe: "GPipe" };
 // Of microbatches that differ: small ones at both ends, as in practice, and the schedule made for them.
 const PRACTICE = Object.fromEntries(Object.entries(CLASSICAL).map(([name, label]) => [`${name}-practice`, `${label}, sorted`]));
 const ORDER = [...CUTS, ...Object.keys(CLASSICAL), ...Object.keys(PRACTICE), "dynapipe"];

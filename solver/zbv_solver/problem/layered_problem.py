@@ -281,7 +281,8 @@ def uncut(problem: Problem, placement: PlacementChoice | Placement | None = None
         link=cut.link,
         links=cut.links,
         devices=cut.devices,
-        rules=cut.rules,
+        # Of a cut it is not known whether empty stages were forbidden, or only not asked for.
+        rules=replace(cut.rules, allow_empty=cut.rules.allow_empty or None),
         units=problem.units,
         measured=problem.measured,
         blocking=cut.blocking,

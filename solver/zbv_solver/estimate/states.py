@@ -151,20 +151,15 @@ def hosted_bytes(state: StateBytes, *, tables: bool = False) -> float:
     return state.offloaded * (4 * FLOAT32_BYTES + 2 * FLOAT32_BYTES + 2 * state.values(tables=tables))
 
 
-def update_bytes(state: StateBytes, *, copied: float = 0.0, tables: bool = False) -> float:
+def update_bytes(state: StateBytes, *, tables: bool = False) -> float:
     """Memory traffic of an update per parameter.
 
     Gradients are read for their norm and for the update (Pascanu et al. 2013, §3.2; Kingma and Ba 2015,
-    algorithm 1); states and the master copy are read and written, and parameters are written.
-
-    Parameters
-    ----------
-    copied
-        Bytes of a copy of the gradient that is written first, and read in its place.
+    algorithm 1); states and the master copy are read and written, and parameters are written. Copies of
+    gradients are left out: they take milliseconds.
     """
-    read = state.gradients + 3 * copied if copied else 2 * state.gradients
     parameters = state.parameters if state.master else 2 * state.parameters
-    return read + 2 * state.updated(tables=tables) + parameters
+    return 2 * state.gradients + 2 * state.updated(tables=tables) + parameters
 
 
 @dataclass(frozen=True)

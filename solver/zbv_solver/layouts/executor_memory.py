@@ -53,7 +53,7 @@ def megatron(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldBy
         accumulated=state.gradients,
         reduced=state.gradients,
         gathered=state.parameters,
-        updated=update_bytes(state, copied=copied, tables=tables),
+        updated=update_bytes(state, tables=tables),
         copied=copied,
         hosted=hosted_bytes(state, tables=tables),
     )

@@ -114,8 +114,9 @@ def test_glm_4_5_recomputes_selectively_on_128_h100() -> None:
     config = json.loads((ROOT / "tests/solver/layouts/glm45.json").read_text(encoding="utf-8"))
     cluster = parse_cluster({"nodes": 16, "gpus_per_node": 8, "device": "h100"})
     fixed = Fixed(2, 2, 16, 4, 8, 1, 1, "selective", None, "tp-cp-dp-pp")
-    sizes = {"global_batch": 2048, "sequence_length": 4096}
-    request = parse_request(config, cluster, fixed, executor="megatron", **sizes)
+    request = parse_request(
+        config, cluster, fixed, executor="megatron", global_batch=2048, sequence_length=4096
+    )
     ranking = executor_layouts(request.layouts, request.setting, "megatron")
     best = ranking.best[0]
     assert isinstance(best, ExecutorLayout)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +16,11 @@ from zbv_service.errors import BODY_TOO_LARGE, MALFORMED_JSON, ProblemError
 
 MEDIUM_VALUES = 100_000
 """Largest number of values in the body of an agent."""
+
+MAX_LEVELS = 100
+"""Levels of a document; pydantic cannot write more than some 250."""
+_ODD_TEXT = re.compile(rb"\\u(0000|d[89a-f])", re.IGNORECASE)
+"""Escapes of NUL, which PostgreSQL cannot store, and of surrogates, which UTF-8 cannot encode alone."""
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -27,9 +34,17 @@ def parse_body(model: type[B], body: Any) -> B:
 
 
 def parse_json(body: bytes | bytearray) -> Any:
-    """Decode JSON; raises :class:`ProblemError` 400, also for NaN, infinities and deep nesting."""
+    """Decode JSON.
+
+    Raises
+    ------
+    ProblemError
+        400: it is not JSON, has NaN or infinities, or is nested too deeply.
+    InvalidInput
+        A text has characters that databases and responses cannot hold.
+    """
     try:
-        return json.loads(body.decode(), parse_constant=_refuse_constant)
+        document = json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise malformed(f"byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -39,6 +54,40 @@ def parse_json(body: bytes | bytearray) -> Any:
     except ValueError:
         # Python refuses to convert integers of more than some thousand digits.
         raise malformed("it contains an integer with thousands of digits") from None
+    if body.count(b"[") + body.count(b"{") > MAX_LEVELS and _is_deep(document):
+        raise malformed(f"it is nested more than {MAX_LEVELS} levels deep")
+    if _ODD_TEXT.search(body) and not all(map(_is_plain, _texts(document))):
+        raise InvalidInput.at("", "found a text with NUL or half of a surrogate pair; remove it.")
+    return document
+
+
+def _is_deep(document: Any) -> bool:
+    level = [document]
+    for _ in range(MAX_LEVELS):
+        level = [value for each in level for value in _inside(each)]
+    return bool(level)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _texts(document: Any) -> Iterator[str]:
+    """All keys and texts of a document."""
+    waiting = [document]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            yield from value
+        waiting.extend(_inside(value))
+
+
+def _is_plain(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def parse_medium(body: bytes | bytearray) -> Any:
@@ -54,12 +103,8 @@ def _values(document: Any) -> int:
     """Number of values in a decoded document."""
     waiting, count = [document], 0
     while waiting:
-        value = waiting.pop()
         count += 1
-        if isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, list):
-            waiting.extend(value)
+        waiting.extend(_inside(waiting.pop()))
     return count
 
 

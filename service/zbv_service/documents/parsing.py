@@ -54,18 +54,22 @@ def parse_json(body: bytes | bytearray) -> Any:
     except ValueError:
         # Python refuses to convert integers of more than some thousand digits.
         raise malformed("it contains an integer with thousands of digits") from None
-    if body.count(b"[") + body.count(b"{") > MAX_LEVELS and _is_deep(document):
+    if body.count(b"[") + body.count(b"{") > MAX_LEVELS and is_deep(document, MAX_LEVELS):
         raise malformed(f"it is nested more than {MAX_LEVELS} levels deep")
-    if _ODD_TEXT.search(body) and not all(map(_is_plain, _texts(document))):
-        raise InvalidInput.at("", "found a text with NUL or half of a surrogate pair; remove it.")
+    odd = next(_odd_texts(document), None) if _ODD_TEXT.search(body) else None
+    if odd is not None:
+        raise InvalidInput.at(odd, "found a text with NUL or half of a surrogate pair; remove it.")
     return document
 
 
-def _is_deep(document: Any) -> bool:
+def is_deep(document: Any, most: int) -> bool:
+    """Whether a decoded document has more than so many levels of lists and objects."""
     level = [document]
-    for _ in range(MAX_LEVELS):
-        level = [value for each in level for value in _inside(each)]
-    return bool(level)
+    for _ in range(most):
+        level = [value for each in level for value in _inside(each) if isinstance(value, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -74,20 +78,18 @@ def _inside(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _texts(document: Any) -> Iterator[str]:
-    """All keys and texts of a document."""
-    waiting = [document]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            yield from value
-        waiting.extend(_inside(value))
-
-
-def _is_plain(text: str) -> bool:
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+def _odd_texts(value: Any, pointer: str = "") -> Iterator[str]:
+    """Pointers to texts that have NUL or half of a surrogate pair, and to objects with such a key."""
+    if isinstance(value, str):
+        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+            yield pointer
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _odd_texts(key, pointer)
+            yield from _odd_texts(inner, f"{pointer}/{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _odd_texts(inner, f"{pointer}/{index}")
 
 
 def parse_medium(body: bytes | bytearray) -> Any:

@@ -88,12 +88,12 @@ WRONG = {
         b'{"model": {"model_type": "llama", "x": ' + b"[" * 260 + b"]" * 260 + b"}}",
         JSON,
     ),
-    "NUL in a text": wrong_body({"units": {"time": "a\0b"}}, ""),
+    "NUL in a text": wrong_body({"units": {"time": "a\0b"}}, "/problem/units/time"),
     "NUL in an ignored key": Wrong(
-        "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": {"\\u0000": 1}}}', JSON, ""
+        "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": {"\\u0000": 1}}}', JSON, "/model/x"
     ),
     "half a surrogate in an ignored value": Wrong(
-        "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": ["\\uD834"]}}', JSON, ""
+        "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": ["\\uD834"]}}', JSON, "/model/x/0"
     ),
     "NUL in an address": Wrong("GET", "/v1/runs/%00", 404, "not-found"),
     "NUL in an address to post to": Wrong("POST", "/v1/agents/%00/drain", 404, "not-found"),
@@ -121,7 +121,7 @@ WRONG = {
     "null": Wrong("POST", "/v1/searches", 422, "invalid-body", b"null", JSON, ""),
     "no problem": Wrong("POST", "/v1/searches", 422, "invalid-body", b"{}", JSON, "/problem"),
     "half a surrogate": Wrong(
-        "POST", "/v1/searches", 422, "invalid-body", b'{"problem": "\\ud800", "\\udfff": 1}', JSON, ""
+        "POST", "/v1/searches", 422, "invalid-body", b'{"problem": "\\ud800", "\\udfff": 1}', JSON, "/problem"
     ),
     "unknown key": Wrong("POST", "/v1/searches", 422, "invalid-body", b'{"x": 1}', JSON, "/x"),
     "negative cost": wrong_body({"costs": {**COSTS, "forward": -1}}, "/problem/costs/forward"),

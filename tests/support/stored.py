@@ -14,7 +14,7 @@ from zbv_service.database import AgentTable, Database, PlanTable, RunTable
 from zbv_service.database.models import Base
 from zbv_service.records.runs import NewAgent, NewRun
 from zbv_service.records.searches import NewPlan, NewSearch, PlanSummary
-from zbv_service.runs import scheduler
+from zbv_service.runs.scheduler import decide
 
 
 def a_search(name: str, key: str | None = None, **changes: Any) -> NewSearch:
@@ -73,7 +73,7 @@ async def begin(
     for index in range(nodes):
         await agents.add(an_agent(f"{run_id}-{index}", **agent or {}))
     await runs.add(a_run(run_id, nodes, **changes))
-    assert await runs.assign(scheduler) == [run_id]
+    assert await runs.assign(decide) == [run_id]
     run = await runs.get(run_id)
     assert run is not None
     return [node.agent_id for node in run.members]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Request, Response
@@ -11,6 +11,8 @@ from fastapi.responses import RedirectResponse
 
 HTML, JSON, EVENT_STREAM = "text/html", "application/json", "text/event-stream"
 _WEIGHT = re.compile(r"0?\.\d{1,3}|0\.?|1(?:\.0{0,3})?", re.ASCII)
+MAX_ACCEPT = 1024
+"""Characters of ``Accept`` that are read: it is parsed before a token is, and browsers send about 200."""
 VARY = {"Vary": "Accept"}
 """Sent with every response of an address that has several representations, for caches."""
 SEE_PAGE: dict[int | str, dict[str, Any]] = {303: {"description": "For callers that prefer HTML: the page."}}
@@ -23,8 +25,10 @@ def preferred(request: Request, offered: Sequence[str]) -> str:
     A caller that accepts none of them, or sends an unreadable header, gets the first one, which is more
     useful than an error.
     """
-    header = ",".join(request.headers.getlist("accept"))
-    ranges = [found for part in header.split(",") if (found := _media_range(part)) is not None]
+    header = ",".join(request.headers.getlist("accept"))[:MAX_ACCEPT]
+    ranges: dict[str, float] = {}
+    for media_type, weight in filter(None, map(_media_range, header.split(","))):
+        ranges[media_type] = max(weight, ranges.get(media_type, 0.0))
     if not ranges:
         return offered[0]
     best = max(offered, key=lambda media_type: _quality(media_type, ranges))  # ties: the first one
@@ -62,11 +66,8 @@ def _media_range(part: str) -> tuple[str, float] | None:
     return media_type, 1.0
 
 
-def _quality(media_type: str, ranges: Sequence[tuple[str, float]]) -> float:
+def _quality(media_type: str, ranges: Mapping[str, float]) -> float:
     """The quality of the most specific range that contains a media type; 0 if none does."""
     kind = media_type.partition("/")[0]
-    for candidate in (media_type, f"{kind}/*", "*/*"):
-        found = [weight for accepted, weight in ranges if accepted == candidate]
-        if found:
-            return max(found)
-    return 0.0
+    candidates = (media_type, f"{kind}/*", "*/*")
+    return next((ranges[candidate] for candidate in candidates if candidate in ranges), 0.0)

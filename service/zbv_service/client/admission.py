@@ -10,32 +10,6 @@ TRANSFORMERS = "transformers"
 """The part before the colon of a model that is a folder or a configuration on the node."""
 
 
-def is_run_allowed(
-    factory: str | None,
-    checkpoint_directory: str | None,
-    *,
-    models: Sequence[str],
-    checkpoint_directories: Sequence[str] | None,
-    script: str | None = None,
-    scripts: Sequence[str] = (),
-) -> bool:
-    """Whether an agent accepts a run.
-
-    Parameters
-    ----------
-    factory, script, checkpoint_directory
-        The run's model or its script, and where it writes checkpoints; None when it writes none.
-    models, scripts, checkpoint_directories
-        What the agent allows: see :func:`is_model_allowed`, :func:`is_script_allowed` and
-        :func:`is_directory_allowed`.
-    """
-    if script is None:
-        is_program_allowed = factory is not None and is_model_allowed(factory, models)
-    else:
-        is_program_allowed = is_script_allowed(script, scripts)
-    return is_program_allowed and is_directory_allowed(checkpoint_directory, checkpoint_directories)
-
-
 def is_script_allowed(path: str, patterns: Sequence[str]) -> bool:
     """Whether the absolute path of a script matches one of an agent's patterns.
 

@@ -5,12 +5,13 @@ Every change locks the run's row. So if two nodes end at the same time, the seco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol
 
-from sqlalchemy import ColumnElement, or_, select, update
+from sqlalchemy import ColumnElement, Row, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -50,18 +51,27 @@ class RunRemoved(Exception):
     """The run that a request with this Idempotency-Key created was removed."""
 
 
-class Scheduler(Protocol):
-    """Decides which waiting run gets which agents: :mod:`zbv_service.runs.scheduler`."""
+class Decision(Protocol):
+    """:class:`zbv_service.runs.scheduler.Decision`."""
 
-    def choose(self, waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> dict[str, list[str]]:
+    @property
+    def placed(self) -> Mapping[str, list[str]]:
         """Agent ids for the runs that can start now, by run id."""
 
-    def lack(self, run: WaitingRun, agents: Sequence[AvailableAgent]) -> str:
-        """Why a run cannot start."""
+    @property
+    def lacking(self) -> Mapping[str, str]:
+        """Why every other run cannot start."""
+
+
+Decide = Callable[[Sequence[WaitingRun], Sequence[AvailableAgent]], Decision]
+"""Decides which waiting run gets which agents: :func:`zbv_service.runs.scheduler.decide`."""
 
 
 class RunTable(BaseTable):
     """The runs of one database."""
+
+    _undecided: tuple[list[WaitingRun], list[AvailableAgent]] | None = None
+    """What the last pass saw, if no run could start; as long as it is the same, no run can."""
 
     async def add(self, new: NewRun, named: NamedRequest | None = None) -> RunRecord:
         """Store a new run, which waits for agents or for its plan, together with its Idempotency-Key.
@@ -168,8 +178,11 @@ class RunTable(BaseTable):
                     end_run(session, run, "cancelled")
         return await self.get(run_id)
 
-    async def assign(self, scheduler: Scheduler) -> list[str]:
+    async def assign(self, decide: Decide) -> list[str]:
         """Assign agents to every waiting run that can start, and return the ids of these runs.
+
+        The decision is made in a thread and outside of transactions, because it takes a second for hundreds
+        of runs and agents. What changes meanwhile is noticed when the agents are taken.
 
         Raises
         ------
@@ -178,24 +191,26 @@ class RunTable(BaseTable):
         """
         waiting = select(RunRow).where(RunRow.state == "waiting").order_by(RunRow.created_at, RunRow.id)
         async with self._database.reading() as session:
-            if await session.scalar(waiting.limit(1)) is None:
-                return []
-        async with self._database.writing() as session:
             runs = {row.id: row for row in await session.scalars(waiting.limit(_CONSIDERED))}
-            live = select(AgentRow).where(AgentRow.state == "live")
-            agents = {a.id: a for a in await session.scalars(live.order_by(AgentRow.created_at, AgentRow.id))}
-            waiting_runs = [_waiting_run(row) for row in runs.values()]
-            available = [_available_agent(row) for row in agents.values()]
-            placed = scheduler.choose(waiting_runs, available)
-            await _lock(session, placed)
-            for run_id, agent_ids in placed.items():
-                await _take(session, runs[run_id], [agents[agent_id] for agent_id in agent_ids])
-        lacking = {
-            run.run_id: scheduler.lack(run, available) for run in waiting_runs if run.run_id not in placed
-        }
+            if not runs:
+                return []
+            live = select(*_OFFER).where(AgentRow.state == "live")
+            offers = await session.execute(live.order_by(AgentRow.created_at, AgentRow.id))
+            agents = [_available_agent(row) for row in offers]
+        waiting_runs = [_waiting_run(row) for row in runs.values()]
+        if (waiting_runs, agents) == self._undecided:
+            return []
+        decision = await asyncio.to_thread(decide, waiting_runs, agents)
+        placed = decision.placed
+        if placed:
+            async with self._database.writing() as session:
+                await _lock(session, placed)
+                for run_id, agent_ids in placed.items():
+                    await _take(session, runs[run_id], agent_ids)
         await self._store_lack(
-            {run_id: text for run_id, text in lacking.items() if runs[run_id].waits_for != text}
+            {run_id: text for run_id, text in decision.lacking.items() if runs[run_id].waits_for != text}
         )
+        self._undecided = None if placed else (waiting_runs, agents)
         return list(placed)
 
     async def _store_lack(self, lacking: Mapping[str, str]) -> None:
@@ -264,16 +279,18 @@ async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> N
         await session.execute(select(column).where(column.in_(ids)).order_by(column).with_for_update())
 
 
-async def _take(session: AsyncSession, run: RunRow, agents: list[AgentRow]) -> None:
+async def _take(session: AsyncSession, run: RunRow, ids: list[str]) -> None:
     """Assign all agents of a run, or abort the transaction."""
     now = datetime.now(UTC)
+    places = select(AgentRow.id, AgentRow.name, AgentRow.address, AgentRow.port).where(AgentRow.id.in_(ids))
+    found = {agent.id: agent for agent in await session.execute(places)}
+    agents = [found[agent_id] for agent_id in ids if agent_id in found]
     started = await changed(
         session,
         update(RunRow)
         .where(RunRow.id == run.id, RunRow.state == "waiting", RunRow.generation == run.generation)
         .values(state="starting", waits_for=None, updated_at=now),
     )
-    ids = [agent.id for agent in agents]
     free = update(AgentRow).where(AgentRow.id.in_(ids), AgentRow.run_id.is_(None), AgentRow.state == "live")
     if started != 1 or await changed(session, free.values(run_id=run.id)) != len(ids):
         raise AgentsTaken
@@ -295,7 +312,7 @@ async def _take(session: AsyncSession, run: RunRow, agents: list[AgentRow]) -> N
     add_event(session, run.id, "starting", f"generation {run.generation} on {names}")
 
 
-def _rendezvous(first: AgentRow) -> str:
+def _rendezvous(first: Row[str, str, str, int]) -> str:
     host = f"[{first.address}]" if ":" in first.address else first.address
     return f"{host}:{first.port}"
 
@@ -313,16 +330,27 @@ def _waiting_run(run: RunRow) -> WaitingRun:
     )
 
 
-def _available_agent(agent: AgentRow) -> AvailableAgent:
-    directories = agent.checkpoint_directories
+_OFFER = (
+    AgentRow.id,
+    AgentRow.slots,
+    AgentRow.run_id.is_(None),
+    AgentRow.allowed_models,
+    AgentRow.owner,
+    AgentRow.checkpoint_directories,
+    AgentRow.allowed_scripts,
+)
+
+
+def _available_agent(row: Sequence[Any]) -> AvailableAgent:
+    agent_id, slots, is_idle, models, owner, directories, scripts = row
     return AvailableAgent(
-        agent.id,
-        agent.slots,
-        agent.run_id is None,
-        tuple(agent.allowed_models),
-        agent.owner,
+        agent_id,
+        slots,
+        bool(is_idle),
+        tuple(models),
+        owner,
         checkpoint_directories=None if directories is None else tuple(directories),
-        allowed_scripts=tuple(agent.allowed_scripts),
+        allowed_scripts=tuple(scripts),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from zbv_solver.documents.fields import Number
+from zbv_solver.documents.fields import MAX_NAME, Number
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
 from zbv_solver.layouts.cluster import parse_cluster
@@ -148,7 +148,7 @@ def layouts_summary(asked: LayoutRequest, found: Request) -> dict[str, Any]:
     kind = asked.model.get("model_type")
     name = ", ".join(map(str, presets)) if isinstance(presets, list) and presets else kind
     return {
-        "model": name if isinstance(name, str) else None,
+        "model": name[:MAX_NAME] if isinstance(name, str) else None,
         "device": None if None in devices else ", ".join(dict.fromkeys(filter(None, devices))),
         "devices": found.cluster.devices,
         "global_batch": found.global_batch,

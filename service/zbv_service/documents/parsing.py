@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +16,11 @@ from zbv_service.errors import BODY_TOO_LARGE, MALFORMED_JSON, ProblemError
 
 MEDIUM_VALUES = 100_000
 """Largest number of values in the body of an agent."""
+
+MAX_LEVELS = 100
+"""Levels of a document; pydantic cannot write more than some 250."""
+_ODD_TEXT = re.compile(rb"\\u(0000|d[89a-f])", re.IGNORECASE)
+"""Escapes of NUL, which PostgreSQL cannot store, and of surrogates, which UTF-8 cannot encode alone."""
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -27,9 +34,17 @@ def parse_body(model: type[B], body: Any) -> B:
 
 
 def parse_json(body: bytes | bytearray) -> Any:
-    """Decode JSON; raises :class:`ProblemError` 400, also for NaN, infinities and deep nesting."""
+    """Decode JSON.
+
+    Raises
+    ------
+    ProblemError
+        400: it is not JSON, has NaN or infinities, or is nested too deeply.
+    InvalidInput
+        A text has characters that databases and responses cannot hold.
+    """
     try:
-        return json.loads(body.decode(), parse_constant=_refuse_constant)
+        document = json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise malformed(f"byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -39,6 +54,42 @@ def parse_json(body: bytes | bytearray) -> Any:
     except ValueError:
         # Python refuses to convert integers of more than some thousand digits.
         raise malformed("it contains an integer with thousands of digits") from None
+    if body.count(b"[") + body.count(b"{") > MAX_LEVELS and is_deep(document, MAX_LEVELS):
+        raise malformed(f"it is nested more than {MAX_LEVELS} levels deep")
+    odd = next(_odd_texts(document), None) if _ODD_TEXT.search(body) else None
+    if odd is not None:
+        raise InvalidInput.at(odd, "found a text with NUL or half of a surrogate pair; remove it.")
+    return document
+
+
+def is_deep(document: Any, most: int) -> bool:
+    """Whether a decoded document has more than so many levels of lists and objects."""
+    level = [document]
+    for _ in range(most):
+        level = [value for each in level for value in _inside(each) if isinstance(value, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _odd_texts(value: Any, pointer: str = "") -> Iterator[str]:
+    """Pointers to texts that have NUL or half of a surrogate pair, and to objects with such a key."""
+    if isinstance(value, str):
+        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+            yield pointer
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _odd_texts(key, pointer)
+            yield from _odd_texts(inner, f"{pointer}/{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _odd_texts(inner, f"{pointer}/{index}")
 
 
 def parse_medium(body: bytes | bytearray) -> Any:
@@ -54,12 +105,8 @@ def _values(document: Any) -> int:
     """Number of values in a decoded document."""
     waiting, count = [document], 0
     while waiting:
-        value = waiting.pop()
         count += 1
-        if isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, list):
-            waiting.extend(value)
+        waiting.extend(_inside(waiting.pop()))
     return count
 
 

@@ -387,7 +387,7 @@ class AvailableAgent:
     owner
         The token that registered it.
     checkpoint_directories
-        As in :func:`zbv_service.client.admission.is_run_allowed`; None if the agent did not say.
+        As in :func:`zbv_service.client.admission.is_directory_allowed`; None if the agent did not say.
     """
 
     agent_id: str

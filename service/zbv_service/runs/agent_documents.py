@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from zbv_service.documents.shared import NEXT, PREVIOUS, RequestDocument
 from zbv_service.records.runs import (
@@ -28,6 +29,8 @@ Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 _MAX_SLOTS = 256
 """Most ranks of one node. A heartbeat names every rank of its node, and is read in the event loop."""
 MAX_RANK_EVENTS = 100
+MAX_ALLOWED, MAX_DESCRIBED = 8 * 1024, 32 * 1024
+"""Most characters of what a node allows, which every look for agents reads, and of devices and versions."""
 
 
 class AllowsDocument(RequestDocument):
@@ -60,6 +63,19 @@ class AgentRequest(RequestDocument):
         [], description="Former place of allows.models."
     )
     allows: AllowsDocument | None = None
+
+    @model_validator(mode="after")
+    def _is_short(self) -> Self:
+        new = self.new_agent
+        allowed = (new.allowed_models, new.allowed_scripts, new.checkpoint_directories or [])
+        for texts, most, what in (
+            ([*itertools.chain(*allowed)], MAX_ALLOWED, "patterns and directories"),
+            ([*new.devices, *itertools.chain(*new.versions.items())], MAX_DESCRIBED, "devices and versions"),
+        ):
+            found = sum(map(len, texts))
+            if found > most:
+                raise ValueError(f"{what} have {found} characters; they must have at most {most}")
+        return self
 
     @property
     def new_agent(self) -> NewAgent:

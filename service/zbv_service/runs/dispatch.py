@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from zbv_service.compute.waiting import happened
 from zbv_service.database import AgentsTaken, DatabaseAway, RunPlanTable, RunTable
-from zbv_service.runs import scheduler
 from zbv_service.runs.replanner import Replanner
+from zbv_service.runs.scheduler import decide
 from zbv_service.runs.watch import AgentWatch
 from zbv_service.settings import Settings
 
@@ -110,7 +110,7 @@ class Dispatcher:
     async def _assign(self) -> None:
         self._changed.clear()
         with suppress(AgentsTaken):  # by another service; the next pass sees the remaining ones
-            started = await self._runs.assign(scheduler)
+            started = await self._runs.assign(decide)
             for run_id in started:
                 logger.info("run %s has its agents", run_id)
             if started:

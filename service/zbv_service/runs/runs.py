@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -18,7 +17,7 @@ from zbv_solver.plans.plan import Plan
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import DatabaseAway, PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
-from zbv_service.documents.parsing import parse_body
+from zbv_service.documents.parsing import is_deep, parse_body
 from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
 from zbv_service.plans.plans import Plans
 from zbv_service.records.runs import RUN_ENDED, EventRecord, NewRun, RunFilter, RunRecord
@@ -37,7 +36,6 @@ LOOK_SECONDS = 1.0
 """Seconds between queries for the events of a run that is followed."""
 MOST_EVENTS = 1000
 """Most events of a run per query."""
-_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 @dataclass(frozen=True)
@@ -361,31 +359,15 @@ def _fault_of(arguments: dict[str, Any] | list[str]) -> str | None:
     For example, 1e999 was read as infinity. Every list of runs and the work of every agent contain the
     arguments, so their size and depth are limited.
     """
-    if _is_deep(arguments):
+    if is_deep(arguments, MAX_LEVELS):
         return f"found more than {MAX_LEVELS} levels of lists and objects; send fewer."
     try:
-        text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        return "found half of a surrogate pair (\\ud800 to \\udfff), which is not a character."
+        size = len(json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode())
     except ValueError:
         return "found a number too large for JSON."
-    if _NUL.search(text):
-        return "found the character \\u0000, which databases cannot store."
     if size > MAX_ARGUMENTS:
         return f"found {size} bytes of JSON; must be at most {MAX_ARGUMENTS}. Read the rest from a file."
     return None
-
-
-def _is_deep(document: Any) -> bool:
-    """Whether a decoded document has more than ``MAX_LEVELS`` levels of lists and objects."""
-    level = [document]
-    for _ in range(MAX_LEVELS):
-        inner = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
-        if not level:
-            return False
-    return True
 
 
 def _found(record: RunRecord | None, run_id: str) -> RunRecord:

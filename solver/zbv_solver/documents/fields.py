@@ -72,7 +72,7 @@ class AtMost:
 
 
 Number = Annotated[float, Field(strict=True)]
-Count = Annotated[int, Field(strict=True, ge=1)]
+Count = Annotated[int, Field(strict=True, ge=1, le=10**15)]
 
 
 class Document(BaseModel):

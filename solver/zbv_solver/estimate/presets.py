@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import InvalidInput
 
+MAX_PRESETS = 8
+"""Presets that a document may name."""
 SECTIONS = ("model", "parallel", "device")
 
 Section = dict[str, Any]
@@ -82,6 +84,8 @@ def _named(document: dict[str, Any]) -> list[str]:
     named = document.get("presets", [])
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise InvalidInput.at("/presets", f"found {quoted(named)}; must be a list of names.")
+    if len(named) > MAX_PRESETS:
+        raise InvalidInput.at("/presets", f"found {len(named)} names; must be at most {MAX_PRESETS}.")
     return named
 
 

@@ -49,6 +49,14 @@ def sent(body: bytes, status: int, kind: str, headers: dict[str, str] = JSON) ->
 
 COSTS, MEMORY = PROBLEM["costs"], PROBLEM["memory"]
 
+JSON_OF_PRESETS = json.dumps(
+    {
+        "model": {"presets": ["llama-3.1-8b"] * 9},
+        "cluster": {"nodes": 1, "gpus_per_node": 8, "device": "h100"},
+        "global_batch": 8,
+    }
+).encode()
+
 WRONG = {
     "unknown route": Wrong("GET", "/v2/nothing", 404, "not-found"),
     "unknown search": Wrong("GET", "/v1/searches/nothing", 404, "not-found"),
@@ -72,13 +80,48 @@ WRONG = {
     "Infinity": sent(b'{"problem": -Infinity}', 400, "malformed-json"),
     "not UTF-8": sent(b'{"problem": "\xff"}', 400, "malformed-json"),
     "nested too deeply": sent(b"[" * 40_000, 400, "malformed-json"),
+    "nested beyond what pydantic writes": Wrong(
+        "POST",
+        "/v1/layouts",
+        400,
+        "malformed-json",
+        b'{"model": {"model_type": "llama", "x": ' + b"[" * 260 + b"]" * 260 + b"}}",
+        JSON,
+    ),
+    "NUL in a text": wrong_body({"units": {"time": "a\0b"}}, "/problem/units/time"),
+    "NUL in an ignored key": Wrong(
+        "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": {"\\u0000": 1}}}', JSON, "/model/x"
+    ),
+    "half a surrogate in an ignored value": Wrong(
+        "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": ["\\uD834"]}}', JSON, "/model/x/0"
+    ),
+    "NUL in an address": Wrong("GET", "/v1/runs/%00", 404, "not-found"),
+    "NUL in an address to post to": Wrong("POST", "/v1/agents/%00/drain", 404, "not-found"),
+    "a preset named often": Wrong(
+        "POST",
+        "/v1/layouts",
+        422,
+        "invalid-body",
+        JSON_OF_PRESETS,
+        JSON,
+        "/model/presets",
+    ),
+    "more tokens than any memory": Wrong(
+        "POST",
+        "/v1/problems/pack",
+        422,
+        "invalid-body",
+        b'{"batch": {"sequences": [1], "problem": {}, "max_tokens": ' + b"9" * 4000 + b"}}",
+        JSON,
+        "/batch/max_tokens",
+    ),
     "endless integer": sent(b'{"problem": ' + b"9" * 5000 + b"}", 400, "malformed-json"),
     "large body": sent(b" " * 100_001, 413, "body-too-large"),
     "not an object": Wrong("POST", "/v1/searches", 422, "invalid-body", b"[]", JSON, ""),
     "null": Wrong("POST", "/v1/searches", 422, "invalid-body", b"null", JSON, ""),
     "no problem": Wrong("POST", "/v1/searches", 422, "invalid-body", b"{}", JSON, "/problem"),
     "half a surrogate": Wrong(
-        "POST", "/v1/searches", 422, "invalid-body", b'{"problem": "\\ud800", "\\udfff": 1}', JSON, ""
+        "POST", "/v1/searches", 422, "invalid-body", b'{"problem": "\\ud800", "\\udfff": 1}', JSON, "/problem"
     ),
     "unknown key": Wrong("POST", "/v1/searches", 422, "invalid-body", b'{"x": 1}', JSON, "/x"),
     "negative cost": wrong_body({"costs": {**COSTS, "forward": -1}}, "/problem/costs/forward"),

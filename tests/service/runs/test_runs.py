@@ -219,7 +219,7 @@ async def test_arguments_that_responses_cannot_contain_are_refused(serving: Serv
                 "/v1/runs", content=content, headers={"content-type": "application/json"}
             )
             assert answer.status_code == 422, argument
-            assert answer.json()["errors"][0]["pointer"] == "/model/arguments", argument
+            assert answer.json()["errors"][0]["pointer"].startswith("/model/arguments"), argument
 
 
 async def test_arguments_at_every_limit_are_shown_everywhere(serving: Serving) -> None:

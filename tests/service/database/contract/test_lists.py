@@ -12,7 +12,7 @@ from zbv_service.database import AgentTable, Database, PlanTable, RunTable, Sear
 from zbv_service.database.models import SearchRow
 from zbv_service.records.runs import AgentFilter, NewAgent, NewRun, NodeReport, RunFilter
 from zbv_service.records.searches import NewSearch, Page, PlanFilter, Position, SearchFilter, SearchRecord
-from zbv_service.runs import scheduler
+from zbv_service.runs.scheduler import decide
 
 pytestmark = pytest.mark.anyio
 
@@ -206,7 +206,7 @@ async def test_a_list_reads_only_its_page_and_the_nodes_on_it(database: Database
         members = await begin(database, f"r{index}", 4, created_at=NOON + timedelta(seconds=index))
         for member in members:
             await runs.ended(member, NodeReport(f"r{index}", 0, "failed", []))
-        assert await runs.assign(scheduler) == [f"r{index}"]
+        assert await runs.assign(decide) == [f"r{index}"]
     with counting() as counts:
         page = await runs.page(RunFilter(), 3)
     assert [run.id for run in page.items] == ["r4", "r3", "r2"]

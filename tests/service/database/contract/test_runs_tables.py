@@ -27,7 +27,7 @@ from zbv_service.database import (
 from zbv_service.database.run_models import AgentRow, EventRow, RunRow
 from zbv_service.records.runs import AgentFilter, Beat, NodeOutcome, NodeReport, RunFilter
 from zbv_service.records.searches import NamedRequest
-from zbv_service.runs import scheduler
+from zbv_service.runs.scheduler import decide
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +47,7 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
     async def serve(table: RunTable) -> None:
         for _ in range(200):
             try:
-                await table.assign(scheduler)
+                await table.assign(decide)
             except AgentsTaken:
                 continue
             await check(table)
@@ -93,7 +93,7 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
         runs, agents = RunTable(databases[part % 2]), AgentTable(databases[part % 2])
         for turn in range(5):
             with suppress(AgentsTaken):
-                await runs.assign(scheduler)
+                await runs.assign(decide)
             for agent in (await agents.page(AgentFilter(), 100)).items:
                 run = None if agent.run_id is None else await runs.get(agent.run_id)
                 if run is None:

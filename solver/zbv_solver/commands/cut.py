@@ -214,14 +214,15 @@ def _value(objective: float) -> str:
 
 
 def _gain(best: BestCut) -> str:
-    """The comparison with the even cut. Only one that does not fit may be shorter."""
+    """The comparison with the even cut. It may be shorter, as it ignores the memory limit and the rules."""
     if isinf(best.even):
         return ""
     gain = 1 - best.objective / best.even
     if abs(gain) < SHOWN:
         return ", as long as the even cut"
     if best.least > best.even * (1 + OPTIMAL_GAP):
-        return f", {-gain:.1%} above the even cut, which does not fit"
+        rules = "the memory" if best.problem.memory.limit is not None else "the rules of the problem"
+        return f", {-gain:.1%} above the even cut, which ignores {rules}"
     return f", {abs(gain):.1%} {'below' if gain > 0 else 'above'} the even cut"
 
 

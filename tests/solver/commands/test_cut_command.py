@@ -82,7 +82,7 @@ def test_an_even_cut_that_does_not_fit_is_no_comparison(tmp_path: Path, capsys: 
     flags = ["--executor", "torch", "--schedule", "1F1B", "GPipe", "--no-free-order"]
     assert main(["cut", model, *flags]) == 0
     out = capsys.readouterr().out
-    assert "% above the even cut, which does not fit" in out
+    assert "% above the even cut, which ignores the memory" in out
     assert "inf" not in out
     assert out.count("none fits") == 2  # the best cut and the bound of GPipe, which holds all microbatches
 

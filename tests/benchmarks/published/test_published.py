@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from zbv_solver.errors import InvalidInput
+from zbv_solver.executors.even_cuts import dealt
 
 from benchmarks.cli import main
 from benchmarks.published.judge import Judged, findings
-from benchmarks.published.predict import Prediction, dealt, predict, published_step
+from benchmarks.published.predict import Prediction, predict, published_step
 from benchmarks.published.runs import MeasuredRun, load_runs, parse_runs
 
 PUBLISHED = {run.id: run for run in load_runs()}

@@ -55,8 +55,8 @@ def test_the_executors_placement_is_used_where_its_own_is_longer_or_does_not_fit
     improved = improved_plan(best, NO_SEARCH)
     assert improved.problem.placement.kind == "single"
     # A free order overlaps transfers with actions, as zbv's runtime does.
-    assert best.problem.costs.p2p == (0,)
-    assert improved.problem.costs.p2p == (1,)
+    assert list(best.problem.costs.p2p) == [0]
+    assert list(improved.problem.costs.p2p) == [1]
     assert improved.objective < best.objective
     assert improved_plan(best, None).orders == best.orders
 

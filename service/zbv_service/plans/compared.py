@@ -18,7 +18,7 @@ from zbv_service.records.searches import PlanFilter, PlanSummary
 
 USUAL = ("1f1b", "interleaved-1f1b", "zb-h1")
 """The default schedules for a comparison."""
-MOST = 8
+MOST = 12
 """Largest number of schedules in a comparison, besides the plan itself."""
 PATIENCE_SECONDS = 2.0
 """How long a page waits for schedules; it loads again for those that take longer."""

@@ -15,17 +15,15 @@ def even_cut(space: CutSpace) -> Boundaries:
     ``megatron/core/transformer/transformer_block.py``), if the layers divide; here they need not. What is a
     transformer layer follows from the names of layers. With fewer of them than stages, all parts are dealt.
     """
-    places, stages = space.problem.places, space.n_stages
+    places, stages, n = space.problem.places, space.n_stages, space.problem.model.n_layers
     letters = [letter_of(layer.name) for layer in space.problem.model.each]
-    parts = [letters[begin] for begin in places[:-1]]
-    blocks = [at for at, letter in enumerate(parts) if letter == DECODER]
-    # A block may be several parts, such as attention and MLP; it begins with the first of them.
+    blocks = [at for at, letter in enumerate(letters) if letter == DECODER]
     if len(blocks) < stages:
-        blocks = list(range(len(parts)))
+        blocks = list(range(n))
     dealt = np.linspace(0, len(blocks), stages + 1).round().astype(np.int64)
-    bounds = np.array([*blocks, len(parts)])[dealt]
-    bounds[0], bounds[-1] = 0, len(parts)
-    return space.repaired(bounds)
+    bounds = np.array([*blocks, n])[dealt]
+    bounds[0], bounds[-1] = 0, n
+    return space.repaired(np.searchsorted(places, bounds))
 
 
 def histogram_cut(space: CutSpace) -> Boundaries:

@@ -102,7 +102,7 @@ async def test_an_estimate_is_a_verified_plan_that_is_not_stored(
         assert found["baselines"] == [plain(each) for each in compare(problem)]
         plan = found["plan"]
         assert lower_bound(problem).value <= found["lower_bound"] <= plan["span"]
-        assert plan["span"] < min(each["span"] for each in found["baselines"])
+        assert plan["span"] <= min(each["span"] for each in found["baselines"])
         assert plan["gap"] == pytest.approx(plan["span"] / found["lower_bound"] - 1)
         assert all(peak <= 8 for peak in plan["peak_memory"])
         for collection in ("searches", "plans"):

@@ -31,7 +31,10 @@ def check(arguments: argparse.Namespace) -> None:
     text = read_text(arguments.plan)
     try:
         if is_torch_csv(text):
-            checked, method = _checked_schedule(parse(text), asked), f"schedule {file_label(arguments.plan)}"
+            checked, method = (
+                _checked_schedule(parse(text), asked, path),
+                f"schedule {file_label(arguments.plan)}",
+            )
         else:
             document = parse_plan_document(parse_json(text, arguments.plan))
             method = document.provenance.method
@@ -39,7 +42,8 @@ def check(arguments: argparse.Namespace) -> None:
                 lambda stop: check_plan(document, asked, prove=arguments.prove, cancelled=stop)
             )
     except InvalidInput as error:
-        raise error.found_in(file_label(arguments.plan)) from None
+        is_named = any(issue.source for issue in error.issues)
+        raise (error if is_named else error.found_in(file_label(arguments.plan))) from None
     except InvalidPlan as error:
         raise InvalidPlan(f"{file_label(arguments.plan)}: {error}") from None
     if arguments.output is not None:
@@ -55,17 +59,18 @@ def check(arguments: argparse.Namespace) -> None:
         sys.stdout.write("\n".join(_summary(checked)) + "\n")
 
 
-def _checked_schedule(schedule: TorchSchedule, asked: AnyProblem | None) -> CheckedPlan:
+def _checked_schedule(schedule: TorchSchedule, asked: AnyProblem | None, path: str | None) -> CheckedPlan:
     """Check a schedule of PyTorch; layers get the best cut for its order."""
-    if asked is None:
+    if asked is None or path is None:
         raise InvalidInput.at("", "a schedule has no costs. Give its problem: --problem FILE.")
     if asked.microbatches != schedule.microbatches or asked.pp_degree != schedule.placement.pp_degree:
         raise InvalidInput.at(
             "",
-            f"found {schedule.placement.pp_degree} ranks and {schedule.microbatches} microbatches; the "
-            f"problem has {asked.pp_degree} and {asked.microbatches}.",
+            f"found {schedule.placement.pp_degree} ranks and {schedule.microbatches} microbatches, numbered "
+            f"from 0; the problem has {asked.pp_degree} and {asked.microbatches}. Give the problem of the "
+            f"schedule.",
         )
-    problem = _best_cut(schedule, asked) if isinstance(asked, LayeredProblem) else asked
+    problem = _best_cut(schedule, asked, path) if isinstance(asked, LayeredProblem) else asked
     if problem.placement.rank_of != schedule.placement.rank_of:
         raise InvalidInput.at(
             "",
@@ -78,12 +83,17 @@ def _checked_schedule(schedule: TorchSchedule, asked: AnyProblem | None) -> Chec
     return replace(checked, claims=(*checked.claims, *_schedule_claims(schedule, checked.problem)))
 
 
-def _best_cut(schedule: TorchSchedule, asked: LayeredProblem) -> Problem:
+def _best_cut(schedule: TorchSchedule, asked: LayeredProblem, path: str) -> Problem:
+    """The shortest cut that is found for a schedule; errors name the file of the layers."""
     from zbv_solver.executors.best_cut import best_cut
     from zbv_solver.executors.schedules import Schedule
 
     order = Schedule("torch", "read", schedule.placement, schedule.microbatches, read=schedule.orders)
-    return best_cut(asked, [order], recompute="uniform", allow_empty=bool(asked.rules.allow_empty)).problem
+    try:
+        found = best_cut(asked, [order], recompute="uniform", allow_empty=bool(asked.rules.allow_empty))
+    except InvalidInput as error:
+        raise error.found_in(file_label(path)) from None
+    return found.shortest
 
 
 def _schedule_claims(schedule: TorchSchedule, problem: Problem) -> list[Claim]:

@@ -117,6 +117,7 @@ def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
             group=arguments.group_size,
             schedules=arguments.schedule or (),
             recompute=arguments.recompute,
+            recompute_layers=arguments.recompute_layers,
             effort=arguments.effort,
             seed=arguments.seed,
             time_limit=arguments.time_limit,
@@ -245,7 +246,7 @@ def _summary(found: ExecutorCut, free: Plan | None) -> str:
         f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}){_gain(best)}",
         f"layers per stage: {' '.join(sizes)}",
     ]
-    if best.objective > best.least * (1 + OPTIMAL_GAP):
+    if best.objective - best.least >= SHOWN / 10 * best.objective > 0:
         shortest = found.shortest_layout or " ".join(
             str(len(stage))
             for stage in ([] if best.shortest.model is None else best.shortest.model.partition)

@@ -33,6 +33,7 @@ def score_json(score: Score) -> dict[str, Any]:
         "virtual_stages": placement.chunks,
         "group_size": schedule.group,
         "recompute": score.recompute,
+        "recompute_layers": score.recompute_layers,
         "objective": score.objective,
         "span": timing.span,
         "makespan": timing.makespan,
@@ -79,6 +80,7 @@ def _best_json(score: Score, best: BestCut | None) -> dict[str, Any] | None:
         "virtual_stages": best.schedule.placement.chunks,
         "group_size": best.schedule.group,
         "recompute": best.results[0].recompute,
+        "recompute_layers": best.results[0].recompute_layers,
         "layout": write_layout(stage_letters(best.problem, score.modules)),
         "objective": best.objective,
         "lower_bound": best.lower_bound,
@@ -110,8 +112,15 @@ def score_table(score: Score) -> Table:
 def schedule_name(score: Score) -> str:
     """The schedule with its stages, its group, and what is recomputed."""
     group = "" if score.schedule.group is None else f", groups of {score.schedule.group}"
-    again = ", all stages recomputed" if score.recompute == "all" else ""
-    return f"{score.schedule.name}{group}{again}"
+    return f"{score.schedule.name}{group}{_again(score.recompute, score.recompute_layers)}"
+
+
+def _again(recompute: str, layers: int | None) -> str:
+    """What is recomputed."""
+    if recompute == "block":
+        first = "transformer layer" if layers == 1 else f"{layers} transformer layers"
+        return f", the first {first} of every stage recomputed"
+    return ", all stages recomputed" if recompute == "all" else ""
 
 
 def score_summary(score: Score) -> str:
@@ -123,7 +132,9 @@ def score_summary(score: Score) -> str:
     ]
     if score.too_full:
         ranks = ", ".join(map(str, score.too_full))
-        lines.append(f"It does not fit the memory of rank {ranks}.")
+        lines.append(
+            f"It does not fit the memory of {'ranks' if len(score.too_full) > 1 else 'rank'} {ranks}."
+        )
     elif problem.memory.limit is not None:
         lines.append("It fits the memory of all ranks.")
     lines += [_bottleneck(score), *_bound(score), *_better(score)]
@@ -167,7 +178,7 @@ def _better(score: Score) -> list[str]:
             "" if best.schedule.group is None else f", groups of {best.schedule.group}"
         )
         under = what if best is score.same else f"{what} ({name})"
-        again = ", all stages recomputed" if best.results[0].recompute == "all" else ""
+        again = _again(best.results[0].recompute, best.results[0].recompute_layers)
         short = "fits" if gain is None else f"{gain:.1%} shorter" if gain else "not shorter"
         lines.append(f"The best cut {under} is {layout}{again}: {found}, {short}.")
     return lines

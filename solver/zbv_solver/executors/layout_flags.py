@@ -29,6 +29,8 @@ _SWITCHES = {
     "--account-for-loss-in-pipeline-split": "loss",
 }
 _LAYOUT = "--pipeline-model-parallel-layout"
+_PLACING = ("first", "last", "embedding", "loss", "chunks", "each", "input", "output")
+"""What a layout says, too; ``megatron/training/arguments.py`` refuses most of them beside it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ class Words:
     def has(self, *names: str) -> bool:
         """Whether any of these was given."""
         return any(name in self.numbers for name in names)
+
+    def require(self, **own: int) -> None:
+        """Raise :class:`InvalidInput` if flags say other numbers than those of the problem."""
+        for name, number in own.items():
+            if self.numbers.get(name, number) != number:
+                (flag,) = (flag for flag, short in _NUMBERS.items() if short == name)
+                raise InvalidInput.at(
+                    "", f"found {flag} {self.numbers[name]}; the problem has {number}. Leave it out."
+                )
 
 
 def words_of(text: str) -> Words:
@@ -84,7 +95,7 @@ def words_of(text: str) -> Words:
         else:
             raise InvalidInput.at("", f"found {name} {value!r}; must be a whole number.")
     placed = Words(numbers, layout)
-    if layout is not None and placed.has("first", "last", "embedding", "loss", "input", "output"):
+    if layout is not None and placed.has(*_PLACING):
         raise InvalidInput.at("", f"found {_LAYOUT} with flags that also place layers; give one of them.")
     return placed
 
@@ -98,9 +109,6 @@ def counts_of_flags(words: Words, blocks: int, ranks: int, virtual_stages: int |
         When the executor would refuse these flags, or would lose layers.
     """
     given = words.numbers
-    for name, own, what in (("blocks", blocks, "transformer layers"), ("ranks", ranks, "ranks")):
-        if given.get(name, own) != own:
-            raise InvalidInput.at("", f"found {given[name]} {what} in the flags; the problem has {own}.")
     if words.has("input", "output"):
         return _of_torchtitan(words, blocks, ranks * (virtual_stages or 1))
     chunks = given.get("chunks", virtual_stages or 1)

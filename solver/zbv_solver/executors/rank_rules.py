@@ -44,6 +44,13 @@ def placed_on(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) ->
         rules = replace(
             rules, first=_share("first", rules.first, chunks), last=_share("last", rules.last, chunks)
         )
+        if chunks > 1 and not rules.allow_empty and 0 in (rules.first, rules.last):
+            name = "first" if rules.first == 0 else "last"
+            raise InvalidInput.at(
+                f"/cut/{name}",
+                f"found 0 transformer layers on the {name} rank, which has {chunks} virtual stages; one of them "
+                f"would be empty. Give at least {chunks}, or use one virtual stage.",
+            )
     return replace(
         problem,
         placement=placement.kind,
@@ -61,8 +68,8 @@ def _share(name: str, count: int | None, chunks: int) -> int | None:
     if rest:
         raise InvalidInput.at(
             f"/cut/{name}",
-            f"found {count} transformer layers on the {name} rank, which has {chunks} virtual stages; they "
-            f"must divide evenly. Give a multiple of {chunks}, or other virtual stages.",
+            f"found {count} transformer {'layer' if count == 1 else 'layers'} on the {name} rank, which has "
+            f"{chunks} virtual stages; they must divide evenly. Give a multiple of {chunks}, or other virtual stages.",
         )
     return share
 

@@ -8,12 +8,13 @@ to the next (a short layout string), and a small difference between the most and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from zbv_solver.executors.order_search import SCREENED, OrderSearch
-from zbv_solver.kernels.arrays import IntArray
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.descent import TIMED
 from zbv_solver.partition.runs import Choice
@@ -25,6 +26,8 @@ MOST_DEALT = 100_000
 """Cuts with evenly dealt middle stages that are compared at most."""
 FEWEST_TIMED = 20
 """Cuts that are timed at least."""
+MOST_EQUAL = 8
+"""Equally regular good cuts that are timed to find the shortest of them."""
 
 Irregularity = tuple[int, ...]
 """Empty stages, different numbers of transformer layers, changes between neighbours, and their range."""
@@ -32,6 +35,9 @@ Irregularity = tuple[int, ...]
 
 def regular_cut(search: OrderSearch) -> Choice:
     """The most regular cut that fits and is at most :data:`TOLERANCE` longer than the best cut of a search.
+
+    It is not longer than the executor's own cut either, unless the best cut is. Of a few equally regular ones
+    it is the shortest.
 
     Candidates have middle stages of one length, or of two that differ by one; the first and the last two
     stages have any. From the best candidate, layers move one by one as long as it becomes more regular. Other
@@ -74,6 +80,8 @@ class _Regular:
         work = forward + np.minimum(inputs + weights, fused)
         self.work_before = np.concatenate([[0.0], np.cumsum(work)])
         self.most = search.value * (1 + TOLERANCE)
+        if search.even >= search.value:
+            self.most = min(self.most, search.even * (1 + ROUNDING))
         self.left = max(FEWEST_TIMED, SCREENED[search.effort] // (len(search.order.orders) + TIMED))
 
     def found(self) -> Choice:
@@ -87,39 +95,51 @@ class _Regular:
 
     def _better(self, choice: Choice, bounds: IntArray) -> Choice:
         """The most regular of a cut and of those with other boundaries (n, S+1) that are good."""
-        own = self._irregularity(np.array([choice[0]]))[0].tolist()
+        most = self._irregularity(np.array([choice[0]]))[0].tolist()
         found = self._irregularity(bounds)
-        order = np.lexsort(found.T[::-1])
+        order = np.lexsort((self._work(bounds), *found.T[::-1]))
+        good: list[tuple[float, Choice]] = []
         for at in order.tolist():
-            if found[at].tolist() >= own or self.left <= 0:
+            irregularity = found[at].tolist()
+            if irregularity >= most and (not good or irregularity > most):
+                break
+            if self.left <= 0 or len(good) == MOST_EQUAL:
                 break
             other = tuple(bounds[at].tolist()), choice[1]
-            if self._is_good(other):
-                return other
-        return choice
+            value = self._value(other)
+            if value <= self.most:
+                good.append((value, other))
+                most = irregularity
+        return min(good, default=(0.0, choice))[1]
 
     def _irregularity(self, bounds: IntArray) -> IntArray:
         return irregularities(np.diff(self.blocks_before[bounds], axis=1), np.diff(bounds, axis=1))
 
-    def _is_good(self, choice: Choice) -> bool:
-        """Whether a cut is allowed, fits, and is short enough."""
+    def _value(self, choice: Choice) -> float:
+        """The objective of a cut; inf if it is not allowed or does not fit."""
         runs, order, limits = self.search.runs, self.search.order, self.search.problem.limit
         if not runs.allows(choice[0]):
-            return False
+            return math.inf
         self.left -= 1
         if (
             limits is not None
             and (runs.peaks(order, choice) > np.array(limits) * (1 + SEARCH_MEMORY / 2)).any()
         ):
-            return False
-        return runs.value(order, choice) <= self.most
+            return math.inf
+        return runs.value(order, choice)
+
+    def _work(self, bounds: IntArray) -> FloatArray:
+        """(n,) most work of a rank for one microbatch."""
+        stages = np.array(self.search.space.placement.stages_of)
+        most: FloatArray = np.diff(self.work_before[bounds], axis=1)[:, stages].sum(axis=2).max(axis=1)
+        return most
 
     def _dealt(self) -> IntArray:
         """(n, S+1) boundaries with evenly dealt middle stages, without those with too much work on a rank."""
         found = np.concatenate([*self._patterns()])
-        stages = np.array(self.search.space.placement.stages_of)
-        work = np.diff(self.work_before[found], axis=1)[:, stages].sum(axis=2).max(axis=1)
-        kept: IntArray = found[work * self.search.problem.microbatches <= self.most * (1 + ROUNDING)]
+        kept: IntArray = found[
+            self._work(found) * self.search.problem.microbatches <= self.most * (1 + ROUNDING)
+        ]
         return kept
 
     def _patterns(self) -> Iterator[IntArray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from zbv_solver.executors.torchtitan_settings import module_names
 from zbv_solver.executors.user_layout import UserLayout, read_layout
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder
+from zbv_solver.partition.runs import First
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -45,8 +46,8 @@ class Score:
         The layers in the given stages, and the executor's action lists.
     stages
         The modules of every stage as letters.
-    recompute
-        ``none`` or ``all``.
+    recompute, recompute_layers
+        ``none``, ``all``, or ``block`` with the number of first transformer layers of every stage.
     settings
         What the executor takes to run this cut; None with a ``remark`` if it cannot.
     lower_bound
@@ -62,6 +63,7 @@ class Score:
     orders: Orders
     stages: Stages
     recompute: str
+    recompute_layers: int | None
     settings: str | None
     remark: str
     lower_bound: float
@@ -131,6 +133,7 @@ def score_layout(
     group: int | None = None,
     schedules: Sequence[str] = (),
     recompute: Recompute | None = None,
+    recompute_layers: int | None = None,
     effort: Effort = "standard",
     seed: int = 0,
     time_limit: float | None = None,
@@ -144,8 +147,9 @@ def score_layout(
     ----------
     text
         As :func:`~zbv_solver.executors.user_layout.read_layout` takes it.
-    recompute
-        None or ``uniform`` recompute all stages of the given cut only if it does not fit otherwise.
+    recompute, recompute_layers
+        As in :func:`~zbv_solver.executors.executor_cut.cut_for_executor`. If there is a choice, as little is
+        recomputed as the memory requires.
     schedules
         At most one name of PyTorch.
     time_limit
@@ -172,11 +176,12 @@ def score_layout(
         raise error.below("/layout") from None
     schedule = schedule_of_stages(problem, executor, chunks, group or given.group, schedules)
     placed = _placed(problem, modules, schedule, given, executor)
-    cut, orders, chosen = _cut(placed, schedule, given, recompute)
+    offered = recomputation(problem, executor, modules, recompute, recompute_layers)
+    cut, orders, chosen, layers = _cut(modules.kept_whole(placed), schedule, given, offered)
     settings, remark = executor_settings(
-        executor, stages, schedule, chosen, modules=problem.model.recompute_modules
+        executor, stages, schedule, chosen, layers, problem.model.recompute_modules
     )
-    search = _Comparison(problem, executor, modules, recompute, effort, seed, time_limit)
+    search = _Comparison(problem, executor, modules, recompute, recompute_layers, effort, seed, time_limit)
     overall = search.overall(tuple(schedules))
     is_same = overall is not None and overall.schedule == schedule
     same = overall if is_same else search.under(schedule)
@@ -188,7 +193,19 @@ def score_layout(
         bounded = replace(search, problem=replace(problem, limit=None)).under(schedule)
     bound = 0.0 if bounded is None else bounded.lower_bound
     return Score(
-        executor, schedule, cut, orders, stages, chosen, settings, remark, bound, same, overall, modules
+        executor,
+        schedule,
+        cut,
+        orders,
+        stages,
+        chosen,
+        layers,
+        settings,
+        remark,
+        bound,
+        same,
+        overall,
+        modules,
     )
 
 
@@ -200,6 +217,7 @@ class _Comparison:
     executor: str
     modules: Modules
     recompute: Recompute | None
+    recompute_layers: int | None
     effort: Effort
     seed: int
     time_limit: float | None
@@ -213,6 +231,7 @@ class _Comparison:
                 self.executor,
                 schedules=names,
                 recompute=self.recompute,
+                recompute_layers=self.recompute_layers,
                 effort=self.effort,
                 seed=self.seed,
                 time_limit=self._half,
@@ -227,7 +246,9 @@ class _Comparison:
             return best_cut(
                 self.modules.kept_whole(self.problem),
                 [schedule],
-                recompute=recomputation(self.problem, self.executor, self.modules, self.recompute),
+                recompute=recomputation(
+                    self.problem, self.executor, self.modules, self.recompute, self.recompute_layers
+                ),
                 allow_empty=is_megatron,
                 late=self.modules.late if is_megatron else None,
                 effort=self.effort,
@@ -289,17 +310,46 @@ def _placed(
 
 
 def _cut(
-    placed: LayeredProblem, schedule: Schedule, given: UserLayout, recompute: Recompute | None
-) -> tuple[Problem, Orders, str]:
-    """The problem by stages, verified but for its memory, the orders, and what is recomputed."""
-    orders, stages = schedule.orders(), schedule.placement.n_stages
-    can_recompute = placed.model.can_recompute
-    offered = {"none": (False,), "all": (True,), "uniform": (False, True)}
-    choices = offered[recompute or "uniform"] if can_recompute else (False,)
-    cuts = [placed.cut_into(schedule.placement, Cut.at(given.bounds, (each,) * stages)) for each in choices]
-    for cut, is_all in zip(cuts, choices, strict=True):
+    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offered: Recompute | First
+) -> tuple[Problem, Orders, str, int | None]:
+    """The problem by stages, verified but for its memory, the orders, and what is recomputed.
+
+    It is the least that fits; if nothing fits, the least.
+    """
+    orders, first = schedule.orders(), None
+    for cut, name, layers in _recomputed(placed, schedule, given, offered):
         unlimited = without_limit(cut)
         verify_orders(unlimited, orders)
+        first = first or (cut, orders, name, layers)
         if not ranks_above(cut, evaluate(unlimited, orders)):
-            return cut, orders, "all" if is_all else "none"
-    return cuts[0], orders, "all" if choices[0] else "none"
+            return cut, orders, name, layers
+    if first is None:
+        raise RuntimeError("no recomputation was tried; this is a bug in zbv, please report it.")
+    return first
+
+
+def _recomputed(
+    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offered: Recompute | First
+) -> Iterator[tuple[Problem, str, int | None]]:
+    """The cut with what may be recomputed, from nothing to all."""
+
+    def cut(layers: LayeredProblem, is_all: bool = False) -> Problem:
+        recompute = (is_all,) * given.n_stages
+        return layers.cut_into(schedule.placement, Cut.at(given.bounds, recompute))
+
+    if not isinstance(offered, First):
+        if offered != "all" or not placed.model.can_recompute:
+            yield cut(placed), "none", None
+        if offered != "none" and placed.model.can_recompute:
+            yield cut(placed, True), "all", None
+        return
+    bounds = tuple(np.searchsorted(placed.places, given.bounds).tolist())
+    most = int(np.diff(np.array(placed.model.blocks_before)[list(given.bounds)]).max())
+    for count in range(min(offered.least, most), min(offered.most, most) + 1):
+        if count == 0:
+            yield cut(placed), "none", None
+        elif count < most or offered.others:
+            yield cut(replace(placed, model=offered.model(placed, bounds, count))), "block", count
+    # All first layers are all layers, unless others can be recomputed.
+    if offered == First(others=offered.others) if offered.others else offered.most >= most:
+        yield cut(placed, True), "all", None

@@ -74,15 +74,20 @@ def read_layout(text: str, modules: Modules, ranks: int, virtual_stages: int | N
         When the text has no known form, or stands for other layers than those of the model.
     """
     text = text.strip()
+    if not text:
+        raise InvalidInput.at("", "found nothing; give a layout such as Et*8|t*7|t*7|t*8L, or 8,7,7,8.")
     group = None
+    if re.match(r"-\s*\d", text):
+        raise InvalidInput.at("", f"found {text[:60]!r}; numbers of layers must be at least 0.")
     if text.startswith("-"):
         words = words_of(text)
+        letters = modules.letters
+        words.require(blocks=letters.count(DECODER), mtp=letters.count(MTP), ranks=ranks)
         group = words.group
         if words.layout is not None:
             text = words.layout
         else:
-            blocks = modules.letters.count(DECODER)
-            counts = counts_of_flags(words, blocks, ranks, virtual_stages)
+            counts = counts_of_flags(words, letters.count(DECODER), ranks, virtual_stages)
             return UserLayout(modules.bounds(_of_counts(counts, modules)), group)
     if _COUNTS.fullmatch(text):
         return UserLayout(modules.bounds(_of_counts(_counts(text), modules)), group)
@@ -103,11 +108,11 @@ def _of_counts(counts: Sequence[int], modules: Modules) -> Stages:
     blocks = modules.letters.count(DECODER)
     if sum(counts) != blocks:
         lost = blocks - sum(counts)
-        wrong = f"{lost} would be lost" if lost > 0 else f"{-lost} more than it has"
+        wrong = f"so {lost} would be lost" if lost > 0 else f"{-lost} fewer"
         raise InvalidInput.at(
             "",
             f"found {sum(counts)} transformer layers on {len(counts)} stages; the model has {blocks}, "
-            f"{wrong}.",
+            f"{wrong}. Give numbers that add up to {blocks}.",
         )
     stages = [DECODER * count for count in counts]
     stages[0] = EMBEDDING + stages[0]

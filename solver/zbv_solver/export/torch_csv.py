@@ -77,7 +77,8 @@ class TorchSchedule:
     orders
         The actions of every rank. The two of an overlapped pair follow each other as they are listed.
     communication
-        The entries of every rank in order, if the file has sends and receives; a pair is two entries.
+        The entries of every rank in order, if the file has sends or receives, which a single rank never
+        needs; a pair is two entries.
     pairs
         Number of overlapped pairs.
     renamed
@@ -136,7 +137,11 @@ def parse(text: str) -> TorchSchedule:
             if is_input or name == "BW":
                 row[at] = stage, "I" if is_input else "B", batch
     actions = [[entry for entry in row if entry[1] in LETTERS] for row in rows]
-    has_communication = any(entry[1] not in LETTERS for row in rows for entry in row)
+    # torch writes REDUCE_GRAD for 1F1B and GPipe, and no transfers.
+    names = {name for row in rows for _, name, _ in row}
+    has_communication = any(
+        name.startswith(("SEND", "RECV")) or (len(rows) == 1 and name not in LETTERS) for name in names
+    )
     return TorchSchedule(
         _placement(actions),
         1 + max(batch for row in actions for _, _, batch in row),

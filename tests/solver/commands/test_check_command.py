@@ -168,7 +168,10 @@ def test_the_sums_of_gradients_need_a_reduction(check: Callable[..., tuple[int, 
         ("0F0,0B0\n0F1,0B1", "every stage is on one rank"),
         ("0F0,0B0\n7F0,7B0", "numbered from 0"),
         ("1F0,1B0\n0F0,0B0", "one stage per rank"),
-        ("0F0,0B0\n1F0,1B0\n2F0,2B0", "found 3 ranks and 1 microbatches; the problem has 2 and 1"),
+        (
+            "0F0,0B0\n1F0,1B0\n2F0,2B0",
+            "found 3 ranks and 1 microbatches, numbered from 0; the problem has 2 and 1",
+        ),
         ("0F0,2F0,0B0,2B0\n1F0,3F0,1B0,3B0", "found 4 stages with placement loop"),
         ("0F0,0B0\n1B0,1F0", "1B0 comes before 1F0"),
         ("0F0\n1F0,1B0", "stage 0 microbatch 0 has 1 F, 0 I, 0 W, 0 B"),
@@ -193,7 +196,23 @@ def test_a_schedule_beyond_the_memory_limit_is_refused(check: Callable[..., tupl
     assert "rank 0 needs 4 of memory; its limit is 3" in shown
 
 
+def test_a_reduction_without_transfers_is_no_communication(check: Callable[..., tuple[int, str]]) -> None:
+    """PyTorch writes 1F1B and GPipe like that."""
+    schedule = "0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n"
+    status, shown = check(schedule, document(2, 2, "single"))
+    assert status == 0, shown
+    assert "every tensor is sent" not in shown
+
+
 # --- layers
+
+
+def test_a_rule_that_the_layers_break_names_their_file(check: Callable[..., tuple[int, str]]) -> None:
+    block = {"name": "block", "repeat": 6, "forward": 1, "backward_input": 1, "backward_weight": 1}
+    layers = {"pp_degree": 2, "microbatches": 2, "layers": [block], "cut": {"first": 2, "last": 2}}
+    status, shown = check("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", {**layers, "placement": "auto"})
+    assert status == 2
+    assert "problem.json: /cut: found first 2 and last 2 on 2 ranks" in shown
 
 
 def test_layers_get_the_best_cut_for_the_order_of_a_schedule(

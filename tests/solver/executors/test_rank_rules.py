@@ -95,3 +95,13 @@ def test_empty_stages_are_forbidden_only_if_the_problem_says_so() -> None:
     best_cut(layered(3, 4, {"allow_empty": True}), [schedule], allow_empty=True, effort="quick")
     with pytest.raises(InvalidInput, match="none of the 1 schedules can cut"):
         best_cut(layered(3, 4, {"allow_empty": True}), [schedule], allow_empty=False, effort="quick")
+
+
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_an_end_rank_without_transformer_layers_has_one_stage_if_none_may_be_empty(end: str) -> None:
+    best = cut_for_executor(layered(6, 4, {end: 0}), "torch", effort="quick").best
+    assert best.schedule.name == "1F1B"
+    assert blocks_of(best)[0 if end == "first" else -1] == 0
+    (issue, *_) = best.refused.values()
+    assert issue.pointer == f"/cut/{end}"
+    assert f"found 0 transformer layers on the {end} rank, which has 2 virtual stages" in issue.detail

@@ -235,3 +235,52 @@ def test_the_broken_rule_is_named(
         score_layout(model_of(6, 2, 4, cut=cut), executor, text, effort="quick")
     assert raised.value.issues[0].pointer == pointer
     assert message in raised.value.issues[0].detail
+
+
+def recomputable(limit: float) -> LayeredProblem:
+    """Eight blocks that need a quarter of their memory if they are recomputed."""
+    again = {
+        "backward_input": 20,
+        "memory": {"forward": 1, "backward_input": 3, "backward_weight": -4, "static": 3},
+    }
+    block = {"name": "block", "repeat": 8, "forward": 10, "backward_input": 10, "backward_weight": 10}
+    held = {"forward": 4, "backward_input": 0, "backward_weight": -4, "static": 3}
+    problem = parse_any_problem(
+        {
+            "pp_degree": 2,
+            "microbatches": 8,
+            "placement": "auto",
+            "layers": [
+                {"name": "embedding", "forward": 1, "backward_input": 0, "backward_weight": 1},
+                {**block, "memory": held, "recompute": again},
+                {"name": "head", "forward": 12, "backward_input": 12, "backward_weight": 12},
+            ],
+            "memory": {"limit": limit},
+        }
+    )
+    assert isinstance(problem, LayeredProblem)
+    return problem
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(36, "block"), (60, "none")])
+def test_a_given_cut_recomputes_what_the_best_cut_may_recompute(limit: float, expected: str) -> None:
+    """So the layout that ``zbv cut`` prints cannot gain, with first layers recomputed either."""
+    problem = recomputable(limit)
+    found = cut_for_executor(problem, "megatron", virtual_stages=[1], effort="quick")
+    assert found.stages is not None
+    assert found.best.results[0].recompute == expected
+    score = score_layout(problem, "megatron", write_layout(found.stages), effort="quick")
+    assert score.objective == pytest.approx(found.best.objective)
+    assert score.gain(score.same) == 0
+    assert (score.recompute, score.settings) == (expected, found.settings)
+
+
+def test_the_number_of_recomputed_layers_can_be_fixed() -> None:
+    one, two = (
+        score_layout(recomputable(200), "megatron", "4,4", recompute_layers=count, effort="quick")
+        for count in (1, 2)
+    )
+    assert (one.recompute, one.recompute_layers, two.recompute_layers) == ("block", 1, 2)
+    assert two.busy.tolist() == (one.busy + 8 * 10).tolist()
+    assert two.settings is not None
+    assert "--recompute-method block" in two.settings

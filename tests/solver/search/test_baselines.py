@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
+from zbv_solver.commands.cli import main
 from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names, merge_stages
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.executors.best_cut import best_cut
@@ -16,7 +18,7 @@ from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.problem.reading import load_problem, parse_any_problem
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.baselines import classical, compare
 from zbv_solver.search.claims import check_plan
@@ -209,3 +211,19 @@ def test_transfers_that_block_are_part_of_both_ranks_actions() -> None:
     assert evaluate(cut, orders).span > evaluate(plain, orders).span
     assert parse_any_problem(problem_json(cut)) == cut
     assert uncut(cut) == problem
+
+
+def test_1f1b_of_llama_has_the_best_cut_for_its_own_order(tmp_path: Path) -> None:
+    """With the cut of the plan's V, its ratio to the plan would be 1.275."""
+    path = tmp_path / "llama.json"
+    of = ["--pp-degree", "4", "--microbatches", "16", "--placement", "v"]
+    assert main(["estimate", "--preset", "llama-3.1-8b", *of, "-o", str(path)]) == 0
+    problem = load_problem(path)
+    assert isinstance(problem, LayeredProblem)
+    plan = search(problem, QUICK)
+    row = next(row for row in plan.baselines if row.name == "1f1b")
+    schedule = torch_schedule("1F1B", 4, 16)
+    best = best_cut(uncut(plan.problem, schedule.placement), [schedule], recompute="uniform", effort="quick")
+    assert row.fits
+    assert row.span <= best.least * 1.005
+    assert row.span / plan.objective < 1.178

@@ -30,7 +30,7 @@ _SWITCHES = {
 }
 _LAYOUT = "--pipeline-model-parallel-layout"
 _PLACING = ("first", "last", "embedding", "loss", "chunks", "each", "input", "output")
-"""What a layout says, too; ``megatron/training/arguments.py`` refuses most of them beside it."""
+"""What a layout says, too; ``megatron/training/arguments.py`` refuses most of them together with it."""
 
 
 @dataclass(frozen=True)

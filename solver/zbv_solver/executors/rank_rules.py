@@ -48,8 +48,8 @@ def placed_on(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) ->
             name = "first" if rules.first == 0 else "last"
             raise InvalidInput.at(
                 f"/cut/{name}",
-                f"found 0 transformer layers on the {name} rank, which has {chunks} virtual stages; one of them "
-                f"would be empty. Give at least {chunks}, or use one virtual stage.",
+                f"found 0 transformer layers on the {name} rank, which has {chunks} virtual stages; one of "
+                f"them would be empty. Give at least {chunks}, or use one virtual stage.",
             )
     return replace(
         problem,
@@ -69,7 +69,8 @@ def _share(name: str, count: int | None, chunks: int) -> int | None:
         raise InvalidInput.at(
             f"/cut/{name}",
             f"found {count} transformer {'layer' if count == 1 else 'layers'} on the {name} rank, which has "
-            f"{chunks} virtual stages; they must divide evenly. Give a multiple of {chunks}, or other virtual stages.",
+            f"{chunks} virtual stages; they must divide evenly. Give a multiple of {chunks}, or other virtual "
+            f"stages.",
         )
     return share
 

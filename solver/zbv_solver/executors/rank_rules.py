@@ -69,8 +69,8 @@ def _share(name: str, count: int | None, chunks: int) -> int | None:
         raise InvalidInput.at(
             f"/cut/{name}",
             f"found {count} transformer {'layer' if count == 1 else 'layers'} on the {name} rank, which has "
-            f"{chunks} virtual stages; they must divide evenly. Give a multiple of {chunks}, or other virtual "
-            f"stages.",
+            f"{chunks} virtual stages; they must divide evenly. Give a multiple of {chunks}, or other "
+            "virtual stages.",
         )
     return share
 

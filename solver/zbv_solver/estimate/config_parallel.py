@@ -79,7 +79,7 @@ class ParallelConfig(ConfigSection):
     )
     recompute_modules: tuple[Recomputed, ...] = Field(
         ("core_attn",),
-        description="what selective recomputation repeats, by Megatron-LM's names, or op: torchtitan's SelectiveAC",
+        description="what selective recomputation repeats: Megatron-LM's modules, or op (torchtitan)",
     )
     fused_gradients: Flag = Field(
         True, description="products of W add their results to the accumulated gradients; false: a kernel does"

@@ -205,8 +205,10 @@ def _device_issues(model: ModelConfig, parallel: ParallelConfig, device: DeviceC
         or parallel.granularity != "block"
         or model.attention != "flash"
     ):
-        detail = "torchtitan's selective recomputation is of whole blocks with flash attention, and has no modules."
-        yield Issue("/parallel/recompute_modules", f"found op; {detail} Name op alone, or leave it out.")
+        detail = (
+            "torchtitan's selective recomputation has no modules, and needs whole blocks with flash attention"
+        )
+        yield Issue("/parallel/recompute_modules", f"found op; {detail}. Name op alone, or leave it out.")
     is_core = set(parallel.recompute_modules) <= {"core_attn"}
     if parallel.recompute == "selective" and is_core and model.attention == "flash":
         yield Issue(

@@ -1,10 +1,10 @@
-"""Selective recomputation of torchtitan: single operations of a block are saved, and the rest is computed again.
+"""Selective recomputation of torchtitan: single operations of a block are saved, the rest is computed again.
 
-``torchtitan/distributed/activation_checkpoint.py``, ``SelectiveAC``: the block's input and the outputs of some
-operations are kept. These are every second product (``aten.mm``; the first, the third and so on of a block),
-products with a bias (``aten.addmm``), flash attention and the choice of experts (``topk``). The router's product
-and products of routed experts (``aten._grouped_mm``) are computed again. So are exchanges: ``SelectiveAC`` saves
-functional collectives, but the default ``spmd_backend``, ``spmd_types``, has others.
+``torchtitan/distributed/activation_checkpoint.py``, ``SelectiveAC``: F keeps the block's input and outputs
+of some operations. These are every second product (``aten.mm``: the first, the third and so on of a block),
+products with a bias (``aten.addmm``), flash attention and the choice of experts (``topk``). The router's
+product and those of routed experts (``aten._grouped_mm``) are computed again. So are exchanges:
+``SelectiveAC`` saves functional collectives, but the default ``spmd_backend``, ``spmd_types``, has others.
 """
 
 from __future__ import annotations

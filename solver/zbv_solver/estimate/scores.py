@@ -132,7 +132,7 @@ class Scores:
         return held
 
     def saved(self, shapes: Shapes) -> int | None:
-        """Bytes of the outputs of flash attention; None with plain attention, which torchtitan does not have."""
+        """Bytes of the outputs of flash attention; None with plain attention, which torchtitan lacks."""
         if not self.flash:
             return None
         outputs = shapes.divided(self.heads * self.value_dim)

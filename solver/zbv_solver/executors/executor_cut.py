@@ -259,7 +259,7 @@ def executor_settings(
     try:
         if executor == "torchtitan":
             parts = module_names(stages) if ranks > 1 else None
-            if recompute == "all" and modules:
+            if recompute == "all" and "op" in modules:
                 recompute = "selective"
             titan = TitanSettings(
                 ranks, schedule.name, schedule.microbatches, parts, recompute, schedule.is_split

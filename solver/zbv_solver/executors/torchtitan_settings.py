@@ -42,7 +42,8 @@ last three of a vision encoder."""
 _CHECKPOINTS: dict[str | None, str] = {"all": "FullAC", "selective": "SelectiveAC"}
 ONCE = (
     "torchtitan's SelectiveAC allows one backward of a block, and this schedule splits it into two "
-    "(torch/utils/checkpoint.py, _CachedTorchDispatchMode). Choose 1F1B or Interleaved1F1B, or other recomputation."
+    "(torch/utils/checkpoint.py, _CachedTorchDispatchMode). Choose 1F1B or Interleaved1F1B, or another "
+    "recomputation."
 )
 
 

@@ -60,7 +60,7 @@ def render(plan: Plan) -> str:
 
 
 def _recomputation(model: CutModel | None, is_split: bool) -> str | None:
-    """What torchtitan recomputes. Its default, selective recomputation, does not work with split backwards."""
+    """What torchtitan recomputes. Its default, ``SelectiveAC``, does not work with split backwards."""
     recomputed = set(() if model is None else model.cut.recompute)
     if model is not None and recomputed == {True}:
         return "selective" if "op" in model.model.recompute_modules else "all"

@@ -22,7 +22,7 @@ from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.measured_layers import Measured
 from zbv_solver.layouts.profile import Profile
-from zbv_solver.layouts.recomputed_modules import CHEAP, OP, Modules, droppable, has_operations, module_sets
+from zbv_solver.layouts.recomputed_modules import CHEAP, OP, Modules, droppable, module_sets
 
 KEPT = (
     *("optimizer", "precision", "offloaded_states"),

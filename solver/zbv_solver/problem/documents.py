@@ -285,7 +285,7 @@ class LayeredProblemDocument(Document):
     )
     recompute_modules: Annotated[list[Recomputed], AtMost(len(get_args(Recomputed)))] | None = Field(
         None,
-        description="What recomputed layers repeat, by Megatron-LM's names, or op: torchtitan's SelectiveAC; absent: all.",
+        description="What recomputed layers repeat: Megatron-LM's modules, or op (torchtitan); absent: all.",
     )
     features: _NotOfLayers = None
     sequences: _NotOfLayers = None

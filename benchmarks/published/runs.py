@@ -15,7 +15,7 @@ from zbv_solver.estimate.config_fields import ConfigSection, Count, Flag, Rate, 
 from zbv_solver.estimate.config_model import ModelConfig
 from zbv_solver.estimate.presets import preset_names, with_presets
 from zbv_solver.layouts.cluster import Cluster, equal_cluster
-from zbv_solver.problem.layer import Recomputed
+from zbv_solver.problem.layer_letters import Recomputed
 
 HERE = Path(__file__).parent
 RUNS, MODELS = HERE / "runs.json", HERE / "models.json"

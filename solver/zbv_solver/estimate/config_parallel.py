@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from zbv_solver.estimate.config_fields import Amount, ConfigSection, Flag, Share, Size
-from zbv_solver.problem.layer import Recomputed
+from zbv_solver.problem.layer_letters import Recomputed
 from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from zbv_solver.estimate.operations import is_known
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
-from zbv_solver.problem.layer import Recomputed
+from zbv_solver.problem.layer_letters import Recomputed
 
 Modules = tuple[Recomputed, ...]
 CHEAP: Modules = ("mla_up_proj", "moe_act")

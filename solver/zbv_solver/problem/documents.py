@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from zbv_solver.documents.fields import MAX_NAME, TOO_MANY, AtMost, Count, Document, Number
 from zbv_solver.problem.features import MAX_FEATURE_NAME, MAX_FEATURES
-from zbv_solver.problem.layer import Recomputed
+from zbv_solver.problem.layer_letters import Recomputed
 from zbv_solver.problem.limits import (
     MAX_CELLS,
     MAX_CHUNKS,

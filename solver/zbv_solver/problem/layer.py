@@ -10,18 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.layer_letters import DECODER, PART, letter_of
+from zbv_solver.problem.layer_letters import DECODER, PART, Recomputed, letter_of
 from zbv_solver.problem.limits import MAX_LAYERS
 from zbv_solver.problem.numeric import broken_rule, delta_rule
-
-Recomputed = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe", "op"]
-"""What selective recomputation may repeat, by the names of Megatron-LM's ``--recompute-modules``.
-
-``op`` alone is torchtitan's ``SelectiveAC``: every second product, and all that is cheap.
-"""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def summary(problem: LayeredProblem) -> list[str]:
 
 
 def test_a_line_names_the_layers_of_a_rank_and_their_cost() -> None:
-    lines = summary(layered(placement="single", cut={"first": 6}))
+    lines = summary(layered(placement="single", cut={"first": 5}))
     assert lines[0] == "  rank 0: embedding … block.4; 27 a microbatch"
     assert lines[1] == "  rank 1: block.5 … head; 30 a microbatch"
     assert lines[2].startswith("  placement single; no cut of these layers has a span below 120 (gap ")

@@ -1,8 +1,7 @@
 """torchtitan's selective recomputation: what blocks of torchtitan 0.3.0 keep under ``SelectiveAC``.
 
-The bytes were counted in its blocks of two sequences of 32 tokens, with torch 2.13 on a CPU; its
-``ScaledDotProductAttention`` replaced FlexAttention, which has no backward there. ``make torchtitan`` counts
-them again.
+The bytes were counted in its blocks of two sequences of 32 tokens, with torch 2.13 on a CPU, except for those
+of flash attention. ``make torchtitan`` counts them again.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ def test_the_number_of_recomputed_layers_can_be_fixed() -> None:
     free = cut_for_executor(blocks(1000.0), "megatron", virtual_stages=[1], effort="quick")
     assert found.best.objective > free.best.objective
     for change, message in (
-        ({"executor": "torchtitan"}, "found 2 and executor torchtitan; only Megatron-LM does that"),
+        ({"executor": "torch"}, "found 2 and executor torch; only Megatron-LM does that"),
         ({"recompute": "none"}, "found 2 and --recompute none"),
         ({"recompute_layers": 0}, "found 0; must be at least 1"),
     ):

@@ -34,7 +34,7 @@ SEEING = {**MODEL, "vision": {"hidden": 256, "layers": 4, "heads": 4, "patches":
 
 def every_step(request: Request, executor: str) -> dict[tuple[Layout, str], float]:
     """The step of every layout with its best cut, by layout and recomputation."""
-    setting, known, found = replace(request.setting, has_loops=True), {}, {}
+    setting, known, found = replace(request.setting.of_executor(executor), has_loops=True), {}, {}
     for layout in request.layouts:
         if not runs_layout(executor, setting.model, layout):
             continue

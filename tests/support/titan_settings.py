@@ -56,8 +56,8 @@ def settings() -> Iterator[str]:
             for each in SCHEDULES:
                 yield from _of_cut(Path(folder), name, *each)
             yield from _of_plan(Path(folder), name)
-        for recompute, policy in (("full", "FullAC"), ("selective", "SelectiveAC")):
-            yield from _of_layout(Path(folder), recompute, policy)
+        yield from _of_layout(Path(folder), "full", "FullAC")
+        yield from _of_layout(Path(folder), "selective", "SelectiveAC")
 
 
 def _problem(name: str, ranks: int) -> LayeredProblem:

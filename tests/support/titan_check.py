@@ -4,7 +4,8 @@
 
 1. What zbv uses of torchtitan is there, as the stand-ins of the test suite say (``tests/support/titan.py``).
 2. torchtitan makes of zbv's settings what was planned (``tests/support/titan_settings.py``).
-3. Losses and gradients of ``examples/torchtitan_plan.py`` are those of one process, with 2 ranks, and with 2
+3. Blocks save what zbv counts (``tests/support/titan_operations.py``).
+4. Losses and gradients of ``examples/torchtitan_plan.py`` are those of one process, with 2 ranks, and with 2
    data-parallel ranks per stage.
 """
 
@@ -25,6 +26,7 @@ import torchtitan_plan as example  # before other parts of torchtitan: it replac
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from support import titan
+from support.titan_operations import operations
 from support.titan_settings import settings
 
 STEPS, TIMEOUT, TOLERANCE = 2, 900, 1e-5
@@ -32,7 +34,7 @@ STEPS, TIMEOUT, TOLERANCE = 2, 900, 1e-5
 
 def main() -> int:
     """Compare; returns the exit status."""
-    failures = [*interface(), *settings()]
+    failures = [*interface(), *settings(), *operations()]
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (2, 4):
             failures += training(ranks, Path(folder))

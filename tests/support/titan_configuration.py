@@ -29,7 +29,7 @@ _FIELDS = {
     },
 }
 """The fields of torchtitan/config/configs.py that settings may set."""
-UNTOUCHED, FULL = "untouched", "full"
+UNTOUCHED, FULL, SELECTIVE = "untouched", "full", "selective"
 
 
 def configured(text: str, version: str) -> Any:
@@ -55,6 +55,7 @@ def _executed(text: str) -> dict[str, Any]:
     names = ("torchtitan", "torchtitan.distributed", "torchtitan.distributed.activation_checkpoint")
     modules: dict[str, Any] = {name: ModuleType(name) for name in names}
     modules[names[-1]].FullAC = SimpleNamespace(Config=lambda: FULL)
+    modules[names[-1]].SelectiveAC = SimpleNamespace(Config=lambda: SELECTIVE)
     found: dict[str, Any] = {}
     with patch.dict(sys.modules, modules):
         exec(text, found)

@@ -26,7 +26,7 @@ from zbv_solver.executors.schedules import torch_schedule
 from zbv_solver.export import export
 from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.layouts.executor_settings import layout_settings
-from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.layout import Layout, Recompute
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
@@ -56,7 +56,8 @@ def settings() -> Iterator[str]:
             for each in SCHEDULES:
                 yield from _of_cut(Path(folder), name, *each)
             yield from _of_plan(Path(folder), name)
-        yield from _of_layout(Path(folder))
+        yield from _of_layout(Path(folder), "full", "FullAC")
+        yield from _of_layout(Path(folder), "selective", "SelectiveAC")
 
 
 def _problem(name: str, ranks: int) -> LayeredProblem:
@@ -99,8 +100,8 @@ def _of_plan(folder: Path, name: str) -> Iterator[str]:
     yield from _differences(folder, f"{name}, a plan", name, export(plan, "torchtitan"), 2, orders)
 
 
-def _of_layout(folder: Path) -> Iterator[str]:
-    layout = Layout(2, 1, 2, 2, 2, 1, MICROBATCHES, 1, "full", "tp-cp-dp-pp")
+def _of_layout(folder: Path, recompute: Recompute, policy: str) -> Iterator[str]:
+    layout = Layout(2, 1, 2, 2, 2, 1, MICROBATCHES, 1, recompute, "tp-cp-dp-pp")
     training = SimpleNamespace(state=StateBytes())
     setting: Any = SimpleNamespace(model=SimpleNamespace(sequence=64), training=training)
     schedule = torch_schedule("1F1B", 2, MICROBATCHES)
@@ -109,7 +110,7 @@ def _of_layout(folder: Path) -> Iterator[str]:
     config = _configuration(folder, "deepseek_v3", text or remark)
     own = config.parallelism
     degrees = own.data_parallel_shard_degree, own.tensor_parallel_degree, own.expert_parallel_degree
-    if degrees != (2, 2, 2) or type(config.activation_checkpoint).__qualname__ != "FullAC.Config":
+    if degrees != (2, 2, 2) or type(config.activation_checkpoint).__qualname__ != f"{policy}.Config":
         yield f"layout: found degrees {degrees} and {config.activation_checkpoint}"
     if hasattr(own, "num_pp_microbatches"):
         training = config.training

@@ -10,6 +10,7 @@ from zbv_solver.estimate.indexer import Indexer
 from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import (
     Held,
+    Linear,
     Part,
     Product,
     around,
@@ -103,6 +104,11 @@ class Attention:
             exchanges=(half_exchange(shapes), self.scores.exchange(shapes)),
             workspace=self.workspace(shapes) + self.scores.workspace(shapes),
             output_bytes=shapes.hidden,
+            linears=(
+                Linear(products[0], shapes.divided(self.projected), self.qkv_bias),
+                Linear(products[1], shapes.whole, shapes.stream.bias),
+            ),
+            saved=None if self.output_gate or self.indexer else self.scores.saved(shapes),
         )
 
     def parameters(self, shapes: Shapes) -> Parameters:

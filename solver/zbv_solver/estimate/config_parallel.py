@@ -78,7 +78,8 @@ class ParallelConfig(ConfigSection):
         None, description="the alternative that layers carry; null: selective for plain attention, else full"
     )
     recompute_modules: tuple[Recomputed, ...] = Field(
-        ("core_attn",), description="what selective recomputation repeats, by Megatron-LM's names"
+        ("core_attn",),
+        description="what selective recomputation repeats: Megatron-LM's modules, or op (torchtitan)",
     )
     fused_gradients: Flag = Field(
         True, description="products of W add their results to the accumulated gradients; false: a kernel does"

@@ -200,6 +200,15 @@ def _device_issues(model: ModelConfig, parallel: ParallelConfig, device: DeviceC
     if narrow is not None and getattr(device, f"{narrow}_tflops") is None:
         detail = f"this key is absent, and product_dtype {narrow} needs it. Give its TFLOP/s."
         yield Issue(f"/device/{narrow}_tflops", detail)
+    if "op" in parallel.recompute_modules and (
+        len(set(parallel.recompute_modules)) > 1
+        or parallel.granularity != "block"
+        or model.attention != "flash"
+    ):
+        detail = (
+            "torchtitan's selective recomputation has no modules, and needs whole blocks with flash attention"
+        )
+        yield Issue("/parallel/recompute_modules", f"found op; {detail}. Name op alone, or leave it out.")
     is_core = set(parallel.recompute_modules) <= {"core_attn"}
     if parallel.recompute == "selective" and is_core and model.attention == "flash":
         yield Issue(

@@ -18,6 +18,7 @@ from zbv_solver.estimate.part import (
     Exchange,
     Group,
     Held,
+    Linear,
     Module,
     Part,
     Product,
@@ -28,7 +29,7 @@ from zbv_solver.estimate.part import (
     half_norms,
     norm_module,
 )
-from zbv_solver.estimate.shapes import MASK_BYTES, STATISTIC_BYTES, Shapes
+from zbv_solver.estimate.shapes import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, Shapes
 
 
 def _exchange(group: Group, sent: float) -> Exchange:
@@ -112,7 +113,17 @@ class Experts:
             exchanges=tuple(exchanges),
             workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
+            linears=self.linears(shapes),
+            saved=None if self.latent else (STATISTIC_BYTES + INDEX_BYTES) * shapes.own_tokens * self.chosen,
         )
+
+    def linears(self, shapes: Shapes) -> tuple[Linear, ...]:
+        """Those of shared experts, and of their gate (torchtitan, ``MoE.forward``)."""
+        found = () if self.shared is None else self.shared.linears(shapes)
+        if self.shared_gate:
+            gate = Product(shapes.tokens, shapes.stream.hidden, 1)
+            found += (Linear(gate, shapes.stream.dtype_bytes * shapes.tokens),)
+        return found
 
     def rows(self, shapes: Shapes) -> float:
         """Tokens of a device's experts, once per expert: a device receives as many as it sends."""

@@ -18,6 +18,7 @@ from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import (
     Exchange,
     Held,
+    Linear,
     Module,
     Part,
     Product,
@@ -134,7 +135,29 @@ class LatentAttention:
             exchanges=(self.exchange(shapes), self.scores.exchange(shapes)),
             workspace=self.workspace(shapes) + self.scores.workspace(shapes),
             output_bytes=shapes.hidden,
+            linears=self.linears(shapes),
+            saved=None if self.absorbed or self.indexer else self.scores.saved(shapes),
         )
+
+    def linears(self, shapes: Shapes) -> tuple[Linear, ...]:
+        """Projections of queries, of keys and values, and back (torchtitan, ``deepseek_v3/model.py``).
+
+        torchtitan computes those down for all tokens of the group (``deepseek_v3/sharding.py``).
+        """
+        h, t, tokens, kv = shapes.stream.hidden, shapes.tensor, shapes.tokens, self.kv_rank
+
+        def down(width: int) -> Linear:
+            return Linear(Product(tokens, h, width), shapes.stream.dtype_bytes * tokens * width)
+
+        def divided(n_in: int, width: int) -> Linear:
+            return Linear(Product(tokens, n_in, width // t), shapes.divided(width))
+
+        back = Linear(Product(tokens, self.heads * self.value_dim // t, h), shapes.whole)
+        queries = self.heads * self.key_dim
+        of_queries = [divided(h, queries)]
+        if self.query_rank is not None:
+            of_queries = [down(self.query_rank), divided(self.query_rank, queries)]
+        return (*of_queries, down(kv + self.rotated_dim), divided(kv, self.up), back)
 
     def parameters(self, shapes: Shapes) -> Parameters:
         """DeepSeek-AI 2024a, appendix C, with the norms of latent vectors; no biases."""

@@ -11,9 +11,10 @@ from functools import lru_cache
 
 from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.device import Device, GroupLink, GroupLinks
+from zbv_solver.estimate.operations import OPERATIONS, is_known, saved_bytes, saved_time
 from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import Part
-from zbv_solver.estimate.shapes import Degrees, Shapes
+from zbv_solver.estimate.shapes import Degrees, Shapes, Stream
 from zbv_solver.estimate.states import (
     Account,
     HeldBytes,
@@ -144,7 +145,8 @@ class Training:
         The alternatives that layers carry: ``none``, ``selective``, ``full`` or ``both``.
     modules
         What selective recomputation repeats, of Megatron-LM's names: ``core_attn``, ``layernorm``,
-        ``mla_up_proj``, ``mlp``, ``moe_act``, ``shared_experts``, ``moe``.
+        ``mla_up_proj``, ``mlp``, ``moe_act``, ``shared_experts``, ``moe``. Or ``op`` alone, which is that of
+        torchtitan (:mod:`zbv_solver.estimate.operations`).
     ends_share_rank
         Whether the first and the last stage are on one rank, which then holds shared tables once.
     by_halves
@@ -225,6 +227,8 @@ def estimate_model(
         else:
             is_full = training.recompute in ("full", "both") and kind.can_recompute
             whole = _whole(kind, found, parts[0].part.input_bytes if is_full else None)
+            if training.modules == OPERATIONS and kind.can_recompute:
+                whole = _with_operations(whole, parts, shapes.stream, device, training.recompute)
             layers.append(_with_buffers(whole, sum(buffers)))
     return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
 
@@ -331,6 +335,27 @@ def _layer(
         exchanged=computed.exchanged + replicas,
         selective=selective if recompute == "both" else None,
     )
+
+
+def _with_operations(
+    layer: LayerEstimate, computed: list[Computed], stream: Stream, device: Device, recompute: str
+) -> LayerEstimate:
+    """A block with torchtitan's selective recomputation: everything that it computes again exists at once."""
+    parts = [each.part for each in computed]
+    if recompute not in ("selective", "both") or not is_known(parts):
+        return layer
+    kept, forward = saved_bytes(parts), sum(each.times.forward for each in computed)
+    again = PerAction(backward_input=forward - saved_time(parts, stream, device))
+    plain = layer.plain
+    selective = Running(
+        plain.times + again,
+        kept,
+        plain.after_input,
+        max(plain.workspace, _whole_again(plain, kept)),
+    )
+    if recompute == "selective":
+        return replace(layer, recomputed=selective)
+    return replace(layer, selective=selective)
 
 
 def _selective(computed: Computed, plain: Running) -> Running | None:

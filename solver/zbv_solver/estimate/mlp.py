@@ -8,6 +8,7 @@ from zbv_solver.estimate.amounts import PerAction
 from zbv_solver.estimate.parameters import Parameters
 from zbv_solver.estimate.part import (
     Held,
+    Linear,
     Module,
     Part,
     Product,
@@ -58,7 +59,15 @@ class Mlp:
             exchanges=exchanges,
             workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
+            linears=self.linears(shapes),
+            saved=0,
         )
+
+    def linears(self, shapes: Shapes) -> tuple[Linear, ...]:
+        """Gate, first and last matrix (torchtitan, ``FeedForward.forward``)."""
+        h, ffn, has_bias = shapes.stream.hidden, self.ffn // shapes.tensor, shapes.stream.bias
+        first = Linear(Product(shapes.tokens, h, ffn), shapes.divided(self.ffn), has_bias)
+        return (*[first] * self.inputs, Linear(Product(shapes.tokens, ffn, h), shapes.whole, has_bias))
 
     def activation_traffic(self, size: int) -> PerAction:
         """Memory traffic of the activation; ``size`` is that of a tensor as wide as the MLP."""

@@ -117,6 +117,23 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Linear:
+    """A linear layer as torchtitan runs it, which is what its selective recomputation counts.
+
+    Attributes
+    ----------
+    output_bytes
+        Size of its output on one device.
+    has_bias
+        Whether it adds a bias, which makes it another operation (``addmm`` instead of ``mm``).
+    """
+
+    product: Product
+    output_bytes: int
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
 class Exchange:
     """Collectives or transfers within a group of devices, for each action.
 
@@ -188,6 +205,11 @@ class Part:
         Whether flash attention computes the core.
     is_misaligned
         Whether rows of the core's operands do not start at multiples of 16 bytes.
+    linears
+        Its linear layers in torchtitan's order, without the router and routed experts.
+    saved
+        Bytes of other outputs that torchtitan's selective recomputation saves; None if torchtitan has no such
+        part.
     workspace
         Most bytes that an action needs in addition to kept tensors.
     output_bytes
@@ -206,6 +228,8 @@ class Part:
     modules: tuple[Module, ...] = ()
     is_flash: bool = False
     is_misaligned: bool = False
+    linears: tuple[Linear, ...] = ()
+    saved: int | None = None
 
     @cached_property
     def after_forward(self) -> int:

@@ -131,6 +131,13 @@ class Scores:
             held.append(Held("softmax after dropout", size, modules=("core_attn",)))
         return held
 
+    def saved(self, shapes: Shapes) -> int | None:
+        """Bytes of the outputs of flash attention; None with plain attention, which torchtitan lacks."""
+        if not self.flash:
+            return None
+        outputs = shapes.divided(self.heads * self.value_dim)
+        return outputs + sum(tensor.bytes for tensor in self.tensors(shapes))
+
     def module(self, shapes: Shapes) -> Module:
         """Selective recomputation of the scores."""
         return Module("core_attn", moved=self.traffic(shapes).forward, has_core=True)

@@ -21,7 +21,7 @@ from zbv_solver.executors.schedules import (
     torch_schedule,
     torch_schedule_name,
 )
-from zbv_solver.executors.torchtitan_settings import TitanSettings, module_names
+from zbv_solver.executors.torchtitan_settings import ONCE, TitanSettings, module_names
 from zbv_solver.partition.runs import First
 from zbv_solver.problem.layer_letters import letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -121,6 +121,9 @@ def cut_for_executor(
         _check_modules(modules, executor, problem.pp_degree)
     offered = recomputation(problem, executor, modules, recompute, recompute_layers)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)
+    if offered != "none" and "op" in problem.model.recompute_modules and any(each.is_split for each in tried):
+        detail = f"found op, and --schedule with a split backward; {ONCE}"
+        raise InvalidInput.at("/recompute_modules", detail)
     names = problem.model.names
     letters_of = tuple(map(letter_of, names)) if modules is None else modules.letters
     even = {schedule: even_cut(executor, letters_of, schedule) for schedule in tried}
@@ -205,12 +208,14 @@ def recomputation(
     """What the search may recompute; raises :class:`InvalidInput` if the executor cannot."""
     chosen, only = problem.model.recompute_modules, "only Megatron-LM does"
     is_megatron = executor == "megatron" and modules is not None
-    if chosen and not is_megatron and asked not in (None, "none"):
-        detail = f"found {', '.join(chosen)}; {only} that. Use --recompute none."
+    is_offered = not chosen or executor == ("torchtitan" if "op" in chosen else "megatron")
+    if not is_offered and asked not in (None, "none"):
+        owner = "only torchtitan does" if "op" in chosen else only
+        detail = f"found {', '.join(chosen)}; {owner} that. Use --recompute none."
         raise InvalidInput.at("/recompute_modules", detail)
     first = modules.first_blocks(problem) if is_megatron and modules is not None and not chosen else None
     if layers is None:
-        return asked or ("none" if chosen and not is_megatron else first or "uniform")
+        return asked or (first or "uniform" if is_offered else "none")
     for is_kept, detail in (
         (is_megatron, f"found {layers} and executor {executor}; {only} that. Leave it out."),
         (
@@ -254,6 +259,8 @@ def executor_settings(
     try:
         if executor == "torchtitan":
             parts = module_names(stages) if ranks > 1 else None
+            if recompute == "all" and "op" in modules:
+                recompute = "selective"
             titan = TitanSettings(
                 ranks, schedule.name, schedule.microbatches, parts, recompute, schedule.is_split
             )

@@ -39,6 +39,13 @@ _MODULES = {
 """The modules of a letter. torchtitan ignores names that a model does not have: only Muse Glimmer has the
 last three of a vision encoder."""
 
+_CHECKPOINTS: dict[str | None, str] = {"all": "FullAC", "selective": "SelectiveAC"}
+ONCE = (
+    "torchtitan's SelectiveAC allows one backward of a block, and this schedule splits it into two "
+    "(torch/utils/checkpoint.py, _CachedTorchDispatchMode). Choose 1F1B or Interleaved1F1B, or another "
+    "recomputation."
+)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -72,7 +79,7 @@ class TitanSettings:
     parts
         The names of the modules of every stage; None leaves the cut to the configuration.
     recompute
-        ``none``, ``all``, or None, which leaves it to the configuration.
+        ``none``, ``all``, ``selective`` (of operations), or None, which leaves it to the configuration.
     is_split
         Whether some backwards are split into I and W, which compiled blocks cannot be.
     batch
@@ -101,11 +108,13 @@ class TitanSettings:
         InvalidInput
             When torchtitan cannot recompute like that.
         """
-        if self.recompute not in (None, "none", "all"):
+        if self.recompute not in (None, "none", *_CHECKPOINTS):
             raise InvalidInput.at(
                 "",
                 f"found recomputation {self.recompute!r}; torchtitan recomputes all stages alike, or none.",
             )
+        if self.recompute == "selective" and self.is_split:
+            raise InvalidInput.at("", f"found selective recomputation; {ONCE}")
         is_piped = self.pp_degree > 1
         body = [f"config.{key} = {json.dumps(value)}" for key, value in self.keys.items()]
         body.append(f"parallelism.pipeline_parallel_degree = {self.pp_degree}")
@@ -115,8 +124,8 @@ class TitanSettings:
             body.append("training.disable_cuda_graphs = True  # pipelines and experts cannot be captured")
         if self.is_split:
             body.append("config.compile.enable = False  # compiled blocks cannot split their backward")
-        if self.recompute == "all":
-            body.append("config.activation_checkpoint = FullAC.Config()")
+        if self.recompute in _CHECKPOINTS:
+            body.append(f"config.activation_checkpoint = {_CHECKPOINTS[self.recompute]}.Config()")
         elif self.recompute == "none":
             body.append("config.activation_checkpoint = None")
         return "\n".join(
@@ -137,8 +146,9 @@ class TitanSettings:
     def _before(self) -> list[str]:
         """What the function refers to."""
         lines = ["import atexit", "import os", "import tempfile"] if self.rows else []
-        if self.recompute == "all":
-            lines.append("from torchtitan.distributed.activation_checkpoint import FullAC")
+        if self.recompute in _CHECKPOINTS:
+            of = _CHECKPOINTS[self.recompute]
+            lines.append(f"from torchtitan.distributed.activation_checkpoint import {of}")
         if self.rows:
             lines += [
                 "",

@@ -42,14 +42,12 @@ def render(plan: Plan) -> str:
             f"parallelism.module_fqns_per_model_part for the {placement.n_stages} stages yourself.",
         )
     is_split = bool((plan.orders.letter == W).any())
-    recomputed = set(() if model is None else model.cut.recompute)
     settings = TitanSettings(
         placement.pp_degree,
         _SCHEDULES[placement.kind],
         problem.microbatches,
         parts,
-        # torchtitan's default, the recomputation of single operators, does not work with split backwards.
-        "all" if recomputed == {True} else "none" if recomputed or is_split else None,
+        _recomputation(model, is_split),
         is_split,
         rows=torch_csv.render(plan),
     )
@@ -59,6 +57,14 @@ def render(plan: Plan) -> str:
         f"# {problem.pp_degree} ranks, {problem.n_stages} stages, {problem.microbatches} microbatches",
     ]
     return settings.text([*notes, *_batch_order(plan), *_cut(model, parts)])
+
+
+def _recomputation(model: CutModel | None, is_split: bool) -> str | None:
+    """What torchtitan recomputes. Its default, ``SelectiveAC``, does not work with split backwards."""
+    recomputed = set(() if model is None else model.cut.recompute)
+    if model is not None and recomputed == {True}:
+        return "selective" if "op" in model.model.recompute_modules else "all"
+    return "none" if recomputed or is_split else None
 
 
 def _parts(model: CutModel) -> list[list[str]] | None:

@@ -20,7 +20,7 @@ from zbv_solver.layouts.executor_memory import STATES
 from zbv_solver.layouts.layer_costs import EVERYWHERE, least_work_of, problem_layer, recomputed, row_of
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.measured_layers import LayerConditions, Measured, Origins
-from zbv_solver.layouts.recomputed_modules import Modules
+from zbv_solver.layouts.recomputed_modules import OP, Modules
 from zbv_solver.partition.cut_tables import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking
@@ -52,7 +52,7 @@ class Setting:
     has_loops
         Whether an executor chooses the placement: stages in a loop.
     module_sets
-        What executors with selective recomputation of modules may repeat.
+        What executors with selective recomputation of modules may repeat; torchtitan has ``op`` instead.
     """
 
     model: Transformer
@@ -67,6 +67,10 @@ class Setting:
         if self.has_loops and ranks > 1:
             return False
         return self.model.tied and 2 * ranks <= self.model.n_layers
+
+    def modules_of(self, executor: str) -> tuple[Modules, ...]:
+        """What an executor's selective recomputation may repeat."""
+        return (OP,) if executor == "torchtitan" else self.module_sets
 
     def of_executor(self, executor: str) -> Setting:
         """The same with what a device holds under an executor."""

@@ -253,7 +253,7 @@ class ScheduleSource:
         if not estimated.has_room_for_states:
             return
         if candidate.layout.recompute == "selective":
-            for modules in self.setting.module_sets:
+            for modules in self.setting.modules_of(candidate.executor):
                 layout = replace(candidate.layout, recompute_modules=modules)
                 yield LayoutVariant(candidate, EstimatedLayout.of(layout, setting))
             return

@@ -16,6 +16,7 @@ from zbv_solver.layouts.cluster import Cluster
 from zbv_solver.layouts.estimated_layout import Setting
 from zbv_solver.layouts.executor_memory import STATES
 from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.recomputed_modules import has_operations
 
 ANY, FREE = "any", "zbv"
 """All executors, and the one that runs any order."""
@@ -92,12 +93,12 @@ MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     ),
     "torch": (),
 }
-_WHOLE_OR_NONE = ExecutorRule(
-    lambda _, layout: layout.recompute != "selective" and layout.recompute_layers is None,
-    "all layers recomputed in full, or none",
-    "torch/utils/checkpoint.py; torchtitan/distributed/activation_checkpoint.py, FullAC",
-    ("recompute", "recompute_layers"),
-)
+
+
+def _has_selective(model: Transformer, layout: Layout) -> bool:
+    return layout.recompute != "selective" or has_operations(model)
+
+
 LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
     "megatron": (
         ExecutorRule(
@@ -133,7 +134,13 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             f"{_TITAN}.build_mesh",
             ("placement",),
         ),
-        _WHOLE_OR_NONE,
+        ExecutorRule(
+            lambda model, layout: layout.recompute_layers is None and _has_selective(model, layout),
+            "all layers recomputed alike, and without selective recomputation blocks that it does not have "
+            "(with an indexer, gated attention or latent experts)",
+            "torchtitan/distributed/activation_checkpoint.py, SelectiveAC and FullAC; torchtitan/models",
+            ("recompute", "recompute_layers"),
+        ),
         ExecutorRule(
             lambda model, layout: (
                 model.sequence
@@ -183,7 +190,12 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             "torch/distributed/pipelining/stage.py, backward_maybe_with_nosync",
             ("zero_stage", "pipeline_parallel"),
         ),
-        _WHOLE_OR_NONE,
+        ExecutorRule(
+            lambda _, layout: layout.recompute != "selective" and layout.recompute_layers is None,
+            "all layers recomputed in full, or none",
+            "torch/utils/checkpoint.py",
+            ("recompute", "recompute_layers"),
+        ),
         ExecutorRule(
             lambda model, layout: not model.tied or _is_alone(layout),
             "no pipeline if embedding and head share their table, because stages exchange no gradients of "

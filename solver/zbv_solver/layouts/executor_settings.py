@@ -40,6 +40,7 @@ def layout_settings(
         has_layers = layout.recompute_layers is not None
         recompute = "none" if layout.recompute == "none" else "block" if has_layers else "all"
         if executor == "torchtitan":
+            recompute = "selective" if layout.recompute == "selective" else recompute
             return _of_titan(layout, setting, stages, schedule, recompute), ""
         flags = [
             *_flags(layout, setting),

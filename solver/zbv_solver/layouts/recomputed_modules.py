@@ -6,6 +6,7 @@ attention, which keeps statistics of the scores alone, and would be computed twi
 
 from __future__ import annotations
 
+from zbv_solver.estimate.operations import is_known
 from zbv_solver.estimate.shapes import Degrees
 from zbv_solver.estimate.transformer import Transformer
 from zbv_solver.problem.layer_letters import Recomputed
@@ -18,6 +19,8 @@ SETS: tuple[Modules, ...] = (
     ("mla_up_proj", "layernorm", "mlp", "moe"),
 )
 """``moe`` repeats ``moe_act`` and ``shared_experts``, too, and the exchanges between experts."""
+OP: Modules = ("op",)
+"""What torchtitan recomputes instead of modules."""
 
 
 def droppable(model: Transformer) -> frozenset[str]:
@@ -29,6 +32,13 @@ def droppable(model: Transformer) -> frozenset[str]:
         for _, half in kind.halves
         for tensor in half.part(model.shapes(kind, Degrees())).tensors
         for module in tensor.modules
+    )
+
+
+def has_operations(model: Transformer) -> bool:
+    """Whether it is known what torchtitan's selective recomputation saves of every block."""
+    return all(
+        is_known(half.part(model.shapes(kind, Degrees())) for _, half in kind.halves) for kind in model.blocks
     )
 
 

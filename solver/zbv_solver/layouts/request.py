@@ -22,7 +22,7 @@ from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.measured_layers import Measured
 from zbv_solver.layouts.profile import Profile
-from zbv_solver.layouts.recomputed_modules import CHEAP, Modules, droppable, module_sets
+from zbv_solver.layouts.recomputed_modules import CHEAP, OP, Modules, droppable, module_sets
 
 KEPT = (
     *("optimizer", "precision", "offloaded_states"),
@@ -82,9 +82,10 @@ class Request:
     def _module_sets(self) -> tuple[Modules, ...]:
         """What selective recomputation may repeat: as the document says, or sets of the model's modules."""
         model, given = transformer(self.config.model), self.config.parallel.recompute_modules
+        is_titan = self.executor == "torchtitan"
         if "recompute_modules" not in self.config.parallel.model_fields_set:
-            return module_sets(model)
-        able = droppable(model)
+            return (OP,) if is_titan else module_sets(model)
+        able = frozenset(OP) if is_titan else droppable(model)
         kept = tuple(module for module in given if module in able)
         return (kept,) if kept else ()
 
@@ -109,7 +110,9 @@ class Request:
             given = ", ".join(self.config.parallel.recompute_modules)
             raise InvalidInput.at(
                 "/parallel/recompute_modules",
-                f"found {given}; no layer of this model has them. Name others, or leave them out.",
+                f"found {given}; torchtitan has op alone. Leave them out."
+                if self.executor == "torchtitan"
+                else f"found {given}; no layer of this model has them. Name others, or leave them out.",
             )
         self._check_layers()
         found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed, modules))

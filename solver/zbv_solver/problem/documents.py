@@ -284,7 +284,8 @@ class LayeredProblemDocument(Document):
         None, description="Which stages of the partition are recomputed."
     )
     recompute_modules: Annotated[list[Recomputed], AtMost(len(get_args(Recomputed)))] | None = Field(
-        None, description="What recomputed layers repeat, by Megatron-LM's names; absent: all of the layer."
+        None,
+        description="What recomputed layers repeat: Megatron-LM's modules, or op (torchtitan); absent: all.",
     )
     features: _NotOfLayers = None
     sequences: _NotOfLayers = None

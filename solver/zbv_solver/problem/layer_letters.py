@@ -10,8 +10,11 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Recomputed = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe"]
-"""What selective recomputation may repeat, by the names of Megatron-LM's ``--recompute-modules``."""
+Recomputed = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe", "op"]
+"""What selective recomputation may repeat, by the names of Megatron-LM's ``--recompute-modules``.
+
+``op`` alone is torchtitan's ``SelectiveAC``: every second product, and all that is cheap.
+"""
 VISION, EMBEDDING, DECODER, MTP, LOSS, PART = "v", "E", "t", "m", "L", ""
 """Modules, and the mark of a layer that belongs to the module before it."""
 

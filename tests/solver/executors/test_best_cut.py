@@ -336,6 +336,22 @@ def test_recomputed_modules_of_a_document_are_megatrons_selective_recomputation(
         cut_for_executor(problem, "torch", virtual_stages=[1], effort="quick")
 
 
+def test_recomputed_operations_are_torchtitans_selective_recomputation() -> None:
+    document = {"recompute_modules": ["op"], "placement": "v", "pp_degree": 2, "microbatches": 4}
+    memory = {"forward": 4, "backward_input": -4, "backward_weight": 0}
+    block = {"forward": 1, "backward_input": 2, "backward_weight": 0, "memory": memory}
+    ends = [{**block, "name": name, "forward": 0, "backward_input": 0} for name in ("embedding", "head")]
+    layers = [ends[0], recomputable({**block, "name": "block", "repeat": 8}), ends[1]]
+    problem = layered({**document, "layers": layers, "memory": {"limit": 20.0}})
+    found = cut_for_executor(problem, "torchtitan", virtual_stages=[1], effort="quick")
+    assert found.best.results[0].recompute == "all"
+    assert "activation_checkpoint = SelectiveAC.Config()" in (found.settings or "")
+    with pytest.raises(InvalidInput, match="found op; only torchtitan does that"):
+        cut_for_executor(problem, "megatron", recompute="all")
+    with pytest.raises(InvalidInput, match="SelectiveAC allows one backward of a block"):
+        cut_for_executor(problem, "torchtitan", schedules=["ZBVZeroBubble"])
+
+
 def test_megatrons_flags_are_of_the_cut() -> None:
     problem = model_of([3, 6], True, 2)
     found = cut_for_executor(problem, "megatron", virtual_stages=[2], effort="quick")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.titan_configuration import FULL, UNTOUCHED, VERSIONS, configured
+from support.titan_configuration import FULL, SELECTIVE, UNTOUCHED, VERSIONS, configured
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.torchtitan_settings import Batch, TitanSettings, module_names
 
@@ -78,6 +78,14 @@ def test_without_a_pipeline_only_experts_forbid_captured_graphs(version: str, ex
     assert config.parallelism.expert_parallel_degree == experts
     assert config.training.disable_cuda_graphs == (True if experts > 1 else None)
     assert config.parallelism.pipeline_parallel_schedule is None
+
+
+@each_version
+def test_operations_are_recomputed_if_backwards_are_whole(version: str) -> None:
+    config = configured(TitanSettings(2, "1F1B", 4, recompute="selective").text(), version)
+    assert config.activation_checkpoint == SELECTIVE
+    with pytest.raises(InvalidInput, match="SelectiveAC allows one backward of a block"):
+        TitanSettings(2, "ZBVZeroBubble", 4, recompute="selective", is_split=True).text()
 
 
 def test_stages_that_torchtitan_cannot_run_are_refused() -> None:

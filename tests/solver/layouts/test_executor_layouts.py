@@ -55,7 +55,7 @@ def recomputed_variants(layout: Layout, executor: str, setting: Setting) -> list
     With Megatron-LM, ``per-stage`` lets the cut choose how many layers of every stage are recomputed.
     """
     if layout.recompute == "selective":
-        return [replace(layout, recompute_modules=modules) for modules in setting.module_sets]
+        return [replace(layout, recompute_modules=modules) for modules in setting.modules_of(executor)]
     if layout.recompute == "per-stage" and executor != "megatron":
         return [replace(layout, recompute="none"), replace(layout, recompute="full")]
     return [layout]

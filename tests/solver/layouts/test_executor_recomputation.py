@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, flags_of, request_of
 from support.paths import ROOT
+from zbv_solver.errors import InvalidInput
 from zbv_solver.layouts.answer import ranking_json
 from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
@@ -126,3 +127,28 @@ def test_glm_4_5_recomputes_selectively_on_128_h100() -> None:
     # moe_act needs it (transformer_config.py, __post_init__).
     assert "--moe-grouped-gemm" in flags
     assert max(best.plan.metrics.peak_memory) <= 80e9
+
+
+def test_torchtitan_recomputes_operations_if_that_is_the_shortest_step() -> None:
+    cluster = cluster_of(1, 2, 6.0)
+    fixed: dict[str, Any] = {"pipeline_parallel": 2, "microbatch_size": 4, "tensor_parallel": 1}
+    steps = {}
+    for recompute in ("none", "full", "selective", None):
+        request = request_of(MODEL, cluster, 32, "torchtitan", **fixed, recompute=recompute)
+        best = best_of(request, "torchtitan")
+        steps[recompute] = best.step_time
+    assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
+    assert best.layout.recompute_modules == ("op",)
+    assert "activation_checkpoint = SelectiveAC.Config()" in (best.settings or "")
+
+
+def test_torchtitan_has_no_modules_and_no_selective_recomputation_of_unknown_blocks() -> None:
+    fixed = Fixed(pipeline_parallel=2, recompute="selective")
+    document = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 4}
+    with pytest.raises(InvalidInput, match="found mlp; torchtitan has op alone"):
+        _ = parse_request(document, cluster_of(1, 2), fixed, executor="torchtitan").layouts
+    gated = request_of(
+        {**MODEL, "output_gate": True}, cluster_of(1, 2), 4, "torchtitan", recompute="selective"
+    )
+    with pytest.raises(InvalidInput, match="without selective recomputation blocks that it does not have"):
+        executor_layouts(gated.layouts, gated.setting, "torchtitan")

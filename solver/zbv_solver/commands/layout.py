@@ -176,6 +176,8 @@ def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:
     if issue.pointer == "/fixed":
         given = (flag_of(name) for name in FLAGS if getattr(arguments, name) is not None)
         return Issue("", issue.detail, ", ".join(given))
+    if issue.pointer.startswith("/fixed/"):
+        return Issue("", issue.detail, flag_of(issue.pointer.removeprefix("/fixed/")))
     if issue.pointer.removeprefix("/parallel/") in given_states(arguments):
         return Issue("", issue.detail, flag_of(issue.pointer.removeprefix("/parallel/")))
     flags = {"/model": "--preset", "/global_batch": "--global-batch", "/model/sequence": "--sequence-length"}

@@ -34,6 +34,7 @@ SHARED_WIDTH = (
 )
 PREDICTIONS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 PREDICTED = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+SLIDING = ("sliding_window", "sliding_window_size")
 FIRST_DENSE = "first_k_dense_replace"
 LARGEST_PERIOD = 16
 
@@ -67,11 +68,11 @@ def _window(keys: Keys, kind: TextKind, letters: str) -> Section:
         return {key: keys.get(name) for key, name in names.items()}
     if "W" not in letters:
         return {}
-    return {"window": keys.get(_width_key(kind)), "chunked": kind.chunked or None}
+    return {"window": keys.get(*_width_keys(kind)), "chunked": kind.chunked or None}
 
 
-def _width_key(kind: TextKind) -> str:
-    return "attention_chunk_size" if kind.chunked else "sliding_window"
+def _width_keys(kind: TextKind) -> tuple[str, ...]:
+    return ("attention_chunk_size",) if kind.chunked else SLIDING
 
 
 def _single_layers(keys: Keys, kind: TextKind) -> Section:
@@ -132,7 +133,7 @@ def _named_mixers(keys: Keys, count: int) -> str:
         *_EVERY,
         "use_sliding_window",
         "max_window_layers",
-        "sliding_window",
+        *SLIDING,
         "attention_chunk_size",
     ):
         keys.get(name)  # the list says which of them count
@@ -159,12 +160,12 @@ def _indexed(keys: Keys, count: int) -> str:
 
 def _has_window(keys: Keys, kind: TextKind) -> bool:
     if not keys.flag("use_sliding_window", null=kind.window != "switch"):
-        for name in ("sliding_window", "max_window_layers"):
+        for name in (*SLIDING, "max_window_layers"):
             keys.get(name)  # has no effect
         return False
     if kind.window is None:
         return False
-    return keys.get(_width_key(kind)) is not None
+    return keys.get(*_width_keys(kind)) is not None
 
 
 def _ffns(keys: Keys, count: int) -> str:
@@ -233,7 +234,7 @@ def read_experts(keys: Keys, kind: TextKind) -> Section:
     if kind.shared_experts or count is not None:
         count = kind.shared_experts or keys.count(*SHARED)
         shared = (shared or count * keys.number(kind.expert_width)) if count else None
-    groups = keys.get("n_group", "num_expert_group")
+    groups = keys.count("n_group", "num_expert_group")
     nodes = keys.get("topk_group")
     return {
         "experts": keys.get(*EXPERTS),
@@ -241,14 +242,17 @@ def read_experts(keys: Keys, kind: TextKind) -> Section:
         "expert_ffn": width,
         "expert_hidden": keys.get("moe_latent_size"),
         "shared_expert_ffn": shared or None,
-        "expert_nodes": nodes if isinstance(groups, int) and groups > 1 else None,
+        "expert_nodes": nodes if groups > 1 else None,
     }
 
 
 def read_attention(keys: Keys) -> Section:
     """Heads and latent vectors."""
     model: Section = {"heads": keys.get("num_attention_heads", "n_head")}
-    head, groups = keys.get("head_dim", "attention_head_dim"), keys.get("num_key_value_heads")
+    head, groups = (
+        keys.get("head_dim", "attention_head_dim"),
+        keys.get("num_key_value_heads", "num_query_groups"),
+    )
     if keys.get("kv_lora_rank") is None:
         return {**model, "kv_heads": groups, "head_dim": head}
     latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

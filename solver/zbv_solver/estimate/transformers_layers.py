@@ -45,7 +45,8 @@ def read_layers(keys: Keys, kind: TextKind) -> Section:
         return _single_layers(keys, kind)
     count = keys.number("num_hidden_layers", "n_layer")
     mixers, ffns = _mixers(keys, kind, count), _ffns(keys, count)
-    model: Section = {"layers": count, **_pattern(mixers, ffns), **_window(keys, kind, mixers)}
+    pattern = _pattern(mixers, ffns, has_experts=bool(keys.get(*EXPERTS)))
+    model: Section = {"layers": count, **pattern, **_window(keys, kind, mixers)}
     if "M" in mixers:
         model["state_space"] = _delta_net(keys)
     model["prediction_layers"] = _predictions(keys)
@@ -124,11 +125,11 @@ def _mixers(keys: Keys, kind: TextKind, count: int) -> str:
     return "".join("*" if (place + 1) % every == 0 else special for place in range(count))
 
 
-_EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_pattern")
+_EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_pattern", "layer_switch")
 
 
 def _named_mixers(keys: Keys, count: int) -> str:
-    found = keys.listed(count, "layer_types")
+    letters = _named(keys, count, MIXERS, "layer_types")
     for name in (
         *_EVERY,
         "use_sliding_window",
@@ -137,25 +138,28 @@ def _named_mixers(keys: Keys, count: int) -> str:
         "attention_chunk_size",
     ):
         keys.get(name)  # the list says which of them count
-    letters = [MIXERS.get(each) if isinstance(each, str) else None for each in found]
-    if None in letters:
-        wrong = found[letters.index(None)]
-        detail = f"found {quoted(wrong)}; zbv has formulas for {', '.join(MIXERS)}. Write model.json instead."
-        raise keys.wrong("layer_types", detail)
-    if "I" in letters:
-        return _indexed(keys, count)
-    return "".join(letter or "" for letter in letters)
+    return _indexed(keys, count) if "I" in letters else letters
 
 
 def _indexed(keys: Keys, count: int) -> str:
     """Blocks with an indexer, and blocks that use the choice of an earlier one."""
     every, offset = keys.count("index_topk_freq") or 1, keys.count("index_skip_topk_offset", null=2)
     if keys.get("indexer_types", "index_topk_pattern") is not None:
-        found = keys.listed(count, "indexer_types", "index_topk_pattern")
-        is_full = [each in ("full", "F") for each in found]
-    else:
-        is_full = [max(place - offset + 1, 0) % every == 0 for place in range(count)]
+        letters = {"full": "I", "F": "I", "shared": "W", "S": "W"}
+        return _named(keys, count, letters, "indexer_types", "index_topk_pattern")
+    is_full = (max(place - offset + 1, 0) % every == 0 for place in range(count))
     return "".join("I" if full else "W" for full in is_full)
+
+
+def _named(keys: Keys, count: int, letters: dict[str, str], *names: str) -> str:
+    """The letters of a list with a name per layer."""
+    found = keys.listed(count, *names)
+    others = [each for each in found if not isinstance(each, str) or each not in letters]
+    if others:
+        name = next(name for name in names if keys.has(name))
+        detail = f"found {quoted(others[0])}; zbv has formulas for {', '.join(letters)}."
+        raise keys.wrong(name, f"{detail} Write model.json instead.")
+    return "".join(letters[each] for each in found)
 
 
 def _has_window(keys: Keys, kind: TextKind) -> bool:
@@ -173,9 +177,8 @@ def _ffns(keys: Keys, count: int) -> str:
     if not keys.get(*EXPERTS):
         return "-" * count
     if keys.has("mlp_layer_types"):
-        named = keys.listed(count, "mlp_layer_types")
         keys.get(FIRST_DENSE), keys.get("moe_layer_freq")
-        return "".join("E" if each == "sparse" else "-" for each in named)
+        return _named(keys, count, {"sparse": "E", "dense": "-"}, "mlp_layer_types")
     if keys.has("moe_layers"):
         places = keys.get("moe_layers")
         keys.get("interleave_moe_layer_step")
@@ -198,7 +201,7 @@ def _ffns(keys: Keys, count: int) -> str:
     )
 
 
-def _pattern(mixers: str, ffns: str) -> Section:
+def _pattern(mixers: str, ffns: str, *, has_experts: bool) -> Section:
     """The keys that describe the blocks, where they can: otherwise a pattern."""
     periods = [None, *range(2, LARGEST_PERIOD)]
     full = next((each for each in periods if mixers == _mixed(mixers, each)), 0)
@@ -208,7 +211,7 @@ def _pattern(mixers: str, ffns: str) -> Section:
         for every, first in product(range(1, LARGEST_PERIOD), firsts)
         if ffns == _dense_first(len(ffns), first, every)
     )
-    found = (0, 1) if "E" not in ffns else next(fits, None)
+    found = next(fits, None) if has_experts else (0, 1)
     if full == 0 or found is None or set(mixers) - set("*WI") or {"W", "I"} <= set(mixers):
         return {"pattern": "".join(f"({first}{second})" for first, second in zip(mixers, ffns, strict=True))}
     return {"full_attention_every": full, "dense_layers": found[0], "expert_every": found[1]}

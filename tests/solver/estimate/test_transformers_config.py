@@ -118,9 +118,20 @@ def test_keys_go_by_the_names_that_published_files_have() -> None:
     hybrid = {**NEMOTRON_H, "layer_types": ["mamba", "attention"], "num_query_groups": 4}
     hybrid.pop("num_key_value_heads", None)
     assert from_transformers(hybrid)["kv_heads"] == 4
+    every = {"layer_switch": 2, "order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True}
+    cohere = {**LLAMA, "model_type": "cohere2", "sliding_window": 4096, **every}
+    assert from_transformers(cohere)["full_attention_every"] == 2
     vicuna = {**LLAMA, "vocab_size": 32064}
     llava = {"model_type": "llava", "text_config": vicuna, "vision_config": CLIP, "vocab_size": 32064}
     assert from_transformers(llava)["vocabulary"] == 32064
+
+
+@pytest.mark.parametrize("dense", [{"first_k_dense_replace": 61}, {"mlp_layer_types": ["dense"] * 61}])
+def test_a_model_whose_blocks_are_all_dense_has_no_experts(dense: dict[str, Any]) -> None:
+    read = from_transformers({**DEEPSEEK, "num_hidden_layers": 61, "num_nextn_predict_layers": 0, **dense})
+    model = ModelConfig.model_validate({"sequence": 1024, **read})
+    assert transformer(model).experts == 1
+    assert transformer(model).parameters().experts == 0
 
 
 def test_the_documentation_names_every_type() -> None:
@@ -173,6 +184,16 @@ def test_llava_has_a_vision_encoder() -> None:
             "found 32064, but the language model has 32000",
         ),
         ({**DEEPSEEK, "n_group": "8"}, "/n_group", "must be a whole number from 0"),
+        (
+            {**DEEPSEEK, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "moe"]},
+            "/mlp_layer_types",
+            "found 'moe'; zbv has formulas for sparse, dense",
+        ),
+        (
+            {**DEEPSEEK, "num_hidden_layers": 2, "index_topk": 8, "indexer_types": ["full", "part"]},
+            "/indexer_types",
+            "found 'part'; zbv has formulas for full, F, shared, S",
+        ),
         (
             {"model_type": "llava", "text_config": LLAMA, "vision_config": {"model_type": "dinov2"}},
             "/vision_config/model_type",

@@ -38,12 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
     parser.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
     add_states(parser)
-    parser.add_argument(
-        "--prediction-layers",
-        type=int,
-        metavar="INT",
-        help="modules of multi-token prediction; 0 drops those of the model",
-    )
+    add_prediction_layers(parser)
     parser.add_argument(
         "--profile",
         action="append",
@@ -86,6 +81,16 @@ def add_states(parser: argparse.ArgumentParser) -> None:
     known = flags("parallel")
     for name in STATES:
         parser.add_argument(flag_of(name), choices=words(known[name]), help=HELP[name])
+
+
+def add_prediction_layers(parser: argparse.ArgumentParser) -> None:
+    """The flag of the modules of multi-token prediction."""
+    parser.add_argument(
+        "--prediction-layers",
+        type=int,
+        metavar="INT",
+        help="modules of multi-token prediction; 0 drops those of the model",
+    )
 
 
 def given_states(arguments: argparse.Namespace) -> dict[str, str]:

@@ -68,7 +68,8 @@ WITHOUT_EFFECT = {
     "how a framework computes": (
         "masked_softmax_fusion offset_alibi skip_bias_add skip_bias_add_qkv bias_dropout_fusion "
         "pretraining_tp ep_size chunk_size_feed_forward use_mamba_kernels moe_shared_expert_overlap "
-        "use_parallel_residual use_parallel_block use_parallel_embedding attn_implementation _attn_implementation use_flash_attn "
+        "use_parallel_residual use_parallel_block use_parallel_embedding attn_implementation "
+        "_attn_implementation use_flash_attn "
         "_flash_attn_2_enabled _attn_implementation_autoset gradient_checkpointing"
     ),
     "dropout inside attention": ("attention_dropout attn_pdrop attention_probs_dropout_prob"),

@@ -19,7 +19,7 @@ from zbv_solver.commands.layout_details import (
     sensitivity_note,
     sensitivity_table,
 )
-from zbv_solver.commands.layout_flags import FLAGS, given_states
+from zbv_solver.commands.layout_flags import FLAGS, given_parallel
 from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
@@ -151,7 +151,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             cluster,
             fixed,
             tuple(arguments.preset),
-            given_states(arguments),
+            given_parallel(arguments),
             arguments.executor,
             global_batch=arguments.global_batch,
             sequence_length=arguments.sequence_length,
@@ -178,7 +178,7 @@ def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:
         return Issue("", issue.detail, ", ".join(given))
     if issue.pointer.startswith("/fixed/"):
         return Issue("", issue.detail, flag_of(issue.pointer.removeprefix("/fixed/")))
-    if issue.pointer.removeprefix("/parallel/") in given_states(arguments):
+    if issue.pointer.removeprefix("/parallel/") in given_parallel(arguments):
         return Issue("", issue.detail, flag_of(issue.pointer.removeprefix("/parallel/")))
     flags = {"/model": "--preset", "/global_batch": "--global-batch", "/model/sequence": "--sequence-length"}
     if issue.source:

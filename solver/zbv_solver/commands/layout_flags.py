@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from zbv_solver.commands.estimate_flags import flags, words
+from zbv_solver.commands.estimate_flags import add_words, flags, words
 from zbv_solver.commands.messages import flag_of
 
 FLAGS = (
@@ -14,6 +14,8 @@ FLAGS = (
 """The parts of a layout that may be fixed."""
 STATES = ("precision", "optimizer")
 """Keys of the section ``parallel`` that are flags: what training keeps."""
+MODULES = "recompute_modules"
+"""A further one: what selective recomputation repeats."""
 EXECUTORS = ("zbv", "torch", "megatron", "torchtitan", "any")
 CHOICES = {
     "recompute": ("none", "selective", "full", "per-stage"),
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
     add_states(parser)
     add_prediction_layers(parser)
+    add_words(parser, MODULES, flags("parallel")[MODULES])
     parser.add_argument(
         "--profile",
         action="append",
@@ -93,6 +96,7 @@ def add_prediction_layers(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given_states(arguments: argparse.Namespace) -> dict[str, str]:
-    """Those that were given."""
-    return {name: value for name in STATES if (value := getattr(arguments, name)) is not None}
+def given_parallel(arguments: argparse.Namespace) -> dict[str, str | list[str]]:
+    """The keys of the section ``parallel`` that were given."""
+    names = (*STATES, MODULES)
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}

@@ -9,6 +9,7 @@ from pydantic import Field
 from zbv_solver.documents.fields import MAX_NAME, Number
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
+from zbv_solver.estimate.transformers_config import is_transformers_config
 from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
 from zbv_solver.layouts.layout import Fixed, Order, Recompute
@@ -141,7 +142,7 @@ def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
         getattr(asked, name) or name not in asked.model
     ):
         return issue
-    if issue.pointer == "/model/sequence" and asked.sequence_length is not None:
+    if issue.pointer == "/model/sequence" and (asked.sequence_length or is_transformers_config(asked.model)):
         return replace(issue, pointer="/sequence_length")
     if issue.pointer == "/model/prediction_layers" and asked.prediction_layers is not None:
         return replace(issue, pointer="/prediction_layers")

@@ -241,6 +241,7 @@ WRONG: list[tuple[Any, str]] = [
     ({**SMALL, "fixed": {"tensor_parallel": 3}}, "/fixed"),
     ({**SMALL, "executor": "torch", "fixed": {"tensor_parallel": 3}}, "/fixed"),
     ({**SMALL, "fixed": {"recompute_layers": 2}}, "/fixed/recompute_layers"),
+    ({**SMALL, "model": {"model_type": "llama"}, "sequence_length": None}, "/sequence_length"),
     ({**SMALL, "prediction_layers": -1}, "/prediction_layers"),
     ({**SMALL, "prediction_layers": 10**9}, "/prediction_layers"),
     ({**SMALL, "fixed": {"zero_stage": 4}}, "/fixed/zero_stage"),

@@ -159,6 +159,10 @@ def test_multi_token_prediction_is_dropped_by_a_flag(tmp_path: Path, capsys: Cap
     files = [str(tmp_path / "config.json"), "--cluster", str(tmp_path / "cluster.json")]
     asked = ["layout", *files, "--global-batch", "8", "--sequence-length", "512",
              "--pipeline-parallel", "2", "-o", "-"]  # fmt: skip
+    assert main(["layout", *files]) == 2
+    said = capsys.readouterr().err
+    assert "--global-batch: a config.json does not say it" in said
+    assert "--sequence-length: a config.json does not say it" in said
     names = []
     for more in ([], ["--prediction-layers", "0"]):
         assert main([*asked, *more]) == 0

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from zbv_solver.commands.layout_flags import CHOICES, FLAGS, HELP, STATES, add_states
+from zbv_solver.commands.layout_flags import CHOICES, FLAGS, HELP, STATES, add_prediction_layers, add_states
 
 from zbv_service.client.flags import add_server
 from zbv_service.commands.arguments import finite, flag_of
@@ -23,7 +23,7 @@ examples:
   zbv-service layout model.json --cluster cluster.json --tensor-parallel 8 --top 5 -o layouts.json
 
 """
-_REQUEST = ("global_batch", "sequence_length", "top", *STATES)
+_REQUEST = ("global_batch", "sequence_length", "prediction_layers", "top", *STATES)
 
 
 def add_layout(commands: Any) -> None:
@@ -44,6 +44,7 @@ def add_layout(commands: Any) -> None:
     layout.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
     layout.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
     add_states(layout)
+    add_prediction_layers(layout)
     layout.add_argument("--top", type=int, default=1, metavar="N", help="layouts to list (default: 1)")
     layout.add_argument(
         "--effort",

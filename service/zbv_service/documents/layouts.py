@@ -9,6 +9,7 @@ from pydantic import Field
 from zbv_solver.documents.fields import MAX_NAME, Number
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
+from zbv_solver.estimate.transformers_config import is_transformers_config
 from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
 from zbv_solver.layouts.layout import Fixed, Order, Recompute
@@ -67,6 +68,9 @@ class LayoutRequest(RequestDocument):
     sequence_length: Annotated[int, Field(strict=True, ge=1)] | None = Field(
         None, description="Tokens per sequence; null: as the model says."
     )
+    prediction_layers: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        None, description="Modules of multi-token prediction, 0 for none; null: as the model says."
+    )
     precision: PrecisionName | None = Field(
         None, description="Bytes of parameters, gradients and optimizer states; null: as the model says."
     )
@@ -104,6 +108,7 @@ def read_layouts(asked: LayoutRequest) -> Request:
             executor=asked.executor,
             global_batch=asked.global_batch,
             sequence_length=asked.sequence_length,
+            prediction_layers=asked.prediction_layers,
         )
     except InvalidInput as error:
         issues = [_placed(issue, asked) for issue in error.issues]
@@ -123,8 +128,9 @@ def _check_executor(asked: LayoutRequest, found: Request) -> None:
         if getattr(asked, name):
             detail = f"found true and executor {asked.executor!r}; only zbv has this. Leave one of them out."
             raise InvalidInput.at(f"/{name}", detail)
+    layouts = found.layouts
     try:
-        layouts_of_executors(asked.executor, found.setting, found.layouts)
+        layouts_of_executors(asked.executor, found.setting, layouts)
     except InvalidInput as error:
         raise error.below("/executor") from None
 
@@ -132,10 +138,14 @@ def _check_executor(asked: LayoutRequest, found: Request) -> None:
 def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
     """An issue of ``model.json`` and its flags at its place in the request."""
     name = issue.pointer[1:]
-    if name in ("global_batch", "sequence_length") and (getattr(asked, name) or name not in asked.model):
+    if name in ("global_batch", "sequence_length", "prediction_layers") and (
+        getattr(asked, name) or name not in asked.model
+    ):
         return issue
-    if issue.pointer == "/model/sequence" and asked.sequence_length is not None:
+    if issue.pointer == "/model/sequence" and (asked.sequence_length or is_transformers_config(asked.model)):
         return replace(issue, pointer="/sequence_length")
+    if issue.pointer == "/model/prediction_layers" and asked.prediction_layers is not None:
+        return replace(issue, pointer="/prediction_layers")
     key = issue.pointer.removeprefix("/parallel/")
     if key in STATES and getattr(asked, key) is not None:
         return replace(issue, pointer=f"/{key}")

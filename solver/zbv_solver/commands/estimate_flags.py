@@ -25,9 +25,10 @@ NONE = "none"
 
 
 def flags(section: str) -> dict[str, FieldInfo]:
-    """The keys of a section that have a flag: all but objects and lists."""
+    """The keys of a section that have a flag: all but objects."""
     fields = SECTIONS[section].model_fields
-    return {key: field for key, field in fields.items() if _kinds(field) & {int, float, bool, str}}
+    scalars = {int, float, bool, str}
+    return {key: field for key, field in fields.items() if _kinds(field) & scalars or listed(field)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +57,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             if bool in _kinds(field):
                 action = argparse.BooleanOptionalAction
                 group.add_argument(flag_of(key), **shown, action=action, help=_help(field))
+            elif listed(field):
+                add_words(group, key, field, **shown)
             else:
                 group.add_argument(
                     flag_of(key), **shown, type=_reader(field), metavar=_metavar(field), help=_help(field)
                 )
+
+
+def add_words(parser: argparse._ActionsContainer, key: str, field: FieldInfo, **more: Any) -> None:
+    """The flag of a list of words."""
+    accepted = listed(field)
+    shown = f"{_help(field)}: {', '.join(accepted)}"
+    parser.add_argument(flag_of(key), nargs="+", choices=accepted, metavar="WORD", help=shown, **more)
+
+
+def listed(field: FieldInfo) -> list[str]:
+    """The words that a list accepts; empty for other types."""
+    lists = [get_args(each)[0] for each in _alternatives(field.annotation) if get_origin(each) is tuple]
+    return [word for each in lists if get_origin(each) is Literal for word in get_args(each)]
 
 
 def _alternatives(annotation: Any) -> list[Any]:

@@ -19,11 +19,12 @@ from zbv_solver.commands.layout_details import (
     sensitivity_note,
     sensitivity_table,
 )
-from zbv_solver.commands.layout_flags import FLAGS, given_states
+from zbv_solver.commands.layout_flags import FLAGS, given_parallel
 from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.estimate.transformers_config import is_transformers_config
 from zbv_solver.export.quantities import counted
 from zbv_solver.layouts.answer import costs_of, ranking_json, recomputation_text, utilisation
 from zbv_solver.layouts.cluster import AnyCluster, parse_cluster
@@ -142,6 +143,8 @@ def _request(arguments: argparse.Namespace) -> Request:
     cluster = load(arguments.cluster, parse_cluster)
     fixed = Fixed(**{name: getattr(arguments, name) for name in FLAGS})
     document = {} if arguments.model is None else read_json(arguments.model)
+    if is_transformers_config(document):
+        _require_batch(arguments)
     profiles = tuple(
         load(path, partial(parse_profile, source=file_label(path))) for path in arguments.profile
     )
@@ -151,7 +154,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             cluster,
             fixed,
             tuple(arguments.preset),
-            given_states(arguments),
+            given_parallel(arguments),
             arguments.executor,
             global_batch=arguments.global_batch,
             sequence_length=arguments.sequence_length,
@@ -161,6 +164,15 @@ def _request(arguments: argparse.Namespace) -> Request:
     except InvalidInput as error:
         issues = [_named(issue, arguments) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
+
+
+def _require_batch(arguments: argparse.Namespace) -> None:
+    detail = "a config.json does not say it, and has no place for it. Give this flag."
+    flags = [
+        flag_of(name) for name in ("global_batch", "sequence_length") if getattr(arguments, name) is None
+    ]
+    if flags:
+        raise InvalidInput([Issue("", detail, flag) for flag in flags])
 
 
 def _given_numbers(arguments: argparse.Namespace) -> list[tuple[str, int]]:
@@ -176,7 +188,9 @@ def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:
     if issue.pointer == "/fixed":
         given = (flag_of(name) for name in FLAGS if getattr(arguments, name) is not None)
         return Issue("", issue.detail, ", ".join(given))
-    if issue.pointer.removeprefix("/parallel/") in given_states(arguments):
+    if issue.pointer.startswith("/fixed/"):
+        return Issue("", issue.detail, flag_of(issue.pointer.removeprefix("/fixed/")))
+    if issue.pointer.removeprefix("/parallel/") in given_parallel(arguments):
         return Issue("", issue.detail, flag_of(issue.pointer.removeprefix("/parallel/")))
     flags = {"/model": "--preset", "/global_batch": "--global-batch", "/model/sequence": "--sequence-length"}
     if issue.source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from zbv_solver.commands.estimate_flags import flags, words
+from zbv_solver.commands.estimate_flags import add_words, flags, words
 from zbv_solver.commands.messages import flag_of
 
 FLAGS = (
@@ -14,6 +14,8 @@ FLAGS = (
 """The parts of a layout that may be fixed."""
 STATES = ("precision", "optimizer")
 """Keys of the section ``parallel`` that are flags: what training keeps."""
+MODULES = "recompute_modules"
+"""A further one: what selective recomputation repeats."""
 EXECUTORS = ("zbv", "torch", "megatron", "torchtitan", "any")
 CHOICES = {
     "recompute": ("none", "selective", "full", "per-stage"),
@@ -38,12 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
     parser.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
     add_states(parser)
-    parser.add_argument(
-        "--prediction-layers",
-        type=int,
-        metavar="INT",
-        help="modules of multi-token prediction; 0 drops those of the model",
-    )
+    add_prediction_layers(parser)
+    add_words(parser, MODULES, flags("parallel")[MODULES])
     parser.add_argument(
         "--profile",
         action="append",
@@ -88,6 +86,17 @@ def add_states(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag_of(name), choices=words(known[name]), help=HELP[name])
 
 
-def given_states(arguments: argparse.Namespace) -> dict[str, str]:
-    """Those that were given."""
-    return {name: value for name in STATES if (value := getattr(arguments, name)) is not None}
+def add_prediction_layers(parser: argparse.ArgumentParser) -> None:
+    """The flag of the modules of multi-token prediction."""
+    parser.add_argument(
+        "--prediction-layers",
+        type=int,
+        metavar="INT",
+        help="modules of multi-token prediction; 0 drops those of the model",
+    )
+
+
+def given_parallel(arguments: argparse.Namespace) -> dict[str, str | list[str]]:
+    """The keys of the section ``parallel`` that were given."""
+    names = (*STATES, MODULES)
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}

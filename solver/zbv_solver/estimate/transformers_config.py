@@ -119,6 +119,10 @@ def _wrapped(document: Document, name: str) -> Section:
     if outside.has("tie_word_embeddings"):
         text = {**text, "tie_word_embeddings": tied}
     keys, model = _text(text, text.get("model_type", wrapper.text), "/text_config")
+    repeated, vocabulary = outside.get("vocab_size"), model.get("vocabulary")
+    if repeated not in (None, vocabulary):
+        detail = f"found {quoted(repeated)}, but the language model has {quoted(vocabulary)}."
+        raise outside.wrong("vocab_size", f"{detail} Remove it, or correct text_config.")
     if seen is None:
         for key in (wrapper.merged or "", *PROJECTOR):
             outside.get(key)  # has no effect without an encoder

@@ -19,7 +19,8 @@ WITHOUT_EFFECT = {
         "architectures auto_map dtype model_type name_or_path _name_or_path torch_dtype "
         "transformers_version tokenizer_class prefix problem_type task_specific_params "
         "finetuning_task id2label label2id license language_model_only model_max_length "
-        "max_sequence_length seq_length max_seq_len num_labels"
+        "max_sequence_length seq_length max_seq_len num_labels for_llm_compressor unsloth_fixed "
+        "unsloth_version"
     ),
     "its quantised weights": (
         "quantization_config compression_config expert_dtype moe_router_dtype mamba_ssm_dtype "
@@ -67,7 +68,8 @@ WITHOUT_EFFECT = {
     "how a framework computes": (
         "masked_softmax_fusion offset_alibi skip_bias_add skip_bias_add_qkv bias_dropout_fusion "
         "pretraining_tp ep_size chunk_size_feed_forward use_mamba_kernels moe_shared_expert_overlap "
-        "use_parallel_residual attn_implementation _attn_implementation use_flash_attn "
+        "use_parallel_residual use_parallel_block use_parallel_embedding attn_implementation "
+        "_attn_implementation use_flash_attn "
         "_flash_attn_2_enabled _attn_implementation_autoset gradient_checkpointing"
     ),
     "dropout inside attention": ("attention_dropout attn_pdrop attention_probs_dropout_prob"),
@@ -93,6 +95,9 @@ NEVER_READ: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "tie_encoder_decoder": (False,),
     "use_bfloat16": (False, True),
+    "order_of_interleaved_layers": ("local_attn_first",),
+    "use_embedding_sharing": (True,),
+    "use_gated_activation": (True,),
     "use_bidirectional_attention": (False, "vision"),
     "mtp_use_dedicated_embeddings": (False,),
     "merge_type": ("sd2_tpool",),

@@ -34,6 +34,7 @@ SHARED_WIDTH = (
 )
 PREDICTIONS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 PREDICTED = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+SLIDING = ("sliding_window", "sliding_window_size")
 FIRST_DENSE = "first_k_dense_replace"
 LARGEST_PERIOD = 16
 
@@ -44,7 +45,8 @@ def read_layers(keys: Keys, kind: TextKind) -> Section:
         return _single_layers(keys, kind)
     count = keys.number("num_hidden_layers", "n_layer")
     mixers, ffns = _mixers(keys, kind, count), _ffns(keys, count)
-    model: Section = {"layers": count, **_pattern(mixers, ffns), **_window(keys, kind, mixers)}
+    pattern = _pattern(mixers, ffns, has_experts=bool(keys.get(*EXPERTS)))
+    model: Section = {"layers": count, **pattern, **_window(keys, kind, mixers)}
     if "M" in mixers:
         model["state_space"] = _delta_net(keys)
     model["prediction_layers"] = _predictions(keys)
@@ -67,11 +69,11 @@ def _window(keys: Keys, kind: TextKind, letters: str) -> Section:
         return {key: keys.get(name) for key, name in names.items()}
     if "W" not in letters:
         return {}
-    return {"window": keys.get(_width_key(kind)), "chunked": kind.chunked or None}
+    return {"window": keys.get(*_width_keys(kind)), "chunked": kind.chunked or None}
 
 
-def _width_key(kind: TextKind) -> str:
-    return "attention_chunk_size" if kind.chunked else "sliding_window"
+def _width_keys(kind: TextKind) -> tuple[str, ...]:
+    return ("attention_chunk_size",) if kind.chunked else SLIDING
 
 
 def _single_layers(keys: Keys, kind: TextKind) -> Section:
@@ -123,48 +125,51 @@ def _mixers(keys: Keys, kind: TextKind, count: int) -> str:
     return "".join("*" if (place + 1) % every == 0 else special for place in range(count))
 
 
-_EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_pattern")
+_EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_pattern", "layer_switch")
 
 
 def _named_mixers(keys: Keys, count: int) -> str:
-    found = keys.listed(count, "layer_types")
+    letters = _named(keys, count, MIXERS, "layer_types")
     for name in (
         *_EVERY,
         "use_sliding_window",
         "max_window_layers",
-        "sliding_window",
+        *SLIDING,
         "attention_chunk_size",
     ):
         keys.get(name)  # the list says which of them count
-    letters = [MIXERS.get(each) if isinstance(each, str) else None for each in found]
-    if None in letters:
-        wrong = found[letters.index(None)]
-        detail = f"found {quoted(wrong)}; zbv has formulas for {', '.join(MIXERS)}. Write model.json instead."
-        raise keys.wrong("layer_types", detail)
-    if "I" in letters:
-        return _indexed(keys, count)
-    return "".join(letter or "" for letter in letters)
+    return _indexed(keys, count) if "I" in letters else letters
 
 
 def _indexed(keys: Keys, count: int) -> str:
     """Blocks with an indexer, and blocks that use the choice of an earlier one."""
     every, offset = keys.count("index_topk_freq") or 1, keys.count("index_skip_topk_offset", null=2)
     if keys.get("indexer_types", "index_topk_pattern") is not None:
-        found = keys.listed(count, "indexer_types", "index_topk_pattern")
-        is_full = [each in ("full", "F") for each in found]
-    else:
-        is_full = [max(place - offset + 1, 0) % every == 0 for place in range(count)]
+        letters = {"full": "I", "F": "I", "shared": "W", "S": "W"}
+        return _named(keys, count, letters, "indexer_types", "index_topk_pattern")
+    is_full = (max(place - offset + 1, 0) % every == 0 for place in range(count))
     return "".join("I" if full else "W" for full in is_full)
+
+
+def _named(keys: Keys, count: int, letters: dict[str, str], *names: str) -> str:
+    """The letters of a list with a name per layer."""
+    found = keys.listed(count, *names)
+    others = [each for each in found if not isinstance(each, str) or each not in letters]
+    if others:
+        name = next(name for name in names if keys.has(name))
+        detail = f"found {quoted(others[0])}; zbv has formulas for {', '.join(letters)}."
+        raise keys.wrong(name, f"{detail} Write model.json instead.")
+    return "".join(letters[each] for each in found)
 
 
 def _has_window(keys: Keys, kind: TextKind) -> bool:
     if not keys.flag("use_sliding_window", null=kind.window != "switch"):
-        for name in ("sliding_window", "max_window_layers"):
+        for name in (*SLIDING, "max_window_layers"):
             keys.get(name)  # has no effect
         return False
     if kind.window is None:
         return False
-    return keys.get(_width_key(kind)) is not None
+    return keys.get(*_width_keys(kind)) is not None
 
 
 def _ffns(keys: Keys, count: int) -> str:
@@ -172,9 +177,8 @@ def _ffns(keys: Keys, count: int) -> str:
     if not keys.get(*EXPERTS):
         return "-" * count
     if keys.has("mlp_layer_types"):
-        named = keys.listed(count, "mlp_layer_types")
         keys.get(FIRST_DENSE), keys.get("moe_layer_freq")
-        return "".join("E" if each == "sparse" else "-" for each in named)
+        return _named(keys, count, {"sparse": "E", "dense": "-"}, "mlp_layer_types")
     if keys.has("moe_layers"):
         places = keys.get("moe_layers")
         keys.get("interleave_moe_layer_step")
@@ -197,7 +201,7 @@ def _ffns(keys: Keys, count: int) -> str:
     )
 
 
-def _pattern(mixers: str, ffns: str) -> Section:
+def _pattern(mixers: str, ffns: str, *, has_experts: bool) -> Section:
     """The keys that describe the blocks, where they can: otherwise a pattern."""
     periods = [None, *range(2, LARGEST_PERIOD)]
     full = next((each for each in periods if mixers == _mixed(mixers, each)), 0)
@@ -207,7 +211,7 @@ def _pattern(mixers: str, ffns: str) -> Section:
         for every, first in product(range(1, LARGEST_PERIOD), firsts)
         if ffns == _dense_first(len(ffns), first, every)
     )
-    found = (0, 1) if "E" not in ffns else next(fits, None)
+    found = next(fits, None) if has_experts else (0, 1)
     if full == 0 or found is None or set(mixers) - set("*WI") or {"W", "I"} <= set(mixers):
         return {"pattern": "".join(f"({first}{second})" for first, second in zip(mixers, ffns, strict=True))}
     return {"full_attention_every": full, "dense_layers": found[0], "expert_every": found[1]}
@@ -233,7 +237,7 @@ def read_experts(keys: Keys, kind: TextKind) -> Section:
     if kind.shared_experts or count is not None:
         count = kind.shared_experts or keys.count(*SHARED)
         shared = (shared or count * keys.number(kind.expert_width)) if count else None
-    groups = keys.get("n_group", "num_expert_group")
+    groups = keys.count("n_group", "num_expert_group")
     nodes = keys.get("topk_group")
     return {
         "experts": keys.get(*EXPERTS),
@@ -241,14 +245,17 @@ def read_experts(keys: Keys, kind: TextKind) -> Section:
         "expert_ffn": width,
         "expert_hidden": keys.get("moe_latent_size"),
         "shared_expert_ffn": shared or None,
-        "expert_nodes": nodes if isinstance(groups, int) and groups > 1 else None,
+        "expert_nodes": nodes if groups > 1 else None,
     }
 
 
 def read_attention(keys: Keys) -> Section:
     """Heads and latent vectors."""
     model: Section = {"heads": keys.get("num_attention_heads", "n_head")}
-    head, groups = keys.get("head_dim", "attention_head_dim"), keys.get("num_key_value_heads")
+    head, groups = (
+        keys.get("head_dim", "attention_head_dim"),
+        keys.get("num_key_value_heads", "num_query_groups"),
+    )
     if keys.get("kv_lora_rank") is None:
         return {**model, "kv_heads": groups, "head_dim": head}
     latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

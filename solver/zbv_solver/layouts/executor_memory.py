@@ -120,8 +120,8 @@ class ExecutorStates:
         Why it cannot have such states; empty if it can.
     settings
         What asks for them, as names and values.
-    needs_shards
-        Whether they need ZeRO stage 1 if there are replicas.
+    only_stage
+        The only ZeRO stage with which replicas can have them; None if any can.
     is_autograd
         Whether autograd decides what is kept: separate kernels add weight gradients, and linear
         layers keep what sequence parallelism gathered for them (torch/distributed/tensor/parallel). Also,
@@ -133,7 +133,7 @@ class ExecutorStates:
     account: Account
     refusal: Callable[[StateBytes], str] = lambda state: ""
     settings: Callable[[StateBytes], dict[str, str]] = lambda state: {}
-    needs_shards: Callable[[StateBytes], bool] = lambda state: False
+    only_stage: Callable[[StateBytes], int | None] = lambda state: None
     is_autograd: bool = False
 
     def buffers(self, microbatches: int, output_bytes: int) -> int:
@@ -169,6 +169,11 @@ def _megatron_refusal(state: StateBytes) -> str:
     if state.dtype == "float16" and state.optimizer in ("muon", "lion"):
         return f"bfloat16 or float32 for {state.optimizer} (found float16)"
     return ""
+
+
+def _megatron_stage(state: StateBytes) -> int | None:
+    """``get_megatron_optimizer``, and ``DistributedOptimizer``, which has no SGD."""
+    return 1 if uses_aware_optimizer(state) else 0 if state.optimizer.startswith("sgd") else None
 
 
 def _megatron_settings(state: StateBytes) -> dict[str, str]:
@@ -244,7 +249,7 @@ def _sizes(state: StateBytes) -> str:
 
 STATES = {
     "zbv": ExecutorStates(worker),
-    "megatron": ExecutorStates(megatron, _megatron_refusal, _megatron_settings, uses_aware_optimizer),
+    "megatron": ExecutorStates(megatron, _megatron_refusal, _megatron_settings, _megatron_stage),
     "torchtitan": ExecutorStates(fsdp, _titan_refusal, _titan_settings, is_autograd=True),
     "torch": ExecutorStates(torch, _torch_refusal, is_autograd=True),
 }

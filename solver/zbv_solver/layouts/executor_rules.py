@@ -265,11 +265,16 @@ def layouts_of_executors(
         (number, name, layout)
         for name in executors_of(executor, setting)
         for number, layout in enumerate(layouts)
-        if runs_layout(name, model, layout) and not (_needs_shards(name, setting) and _is_unshared(layout))
+        if runs_layout(name, model, layout) and not _has_other_stage(name, setting, layout)
     ]
-    if not found and _needs_shards(executor, setting) and all(map(_is_unshared, layouts)):
-        detail = f"{NAMES[executor]} requires ZeRO stage 1 for these optimizer states (found 0)."
-        raise InvalidInput.at("", f"{detail} Leave the stage to the search, or choose another precision.")
+    if not found and all(_has_other_stage(executor, setting, layout) for layout in layouts):
+        state, stages = setting.training.state, sorted({layout.zero_stage for layout in layouts})
+        raise InvalidInput.at(
+            "",
+            f"{NAMES[executor]} requires ZeRO stage {STATES[executor].only_stage(state)} for these optimizer "
+            f"states (found {', '.join(map(str, stages))}). Leave the stage to the search, or choose another "
+            "optimizer or precision.",
+        )
     if not found:
         raise refusal(executor, model, list(layouts))
     return found
@@ -284,12 +289,9 @@ def left_out(executor: str, model: Transformer, layouts: Sequence[Layout]) -> st
     return f"{NAMES[executor]} cannot run {len(others):,} other layouts; it requires {'; '.join(rules)}."
 
 
-def _needs_shards(executor: str, setting: Setting) -> bool:
-    return executor in NAMES and STATES[executor].needs_shards(setting.training.state)
-
-
-def _is_unshared(layout: Layout) -> bool:
-    return layout.zero_stage == 0 and _has_replicas(layout)
+def _has_other_stage(executor: str, setting: Setting, layout: Layout) -> bool:
+    only = STATES[executor].only_stage(setting.training.state) if executor in NAMES else None
+    return only not in (None, layout.zero_stage) and (_has_replicas(layout) or only == 0)
 
 
 def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> InvalidInput:

@@ -1,7 +1,7 @@
 """What selective recomputation may repeat of a model: sets of modules, from cheap to expensive ones.
 
-``core_attn`` is in none of them, although it is Megatron-LM's default: layouts are searched for flash
-attention, which keeps statistics of the scores alone, and would be computed twice for these.
+``core_attn``, Megatron-LM's default, is in all of them for plain attention, and in none for flash attention.
+That keeps statistics of the scores alone, and would be computed twice for these.
 """
 
 from __future__ import annotations
@@ -42,8 +42,19 @@ def has_operations(model: Transformer) -> bool:
     )
 
 
+def cheap_modules(model: Transformer) -> Modules:
+    """The modules of a model that take little time to repeat; empty without any."""
+    able = droppable(model)
+    return (*_scores(model), *(module for module in CHEAP if module in able))
+
+
 def module_sets(model: Transformer) -> tuple[Modules, ...]:
     """The different sets of a model, without modules that it does not have."""
-    able = droppable(model)
-    found = (tuple(module for module in each if module in able) for each in SETS)
+    able, scores = droppable(model), _scores(model)
+    found = ((*scores, *(module for module in each if module in able)) for each in ((), *SETS))
     return tuple(dict.fromkeys(filter(None, found)))
+
+
+def _scores(model: Transformer) -> Modules:
+    halves = (half for kind in model.layers() for _, half in kind.halves)
+    return () if all(getattr(half, "flash", True) for half in halves) else ("core_attn",)

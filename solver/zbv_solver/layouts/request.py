@@ -22,7 +22,7 @@ from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.measured_layers import Measured
 from zbv_solver.layouts.profile import Profile
-from zbv_solver.layouts.recomputed_modules import CHEAP, OP, Modules, droppable, module_sets
+from zbv_solver.layouts.recomputed_modules import OP, Modules, cheap_modules, droppable, module_sets
 
 KEPT = (
     *("optimizer", "precision", "offloaded_states"),
@@ -95,8 +95,7 @@ class Request:
         sets = self._module_sets
         if self.executor != FREE or "recompute_modules" in self.config.parallel.model_fields_set:
             return sets[0] if sets else ()
-        able = droppable(transformer(self.config.model))
-        cheap = tuple(module for module in CHEAP if module in able)
+        cheap = cheap_modules(transformer(self.config.model))
         return cheap or (sets[0] if sets and self.fixed.recompute == "selective" else ())
 
     @property
@@ -132,10 +131,11 @@ class Request:
         layers, recompute = self.fixed.recompute_layers, self.fixed.recompute
         if layers is not None and recompute not in (None, "full"):
             detail = f"found {layers} recomputed layers and recompute {recompute}; it is full then."
-            raise InvalidInput.at("/fixed", f"{detail} Leave out one of them.")
+            raise InvalidInput.at("/fixed/recompute_layers", f"{detail} Leave out one of them.")
         if layers is not None and self.executor == FREE:
             detail = f"found {layers} recomputed layers and executor {FREE}, which recomputes whole stages."
-            raise InvalidInput.at("/fixed", f"{detail} Name executor megatron, or leave them out.")
+            detail += " Name executor megatron, or leave them out."
+            raise InvalidInput.at("/fixed/recompute_layers", detail)
 
 
 def parse_request(

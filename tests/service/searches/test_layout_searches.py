@@ -207,6 +207,18 @@ def test_precision_and_optimizer_replace_those_of_the_model() -> None:
     assert read_layouts(asked).config != read_layouts(LayoutRequest.model_validate(SMALL)).config
 
 
+def test_prediction_layers_replace_those_of_the_model() -> None:
+    """A ``config.json`` of transformers has no place for it."""
+    config = {
+        **{"model_type": "mimo", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 4, "intermediate_size": 128, "num_nextn_predict_layers": 1},
+    }
+    for asked, count in ((None, 1), (0, 0), (2, 2)):
+        request = {**SMALL, "model": config, "sequence_length": 64, "prediction_layers": asked}
+        found = read_layouts(LayoutRequest.model_validate(request))
+        assert found.config.model.prediction_layers == count
+
+
 WRONG: list[tuple[Any, str]] = [
     ([], ""),
     ({}, "/model"),
@@ -227,6 +239,11 @@ WRONG: list[tuple[Any, str]] = [
     ({**SMALL, "cluster": {**CLUSTER, "nodes": 10**6}}, "/cluster/nodes"),
     ({**SMALL, "fixed": {"tensor_parallel": 0}}, "/fixed/tensor_parallel"),
     ({**SMALL, "fixed": {"tensor_parallel": 3}}, "/fixed"),
+    ({**SMALL, "executor": "torch", "fixed": {"tensor_parallel": 3}}, "/fixed"),
+    ({**SMALL, "fixed": {"recompute_layers": 2}}, "/fixed/recompute_layers"),
+    ({**SMALL, "model": {"model_type": "llama"}, "sequence_length": None}, "/sequence_length"),
+    ({**SMALL, "prediction_layers": -1}, "/prediction_layers"),
+    ({**SMALL, "prediction_layers": 10**9}, "/prediction_layers"),
     ({**SMALL, "fixed": {"zero_stage": 4}}, "/fixed/zero_stage"),
     ({**SMALL, "fixed": {"recompute": "some"}}, "/fixed/recompute"),
     ({**SMALL, "fixed": {"pipelines": 2}}, "/fixed/pipelines"),

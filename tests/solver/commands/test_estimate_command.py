@@ -100,6 +100,15 @@ def test_none_undoes_every_value_that_may_be_absent() -> None:
     assert {key for key, value in undone.items() if value is not None} == {"parallel.recompute"}
 
 
+def test_a_list_has_a_flag_with_several_words(capsys: Capture) -> None:
+    given = parsed("--recompute-modules", "moe_act", "layernorm")
+    assert given["parallel.recompute_modules"] == ["moe_act", "layernorm"]
+    fixed = ["--preset", "deepseek-v3", "--recompute", "selective"]
+    assert main(["estimate", *fixed]) == 2
+    assert "or give other recompute_modules" in capsys.readouterr().err
+    assert main(["estimate", *fixed, "--recompute-modules", "moe_act"]) == 0
+
+
 @pytest.mark.parametrize("given", ["none", "bfloat16"])
 def test_the_documented_default_undoes_a_preset(given: str, capsys: Capture) -> None:
     """DeepSeek-V3 is trained in FP8; its products then have the type of activations."""

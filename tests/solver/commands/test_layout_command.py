@@ -44,6 +44,16 @@ def test_precision_and_optimizer_have_flags(files: list[str], tmp_path: Path, ca
     assert "torchtitan requires adam (found muon)" in " ".join(capsys.readouterr().err.split())
 
 
+def test_modules_of_selective_recomputation_have_a_flag(files: list[str], capsys: Capture) -> None:
+    """A ``config.json`` has no place for them."""
+    given = ["--executor", "megatron", "--recompute", "selective", "--recompute-modules"]
+    assert main(["layout", *files, "--pipeline-parallel", "2", *given, "core_attn"]) == 0
+    assert "--recompute-modules core_attn" in capsys.readouterr().out
+    assert main(["layout", *files, *given, "moe", "moe_act"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--recompute-modules: found moe, moe_act; no layer of this model has them" in said
+
+
 def test_layouts_are_listed_and_written(files: list[str], tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "layouts.json"
     assert main(["layout", *files, "--microbatch-size", "1", "--top", "3", "-o", str(path)]) == 0
@@ -149,6 +159,10 @@ def test_multi_token_prediction_is_dropped_by_a_flag(tmp_path: Path, capsys: Cap
     files = [str(tmp_path / "config.json"), "--cluster", str(tmp_path / "cluster.json")]
     asked = ["layout", *files, "--global-batch", "8", "--sequence-length", "512",
              "--pipeline-parallel", "2", "-o", "-"]  # fmt: skip
+    assert main(["layout", *files]) == 2
+    said = capsys.readouterr().err
+    assert "--global-batch: a config.json does not say it" in said
+    assert "--sequence-length: a config.json does not say it" in said
     names = []
     for more in ([], ["--prediction-layers", "0"]):
         assert main([*asked, *more]) == 0

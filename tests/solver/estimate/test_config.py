@@ -17,7 +17,7 @@ from zbv_solver.estimate.problem_document import problem_document
 from zbv_solver.problem.reading import parse_any_problem
 
 MODEL = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1000, "sequence": 128}
-OBJECTS = ("state_space", "vision", "recompute_modules")
+OBJECTS = ("state_space", "vision")
 """Keys without a flag."""
 PARALLEL = {"pp_degree": 2, "microbatches": 4}
 DEVICE = {"achieved_tflops": 100}

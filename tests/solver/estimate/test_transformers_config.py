@@ -109,6 +109,31 @@ def test_properties_that_do_not_change_the_number_of_parameters() -> None:
     assert (gpt_oss["window"], gpt_oss["full_attention_every"]) == (128, 2)
 
 
+def test_keys_go_by_the_names_that_published_files_have() -> None:
+    """gemma-2-9b repeats its window, Nemotron-H its groups of queries, and llava-1.5 its vocabulary."""
+    gemma = {**LLAMA, "model_type": "gemma2", "sliding_window_size": 1024, "sliding_window": None}
+    assert from_transformers(gemma)["window"] == 1024
+    listed = {**gemma, "layer_types": ["sliding_attention", "full_attention"] * 16}
+    assert from_transformers(listed)["window"] == 1024
+    hybrid = {**NEMOTRON_H, "layer_types": ["mamba", "attention"], "num_query_groups": 4}
+    hybrid.pop("num_key_value_heads", None)
+    assert from_transformers(hybrid)["kv_heads"] == 4
+    every = {"layer_switch": 2, "order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True}
+    cohere = {**LLAMA, "model_type": "cohere2", "sliding_window": 4096, **every}
+    assert from_transformers(cohere)["full_attention_every"] == 2
+    vicuna = {**LLAMA, "vocab_size": 32064}
+    llava = {"model_type": "llava", "text_config": vicuna, "vision_config": CLIP, "vocab_size": 32064}
+    assert from_transformers(llava)["vocabulary"] == 32064
+
+
+@pytest.mark.parametrize("dense", [{"first_k_dense_replace": 61}, {"mlp_layer_types": ["dense"] * 61}])
+def test_a_model_whose_blocks_are_all_dense_has_no_experts(dense: dict[str, Any]) -> None:
+    read = from_transformers({**DEEPSEEK, "num_hidden_layers": 61, "num_nextn_predict_layers": 0, **dense})
+    model = ModelConfig.model_validate({"sequence": 1024, **read})
+    assert transformer(model).experts == 1
+    assert transformer(model).parameters().experts == 0
+
+
 def test_the_documentation_names_every_type() -> None:
     text = (ROOT / "docs/estimates.md").read_text(encoding="utf-8")
     for names in (TEXT_KINDS, WRAPPERS):
@@ -153,6 +178,22 @@ def test_llava_has_a_vision_encoder() -> None:
             "found ['x']",
         ),
         ({"model_type": "llava"}, "/text_config", "must be an object"),
+        (
+            {"model_type": "llava", "text_config": {**LLAMA, "vocab_size": 32000}, "vocab_size": 32064},
+            "/vocab_size",
+            "found 32064, but the language model has 32000",
+        ),
+        ({**DEEPSEEK, "n_group": "8"}, "/n_group", "must be a whole number from 0"),
+        (
+            {**DEEPSEEK, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "moe"]},
+            "/mlp_layer_types",
+            "found 'moe'; zbv has formulas for sparse, dense",
+        ),
+        (
+            {**DEEPSEEK, "num_hidden_layers": 2, "index_topk": 8, "indexer_types": ["full", "part"]},
+            "/indexer_types",
+            "found 'part'; zbv has formulas for full, F, shared, S",
+        ),
         (
             {"model_type": "llava", "text_config": LLAMA, "vision_config": {"model_type": "dinov2"}},
             "/vision_config/model_type",

@@ -224,6 +224,20 @@ def test_the_precision_aware_optimizer_is_distributed() -> None:
         layouts_of_executors("megatron", whole.setting, whole.layouts)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-momentum"])
+def test_the_distributed_optimizer_has_no_sgd(optimizer: str) -> None:
+    """Megatron-LM, ``DistributedOptimizer.__init__``: only Adam, and optimizers with an ``init_state_fn``."""
+    given = {"optimizer": optimizer}
+    request = asked(1, global_batch=8, parallel=given)
+    found = layouts_of_executors("megatron", request.setting, request.layouts)
+    assert {layout.zero_stage for _, _, layout in found} == {0}
+    for replicas in (1, 2):
+        fixed = Fixed(zero_stage=1, data_parallel=replicas, context_parallel=1)
+        shared = asked(1, fixed, global_batch=8, parallel=given)
+        with pytest.raises(InvalidInput, match=r"requires ZeRO stage 0 for these .* \(found 1\)"):
+            layouts_of_executors("megatron", shared.setting, shared.layouts)
+
+
 def test_muon_has_a_layout_and_its_flag() -> None:
     fixed = Fixed(tensor_parallel=1, context_parallel=1, pipeline_parallel=4, recompute="none")
     request = asked(2, fixed, global_batch=16, sequence_length=8192, parallel={"optimizer": "muon"})

@@ -90,12 +90,23 @@ def test_a_layout_recomputes_the_first_layers_of_every_stage() -> None:
                 ("layernorm", "mlp", "moe"),
             ],
         ),
+        ({**MODEL, "attention": "plain"}, [("core_attn",), ("core_attn", "mlp")]),
     ],
 )
 def test_modules_are_those_that_drop_something_of_the_model(
     model: dict[str, Any], sets: list[tuple[str, ...]]
 ) -> None:
     assert list(module_sets(request_of(model, cluster_of(1, 2), 4).setting.model)) == sets
+
+
+def test_plain_attention_recomputes_its_scores() -> None:
+    fixed: dict[str, Any] = {"pipeline_parallel": 2, "data_parallel": 1, "recompute": "selective"}
+    model = {**MODEL, "attention": "plain"}
+    best = best_of(request_of(model, cluster_of(1, 2), 4, "megatron", **fixed), "megatron")
+    assert flags_of(best)["--recompute-modules"] == "core_attn"
+    free = request_of(model, cluster_of(1, 2), 4)
+    assert "selective" in {layout.recompute for layout in free.layouts}
+    assert free.setting.training.modules == {"core_attn"}
 
 
 def test_modules_of_the_document_replace_the_sets() -> None:

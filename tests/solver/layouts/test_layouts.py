@@ -278,8 +278,9 @@ def test_a_number_of_recomputed_layers_needs_megatron_and_full_recomputation(
     fixed: Fixed, executor: str, message: str
 ) -> None:
     request = replace(request_of(MODEL, cluster_of(1, 2), 16, fixed), executor=executor)
-    with pytest.raises(InvalidInput, match=message):
+    with pytest.raises(InvalidInput, match=message) as raised:
         request.layouts  # noqa: B018
+    assert [issue.pointer for issue in raised.value.issues] == ["/fixed/recompute_layers"]
 
 
 @pytest.mark.parametrize(

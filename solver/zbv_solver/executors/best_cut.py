@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -123,6 +123,7 @@ def best_cut(
     schedules: Sequence[Schedule],
     *,
     recompute: Recompute | First = "none",
+    plain: Collection[Schedule] = (),
     allow_empty: bool = False,
     late: str | None = None,
     also: Iterable[Boundaries] = (),
@@ -141,6 +142,8 @@ def best_cut(
         Orders to choose from.
     recompute
         Which stages may be recomputed, or how many first layers of every stage.
+    plain
+        Schedules under which nothing is recomputed.
     allow_empty
         Whether stages other than the first and the last may be empty, unless the problem forbids it.
     late
@@ -168,7 +171,8 @@ def best_cut(
     searches: list[OrderSearch] = []
     refused: dict[Schedule, Issue] = {}
     for schedule in schedules:
-        for chosen in _variants(recompute, schedule.placement.n_stages, problem):
+        asked = "none" if schedule in plain else recompute
+        for chosen in _variants(asked, schedule.placement.n_stages, problem):
             try:
                 made = order_search(
                     own,

@@ -21,7 +21,7 @@ from zbv_solver.executors.schedules import (
     torch_schedule,
     torch_schedule_name,
 )
-from zbv_solver.executors.torchtitan_settings import ONCE, TitanSettings, module_names
+from zbv_solver.executors.torchtitan_settings import REPEATED, TitanSettings, module_names
 from zbv_solver.partition.runs import First
 from zbv_solver.problem.layer_letters import letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -121,9 +121,10 @@ def cut_for_executor(
         _check_modules(modules, executor, problem.pp_degree)
     offered = recomputation(problem, executor, modules, recompute, recompute_layers)
     tried = schedules_of(problem, executor, virtual_stages, group, schedules)
-    if offered != "none" and "op" in problem.model.recompute_modules and any(each.is_split for each in tried):
-        detail = f"found op, and --schedule with a split backward; {ONCE}"
-        raise InvalidInput.at("/recompute_modules", detail)
+    plain = [each for each in tried if each.is_split]
+    if plain and problem.model.can_recompute and recompute not in (None, "none", "uniform"):
+        detail = f"found {recompute}, and {plain[0].name}; {REPEATED}"
+        raise InvalidInput.at("/recompute", detail)
     names = problem.model.names
     letters_of = tuple(map(letter_of, names)) if modules is None else modules.letters
     even = {schedule: even_cut(executor, letters_of, schedule) for schedule in tried}
@@ -131,6 +132,7 @@ def cut_for_executor(
         problem if modules is None else modules.kept_whole(problem),
         tried,
         recompute=offered,
+        plain=plain,
         allow_empty=executor == "megatron",
         late=modules.late if modules is not None and executor == "megatron" else None,
         also=also,

@@ -40,10 +40,10 @@ _MODULES = {
 last three of a vision encoder."""
 
 _CHECKPOINTS: dict[str | None, str] = {"all": "FullAC", "selective": "SelectiveAC"}
-ONCE = (
-    "torchtitan's SelectiveAC allows one backward of a block, and this schedule splits it into two "
-    "(torch/utils/checkpoint.py, _CachedTorchDispatchMode). Choose 1F1B or Interleaved1F1B, or another "
-    "recomputation."
+REPEATED = (
+    "with split backwards, PyTorch computes a recomputed stage again in I and for every gradient of W "
+    "(torch/distributed/pipelining/_backward.py, stage_backward_weight), and refuses SelectiveAC. Choose "
+    "1F1B or Interleaved1F1B, or recompute nothing."
 )
 
 
@@ -114,7 +114,7 @@ class TitanSettings:
                 f"found recomputation {self.recompute!r}; torchtitan recomputes all stages alike, or none.",
             )
         if self.recompute == "selective" and self.is_split:
-            raise InvalidInput.at("", f"found selective recomputation; {ONCE}")
+            raise InvalidInput.at("", f"found selective recomputation; {REPEATED}")
         is_piped = self.pp_degree > 1
         body = [f"config.{key} = {json.dumps(value)}" for key, value in self.keys.items()]
         body.append(f"parallelism.pipeline_parallel_degree = {self.pp_degree}")

@@ -42,12 +42,13 @@ def render(plan: Plan) -> str:
             f"parallelism.module_fqns_per_model_part for the {placement.n_stages} stages yourself.",
         )
     is_split = bool((plan.orders.letter == W).any())
+    recompute = _recomputation(model, is_split)
     settings = TitanSettings(
         placement.pp_degree,
         _SCHEDULES[placement.kind],
         problem.microbatches,
         parts,
-        _recomputation(model, is_split),
+        recompute,
         is_split,
         rows=torch_csv.render(plan),
     )
@@ -56,6 +57,11 @@ def render(plan: Plan) -> str:
         f"# zbv plan {plan.plan_id}",
         f"# {problem.pp_degree} ranks, {problem.n_stages} stages, {problem.microbatches} microbatches",
     ]
+    if is_split and recompute == "all":
+        notes += [
+            "# The step will take longer than planned: torch recomputes a stage again in I and for every",
+            "# gradient of W. Plan without recomputation, or with fused backwards only.",
+        ]
     return settings.text([*notes, *_batch_order(plan), *_cut(model, parts)])
 
 

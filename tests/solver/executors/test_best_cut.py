@@ -348,8 +348,19 @@ def test_recomputed_operations_are_torchtitans_selective_recomputation() -> None
     assert "activation_checkpoint = SelectiveAC.Config()" in (found.settings or "")
     with pytest.raises(InvalidInput, match="found op; only torchtitan does that"):
         cut_for_executor(problem, "megatron", recompute="all")
-    with pytest.raises(InvalidInput, match="SelectiveAC allows one backward of a block"):
-        cut_for_executor(problem, "torchtitan", schedules=["ZBVZeroBubble"])
+
+
+@pytest.mark.parametrize("executor", ["torch", "torchtitan"])
+def test_nothing_is_recomputed_with_split_backwards_of_pytorch(executor: str) -> None:
+    """PyTorch would compute a stage again in I and for every gradient of W, which no cost has."""
+    problem = replace(blocks(1000.0), placement="v")
+    problem = replace(
+        problem, model=Model(tuple(each for each in problem.model.layers if each.name != "mtp"))
+    )
+    found = cut_for_executor(problem, executor, schedules=["ZBVZeroBubble"], effort="quick")
+    assert {each.recompute for each in found.best.results} == {"none"}
+    with pytest.raises(InvalidInput, match="computes a recomputed stage again in I and for every gradient"):
+        cut_for_executor(problem, executor, schedules=["ZBVZeroBubble"], recompute="all")
 
 
 def test_megatrons_flags_are_of_the_cut() -> None:

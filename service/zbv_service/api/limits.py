@@ -69,7 +69,7 @@ def _refusal(scope: Scope) -> ProblemError | None:
         return ProblemError(
             ADDRESS_TOO_LONG, f"The address is longer than {MAX_ADDRESS} bytes; send a shorter one."
         )
-    if "\0" in scope["path"]:  # PostgreSQL refuses it as a value
+    if "\0" in scope.get("path", ""):  # PostgreSQL refuses it as a value
         return ProblemError(NOT_FOUND, "The address contains NUL; no resource has such a name.")
     if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
         return ProblemError(HEADERS_TOO_LARGE, f"The header fields exceed {MAX_HEADERS} bytes; send less.")

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import ColumnElement, Row, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -24,6 +24,7 @@ from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.records.runs import (
     RUN_ENDED,
     AvailableAgent,
+    Decision,
     EventRecord,
     NewRun,
     NodeRecord,
@@ -49,18 +50,6 @@ class SearchGone(Exception):
 
 class RunRemoved(Exception):
     """The run that a request with this Idempotency-Key created was removed."""
-
-
-class Decision(Protocol):
-    """:class:`zbv_service.runs.scheduler.Decision`."""
-
-    @property
-    def placed(self) -> Mapping[str, list[str]]:
-        """Agent ids for the runs that can start now, by run id."""
-
-    @property
-    def lacking(self) -> Mapping[str, str]:
-        """Why every other run cannot start."""
 
 
 Decide = Callable[[Sequence[WaitingRun], Sequence[AvailableAgent]], Decision]

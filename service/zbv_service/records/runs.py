@@ -397,3 +397,19 @@ class AvailableAgent:
     owner: str | None = None
     checkpoint_directories: tuple[str, ...] | None = None
     allowed_scripts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which waiting runs get which agents (:func:`zbv_service.runs.scheduler.decide`).
+
+    Attributes
+    ----------
+    placed
+        Agent ids for the runs that can start now, by run id.
+    lacking
+        For every other run, a sentence that says what it needs, and why the present agents are not enough.
+    """
+
+    placed: dict[str, list[str]]
+    lacking: dict[str, str]

@@ -6,26 +6,9 @@ The decision is pure; :meth:`zbv_service.database.RunTable.assign` carries it ou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from zbv_service.client.admission import is_directory_allowed, is_model_allowed, is_script_allowed
-from zbv_service.records.runs import AvailableAgent, WaitingRun
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What a pass over the waiting runs decided.
-
-    Attributes
-    ----------
-    placed
-        Agent ids for the runs that can start now, by run id.
-    lacking
-        For every other run, a sentence that says what it needs, and why the present agents are not enough.
-    """
-
-    placed: dict[str, list[str]]
-    lacking: dict[str, str]
+from zbv_service.records.runs import AvailableAgent, Decision, WaitingRun
 
 
 def decide(waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> Decision:

@@ -48,7 +48,7 @@ REPEATED = (
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepSizes:
     """The sizes of a step.
 
     Attributes
@@ -96,7 +96,7 @@ class TitanSettings:
     parts: Sequence[Sequence[str]] | None = None
     recompute: str | None = None
     is_split: bool = False
-    batch: Batch | None = None
+    batch: StepSizes | None = None
     keys: Mapping[str, int | str] = field(default_factory=dict)
     rows: str = ""
 

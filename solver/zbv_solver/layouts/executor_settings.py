@@ -11,7 +11,7 @@ from __future__ import annotations
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.megatron_layout import Stages, layout_flags, recompute_flags
 from zbv_solver.executors.schedules import Schedule
-from zbv_solver.executors.torchtitan_settings import Batch, TitanSettings, module_names
+from zbv_solver.executors.torchtitan_settings import StepSizes, TitanSettings, module_names
 from zbv_solver.layouts.estimated_layout import Setting
 from zbv_solver.layouts.executor_memory import STATES, uses_aware_optimizer
 from zbv_solver.layouts.executor_rules import NAMES
@@ -93,7 +93,7 @@ def _of_titan(layout: Layout, setting: Setting, stages: Stages, schedule: Schedu
         module_names(stages) if is_piped else None,
         recompute,
         schedule.is_split,
-        Batch(
+        StepSizes(
             setting.model.sequence,
             layout.microbatch_size,
             layout.microbatch_size * layout.microbatches * layout.data_parallel,

@@ -73,7 +73,7 @@ WRONG: list[tuple[dict[str, Any], list[str], str]] = [
     ({"model": {"factory": "a.b:c"}}, ["/script"], "found both"),
     ({"script": {"path": "train.py"}}, ["/script/path"], ""),
     ({"script": {"path": "/a/../b.py"}}, ["/script/path"], "found '..'"),
-    ({"script": {"path": "/b.py", "arguments": ["\0"]}}, ["/script/arguments"], "u0000"),
+    ({"script": {"path": "/b.py", "arguments": ["\0"]}}, ["/script/arguments/0"], "NUL"),
     ({"script": {"path": "/b.py", "arguments": ["x" * 17_000]}}, ["/script/arguments"], "must be at most"),
     ({"steps": 5}, ["/steps"], "found 5; it has no effect on a script"),
     (

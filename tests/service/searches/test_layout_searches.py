@@ -160,7 +160,8 @@ async def test_an_executor_gets_its_settings_and_the_step_of_a_free_order(servin
         layout = found["answer"]["layouts"][0]
         assert layout["executor"] == "megatron"
         assert "--global-batch-size 8" in layout["settings"]
-        assert found["lower_bound"] <= layout["step_time"] == found["objective"]
+        # The answer has a more regular cut, if that is at most 1 % longer than the best one.
+        assert found["lower_bound"] <= found["objective"] <= layout["step_time"] <= 1.01 * found["objective"]
         assert layout["free_order"]["step_time"] > 0
         page = await service.http.get(f"/layouts/{found['id']}", headers={"Accept": "text/html"})
         assert "--global-batch-size 8" in page.text

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.titan_configuration import FULL, SELECTIVE, UNTOUCHED, VERSIONS, configured
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.torchtitan_settings import Batch, TitanSettings, module_names
+from zbv_solver.executors.torchtitan_settings import StepSizes, TitanSettings, module_names
 
 MICROBATCHES = 8
 each_version = pytest.mark.parametrize("version", VERSIONS)
@@ -59,7 +59,7 @@ def test_compiled_blocks_are_turned_off_where_backwards_are_split(version: str) 
 @each_version
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_sizes_of_a_batch_are_in_the_units_of_the_version(version: str, ranks: int) -> None:
-    text = TitanSettings(ranks, "1F1B", 4, batch=Batch(sequence=128, microbatch_size=2, total=24)).text()
+    text = TitanSettings(ranks, "1F1B", 4, batch=StepSizes(sequence=128, microbatch_size=2, total=24)).text()
     training = configured(text, version).training
     if version == "0.3.0":
         # Without a pipeline, a batch is a microbatch, and torchtitan accumulates gradients.

@@ -309,7 +309,7 @@ def test_torchtitan_trains_a_vision_encoder_in_the_first_stage() -> None:
         (
             "torchtitan",
             {"recompute_layers": 2},
-            "all layers recomputed in full, or none",
+            "all layers recomputed alike, and without selective recomputation blocks that it does not have",
             "recompute layers 2",
         ),
         ("torchtitan", {"placement": "tp-cp-pp-dp"}, "the placement tp-cp-dp-pp", "placement tp-cp-pp-dp"),

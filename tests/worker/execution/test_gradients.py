@@ -26,7 +26,7 @@ from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 TOLERANCE = 1e-5
-MICROBATCHES = 6
+MICROBATCHES = 8
 DEGREES = (2, 4)
 KINDS: tuple[PlacementKind, ...] = ("v", "v", "loop", "single")
 """The placements of the random plans."""

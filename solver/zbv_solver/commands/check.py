@@ -30,7 +30,7 @@ def check(arguments: argparse.Namespace) -> None:
     asked = None if path is None else load_problem(path)
     text = read_text(arguments.plan)
     try:
-        if is_torch_csv(text):
+        if is_torch_csv(arguments.plan, text):
             checked, method = (
                 _checked_schedule(parse(text), asked, path),
                 f"schedule {file_label(arguments.plan)}",

@@ -22,7 +22,7 @@ from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
-from zbv_solver.executors.free_order import free_plan
+from zbv_solver.executors.free_order import LEAST_SECONDS, free_plan
 from zbv_solver.executors.score import score_layout
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
@@ -38,8 +38,6 @@ from zbv_solver.search.options import SearchOptions
 OTHER_FLAGS = ("layout", "recompute", "recompute_layers")
 FLAGS = ("virtual_stages", "group_size", "schedule", *OTHER_FLAGS)
 """Flags that mistakes may be in: those that restrict the schedules, and others."""
-LEAST_SECONDS = 0.01
-"""What the search of a free order may take at least."""
 SHOWN = 0.0005
 """A smaller difference is none with one decimal of a percent."""
 MOST_ROWS = 12

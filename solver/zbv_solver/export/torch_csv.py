@@ -104,9 +104,9 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _ACTION = re.compile(r"[,(\s]*\d")
 
 
-def is_torch_csv(text: str) -> bool:
-    """Whether a text begins like a schedule of PyTorch; JSON documents do not."""
-    return _ACTION.match(text) is not None
+def is_torch_csv(name: str, text: str) -> bool:
+    """Whether a file has the name of a CSV file, or begins like a schedule; JSON documents do neither."""
+    return name.lower().endswith(".csv") or _ACTION.match(text) is not None
 
 
 def parse(text: str) -> TorchSchedule:
@@ -121,7 +121,7 @@ def parse(text: str) -> TorchSchedule:
         When an entry is unknown, or the stages have no placement that zbv plans.
     """
     rows, pairs = [], 0
-    for rank, cells in enumerate(csv.reader(text.rstrip().splitlines())):
+    for rank, cells in enumerate(csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())):
         row: list[_Entry] = []
         for at, cell in enumerate(cells):
             entries = _entries(cell.strip(), f"row {rank + 1}, entry {at + 1}")

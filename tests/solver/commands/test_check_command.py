@@ -150,6 +150,10 @@ def test_a_full_backward_of_old_files_is_read() -> None:
     assert parse("0F0,0BW0,0F1,0B1,0W1").orders.all_text() == [["0F0", "0B0", "0F1", "0I1", "0W1"]]
 
 
+def test_the_mark_of_other_editors_before_the_text_is_ignored() -> None:
+    assert parse("\ufeff0F0,0B0").orders.all_text() == [["0F0", "0B0"]]
+
+
 def test_the_sums_of_gradients_need_a_reduction(check: Callable[..., tuple[int, str]]) -> None:
     """Files of old versions have communication and no reductions: newer ones would not divide gradients."""
     one = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
@@ -161,6 +165,8 @@ def test_the_sums_of_gradients_need_a_reduction(check: Callable[..., tuple[int, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("", "found 0 stages on 0 ranks"),
+        ("rank,actions\n0F0,0B0\n1F0,1B0", "row 1, entry 1: found 'rank'"),
         ("0F0,0B0,hello", "row 1, entry 3: found 'hello'"),
         ("0F0,0B0,0F1x", "row 1, entry 3: found '0F1x'"),
         ("0F0,(0F1;0F0)OVERLAP_F_B", "row 1, entry 2"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun, describe_error
 from zbv_worker.model.protocol import Layered
+
+logger = logging.getLogger(__name__)
 
 Layer = nn.Module | Callable[[], nn.Module]
 """A module, or a function without arguments that builds one."""
@@ -215,7 +218,13 @@ def _existing_part(function: Callable[[], nn.Module]) -> nn.Module | None:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             layer = function()
         modules = [*layer.modules()]
-    except Exception:  # it may need a device, or all of the memory; whether it works, the layer's rank sees
+    except Exception as error:
+        # It may need a device. The rank that has the layer builds it, and sees whether it works.
+        logger.warning(
+            "a layer's function fails on the meta device (%s), so parameters that it shares with modules of "
+            "other ranks are not found; give such layers as modules",
+            describe_error(error),
+        )
         return None
     for module in modules:
         if id(module) not in known:

@@ -40,6 +40,7 @@ def asking(*values: str) -> Request:
         ([";;;,,/,text/,/html"], False),
         (["text/html;q=0.9999, application/json;q=0.1"], False),
         (["text/html;q=nan"], False),
+        (["a/b," * 400 + "text/html"], False),  # only the beginning is read: parsing comes before the token
     ],
 )
 def test_the_preferred_media_type_is_chosen(accept: list[str], is_page: bool) -> None:

@@ -236,6 +236,24 @@ async def test_arguments_at_every_limit_are_shown_everywhere(serving: Serving) -
             assert (await service.http.get(path)).status_code == 200, path
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"allows": {"models": ["x" * 199] * 50}}, "patterns and directories have 9950 characters"),
+        ({"allows": {"checkpoint_directories": ["/" + "x" * 3999] * 3}}, "have 12000 characters"),
+        ({"devices": ["x" * 200] * 200}, "devices and versions have 40000 characters"),
+    ],
+)
+async def test_an_agent_says_little_because_every_look_for_agents_reads_it(
+    serving: Serving, more: dict[str, Any], said: str
+) -> None:
+    body = {"id": "a" * 32, "name": "host", "address": "10.0.0.1", "port": 29500, "slots": 1, **more}
+    async with serving("immediate") as service:
+        answer = await service.http.post("/v1/agents", json=body)
+    assert answer.status_code == 422
+    assert said in answer.json()["errors"][0]["detail"]
+
+
 async def test_unknown_ids_are_not_found(serving: Serving) -> None:
     async with serving("immediate") as service:
         for address in ("/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -25,7 +26,16 @@ from zbv_service.database import (
     SearchTable,
 )
 from zbv_service.database.run_models import AgentRow, EventRow, RunRow
-from zbv_service.records.runs import AgentFilter, Beat, NodeOutcome, NodeReport, RunFilter
+from zbv_service.records.runs import (
+    AgentFilter,
+    AvailableAgent,
+    Beat,
+    Decision,
+    NodeOutcome,
+    NodeReport,
+    RunFilter,
+    WaitingRun,
+)
 from zbv_service.records.searches import NamedRequest
 from zbv_service.runs.scheduler import decide
 
@@ -212,3 +222,26 @@ async def test_an_agent_with_a_concurrent_heartbeat_is_not_lost(any_database_url
     assert record.state == "live"
     for each in (database, other):
         await each.close()
+
+
+async def test_runs_are_matched_again_only_if_a_run_or_an_agent_changed(any_database_url: str) -> None:
+    database, passes = Database(any_database_url), list[tuple[int, int]]()
+
+    def counted(waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> Decision:
+        passes.append((len(waiting), len(agents)))
+        return decide(waiting, agents)
+
+    await PlanTable(database).add(a_plan(PLAN))
+    table = RunTable(database)
+    await table.add(a_run("pair", 2))
+    await AgentTable(database).add(an_agent("first"))
+    for _ in range(3):
+        assert await table.assign(counted) == []
+    assert passes == [(1, 1)]
+    run = await table.get("pair")
+    assert run is not None
+    assert "1 of 1 agent can take it" in (run.waits_for or "")
+    await AgentTable(database).add(an_agent("second"))
+    assert await table.assign(counted) == ["pair"]
+    assert passes == [(1, 1), (1, 2)]
+    await database.close()

@@ -21,11 +21,20 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a run: the counts, and the file of the contradiction that stopped it, or None."""
+    """The end of a run.
+
+    Attributes
+    ----------
+    found
+        The file of the contradiction that stopped it, or None.
+    detail
+        What was found, and how to reproduce it.
+    """
 
     coverage: Coverage
     seconds: float
-    found: Path | None
+    found: Path | None = None
+    detail: str = ""
 
 
 def soak(
@@ -45,14 +54,16 @@ def soak(
         found = examine(kind, document, f"{seed}/{number}/checks", coverage, scaling)
         if found is not None:
             path = _write(directory, found)
-            say(f"problem {number} of seed {seed}: {found['found']}")
-            say(f"to reproduce it: python -m benchmarks soak --replay {path}")
-            return Ended(coverage, time.monotonic() - began, path)
+            detail = (
+                f"{found['traceback'] or ''}problem {number} of seed {seed}: {found['found']}\n"
+                f"to reproduce it: python -m benchmarks soak --replay {path}"
+            )
+            return Ended(coverage, time.monotonic() - began, path, detail)
         number += 1
         if time.monotonic() - told >= PROGRESS_SECONDS:
             told = time.monotonic()
             say(f"{told - began:6.0f} s: {number} problems, {coverage.checks.total()} checks, nothing found")
-    return Ended(coverage, time.monotonic() - began, None)
+    return Ended(coverage, time.monotonic() - began)
 
 
 def examine(
@@ -101,7 +112,7 @@ def _write(directory: Path, case: dict[str, Any]) -> Path:
 
 
 def summary(ended: Ended) -> str:
-    """Return the counts as tables."""
+    """Return the counts as tables, and what was found last, where a log's end shows it."""
     coverage, lines = ended.coverage, []
     lines.append(f"{sum(coverage.problems.values())} problems in {ended.seconds:.0f} s")
     lines.append(f"\n{'problems of kind':32}{'drawn':>8}{'exact optimum':>15}")
@@ -113,4 +124,6 @@ def summary(ended: Ended) -> str:
     lines.append(f"\n{'check':40}{'made':>15}")
     for name in sorted(coverage.checks):
         lines.append(f"{name:40}{coverage.checks[name]:15}")
+    if ended.detail:
+        lines.append(f"\n{ended.detail}")
     return "\n".join(lines)

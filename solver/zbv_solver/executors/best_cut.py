@@ -242,7 +242,10 @@ def order_search(
     placed = placed_on(own.problem, schedule, allow_empty)
     sizes = inner_sizes(placed, schedule)
     latest = _latest(placed, schedule, late) | _behind(placed, sizes)
-    return OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even, sizes)
+    search = OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even, sizes)
+    if search.runs.allow_none:
+        raise InvalidInput.at("/layers", f"found {placed.n_atoms} separable layers, which are too few.")
+    return search
 
 
 def _behind(placed: LayeredProblem, sizes: dict[int, int]) -> dict[int, int]:

@@ -57,6 +57,8 @@ def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], acti
     if not problem.has_equal_ranks:
         return _best_of(space, orders, starts)
     runs = Runs.of(space)
+    if runs.allow_none:
+        return _best_of(space, orders, starts)
     order = FixedOrder.of(problem.cut_into(placement, space.cut(*starts[0])), orders)
     can_choose = problem.limit is not None and problem.model.can_recompute
     local = CutDescent(runs, order, actions, 0, None if can_choose else (0,) * space.n_stages)

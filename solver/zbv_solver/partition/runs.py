@@ -211,6 +211,11 @@ class Runs:
             sizes or {},
         )
 
+    @property
+    def allow_none(self) -> bool:
+        """Whether no boundaries are allowed: too few layers for a first and a last stage, or for sizes."""
+        return bool((self.lower > self.upper).any())
+
     def allows(self, bounds: Boundaries) -> bool:
         """Whether boundaries are allowed."""
         at = np.array(bounds)

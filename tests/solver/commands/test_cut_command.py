@@ -261,6 +261,17 @@ def test_an_equal_even_cut_is_called_that(tmp_path: Path, capsys: Capture) -> No
     assert "0.0%" not in out
 
 
+@pytest.mark.parametrize("executor", ["megatron", "torchtitan", "torch"])
+@pytest.mark.parametrize("recompute", [[], ["--recompute", "none"]])
+def test_one_layer_has_no_cut_on_two_ranks(
+    executor: str, recompute: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    document = {**MODEL, "layers": [layer("block", 2)], "cut": {"allow_empty": True}}
+    model = written(tmp_path / "model.json", document)
+    assert main(["cut", model, "--executor", executor, *recompute]) == 2
+    assert "/layers: found 1 separable layer" in capsys.readouterr().err
+
+
 def test_torchtitan_refuses_prediction_layers_before_the_search(tmp_path: Path, capsys: Capture) -> None:
     layers = [*MODEL["layers"][:2], layer("mtp", 2), MODEL["layers"][2]]
     model = written(tmp_path / "model.json", MODEL | {"layers": layers})

@@ -160,6 +160,26 @@ def test_too_few_layers_for_a_v_have_no_schedules_of_a_v() -> None:
     assert set(BASELINES) - set(names) == {"interleaved-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v"}
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("limit", [None, 5])
+def test_one_layer_is_compared_where_stages_may_be_empty(
+    ranks: int, layers: int, limit: float | None
+) -> None:
+    """One layer cannot be both the first and the last stage's."""
+    document = {
+        "pp_degree": ranks,
+        "microbatches": 2,
+        "layers": [layer("a", (2, 1, 2), repeat=layers, memory=HELD)],
+        "cut": {"allow_empty": True},
+    }
+    plan = search(layered(document, memory={"limit": limit}), QUICK)
+    serial = 10.0 * layers
+    for row in plan.baselines:
+        assert 5.0 * layers <= row.span <= serial
+        assert row.layers_per_stage is None or sum(row.layers_per_stage) == layers
+
+
 def test_a_problem_by_stages_keeps_its_stages() -> None:
     problem = replace(plan_of("heavy-head").problem, model=None)
     (row,) = [row for row in compare(problem) if row.name == "1f1b"]

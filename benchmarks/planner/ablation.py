@@ -1,54 +1,168 @@
-"""What each stage of the search adds: a full run of a suite, compared with a run without the stage."""
+"""What each mechanism of the planner adds: suites planned in full, and again without the mechanism.
+
+A mechanism is a stage of the search, a part of a stage, or a family of bounds. The search has options for its
+stages; the others are replaced here, so that the planner needs no option for them. Efforts are numbers of
+actions and moves, so the values do not depend on the machine; only seconds do.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from inspect import getsource
+from typing import Any
+from unittest.mock import patch
+
+from zbv_solver.search.search import STAGES, SearchOptions
 
 from benchmarks.planner.measure import Outcome
 from benchmarks.planner.verdicts import verdict
 
 
 @dataclass(frozen=True)
+class Mechanism:
+    """A mechanism that can be left out.
+
+    Attributes
+    ----------
+    replaced
+        What stands in for a function or a constant of the planner, by ``module:name``; empty for a stage of
+        the search, which the options leave out.
+    modules
+        Modules that nothing else needs. Without the mechanism, their lines are saved.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    replaced: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def lines(self) -> int:
+        """Lines of its modules."""
+        return sum(getsource(import_module(f"zbv_solver.{module}")).count("\n") for module in self.modules)
+
+    @contextmanager
+    def left_out(self, options: SearchOptions) -> Iterator[SearchOptions]:
+        """The options of a search without the mechanism, as long as the context lasts."""
+        if not self.replaced:
+            yield replace(options, without=(*options.without, self.name))
+            return
+        with ExitStack() as stack:
+            for target, value in self.replaced.items():
+                module, _, name = target.partition(":")
+                stack.enter_context(patch.object(import_module(f"zbv_solver.{module}"), name, value))
+            yield options
+
+
+def _nothing(*_: object) -> Iterator[Any]:
+    return iter(())
+
+
+def _zero(*_: object) -> float:
+    return 0.0
+
+
+_MODULES_OF_STAGES = {
+    "tune": ("improve.parameter_search",),
+    "inject": ("improve.injection_search", "construct.injection", "construct.injection_state"),
+    "overtake": ("improve.overtaking_search", "construct.overtaking"),
+    "anneal": (
+        "improve.annealing",
+        "improve.annealing_rounds",
+        "improve.moves",
+        "improve.order_repair",
+        "improve.order_state",
+    ),
+    "windows": ("improve.windows", "improve.window_boundary"),
+    "exact": ("improve.exact_model", "improve.exact_states"),
+}
+MECHANISMS = (
+    *(Mechanism(stage, _MODULES_OF_STAGES[stage]) for stage in STAGES),
+    Mechanism("rest search", ("improve.rest_search",), {"search.pipeline:REST_SHARE": 0.0}),
+    Mechanism(
+        "bound: few ranks", ("bounds.few_ranks", "bounds.states"), {"bounds:few_ranks_bounds": _nothing}
+    ),
+    Mechanism(
+        "bound: ramps",
+        ("bounds.ramps", "bounds.heads", "bounds.knapsack"),
+        {"bounds:ramp_bound": _zero, "bounds:machine_bound": _zero, "bounds:other_rank_bound": _zero},
+    ),
+    Mechanism("bound: passing", ("bounds.overtaking",), {"bounds:passing_of_ranks": _nothing}),
+    Mechanism(
+        "bound: differing ramps",
+        ("bounds.differing_ramps",),
+        {"bounds.differing_ramps:ramp_bounds": _nothing},
+    ),
+    Mechanism("bound: away", ("bounds.away", "bounds.away_prices"), {"bounds:away_bounds": _nothing}),
+)
+"""Stages first, then parts of stages, then bounds; the last three are of microbatches that differ."""
+
+
+@dataclass(frozen=True)
 class Contribution:
-    """What a stage adds over a suite.
+    """What a mechanism adds over a suite.
 
     Attributes
     ----------
     log_ratio
-        Sum over instances of ln(value without the stage / value with it): positive where it helps.
+        Sum over instances of ln(value without the mechanism / value with it): positive where it helps.
+    worst
+        The largest of these logarithms: what an instance would lose.
     better, worse, tighter
-        Instances with a better plan, a worse plan, and a better bound with the stage. A plan can be worse
-        because the stage takes time from others.
+        Instances with a better plan, a worse plan, and a better bound with the mechanism. A plan can be
+        worse because the mechanism takes time from others.
+    gap
+        Mean gap without the mechanism, less that with it.
     proved
-        Instances proved optimal only with the stage, less those proved only without.
+        Instances proved optimal only with the mechanism, less those proved only without.
     seconds
-        Additional time of the suite with the stage; negative if it ended searches early.
+        Additional time of the suite with the mechanism; negative if it ended searches early.
     """
 
-    stage: str
+    mechanism: str
+    suite: str
     instances: int
     log_ratio: float
+    worst: float
     better: int
     worse: int
     tighter: int
+    gap: float
     proved: int
     seconds: float
 
 
-def contribution(stage: str, full: Sequence[Outcome], without: Sequence[Outcome]) -> Contribution:
-    """Compare two runs of the same instances, in the same order; infeasible instances are ignored."""
-    pairs = [(a, b) for a, b in zip(full, without, strict=True) if a.curve and b.curve]
+def contributions(
+    mechanism: str, full: Sequence[Outcome], without: Sequence[Outcome]
+) -> Iterator[Contribution]:
+    """Compare two runs of the same instances in the same order, suite by suite."""
+    suites: dict[str, list[tuple[Outcome, Outcome]]] = defaultdict(list)
+    for a, b in zip(full, without, strict=True):
+        suites[a.instance.suite].append((a, b))
+    for suite, pairs in suites.items():
+        yield _contribution(mechanism, suite, pairs)
+
+
+def _contribution(mechanism: str, suite: str, runs: list[tuple[Outcome, Outcome]]) -> Contribution:
+    """Compare the runs of a suite; infeasible instances are ignored."""
+    pairs = [(a, b) for a, b in runs if a.curve and b.curve]
     verdicts = [verdict(a.value, b.value) for a, b in pairs]
-    ratios = [b.value / a.value for a, b in pairs if a.value > 0 and b.value > 0]
+    ratios = [math.log(b.value / a.value) for a, b in pairs if a.value > 0 and b.value > 0]
+    gaps = [b.gap - a.gap for a, b in pairs if math.isfinite(a.gap) and math.isfinite(b.gap)]
     return Contribution(
-        stage=stage,
+        mechanism=mechanism,
+        suite=suite,
         instances=len(pairs),
-        log_ratio=sum(math.log(ratio) for ratio in ratios),
+        log_ratio=sum(ratios),
+        worst=max(ratios, default=0.0),
         better=verdicts.count("win"),
         worse=verdicts.count("loss"),
         tighter=sum(verdict(b.lower_bound, a.lower_bound) == "win" for a, b in pairs),
+        gap=sum(gaps) / len(gaps) if gaps else 0.0,
         proved=sum((a.gap == 0) - (b.gap == 0) for a, b in pairs),
         seconds=sum(a.seconds - b.seconds for a, b in pairs),
     )

@@ -31,7 +31,12 @@ def add_planner(commands: Any) -> None:
         description="Plan every problem of the files. Report each plan's value, its proven lower bound, the "
         "gap between them, and how the plan compares with other planners and with targets.",
     )
-    command.add_argument("files", nargs="+", metavar="FILE", help="benchmark file (JSON), or -")
+    command.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="benchmark file (JSON), or -; or the problems of the benchmark `unequal` or `jitter`",
+    )
     _add_search_options(command)
     command.add_argument(
         "--workers", type=int, default=useful_workers(), metavar="N", help="threads of a search"
@@ -45,7 +50,7 @@ def add_planner(commands: Any) -> None:
         help="skip this stage of the search; may be repeated",
     )
     command.add_argument(
-        "--ablate", action="store_true", help="run again without each stage, to show what it adds"
+        "--ablate", action="store_true", help="run again without each mechanism, to show what it adds"
     )
     command.add_argument(
         "--json", metavar="FILE", help="also write all results, with the progress of every search"
@@ -194,10 +199,13 @@ def _planner(parsed: argparse.Namespace) -> int:
 
     from benchmarks.planner.report import report_json
     from benchmarks.planner.run import bench
-    from benchmarks.planner.suite import parse_suite, select
+    from benchmarks.planner.suite import GENERATED, generated, parse_suite, select
 
     options = _options(parsed, workers=parsed.workers, without=tuple(parsed.without))
-    suites = [parse_suite(read_json(path), file_label(path)) for path in parsed.files]
+    suites = [
+        generated(path) if path in GENERATED else parse_suite(read_json(path), file_label(path))
+        for path in parsed.files
+    ]
     instances = select(suites, parsed.only)
     table = sys.stderr if parsed.json == "-" else sys.stdout
     with nullcontext(lambda text: None) if parsed.json is None else output(parsed.json) as write:

@@ -11,9 +11,9 @@ from typing import TextIO
 
 from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import STAGES, Cancelled, Progress, SearchOptions, search
+from zbv_solver.search.search import Cancelled, Progress, SearchOptions, search
 
-from benchmarks.planner.ablation import contribution
+from benchmarks.planner.ablation import MECHANISMS, Contribution, contributions
 from benchmarks.planner.measure import Outcome, measure
 from benchmarks.planner.report import Report, Run
 from benchmarks.planner.suite import Instance
@@ -32,39 +32,44 @@ def bench(
 ) -> Report:
     """Search every instance; write a row to ``out`` for each, and the summary at the end.
 
-    With ``ablate``, run the suite again without each stage of the search. Ctrl-C ends the measurement and
-    keeps its results so far.
+    With ``ablate``, run the suites again without each mechanism of the planner. Ctrl-C ends the measurement
+    and keeps its results so far.
     """
     with spinner("loading"):
         interruptible(partial(_warm_up, instances, options))
-    stages = tuple(stage for stage in STAGES if stage not in options.without) if ablate else ()
-    runs: list[Run] = []
-    for left_out in ((), *((stage,) for stage in stages)):
-        own = replace(options, without=(*options.without, *left_out))
-        runs.append(_run(instances, own, out, spinner))
+    full = _run(instances, options, options.without, out, spinner)
+    runs, found = [full], list[Contribution]()
+    for mechanism in MECHANISMS if ablate else ():
         if runs[-1].interrupted:
-            return Report(options, tuple(runs))
-    full, *others = runs
-    contributions = tuple(
-        contribution(stage, full.outcomes, run.outcomes) for stage, run in zip(stages, others, strict=True)
-    )
-    if ablate:
-        out.write("\nwhat each stage adds:\n" + ablation_table(contributions))
-    return Report(options, tuple(runs), contributions)
+            break
+        if mechanism.name not in options.without:
+            with mechanism.left_out(options) as own:
+                runs.append(_run(instances, own, (*options.without, mechanism.name), out, spinner))
+            if not runs[-1].interrupted:
+                found += contributions(mechanism.name, full.outcomes, runs[-1].outcomes)
+    if found:
+        out.write("\nwhat each mechanism adds:\n" + ablation_table(found))
+    return Report(options, tuple(runs), tuple(found))
 
 
-def _run(instances: Sequence[Instance], options: SearchOptions, out: TextIO, spinner: Spinner) -> Run:
-    """Run all instances once: a table per suite, then the summary."""
+def _run(
+    instances: Sequence[Instance],
+    options: SearchOptions,
+    without: tuple[str, ...],
+    out: TextIO,
+    spinner: Spinner,
+) -> Run:
+    """Run all instances once: a table per suite, then the summary; ``without`` is for the report."""
     outcomes: list[Outcome] = []
     interrupted = False
-    out.write(f"\n{_title(instances, options)}\n")
+    out.write(f"\n{_title(instances, options, without)}\n")
     try:
         for suite, members in groupby(instances, key=lambda instance: instance.suite):
             _run_suite(suite, tuple(members), options, outcomes, out, spinner)
     except KeyboardInterrupt:
         interrupted = True
     out.write("\n" + summary(tally(outcomes)))
-    return Run(options.without, tuple(outcomes), interrupted)
+    return Run(without, tuple(outcomes), interrupted)
 
 
 def _run_suite(
@@ -95,7 +100,7 @@ def _teller(label: str, say: Callable[[str], None]) -> Callable[[Progress], None
     return tell
 
 
-def _title(instances: Sequence[Instance], options: SearchOptions) -> str:
+def _title(instances: Sequence[Instance], options: SearchOptions, without: tuple[str, ...]) -> str:
     """The options that all rows share."""
     objectives = sorted({instance.problem.objective for instance in instances})
     limit = "none" if options.time_limit is None else f"{options.time_limit:g} s"
@@ -104,7 +109,7 @@ def _title(instances: Sequence[Instance], options: SearchOptions) -> str:
         f"effort: {options.effort}",
         f"time limit: {limit}",
         f"seed: {options.seed}",
-        *([f"without: {', '.join(options.without)}"] if options.without else []),
+        *([f"without: {', '.join(without)}"] if without else []),
     ]
     own = sum(instance.effort is not None or instance.time_limit is not None for instance in instances)
     note = f" ({own} of {len(instances)} instances have their own effort or limit)" if own else ""

@@ -13,7 +13,7 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.documents import ProblemDocument
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Objective, Problem
-from zbv_solver.problem.reading import to_problem
+from zbv_solver.problem.reading import parse_problem, to_problem
 from zbv_solver.search.search import Effort, SearchOptions
 
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=64, pattern=r"^\S+$")]
@@ -154,6 +154,19 @@ def parse_suite(document: Any, name: str) -> tuple[Instance, ...]:
     if issues:
         raise InvalidInput(issues)
     return tuple(instances)
+
+
+GENERATED = ("unequal", "jitter")
+"""Benchmarks whose problems are made by a program."""
+
+
+def generated(name: str) -> tuple[Instance, ...]:
+    """The problems of a benchmark of :data:`GENERATED`, without its other schedules."""
+    from benchmarks.planner import jitter, unequal
+
+    if name == "jitter":
+        return tuple(Instance(name, *each) for each in jitter.instances())
+    return tuple(Instance(name, each.name, parse_problem(each.document())) for each in unequal.instances())
 
 
 def select(suites: Iterable[tuple[Instance, ...]], only: str | None = None) -> tuple[Instance, ...]:

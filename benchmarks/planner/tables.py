@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.planner.ablation import Contribution
+from benchmarks.planner.ablation import MECHANISMS, Contribution
 from benchmarks.planner.measure import Outcome
 from benchmarks.planner.suite import Instance
 from benchmarks.planner.tally import Tally
@@ -104,26 +104,44 @@ def summary(total: Tally) -> str:
 
 
 def ablation_table(contributions: Sequence[Contribution]) -> str:
-    """The contribution of each stage, one row per stage."""
-    columns = ("stage", "plans better", "worse", "Σ ln ratio", "mean", "bounds better", "proved", "seconds")
+    """The contribution of each mechanism, one row per mechanism and suite."""
+    heads = (
+        "mechanism",
+        "suite",
+        "better",
+        "worse",
+        "mean",
+        "worst",
+        "bounds",
+        "gap",
+        "proved",
+        "s",
+        "lines",
+    )
+    lines_of = {mechanism.name: mechanism.lines for mechanism in MECHANISMS}
     rows = [
         (
-            c.stage,
+            c.mechanism,
+            c.suite.rpartition("/")[2],
             f"{c.better} of {c.instances}",
             f"{c.worse}",
-            f"{c.log_ratio:+.4f}",
             f"{math.expm1(c.log_ratio / c.instances):+.2%}" if c.instances else "–",
+            f"{math.expm1(c.worst):+.2%}",
             f"{c.tighter}",
+            f"{100 * c.gap:+.2f}",
             f"{c.proved:+d}",
-            f"{c.seconds:+.1f}",
+            f"{c.seconds:+.0f}",
+            f"{lines_of[c.mechanism]}",
         )
         for c in contributions
     ]
-    widths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
+    widths = [max(len(row[k]) for row in (heads, *rows)) for k in range(len(heads))]
     lines = [
-        row[0].ljust(widths[0])
-        + "".join("  " + text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))
-        for row in (columns, tuple("─" * width for width in widths), *rows)
+        "  ".join(
+            text.ljust(width) if place < 2 else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (heads, tuple("─" * width for width in widths), *rows)
     ]
     return "".join(f"{line}\n" for line in lines)
 

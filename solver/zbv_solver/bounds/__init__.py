@@ -3,9 +3,8 @@
 ``lower_bound`` is the best of three bounds per rank: Jackson's one-machine bound with simple heads and tails
 (:mod:`.quick`); the same with heads and tails that take the memory of all ranks into account (:mod:`.heads`);
 and the rank's load plus the idle time that its ramps force (:mod:`.ramps`). A span is also bounded by what
-every other rank must do within the rank's window. Where memory is tight, prices of the time that microbatches
-are away (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`) prove more. The proofs are in
-PROOFS.md. This package constructs no orders.
+every other rank must do within the rank's window. Where memory is tight, all schedules of a few ranks
+(:mod:`.few_ranks`) prove more. The proofs are in PROOFS.md. This package constructs no orders.
 
 Where microbatches differ, none of this holds but the one-machine bound, with the path of every microbatch
 (:mod:`.differing`). The paths of one or two large microbatches, with those that pass them
@@ -26,7 +25,6 @@ from zbv_solver.bounds.differing import differing_machine_bounds
 from zbv_solver.bounds.directions import directions
 from zbv_solver.bounds.few_ranks import few_ranks_bounds
 from zbv_solver.bounds.overtaking import passing_of_ranks
-from zbv_solver.bounds.priced import priced_bounds
 from zbv_solver.bounds.quick import one_machine_bounds
 from zbv_solver.bounds.ramps import Window, machine_bound, other_rank_bound, ramp_bound
 from zbv_solver.problem.problem import Problem
@@ -59,10 +57,10 @@ def lower_bound(
     Once ``is_stopped`` is true, it is the best bound so far.
 
     ``quick`` takes about a millisecond at 16 ranks and 64 microbatches; ``full`` ten to a hundred times
-    that, and is much stronger where memory is tight. ``thorough`` adds the states of a rank's memory
-    (:mod:`.priced`) and all schedules of a few ranks (:mod:`.few_ranks`); it takes up to three seconds and is
-    stronger still at half of 1F1B's memory or less. Where microbatches differ, ``full`` takes 0.3 seconds
-    there, and ``thorough``, with finer groups of microbatches on more ranks, up to a second.
+    that, and is much stronger where memory is tight. ``thorough`` adds all schedules of a few ranks
+    (:mod:`.few_ranks`); it takes up to three seconds and is stronger still at half of 1F1B's memory or less.
+    Where microbatches differ, ``full`` takes 0.3 seconds there, and ``thorough``, with finer groups of
+    microbatches on more ranks, up to a second.
     """
     quick = one_machine_bounds(problem) if problem.is_equal else differing_machine_bounds(problem)
     best = Bound(0.0, "nothing to do")
@@ -103,8 +101,6 @@ def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
 
 
 def _thorough_bounds(problem: Problem, is_stopped: Callable[[], bool]) -> Iterator[Bound]:
-    for rank, value in priced_bounds(problem, _known(problem)):
-        yield Bound(value, f"states of the memory of rank {rank}")
     for ranks, value in few_ranks_bounds(problem, is_stopped):
         yield Bound(value, f"all schedules of ranks {', '.join(map(str, ranks))}")
 

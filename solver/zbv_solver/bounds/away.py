@@ -3,7 +3,7 @@
 Between its visits to a rank a microbatch is *away*: it takes its path through other stages, and the rank
 holds its activations. How long it is away at least, and how much it holds, depends on the microbatch. A long
 microbatch fills the memory for a long time, and others cannot run next to it, whatever the order. The bounds
-that follow are in :mod:`.away_prices`, and their proofs in PROOFS.md, section 9.
+that follow are in :mod:`.away_prices`, and their proofs in PROOFS.md, section 8.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOM_STEP = 17
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """What the microbatches of every kind need of a rank, for K kinds, G gaps, O operations: Lemma 48.
+    """What the microbatches of every kind need of a rank, for K kinds, G gaps, O operations: Lemma 44.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Needs:
 
     @classmethod
     def of(cls, problem: Problem, paths: MicrobatchPaths, rank: int) -> Needs | None:
-        """The needs of a rank; None if its memory has no limit or nothing is ever away: Lemma 48."""
+        """The needs of a rank; None if its memory has no limit or nothing is ever away: Lemma 44."""
         arrays, n = problem.arrays, problem.n_stages
         stages = list(problem.placement.stages_of[rank])
         visits = stages + [2 * n - 1 - stage for stage in reversed(stages)]
@@ -75,14 +75,14 @@ class Needs:
         )
 
     def area_bound(self) -> float:
-        """Bound of the rank's window from memory times time: Lemma 48."""
+        """Bound of the rank's window from memory times time: Lemma 44."""
         both = (self.held * self.away).sum(axis=0) + (self.taken * self.length).sum(axis=0)
         return float(both @ self.count) / self.capacity
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The needs of a rank in units of memory, for K groups, G gaps, R classes of operations: Lemma 49.
+    """The needs of a rank in units of memory, for K groups, G gaps, R classes of operations: Lemma 45.
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ class Demand:
 
     @classmethod
     def of(cls, needs: Needs, most_groups: int) -> Demand:
-        """The needs with gaps, kinds and operations joined that are equal or nearly so: Lemma 49."""
+        """The needs with gaps, kinds and operations joined that are equal or nearly so: Lemma 45."""
         # A microbatch is in one gap at a time, so gaps with equal units are one.
         units, gap_of = np.unique(in_units(needs.held, needs.capacity), axis=0, return_inverse=True)
         away = np.zeros(units.shape)
@@ -176,14 +176,14 @@ def memory_of_cells(problem: Problem, rank: int) -> float:
 
 
 def least_held(problem: Problem, stages: list[int]) -> FloatArray:
-    """Memory (c, K) that a cell holds at least while its virtual rest waits: Lemma 48."""
+    """Memory (c, K) that a cell holds at least while its virtual rest waits: Lemma 44."""
     delta = problem.arrays.delta
     forward: FloatArray = delta[F, stages]
     return forward - np.clip(-delta[I, stages], 0.0, forward)
 
 
 def in_units(amount: FloatArray, capacity: float) -> IntArray:
-    """Amounts in units, rounded down: Lemma 49.
+    """Amounts in units, rounded down: Lemma 45.
 
     The capacity is half a unit more than all units, so that what fills it but for rounding has all units.
     """

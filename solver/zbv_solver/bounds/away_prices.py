@@ -4,7 +4,7 @@ At any time, the microbatches that are away and fit into a rank's memory togethe
 operation earns what the best set that fits next to it leaves of this 1. The rank's window is at least as long
 as all earn together. A linear programme finds good prices, set by set (column generation, as Gilmore and
 Gomory 1961 do for the cutting-stock problem). Any prices are valid, because a knapsack over all sets checks
-them. The proofs are in PROOFS.md, section 9.
+them. The proofs are in PROOFS.md, section 8.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FULL, THOROUGH = Effort(3, 24, 20), Effort(5, 40, 40)
 
 
 def away_bounds(problem: Problem, effort: Effort) -> Iterator[tuple[int, float]]:
-    """Ranks and bounds of the objective; simple ones of all ranks, then better ones of a few: Lemma 50."""
+    """Ranks and bounds of the objective; simple ones of all ranks, then better ones of a few: Lemma 46."""
     paths = MicrobatchPaths.of(problem)
     found = []
     for rank in range(problem.pp_degree):
@@ -72,7 +72,7 @@ def away_bounds(problem: Problem, effort: Effort) -> Iterator[tuple[int, float]]
 def bound_in_windows(
     problem: Problem, paths: MicrobatchPaths, rank: int, needs: Needs, demand: Demand, best: Priced
 ) -> float:
-    """Jackson's bound with what every gap and operation of a rank earns as its length: Lemma 51.
+    """Jackson's bound with what every gap and operation of a rank earns as its length: Lemma 47.
 
     In the makespan's window, and in those of the rank and of rank 0 for the span.
     """
@@ -104,7 +104,7 @@ def bound_in_windows(
 
 
 def best_prices(demand: Demand, rounds: int) -> Priced:
-    """The best prices that so many rounds find, and their bound of the rank's window: Lemmas 49 and 50."""
+    """The best prices that so many rounds find, and their bound of the rank's window: Lemmas 45 and 46."""
     programme = _Programme(demand)
     best = priced(demand, demand.units / UNITS)
     for _ in range(rounds):
@@ -154,7 +154,7 @@ class Priced(NamedTuple):
 
 
 def priced(demand: Demand, prices: FloatArray) -> Priced:
-    """The bound with prices (G, K), scaled down where a set earns more than 1: Lemma 50."""
+    """The bound with prices (G, K), scaled down where a set earns more than 1: Lemma 46."""
     earned, without, chosen = sets(demand.units, demand.count, demand.longest, prices)
     scale = max(1.0, float(earned[UNITS]))
     others = np.where(demand.is_own == 1, without[demand.room], earned[demand.room])
@@ -211,7 +211,7 @@ class _Programme:
 def sets(
     units: IntArray, count: IntArray, longest: int, prices: FloatArray
 ) -> tuple[FloatArray, FloatArray, IntArray]:  # pragma: no cover - compiled
-    """The most that a set of at most 0 … UNITS units earns, with and without the longest one: Lemma 49.
+    """The most that a set of at most 0 … UNITS units earns, with and without the longest one: Lemma 45.
 
     Also the gap of every microbatch in it, or -1: (m, UNITS + 1), the longest microbatch in the last row.
     """
@@ -244,7 +244,7 @@ def sets(
 def members(
     units: IntArray, count: IntArray, longest: int, chosen: IntArray, room: int, skipped: int
 ) -> IntArray:  # pragma: no cover - compiled
-    """The set that :func:`sets` chose for ``room``, (G, K): Lemma 49. The longest may be ``skipped``."""
+    """The set that :func:`sets` chose for ``room``, (G, K): Lemma 45. The longest may be ``skipped``."""
     found = np.zeros(units.shape, np.int64)
     at = len(chosen)
     kinds = units.shape[1]

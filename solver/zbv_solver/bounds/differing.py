@@ -1,7 +1,7 @@
 """Bounds of problems whose microbatches differ and may run in any order.
 
 Every microbatch has its own path through the stages and back, so every action has its own head and tail.
-Nothing is known about the order: microbatches cannot be relabelled. The proofs are in PROOFS.md, section 9.
+Nothing is known about the order: microbatches cannot be relabelled. The proofs are in PROOFS.md, section 8.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zbv_solver.problem.problem import Problem
 
 
 class MicrobatchPaths(NamedTuple):
-    """What the microbatches of every kind do, each alone, for K kinds: Lemma 47.
+    """What the microbatches of every kind do, each alone, for K kinds: Lemma 43.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class MicrobatchPaths(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> MicrobatchPaths:
-        """The paths of all kinds, with the virtual operations of Lemma 5: Lemma 47."""
+        """The paths of all kinds, with the virtual operations of Lemma 5: Lemma 43."""
         forward, inputs, weights, fused = problem.arrays.duration
         on_path = np.minimum(inputs, fused)
         rest = np.minimum(fused, inputs + weights) - on_path
@@ -48,7 +48,7 @@ class MicrobatchPaths(NamedTuple):
         return cls(length, rest, start)
 
     def tails(self, exits: list[int]) -> FloatArray:
-        """Time (2S, K) from the end of a position to the last end at the stages ``exits``: Lemma 47."""
+        """Time (2S, K) from the end of a position to the last end at the stages ``exits``: Lemma 43."""
         n = len(self.rest)
         end = self.start + self.length
         last = np.full_like(end, -np.inf)
@@ -59,7 +59,7 @@ class MicrobatchPaths(NamedTuple):
 
 
 def differing_machine_bounds(problem: Problem) -> list[float]:
-    """Jackson's bound of every rank, with heads and tails of every microbatch's own path: Lemma 47."""
+    """Jackson's bound of every rank, with heads and tails of every microbatch's own path: Lemma 43."""
     paths, n = MicrobatchPaths.of(problem), problem.n_stages
     is_span = problem.objective == "span"
     kind_of = problem.arrays.kind_of

@@ -39,7 +39,7 @@ class _Ramp(NamedTuple):
 
 
 class Ramps(NamedTuple):
-    """What microbatches do on a rank, relative to a window, for K kinds and C chunks: Lemmas 57, 58 and 59.
+    """What microbatches do on a rank, relative to a window, for K kinds and C chunks: Lemmas 53, 54 and 55.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Ramps(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, paths: MicrobatchPaths, rank: int, window: int | None) -> Ramps:
-        """A rank in the window of a rank, or with None in that of all ranks: Lemma 57."""
+        """A rank in the window of a rank, or with None in that of all ranks: Lemma 53."""
         n, stages_of = problem.n_stages, problem.placement.stages_of
         own = list(stages_of[rank])
         visits = own + [2 * n - 1 - stage for stage in reversed(own)]
@@ -110,7 +110,7 @@ class Ramps(NamedTuple):
         return int(np.argmax(longer)) + 1 if len(longer) else 0
 
     def early(self, time: float) -> _Ramp:
-        """The most work that the rank does before a time: Lemma 57.
+        """The most work that the rank does before a time: Lemma 53.
 
         In state v >= 1, a microbatch has begun its first v visits.
         """
@@ -131,7 +131,7 @@ class Ramps(NamedTuple):
         return _Ramp(time, min(most, max(0.0, time - float(self.head.min()))))
 
     def late(self, time: float) -> _Ramp:
-        """The most work that the rank does in the last ``time`` and, of rests, after it: Lemma 58.
+        """The most work that the rank does in the last ``time`` and, of rests, after it: Lemma 54.
 
         In state v, the visits v … 2C - 1 of a microbatch end in this time. Of every other chunk the rest ends
         then, or it does not.
@@ -164,7 +164,7 @@ class Ramps(NamedTuple):
         return _Ramp(time, most)
 
     def bound(self) -> float:
-        """The rank's load and the idle time of both ramps: Lemma 59."""
+        """The rank's load and the idle time of both ramps: Lemma 55."""
         load = float((self.length.sum(axis=0) + self.rest.sum(axis=0)) @ self.copies)
         # A ramp has most idle time just before a first backward may start, in reverse a first F.
         tries = max(3, min(TIMES, MICROBATCHES // int(self.copies.sum())))
@@ -210,7 +210,7 @@ FULL, THOROUGH = RampEffort(1, (0, 1)), RampEffort(3, (0, 1, 2, 4))
 
 
 def ramp_bounds(problem: Problem, effort: RampEffort) -> Iterator[tuple[int, float]]:
-    """Ranks and bounds of the objective, in the ranks' windows and rank 0's: Lemmas 57, 58 and 59.
+    """Ranks and bounds of the objective, in the ranks' windows and rank 0's: Lemmas 53, 54 and 55.
 
     The last rank comes first: it is idle longest. None for more than two chunks.
     """

@@ -22,7 +22,6 @@ from zbv_solver.bounds.directions import (
     Direction,
     directions,
 )
-from zbv_solver.bounds.memory_states import shortest_gaps
 from zbv_solver.bounds.states import EMPTY, Route, grow, least_shift
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
@@ -52,7 +51,7 @@ MOST_FAILED = 2
 
 @dataclass(frozen=True, eq=False)
 class FewRanks:
-    """The relaxation: a route through the chosen ranks, in integer steps of time; Lemma 42.
+    """The relaxation: a route through the chosen ranks, in integer steps of time; Lemma 38.
 
     Attributes
     ----------
@@ -126,7 +125,7 @@ class _Letter:
 def few_ranks_bounds(
     problem: Problem, is_stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Bounds of the objective, each with the ranks that prove it, until ``is_stopped`` is true: Lemma 44.
+    """Bounds of the objective, each with the ranks that prove it, until ``is_stopped`` is true: Lemma 40.
 
     The innermost rank comes first. Then the rank joins that helps most, as long as one helps and there are
     pairs left.
@@ -168,7 +167,7 @@ def _memory_may_bind(direction: Direction) -> bool:
     chunks = direction.stages.shape[1]
     load = float(direction.work.sum(axis=(1, 2)).max())
     for rank, capacity in enumerate(direction.capacity):
-        paths, work, memory = shortest_gaps(direction, rank), direction.work[rank], direction.memory[rank]
+        paths, work, memory = _shortest_gaps(direction, rank), direction.work[rank], direction.memory[rank]
         away = np.array([paths[j : 2 * chunks - 1 - j].sum() for j in range(chunks)]) + work[DOWN]
         held = memory[HELD] @ away + memory[FREED_BY_REST] @ work[REST_AFTER]
         if float(held) > TIGHT * float(capacity) * load:
@@ -179,7 +178,7 @@ def _memory_may_bind(direction: Direction) -> bool:
 def few_ranks_bound(
     few: FewRanks, m: int, pairs: int, is_stopped: Callable[[], bool] = lambda: False
 ) -> tuple[float, int]:
-    """Bound of the objective of m microbatches, and the pairs of states compared: Lemmas 42 and 43.
+    """Bound of the objective of m microbatches, and the pairs of states compared: Lemmas 38 and 39.
 
     The bound is 0 if ``pairs`` are not enough, or if ``is_stopped`` becomes true.
     """
@@ -220,7 +219,7 @@ def _repeats(route: Route, seen: list[IntArray]) -> tuple[int, int]:
 def _best_shift(route: Route, seen: list[IntArray]) -> tuple[int, int]:
     """The number of microbatches after which the last layer is latest on average, and how much later it is.
 
-    0 if no earlier layer has states for all of the last one's: Lemma 43.
+    0 if no earlier layer has states for all of the last one's: Lemma 39.
     """
     best, best_shift = 0, 0
     for period in range(1, len(seen)):
@@ -297,3 +296,16 @@ def _route(letters: list[_Letter], capacity: FloatArray) -> Route:
         np.array(twins, np.int64),
         capacity,
     )
+
+
+def _shortest_gaps(direction: Direction, rank: int) -> FloatArray:
+    """The least time from the start of every visit of a rank to that of the next one: Lemma 10."""
+    p, chunks = direction.stages.shape
+    n = p * chunks
+    up, down = np.zeros(n), np.zeros(n)
+    up[direction.stages], down[direction.stages] = direction.work[:, UP], direction.work[:, DOWN]
+    latency = direction.latency[: n - 1]
+    steps = np.concatenate([up + np.append(latency, 0.0), down[::-1] + np.append(latency[::-1], 0.0)])
+    start = np.concatenate([[0.0], np.cumsum(steps)])
+    own = direction.stages[rank]
+    return np.diff(start[np.concatenate([own, 2 * n - 1 - own[::-1]])])

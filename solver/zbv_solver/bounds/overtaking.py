@@ -1,7 +1,7 @@
 """Bounds by the paths of one or two microbatches that others precede, follow or overtake.
 
 Strong where few microbatches are much larger than the others: the path of one may take longer than the work
-of any rank. The proofs are in PROOFS.md, sections 9 and 14.
+of any rank. The proofs are in PROOFS.md, sections 8 and 13.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Passing:
     Attributes
     ----------
     paths
-        Lemma 47.
+        Lemma 43.
     count
         (K,) number of microbatches.
     first, last
@@ -76,7 +76,7 @@ class Passing:
         return times
 
     def alone(self) -> float:
-        """The bound of the best microbatch: Lemma 52."""
+        """The bound of the best microbatch: Lemma 48."""
         return float(self._alone().max())
 
     def _alone(self) -> FloatArray:
@@ -86,7 +86,7 @@ class Passing:
         return values
 
     def of_pairs(self) -> float:
-        """The bound of the best pair, whichever of the two comes first: Lemma 62."""
+        """The bound of the best pair, whichever of the two comes first: Lemma 58."""
         strongest = np.argsort(-self._alone(), kind="stable")[:KINDS]
         one, two = np.meshgrid(strongest, strongest, indexing="ij")
         others = self.cost @ self.count - self.cost[one] - self.cost[two]
@@ -136,7 +136,7 @@ class Passing:
 
 
 def passing_of_ranks(problem: Problem) -> list[Passing]:
-    """What microbatches need to pass another one, by rank: Lemmas 52 and 62."""
+    """What microbatches need to pass another one, by rank: Lemmas 48 and 58."""
     paths, n = MicrobatchPaths.of(problem), problem.n_stages
     count = np.bincount(problem.arrays.kind_of)
     host = np.concatenate([problem.arrays.rank_of, problem.arrays.rank_of[::-1]])

@@ -88,7 +88,7 @@ class _Table(NamedTuple):
 def grow(
     route: Route, layer: IntArray, m: int, most: int
 ) -> tuple[IntArray, int]:  # pragma: no cover - compiled
-    """The next layer of a problem with m microbatches, and how many pairs of states were compared: Lemma 42.
+    """The next layer of a problem with m microbatches, and how many pairs of states were compared: Lemma 38.
 
     A state is a row: the counts of all letters, the rests that wait, NOW (the last start), every rank's end,
     and the arrivals of all cells in transit, letter by letter. The layer is empty if more than ``most`` pairs
@@ -336,7 +336,7 @@ def _lead(route: Route, left: IntArray, right: IntArray, least: int) -> int:  # 
 def least_shift(
     route: Route, earlier: IntArray, later: IntArray, shift: int
 ) -> int:  # pragma: no cover - compiled
-    """The largest time by which every state of ``later`` has one of ``earlier`` before it: Lemma 43.
+    """The largest time by which every state of ``later`` has one of ``earlier`` before it: Lemma 39.
 
     A state is compared with those whose counts are lower by ``shift``. -NEVER if a state has no such partner.
     """

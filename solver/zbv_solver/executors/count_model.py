@@ -44,7 +44,7 @@ class Proposal:
 
 
 class CountModel:
-    """The cuts of a space that fit the memory limit, with an objective up to a value. Lemma 56.
+    """The cuts of a space that fit the memory limit, with an objective up to a value. Lemma 52.
 
     Parameters
     ----------

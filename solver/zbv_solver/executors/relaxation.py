@@ -61,7 +61,7 @@ def relax(
     does_fit: bool = True,
     deadline: float = math.inf,
 ) -> Relaxed:
-    """Bound the objective of all cuts that fit the memory limit from below. Lemma 56.
+    """Bound the objective of all cuts that fit the memory limit from below. Lemma 52.
 
     Parameters
     ----------

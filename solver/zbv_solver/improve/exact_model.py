@@ -2,7 +2,7 @@
 
 Each family of constraints is one short method, and its docstring is the sentence that it states. Equal
 microbatches run in ascending order on every stage, which loses nothing: any order can be relabelled so
-(Lemmas 1 and 53). Microbatches that differ may run in any order, on every stage in another one.
+(Lemmas 1 and 49). Microbatches that differ may run in any order, on every stage in another one.
 
 Facts that CP-SAT would have to discover by search are given to it where they can be computed: see
 :mod:`.exact_states` and :mod:`.exact_memory`. Numbers are integers: see :mod:`.exact_grid`.

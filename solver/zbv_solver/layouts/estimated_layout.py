@@ -113,7 +113,7 @@ class Setting:
     def least_work(self, layout: Layout) -> float:
         """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas.
 
-        Lemma 60 of bounds/PROOFS.md.
+        Lemma 56 of bounds/PROOFS.md.
         """
         sizes = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
         work, speeds = _least_work_of_all(self, layout.used_groups, *sizes, layout.microbatch_size)
@@ -128,7 +128,7 @@ class EstimatedLayout:
     A step takes the span of the pipeline and what the busiest rank does once per step: reduce gradients,
     update parameters and gather them.
 
-    Bounds with ranks of several groups of nodes count every rank by the speed of its group: Lemma 60 of
+    Bounds with ranks of several groups of nodes count every rank by the speed of its group: Lemma 56 of
     bounds/PROOFS.md.
 
     Attributes
@@ -215,7 +215,7 @@ class EstimatedLayout:
 
     @cached_property
     def mean_bound(self) -> float:
-        """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work. Lemma 60."""
+        """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work. Lemma 56."""
         m = self.layout.microbatches
         work, speed = self._shared(self._table(lambda layer: m * least_work_of(layer) + layer.step.total))
         return float(work.sum()) / speed * SECONDS
@@ -230,7 +230,7 @@ class EstimatedLayout:
     def load_bound(self) -> float:
         """Lower bound of the step in seconds over all cuts, inf if it is proved that none fits.
 
-        Lemmas 31-33, 35, 37, 60 and 61.
+        Lemmas 31-33, 35, 37, 56 and 57.
         """
         problem = self.problem
         tables = CutTables.of(problem)
@@ -243,7 +243,7 @@ class EstimatedLayout:
     def memory_bound(self) -> float:
         """Lower bound of the step in seconds from the path of a microbatch, and from memory times time.
 
-        Lemmas 54 and 60 of bounds/PROOFS.md.
+        Lemmas 50 and 56 of bounds/PROOFS.md.
 
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.

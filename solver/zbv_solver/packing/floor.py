@@ -12,7 +12,7 @@ from zbv_solver.packing.step_costs import MOMENTS, moments
 
 
 def packing_bound(packer: Packer) -> float:
-    """The step of every packing and plan is at least this: Lemma 46.
+    """The step of every packing and plan is at least this: Lemma 42.
 
     The largest of three: the sums of all sequences, divided by the replicas; the sums of those long sequences
     of which one replica must run several (pigeonhole); and the path of the longest sequence.

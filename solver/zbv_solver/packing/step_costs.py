@@ -1,7 +1,7 @@
 """What a packing costs: a fast estimate of a replica's step, from the features of its microbatches.
 
 A microbatch of t tokens whose squared lengths sum to q costs a + b t + c q per action. Two sums over a
-replica's microbatches then say what its step takes at least (Lemmas 45 and 46 of bounds/PROOFS.md):
+replica's microbatches then say what its step takes at least (Lemmas 41 and 42 of bounds/PROOFS.md):
 
 - the work of every rank, which is linear in t and q;
 - the memory that a microbatch holds, integrated over the time that it must hold it, divided by the rank's

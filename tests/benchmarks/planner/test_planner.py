@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -19,16 +20,17 @@ from typing import Any
 import pytest
 from support.problems import uniform_document
 from support.suites import BENCHMARKS, entry, peer, suite
+from zbv_solver.bounds import lower_bound
 from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.search.search import STAGES, SearchOptions
 
 from benchmarks.cli import main
 from benchmarks.planner import speed
-from benchmarks.planner.ablation import contribution
+from benchmarks.planner.ablation import MECHANISMS, Mechanism, contributions
 from benchmarks.planner.measure import Outcome, Point, measure
 from benchmarks.planner.report import Report, Run, report_json
 from benchmarks.planner.run import bench
-from benchmarks.planner.suite import Instance, parse_suite
+from benchmarks.planner.suite import Instance, generated, parse_suite
 from benchmarks.planner.tables import WIDTH, Table, figure
 from benchmarks.planner.tally import tally
 from benchmarks.planner.verdicts import judge, reached, reached_after
@@ -36,6 +38,10 @@ from benchmarks.planner.verdicts import judge, reached, reached_after
 Capture = pytest.CaptureFixture[str]
 
 QUICK = SearchOptions(effort="quick")
+TELLING = {
+    *("random-4x8-0.4-makespan-1", "random-4x8-0.5-span-11"),
+    *("web-p4-m32-mem0.6", "bimodal-p4-m16-mem0.6", "web-p8-m16-mem0.6"),
+}
 
 
 def instance(**changes: Any) -> Instance:
@@ -142,13 +148,23 @@ def test_the_summary_counts_every_instance_once() -> None:
     assert total.ratio == pytest.approx(math.sqrt(100 / 125))
 
 
-def test_the_contribution_of_a_stage_is_the_difference_without_it() -> None:
+def test_the_contribution_of_a_mechanism_is_the_difference_without_it() -> None:
     full = [outcome((2, 100, 100)), outcome((2, 100, 90)), outcome((2, 101, 90))]
     without = [outcome((1, 110, 90)), outcome((1, 100, 90)), outcome((1, 100, 90))]
-    added = contribution("exact", full, without)
+    (added,) = contributions("exact", full, without)
     assert (added.better, added.worse, added.tighter, added.proved) == (1, 1, 1, 1)
     assert added.log_ratio == pytest.approx(math.log(1.1) + math.log(100 / 101))
+    assert added.worst == pytest.approx(math.log(1.1))
+    assert added.gap == pytest.approx((110 / 90 - 1 + 0 + 100 / 90 - 101 / 90) / 3)
     assert added.seconds == 3
+
+
+def test_every_suite_has_its_own_contribution() -> None:
+    other = replace(instance(), suite="other.json")
+    full = [outcome((1, 100, 90)), outcome((1, 100, 90), of=other)]
+    without = [outcome((1, 100, 90)), outcome((1, 120, 90), of=other)]
+    found = {each.suite: each.better for each in contributions("exact", full, without)}
+    assert found == {"suite.json": 0, "other.json": 1}
 
 
 # Measuring
@@ -223,18 +239,47 @@ def test_interruptible_work_returns_and_raises_as_usual() -> None:
         interruptible(lambda _: 1 // 0)
 
 
-def test_an_ablation_runs_the_suite_without_each_stage() -> None:
+def test_an_ablation_runs_the_suite_without_each_mechanism() -> None:
     out = StringIO()
     report = bench([instance()], QUICK, ablate=True, out=out, spinner=no_spinner)
-    assert [run.without for run in report.runs] == [(), *((stage,) for stage in STAGES)]
-    assert [added.stage for added in report.contributions] == list(STAGES)
-    assert all(stage in out.getvalue().rpartition("what each stage adds")[2] for stage in STAGES)
+    names = [mechanism.name for mechanism in MECHANISMS]
+    assert set(STAGES) < set(names)
+    assert [run.without for run in report.runs] == [(), *((name,) for name in names)]
+    assert [added.mechanism for added in report.contributions] == names
+    assert all(name in out.getvalue().rpartition("what each mechanism adds")[2] for name in names)
 
 
-def test_an_ablation_of_a_reduced_search_skips_one_more_stage() -> None:
+def test_an_ablation_of_a_reduced_search_leaves_out_one_more_mechanism() -> None:
     options = SearchOptions(effort="quick", without=STAGES[:1])
     report = bench([instance()], options, ablate=True, out=StringIO(), spinner=no_spinner)
-    assert [run.without for run in report.runs] == [STAGES[:1], *((STAGES[0], s) for s in STAGES[1:])]
+    others = [(STAGES[0], mechanism.name) for mechanism in MECHANISMS[1:]]
+    assert [run.without for run in report.runs] == [STAGES[:1], *others]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda each: each.name)
+def test_a_mechanism_is_back_after_it_was_left_out(mechanism: Mechanism) -> None:
+    assert mechanism.lines > 0
+    before = bounds_of_examples()
+    with mechanism.left_out(QUICK) as options:
+        assert options.without == ((mechanism.name,) if mechanism.name in STAGES else ())
+        without = bounds_of_examples()
+    assert all(bound <= full for bound, full in zip(without, before, strict=True))
+    assert (without != before) == mechanism.name.startswith("bound")
+    assert bounds_of_examples() == before
+
+
+def bounds_of_examples() -> list[float]:
+    """Bounds of problems that, together, need every family of bounds."""
+    random = parse_suite(json.loads((BENCHMARKS / "random.json").read_text()), "random.json")
+    examples = [each for each in (*random, *generated("unequal")) if each.name in TELLING]
+    assert len(examples) == len(TELLING)
+    return [lower_bound(each.problem, "thorough").value for each in examples]
+
+
+def test_the_problems_of_other_benchmarks_can_be_planned(tmp_path: Path, capsys: Capture) -> None:
+    flags = ["--only", "web-p4-m16-mem0.6", "--effort", "quick", "--without", "anneal"]
+    assert main(["planner", "unequal", "jitter", *flags]) == 0
+    assert "1 instances in" in capsys.readouterr().out
 
 
 # What is printed
@@ -345,7 +390,7 @@ def test_every_key_of_the_document_is_documented() -> None:
 
     known = instance(peers={"a": peer(1)}, reach={"gap": 0})
     found = outcome((1, 108, 100), of=known)
-    report = Report(QUICK, (Run((), (found,)),), (contribution("x", [found], [found]),))
+    report = Report(QUICK, (Run((), (found,)),), tuple(contributions("x", [found], [found])))
     page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     documented = {word for span in re.findall(r"`([^`\n]+)`", page) for word in re.findall(r"\w+", span)}
     assert set(keys(report_json(report))) - documented == set()

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from support.problems import limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.bounds import lower_bound
-from zbv_solver.bounds.priced import priced_bounds
 from zbv_solver.construct.list_scheduling import priority_schedules
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate
 
 
@@ -66,13 +64,3 @@ def test_a_makespan_also_waits_for_the_first_input_and_the_last_gradient() -> No
 def test_one_microbatch_takes_its_whole_path() -> None:
     """8 F, 8 I, 6 transfers each way, and the last W."""
     assert lower_bound(uniform(4, 1, p2p=2)).value == 8 + 8 + 2 * 6 * 2 + 1
-
-
-def test_prices_of_waiting_raise_the_slope_where_memory_is_tight() -> None:
-    """Proven optima are 1516 and 1964 for 12 and 16 microbatches: 112 each, where the load is 96."""
-    costs = {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1}
-    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 8}
-    document = {"pp_degree": 4, "costs": costs, "memory": memory}
-    problems = [parse_problem(document | {"microbatches": m}) for m in (12, 16)]
-    values = [max(value for _, value in priced_bounds(problem, 16)) for problem in problems]
-    assert values == pytest.approx([1452, 1872])

@@ -442,7 +442,7 @@ def test_every_action_is_listed(opened: Look, plan: Plan) -> None:
 def test_exports_are_linked_and_answer(opened: Look, plan: Plan) -> None:
     links = opened.page.locator(".exports a")
     names = links.all_inner_texts()
-    machines = ["torch-csv", "torch-comms-csv", "torchtitan", "megatron-json", "chrome-trace"]
+    machines = ["torch-csv", "torch-comms-csv", "torchtitan", "chrome-trace"]
     assert names == ["json", *machines, "svg", "html"]
     for url in links.evaluate_all("links => links.map((link) => link.href)"):
         answer = opened.page.request.get(url)

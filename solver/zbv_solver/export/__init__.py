@@ -60,7 +60,6 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 ".torchtitan.py",
                 "settings for torchtitan 0.3.0 and newer, with the schedule CSV inside",
             ),
-            Format("megatron-json", _JSON, ".nodes.json", "node list of Megatron-LM's zero-bubble fork"),
             Format(
                 "chrome-trace",
                 _JSON,
@@ -75,7 +74,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 """Every format by name."""
 
 
-RENUMBERED: frozenset[str] = frozenset({"torch-csv", "torch-comms-csv", "torchtitan", "megatron-json"})
+RENUMBERED: frozenset[str] = frozenset({"torch-csv", "torch-comms-csv", "torchtitan"})
 """The formats that number microbatches as they run: see :func:`zbv_solver.export.torch_csv.batch_order`."""
 
 

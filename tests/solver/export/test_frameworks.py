@@ -1,10 +1,8 @@
-"""Exports for torchtitan and for Megatron-LM's zero-bubble fork: read back, they are the plan."""
+"""Exports for torchtitan: read back, they are the plan."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,14 +19,13 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
-from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.errors import InvalidInput
 from zbv_solver.export import export
 from zbv_solver.export.torch_csv import relabelled
-from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import make_plan
-from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
 
 plans = st.builds(
@@ -137,109 +134,3 @@ def test_torchtitan_recomputes_all_stages_or_none(
     text = export(cut_plan(names, (2, 2, 2, 2), recomputed), "torchtitan")
     assert configured(text, "newer").activation_checkpoint == expected
     assert ("# Planned to be recomputed: 1, 3." in text) == is_said == ("checkpoint yourself" in text)
-
-
-# --- the zero-bubble fork
-
-
-@dataclass
-class ScheduledNode:
-    """The fields that the fork's class of this name has."""
-
-    type: str
-    stage: int
-    microbatch: int
-    chunk: int
-    seq_split_idx: int
-    layer_group_idx: int
-    start_time: float
-    completion_time: float
-    recv_peer_stage: int | None
-    send_peer_stage: int | None
-
-
-def nodes_of(plan: Plan) -> list[list[ScheduledNode]]:
-    document = json.loads(export(plan, "megatron-json"))
-    assert document["n_stages"] == plan.problem.pp_degree
-    assert document["n_micro"] == plan.problem.microbatches
-    assert document["max_chunks"] == plan.problem.placement.chunks
-    return [[ScheduledNode(**node) for node in nodes] for nodes in document["nodes"]]
-
-
-def read_back(nodes: list[list[ScheduledNode]]) -> Orders:
-    letters = {"F": "F", "B": "I", "W": "W", "BW": "B"}
-    return Orders.from_actions(
-        [[Action(n.layer_group_idx, letters[n.type], n.microbatch) for n in rank] for rank in nodes]
-    )
-
-
-def unmixed(orders: Orders) -> list[list[Action]]:
-    """By the plain definition: B of a microbatch that is split elsewhere becomes I and W."""
-    ranks = [orders.actions(rank) for rank in range(orders.pp_degree)]
-    split = {action.microbatch for actions in ranks for action in actions if action.letter == "I"}
-    return [
-        [
-            part
-            for action in actions
-            for part in (
-                (action._replace(letter="I"), action._replace(letter="W"))
-                if action.letter == "B" and action.microbatch in split
-                else (action,)
-            )
-        ]
-        for actions in ranks
-    ]
-
-
-@given(plans)
-def test_nodes_read_back_as_the_orders_of_the_plan(plan: Plan) -> None:
-    orders = read_back(nodes_of(plan))
-    assert orders == Orders.from_actions(unmixed(renamed(plan)))
-    verify_orders(plan.problem, orders)
-
-
-@given(plans)
-def test_nodes_carry_ranks_chunks_and_the_times_of_their_order(plan: Plan) -> None:
-    nodes = nodes_of(plan)
-    timing = evaluate(plan.problem, read_back(nodes))
-    flat = [node for rank in nodes for node in rank]
-    assert [node.start_time for node in flat] == timing.start.tolist()
-    assert [node.completion_time for node in flat] == timing.end.tolist()
-    for rank, found in enumerate(nodes):
-        assert {node.stage for node in found} == {rank}
-        assert all(plan.problem.placement.stages_of[rank][n.chunk] == n.layer_group_idx for n in found)
-
-
-@given(plans)
-def test_peers_of_nodes_name_each_other(plan: Plan) -> None:
-    """Where the fork's communication pass looks for the other end, it is."""
-    flat = [node for rank in nodes_of(plan) for node in rank]
-    by_key = {(n.type, n.layer_group_idx, n.microbatch): n for n in flat}
-    last = plan.problem.n_stages - 1
-    for node in flat:
-        if node.type == "W":
-            assert node.recv_peer_stage is node.send_peer_stage is None
-            continue
-        before = node.layer_group_idx + (-1 if node.type == "F" else 1)
-        if not 0 <= before <= last:
-            assert node.recv_peer_stage is None
-            continue
-        source = by_key[node.type, before, node.microbatch]
-        local = source.stage == node.stage
-        assert node.recv_peer_stage == (None if local else source.stage)
-        assert source.send_peer_stage == (None if local else node.stage)
-
-
-def test_letters_are_translated_to_the_forks() -> None:
-    plan = plan_of([["0F0", "0F1", "1F0", "1F1", "1I0", "1W0", "1B1", "0I0", "0W0", "0B1"]])
-    found = [f"{n.layer_group_idx}{n.type}{n.microbatch}" for n in nodes_of(plan)[0]]
-    assert found == ["0F0", "0F1", "1F0", "1F1", "1B0", "1W0", "1BW1", "0B0", "0W0", "0BW1"]
-
-
-def test_a_mixed_backward_that_the_memory_limit_forbids_is_refused() -> None:
-    """B, written as B and W in succession, holds what an I holds; here that grows."""
-    memory = {"forward": 1, "backward_input": 1, "backward_weight": -2, "limit": 4}
-    text = [["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0I0", "0W0", "0B1"]]
-    plan = plan_of(text, memory=memory)
-    with pytest.raises(InvalidPlan, match=r"rank 0 needs 5 of memory; its limit is 4"):
-        export(plan, "megatron-json")

@@ -70,14 +70,6 @@ def test_no_order_of_the_batch_is_asked_for_where_it_does_not_matter() -> None:
     assert batch_order(plan_of(problem_of(), [0, 1, 2, 3])) is None
 
 
-def test_node_lists_have_the_times_of_the_plan(plan: Plan) -> None:
-    document = json.loads(export(plan, "megatron-json"))
-    assert document["batch_order"] == ENTRY
-    ends = [node["completion_time"] for nodes in document["nodes"] for node in nodes]
-    assert max(ends) == plan.metrics.makespan
-    assert document["nodes"][0][0]["completion_time"] == 1 + 2 * LENGTHS[ENTRY[0]]
-
-
 def test_torchtitan_gets_the_order_of_the_batch(plan: Plan) -> None:
     assert "#   1, 2, 0, 3" in export(plan, "torchtitan")
 

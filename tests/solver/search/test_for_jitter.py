@@ -14,7 +14,6 @@ from zbv_solver.jitter.noise import Jitter
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search import for_jitter as stage
 from zbv_solver.search.for_jitter import for_jitter
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
@@ -59,21 +58,6 @@ def test_the_number_of_threads_does_not_change_the_plan(chosen: Plan) -> None:
     again = zbv.plan(PROBLEM, "quick", jitter=JITTER, quantile=0.95, workers=2)
     assert again.plan_id == chosen.plan_id
     assert again.simulation == chosen.simulation
-
-
-def test_windows_find_a_better_plan_than_annealing_alone(
-    planned: Plan, chosen: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stage, "WINDOW_ACTIONS", {"quick": 1_000})
-    options = SearchOptions("quick", jitter=JITTER, quantile=0.95, workers=2)
-    alone, found = (
-        for_jitter(planned, each, began=time.monotonic())
-        for each in (replace(options, without=("windows",)), options)
-    )
-    zbv.check(plan_json(found), PROBLEM)
-    assert alone.simulation is not None
-    assert found.simulation is not None
-    assert found.simulation.spans.p95_span < alone.simulation.spans.p95_span
 
 
 def test_without_jitter_the_plan_is_the_planned_one(planned: Plan) -> None:

@@ -121,6 +121,11 @@ class Settings(BaseSettings):
     request_seconds: _Seconds = Field(
         20.0, description="Longest time for the head of a request to arrive, and longest pause in its body."
     )
+    computation_seconds: _Seconds = Field(
+        120.0,
+        description="Longest computation for a request or a page, such as an estimate, a simulation or an "
+        "import; searches have their own limits.",
+    )
     lease_seconds: _Seconds = Field(
         10.0, description="How long a running search belongs to a service that does not renew its lease."
     )

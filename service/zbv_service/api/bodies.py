@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import malformed, parse_json, parse_medium, too_large
 from zbv_service.errors import BODY_TOO_SLOW, NOT_READY, UNSUPPORTED_MEDIA_TYPE, ProblemError
-from zbv_service.observability.context import CALLER, CLIENT_GONE
+from zbv_service.observability.context import CALLER
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T
     async with read_text(request, min(limit, MEDIUM)) as body:
         if len(body) <= SMALL:
             return read(parse_json(body))
-        return await state_of(request).computations.for_client(partial(_read_medium, read), body)
+        return await state_of(request).computations.run(partial(_read_medium, read), body)
 
 
 @asynccontextmanager
@@ -158,26 +158,7 @@ async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserved(int(declared) if is_declared else limit):
         body = await _read(request, limit)
-        async with _noticing_departure(request):
-            yield body
-
-
-@asynccontextmanager
-async def _noticing_departure(request: Request) -> AsyncIterator[None]:
-    """Within the block, set :data:`CLIENT_GONE` when the client disconnects."""
-    is_gone = asyncio.Event()
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        is_gone.set()
-
-    watching, token = asyncio.create_task(watch()), CLIENT_GONE.set(is_gone)
-    try:
-        yield
-    finally:
-        CLIENT_GONE.reset(token)
-        watching.cancel()
+        yield body
 
 
 async def _read(request: Request, limit: int) -> bytearray:

@@ -74,7 +74,7 @@ class ApplicationState:
     ):
         self.database, self.settings = database, settings
         self.metrics, self.assets = metrics, assets
-        self.computations = computations = Computations()
+        self.computations = computations = Computations(settings.computation_seconds)
 
         self.events = SearchEvents(SearchEventTable(database))
         plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)

@@ -21,10 +21,10 @@ from typing import Any, TypeVar, cast
 
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import IsolatedProcesses
-from zbv_service.compute.waiting import happened
+from zbv_service.compute.waiting import happened, while_client_waits
 from zbv_service.documents.parsing import parse_json
 from zbv_service.errors import NOT_READY, TOO_MUCH_MEMORY, ProblemError
-from zbv_service.observability.context import CALLER, CLIENT_GONE
+from zbv_service.observability.context import CALLER
 
 T = TypeVar("T")
 
@@ -34,8 +34,6 @@ AT_A_TIME_EACH = 2
 WAITING = 64
 WAITING_EACH = 24
 """Most waiting computations, of all callers and of one caller."""
-SECONDS = 120.0
-"""Deadline of a computation; the largest plan needs a quarter of it on an idle machine."""
 MEMORY = 1024**3
 """Most bytes that a computation may allocate."""
 RETRY_SECONDS = 5
@@ -49,9 +47,15 @@ LARGE = 1024**2
 
 
 class Computations:
-    """Runs functions in other processes, a few at a time."""
+    """Runs functions in other processes, a few at a time.
 
-    def __init__(self, seconds: float = SECONDS) -> None:
+    Parameters
+    ----------
+    seconds
+        The deadline of each computation, from the start of its turn.
+    """
+
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._processes = IsolatedProcesses(memory=MEMORY)
         self._turns = FairQueue(AT_A_TIME, AT_A_TIME_EACH, WAITING, WAITING_EACH)
@@ -65,34 +69,17 @@ class Computations:
     async def run(self, function: Callable[[Any], T], argument: Any) -> T:
         """Call a function in another process, where it must be importable.
 
+        The computation ends when the client of this request disconnects; see :data:`.CLIENT`.
+
         Raises
         ------
         ProblemError
             503: too many computations of all callers or of this one are waiting, or this one
-            takes too long or loses its process. 422: it needs too much memory.
+            takes too long, loses its process or loses its client. 422: it needs too much memory.
         Exception
             Any error of the function.
         """
-        async with self._turn(self._turns):
-            return await self._compute(function, argument)
-
-    async def for_client(self, function: Callable[[Any], T], argument: Any) -> T:
-        """As :meth:`run` for the client of this request; the computation ends if the client disconnects."""
-        gone = CLIENT_GONE.get()
-        if gone is None:
-            return await self.run(function, argument)
-        made = asyncio.create_task(self.run(function, argument))
-        leaving = asyncio.create_task(gone.wait())
-        try:
-            await asyncio.wait([made, leaving], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not made.done():
-                made.cancel()
-                await asyncio.wait([made])
-        if made.cancelled():
-            raise _refused("Its client disconnected.")
-        return made.result()
+        return await while_client_waits(self._in_turn(function, argument))
 
     async def of_body(self, function: Callable[[Any], T], body: bytes | bytearray) -> T:
         """Call a function with a decoded JSON body: in this process if that takes about a millisecond.
@@ -108,7 +95,7 @@ class Computations:
             document = parse_json(body)
             if is_light(document):
                 return function(document)
-        return await self.for_client(_OfText(function), body)
+        return await self.run(_OfText(function), body)
 
     async def of_document(self, function: Callable[[Any], T], document: Any) -> T:
         """As :meth:`of_body` for a decoded body."""
@@ -164,6 +151,10 @@ class Computations:
                 headers={"Retry-After": str(RETRY_SECONDS)},
             ) from None
 
+    async def _in_turn(self, function: Callable[[Any], T], argument: Any) -> T:
+        async with self._turn(self._turns):
+            return await self._compute(function, argument)
+
     async def _compute(self, function: Callable[[Any], T], argument: Any) -> T:
         folder = tempfile.mkdtemp(dir=self._folder.name)
         try:
@@ -215,7 +206,9 @@ class Computations:
         if done:
             return waited.result()
         await self._end(future)
-        raise _refused(f"It takes longer than {self._seconds:g} seconds.")
+        raise _refused(
+            f"It takes longer than {self._seconds:g} seconds, the limit that --computation-seconds sets."
+        )
 
     async def _end(self, future: Future[Any]) -> None:
         ended = asyncio.Event()

@@ -8,15 +8,45 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+
+
+class Client:
+    """The client of one request.
+
+    Parameters
+    ----------
+    receive
+        The ASGI function of the request. Its body must be read before somebody waits for the departure,
+        because the rest of it is discarded then.
+
+    Attributes
+    ----------
+    is_answered
+        Whether the answer has begun. What continues then, such as a bound for the next reader of a page, no
+        longer depends on this client.
+    """
+
+    def __init__(self, receive: Callable[[], Awaitable[Any]]):
+        self._receive = receive
+        self.is_answered = False
+
+    async def departure(self) -> None:
+        """Wait until the client disconnects without an answer."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self.is_answered:
+            await asyncio.Event().wait()  # for ever
+
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("zbv_request_id", default=None)
 CALLER: ContextVar[str | None] = ContextVar("zbv_caller", default=None)
 """The name of the request's token, or the client's address if the service needs no token."""
-CLIENT_GONE: ContextVar[asyncio.Event | None] = ContextVar("zbv_client_gone", default=None)
-"""Set when the client of a request with a body disconnects."""
+CLIENT: ContextVar[Client | None] = ContextVar("zbv_client", default=None)
+"""The client for which the current code runs; None for work that nobody waits for."""
 SEARCH_ID: ContextVar[str | None] = ContextVar("zbv_search_id", default=None)
 ROOT_PATH: ContextVar[str] = ContextVar("zbv_root_path", default="")
 """The prefix under which a proxy serves the application, without a trailing slash."""

@@ -148,9 +148,7 @@ class Plans:
             400: the body is not JSON. 503: too many computations are waiting.
         """
         # Always in another process: even a small plan is compared with classical schedules.
-        plan, claims = await self._computations.for_client(
-            partial(import_text, self._settings.max_cells), body
-        )
+        plan, claims = await self._computations.run(partial(import_text, self._settings.max_cells), body)
         summary = plan.summary
         answer = ImportedPlan(
             plan_id=summary.plan_id,

@@ -135,7 +135,7 @@ class RunParts:
         """
         former = await self._table.read(key.run_id, key.generation, "trace", [key.rank])
         read = partial(read_trace, key, former[0].body if former else None, gzip_limit)
-        await self._table.put(await self._computations.for_client(read, body))
+        await self._table.put(await self._computations.run(read, body))
 
     async def put_log(self, key: RankKey, text: bytes) -> None:
         """Store the end of a rank's log."""

@@ -39,7 +39,7 @@ class Client:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if self.is_answered:
-            await asyncio.Event().wait()  # for ever
+            await asyncio.Event().wait()  # until this is cancelled
 
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("zbv_request_id", default=None)

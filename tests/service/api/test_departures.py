@@ -104,7 +104,7 @@ async def test_a_computation_ends_when_the_last_of_its_clients_disconnects(
 
 
 def _readers(live: Live) -> int:
-    return live.app.state.application.plans._simulations._readers.total()
+    return int(live.app.state.application.plans._simulations._readers.total())
 
 
 def test_a_computation_past_its_deadline_says_what_to_do(

@@ -53,6 +53,10 @@ def process_of(_argument: object) -> int:
     return os.getpid()
 
 
+def nothing(_argument: object) -> object:
+    return None
+
+
 def process_later(_argument: object) -> int:
     time.sleep(0.2)
     return os.getpid()
@@ -198,7 +202,7 @@ async def test_a_computation_ends_when_its_client_disconnects(tmp_path: Path) ->
 
 
 async def test_a_shared_computation_ends_when_its_last_client_disconnects(tmp_path: Path) -> None:
-    cache: Cache[None] = Cache(2)
+    cache: Cache[object] = Cache(2)
     async with computing() as found:
         clients = [LeavingClient(), LeavingClient()]
 
@@ -217,11 +221,7 @@ async def test_a_shared_computation_ends_when_its_last_client_disconnects(tmp_pa
             await waiting[1]
         await until(lambda: not is_alive(process), "the process ends")
 
-        # The next reader starts it again.
-        async def make() -> None:
-            return None
-
-        assert await cache.get("x", make) is None
+        assert await cache.get("x", lambda: found.run(nothing, None)) is None  # begins again
 
 
 async def test_what_continues_after_the_answer_does_not_end_with_the_client() -> None:

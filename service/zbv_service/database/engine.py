@@ -45,6 +45,8 @@ _ONE_STATE = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 """By default each statement of a PostgreSQL transaction sees the commits before that statement."""
 _MIGRATION_LOCK = 6_451_203
 """The advisory lock under which one service at a time migrates PostgreSQL; the number is arbitrary."""
+_NAMED_LOCK = 6_451_204
+"""The first key of the locks of :meth:`Database.one_at_a_time`."""
 
 
 logger = logging.getLogger(__name__)
@@ -145,6 +147,15 @@ class Database:
             return moment.astimezone(UTC)
         shown: str = (await session.execute(text("SELECT strftime('%Y-%m-%d %H:%M:%f', 'now')"))).scalar_one()
         return datetime.fromisoformat(shown).replace(tzinfo=UTC)
+
+    async def one_at_a_time(self, session: AsyncSession, what: str) -> None:
+        """Wait until no other transaction that named the same ``what`` is open.
+
+        What the session reads from now on includes what those have written. SQLite has one writer at a time.
+        """
+        if not self.is_sqlite:
+            lock = text("SELECT pg_advisory_xact_lock(:kind, hashtext(:what))")
+            await session.execute(lock, {"kind": _NAMED_LOCK, "what": what})
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:

@@ -20,8 +20,9 @@ class Client:
     Parameters
     ----------
     receive
-        The ASGI function of the request. Its body must be read before somebody waits for the departure,
-        because the rest of it is discarded then.
+        The ASGI function of the request.
+    has_body
+        Whether the request has a body. Only after it is read can the departure be noticed.
 
     Attributes
     ----------
@@ -30,12 +31,22 @@ class Client:
         longer depends on this client.
     """
 
-    def __init__(self, receive: Callable[[], Awaitable[Any]]):
+    def __init__(self, receive: Callable[[], Awaitable[Any]], has_body: bool = False):
         self._receive = receive
+        self._is_body_read = None if not has_body else asyncio.Event()
         self.is_answered = False
+
+    async def receive(self) -> Any:
+        """The ASGI function for the application."""
+        message = await self._receive()
+        if self._is_body_read is not None and not message.get("more_body", False):
+            self._is_body_read.set()
+        return message
 
     async def departure(self) -> None:
         """Wait until the client disconnects without an answer."""
+        if self._is_body_read is not None:
+            await self._is_body_read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if self.is_answered:

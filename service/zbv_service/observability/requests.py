@@ -40,14 +40,14 @@ class Observed:
         ROOT_PATH.set(str(scope.get("root_path", "")).rstrip("/"))
         token = REQUEST_ID.set(request_id)
         is_head = scope["method"] == "HEAD"
-        client = Client(receive)
+        client = Client(receive, _has_body(scope))
         waiting = CLIENT.set(client)
         answer = _Answer(send, request_id.encode(), is_head, self._metrics, client)
         # A copy, because the server must still see that the method is HEAD.
         inner = dict(scope, method="GET") if is_head else scope
         started = time.perf_counter()
         try:
-            await self._app(inner, answer.receiving(receive), answer.send)
+            await self._app(inner, answer.receiving(client.receive), answer.send)
         finally:
             self._note(scope["method"], inner, answer, started)
             CLIENT.reset(waiting)
@@ -111,6 +111,13 @@ class _Answer:
             return {"type": "http.disconnect"}
 
         return headless
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(
+        (name == b"content-length" and value != b"0") or name == b"transfer-encoding"
+        for name, value in scope["headers"]
+    )
 
 
 def _route(scope: Scope) -> str:

@@ -137,7 +137,7 @@ class Plans:
         self.used.add(plan_id)
         return ranks[rank]
 
-    async def add(self, body: bytes | bytearray) -> tuple[ImportedPlan, bool]:
+    async def add(self, body: bytes | bytearray, caller: str | None = None) -> tuple[ImportedPlan, bool]:
         """Verify an imported plan, compute its metrics and store it; also returns whether it is new.
 
         Raises
@@ -157,7 +157,7 @@ class Plans:
             gap=summary.gap,
             claims=[ClaimDocument.of(claim) for claim in claims],
         )
-        return answer, await self._table.add(plan)
+        return answer, await self._table.add(plan, caller)
 
     async def view(self, plan_id: str) -> PlanView:
         """The content of a plan's page, without links; raises :class:`ProblemError` 404."""

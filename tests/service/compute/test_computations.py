@@ -224,6 +224,24 @@ async def test_a_shared_computation_ends_when_its_last_client_disconnects(tmp_pa
         assert await cache.get("x", lambda: found.run(nothing, None)) is None  # begins again
 
 
+async def test_waiting_for_a_departure_takes_nothing_of_a_body() -> None:
+    messages: list[dict[str, Any]] = [
+        {"type": "http.request", "body": b"a", "more_body": True},
+        {"type": "http.request"},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    client = Client(receive, has_body=True)
+    leaving = asyncio.create_task(client.departure())
+    await asyncio.sleep(0)
+    assert await client.receive() == {"type": "http.request", "body": b"a", "more_body": True}
+    assert await client.receive() == {"type": "http.request"}
+    await leaving
+
+
 async def test_what_continues_after_the_answer_does_not_end_with_the_client() -> None:
     async with computing() as found:
         client = LeavingClient()

@@ -31,6 +31,7 @@ from zbv_service.runs.agent_documents import (
 )
 from zbv_service.runs.parts import MAX_LOG_BYTES, RankKey
 from zbv_service.security.grants import grant_of
+from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, READ_SCOPES, needs
 from zbv_service.security.scopes import allows
 
@@ -52,7 +53,7 @@ router = APIRouter(prefix="/v1/agents", tags=["agents"], generate_unique_id_func
 
 @router.post(
     "",
-    dependencies=[AGENT],
+    dependencies=[AGENT, STORES["agents"]],
     summary="Register an agent",
     status_code=201,
     response_model=RegisteredAgent,

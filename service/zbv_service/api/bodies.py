@@ -46,7 +46,7 @@ async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T
     Raises
     ------
     ProblemError
-        413: the body is larger. 415: it is not declared as JSON. 400: it is not JSON.
+        413: the body is larger. 415: it is not declared as JSON, or compressed. 400: it is not JSON.
     InvalidInput
         The body breaks a rule.
     """
@@ -63,13 +63,15 @@ async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
     Raises
     ------
     ProblemError
-        413: the body is larger. 415: it is not declared as JSON. 503: too many bodies are in memory.
+        413: the body is larger. 415: it is not declared as JSON, or compressed. 503: too many bodies are in
+        memory.
     """
     kind = _media_type(request)
     if not (kind == "application/json" or kind.endswith("+json")):
         raise ProblemError(
             UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send JSON as application/json."
         )
+    _encoding(request)
     async with _reading(request, limit) as body:
         yield body
 
@@ -83,11 +85,7 @@ async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytea
     ProblemError
         413: the body is larger. 415: it has another encoding. 503: too many bodies are in memory.
     """
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("identity", "gzip"):
-        raise ProblemError(
-            UNSUPPORTED_MEDIA_TYPE, f"found content encoding {encoding!r}; send it plain or as gzip."
-        )
+    encoding = _encoding(request, "gzip")
     async with _reading(request, limit) as body:
         yield body, encoding == "gzip"
 
@@ -105,12 +103,25 @@ async def read_form(request: Request, limit: int) -> str:
         raise ProblemError(
             UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does."
         )
+    _encoding(request)
     async with _reading(request, limit) as body:
         return body.decode("latin-1")
 
 
 def _read_medium(read: Callable[[Any], T], body: bytes | bytearray) -> T:
     return read(parse_medium(body))
+
+
+def _encoding(request: Request, *more: str) -> str:
+    """The content encoding of a body: identity or one of ``more``; raises :class:`ProblemError` 415."""
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
+    if encoding not in ("identity", *more):
+        raise ProblemError(
+            UNSUPPORTED_MEDIA_TYPE,
+            f"found content encoding {encoding[:60]!r}; send it {' or as '.join(('plain', *more))}.",
+            headers={"Accept-Encoding": ", ".join(("identity", *more))},  # RFC 9110, section 12.5.3
+        )
+    return encoding
 
 
 def _media_type(request: Request) -> str:

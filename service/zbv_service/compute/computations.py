@@ -9,9 +9,12 @@ a computation and releases its memory.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -45,6 +48,10 @@ LIGHT_STAGES = 128
 LARGE = 1024**2
 """From this size on, bytes are passed to and from a process in a file; a pipe would block the event loop."""
 
+_PREFIX = "zbv-computations-"
+_ABANDONED_SECONDS = 60.0
+"""A younger folder may belong to a service that starts now and has not locked it yet."""
+
 
 class Computations:
     """Runs functions in other processes, a few at a time.
@@ -64,7 +71,9 @@ class Computations:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="zbv-writer")
         # Threads that start processes and read and write files; the event loop's own threads start searches.
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="zbv-computations")
-        self._folder = tempfile.TemporaryDirectory(prefix="zbv-computations-", ignore_cleanup_errors=True)
+        _remove_abandoned()
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        self._in_use = _locked(self._folder.name)
 
     async def run(self, function: Callable[[Any], T], argument: Any) -> T:
         """Call a function in another process, where it must be importable.
@@ -136,6 +145,9 @@ class Computations:
         self._processes.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._folder.cleanup()
+        if self._in_use is not None:
+            os.close(self._in_use)
+            self._in_use = None
 
     @asynccontextmanager
     async def _turn(self, turns: FairQueue) -> AsyncIterator[None]:
@@ -276,6 +288,34 @@ def _call(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
     """Call a function in the other process; large bytes are passed as files."""
     made = function(argument.take() if isinstance(argument, _Stored) else argument)
     return _Stored.of(made, folder) if isinstance(made, bytes) and len(made) > LARGE else made
+
+
+def _locked(folder: str) -> int | None:
+    """A descriptor of a folder that marks it as in use for as long as it is open; None if another has it.
+
+    The system releases the mark when the process ends, however it ends.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of this user's services that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # not this user's, or removed just now
+            found = path.lstat()
+            is_young = time.time() - found.st_mtime < _ABANDONED_SECONDS
+            if is_young or not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue
+            descriptor = _locked(str(path))
+            if descriptor is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(descriptor)
 
 
 def _refused(why: str) -> ProblemError:

@@ -80,6 +80,7 @@ class Database:
         else:
             self._engine = create_async_engine(parsed, **_postgres_options())
         self._quick = _QuickReader(parsed) if self._file is not None else None
+        self._failed_write: DatabaseAway | None = None
 
     async def migrate(self) -> None:
         """Migrate the tables to the newest version, from any older version or an empty database.
@@ -114,10 +115,15 @@ class Database:
             ) from error
 
     async def ping(self) -> None:
-        """Raise :class:`DatabaseAway` if the database does not answer."""
+        """Raise :class:`DatabaseAway` if the database does not answer, or the last attempt to write failed.
+
+        A database on a full disk can still be read. The service writes every few seconds by itself.
+        """
         with _away():
             async with self._engine.connect() as connection:
                 await connection.execute(text("SELECT 1"))
+        if self._failed_write is not None:
+            raise self._failed_write
 
     async def close(self) -> None:
         """Close every connection."""
@@ -175,10 +181,15 @@ class Database:
         DatabaseAway
             The database does not answer.
         """
-        with _away():
-            async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
-                await session.connection(execution_options={"zbv_writes": True})
-                yield session
+        try:
+            with _away():
+                async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
+                    await session.connection(execution_options={"zbv_writes": True})
+                    yield session
+        except DatabaseAway as error:
+            self._failed_write = DatabaseAway(f"Writing fails: {error}")
+            raise
+        self._failed_write = None
 
 
 class BaseTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -338,3 +339,25 @@ async def test_requests_of_a_token_share_its_turns(monkeypatch: pytest.MonkeyPat
             assert int(caught.value.headers["Retry-After"]) > 0
             CALLER.set("another")
             assert await found.run(process_of, None)
+
+
+async def test_the_folder_of_a_killed_service_is_removed_and_that_of_a_running_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "zbv-computations-left"
+    (left / "below").mkdir(parents=True)
+    (left / "below" / "file").write_bytes(b"x")
+    other = tmp_path / "of-others"
+    other.mkdir()
+    async with computing() as running:
+        used = Path(running._folder.name)
+        for folder in (left, other, used):
+            os.utime(folder, (1, 1))
+        new = tmp_path / "zbv-computations-new"  # of a service that starts now
+        new.mkdir()
+        async with computing():
+            assert sorted(os.listdir(tmp_path))[:1] == ["of-others"]
+            assert left.name not in os.listdir(tmp_path)
+            assert {used.name, new.name} < set(os.listdir(tmp_path))
+        assert await running.run(double, os.urandom(LARGE + 1))

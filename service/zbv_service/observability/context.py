@@ -34,10 +34,13 @@ class Client:
     def __init__(self, receive: Callable[[], Awaitable[Any]], has_body: bool = False):
         self._receive = receive
         self._is_body_read = None if not has_body else asyncio.Event()
+        self._unread: list[Any] = []
         self.is_answered = False
 
     async def receive(self) -> Any:
         """The ASGI function for the application."""
+        if self._unread:
+            return self._unread.pop()
         message = await self._receive()
         if self._is_body_read is not None and not message.get("more_body", False):
             self._is_body_read.set()
@@ -47,8 +50,8 @@ class Client:
         """Wait until the client disconnects without an answer."""
         if self._is_body_read is not None:
             await self._is_body_read.wait()
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        while (message := await self._receive())["type"] != "http.disconnect":
+            self._unread = [message]  # of a request without a body; the application may still ask for it
         if self.is_answered:
             await asyncio.Event().wait()  # until this is cancelled
 

@@ -243,6 +243,24 @@ async def test_waiting_for_a_departure_takes_nothing_of_a_body() -> None:
     await leaving
 
 
+async def test_the_end_of_an_empty_body_reaches_the_application() -> None:
+    gone = asyncio.Event()
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": b""}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop(0)
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    client = Client(receive)
+    leaving = asyncio.create_task(client.departure())
+    await asyncio.sleep(0)
+    assert await client.receive() == {"type": "http.request", "body": b""}
+    gone.set()
+    await leaving
+
+
 async def test_what_continues_after_the_answer_does_not_end_with_the_client() -> None:
     async with computing() as found:
         client = LeavingClient()

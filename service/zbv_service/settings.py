@@ -112,6 +112,21 @@ class Settings(BaseSettings):
         description="A token with this many running searches, in all services of the database, waits while "
         "other tokens have searches queued.",
     )
+    max_stored_bytes_per_token: int = Field(
+        16 * 1024 * MEBIBYTE,
+        ge=1,
+        description="Bytes that a token may store: its searches with their plans, its imported plans, its "
+        "runs and its agents.",
+    )
+    max_stored_rows_per_token: int = Field(
+        100_000,
+        ge=1,
+        description="Searches that a token may store, ended ones included; as many imported plans, runs, "
+        "sessions with sign-in links, and Idempotency-Keys.",
+    )
+    max_agents_per_token: int = Field(
+        2048, ge=1, description="Agents of a token that are registered at the same time."
+    )
     max_connections: int = Field(
         4096, ge=1, description="Connections at the same time; the service answers 503 to more."
     )
@@ -120,6 +135,11 @@ class Settings(BaseSettings):
     )
     request_seconds: _Seconds = Field(
         20.0, description="Longest time for the head of a request to arrive, and longest pause in its body."
+    )
+    computation_seconds: _Seconds = Field(
+        120.0,
+        description="Longest computation for a request or a page, such as an estimate, a simulation or an "
+        "import; searches have their own limits.",
     )
     lease_seconds: _Seconds = Field(
         10.0, description="How long a running search belongs to a service that does not renew its lease."

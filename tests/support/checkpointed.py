@@ -82,6 +82,10 @@ class Runs:
         """Run to the end; losses by step."""
         with self.start(plan, *more, ranks=ranks, **arguments) as started:
             started.wait(timeout=DEADLINE)
+        return self.found(ranks)
+
+    def found(self, ranks: int = 2) -> dict[int, float]:
+        """The losses of the last run, by step."""
         found: dict[int, float] = {}
         for rank in range(ranks):
             steps = json.loads((self.results / f"rank-{rank}.json").read_text())["steps"]
@@ -116,6 +120,7 @@ class Alone:
     module: nn.Module
     update: Update
     checkpoints: Checkpoints
+    skipped: list[tuple[int, str]]
 
     @classmethod
     def of(
@@ -130,8 +135,11 @@ class Alone:
         options = CheckpointOptions(directory, every=1, is_synchronous=is_synchronous)
         assert update.optimizer is not None
         trained = TrainedState({0: module}, "model", [update.optimizer], [update.schedule], scale)
-        checkpoints = Checkpoints(options, trained, transport, CPU)
-        return cls(directory, module, update, checkpoints)
+        skipped: list[tuple[int, str]] = []
+        checkpoints = Checkpoints(
+            options, trained, transport, CPU, lambda step, why: skipped.append((step, why))
+        )
+        return cls(directory, module, update, checkpoints, skipped)
 
     def save(self, step: int) -> None:
         self.checkpoints.save(step)

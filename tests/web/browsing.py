@@ -75,6 +75,8 @@ class Look:
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             self.page.goto(json.load(answer)["url"])
+        self.page.get_by_role("button", name="Sign in").click()
+        self.page.wait_for_url(f"{self.origin}/")
 
     def soon(self, wanted: Locator, state: Literal["visible", "detached"] = "visible") -> None:
         """Wait for an element of a page with a controlled clock: its timers run out at once."""

@@ -25,6 +25,7 @@ from zbv_worker.errors import (
     InvalidRun,
     ModelError,
     PeerLost,
+    StorageFailed,
     WorkerError,
 )
 
@@ -45,6 +46,7 @@ __all__ = [
     "ModelError",
     "PeerLost",
     "Pipeline",
+    "StorageFailed",
     "Whole",
     "WorkerError",
     "add_auxiliary_loss",

@@ -6,6 +6,7 @@
     ├── InvalidRun          the run is impossible with this input (exit status 2)
     ├── Disagreement        the ranks were started with different plans or models (exit status 2)
     ├── Superseded          a newer generation has taken over the checkpoint directory
+    ├── StorageFailed       a checkpoint cannot be written or read now, for instance on a full disk
     ├── ChannelTimeout      a peer did not deliver within the timeout
     ├── PeerLost            the connection to a peer broke
     ├── NotFinite           a loss or a gradient is infinite or NaN
@@ -44,6 +45,10 @@ class Disagreement(WorkerError):
 
 class Superseded(WorkerError):
     """A newer generation has taken over the checkpoint directory; this one must not write there."""
+
+
+class StorageFailed(WorkerError):
+    """A file system failed, for instance because it is full; a later attempt may succeed."""
 
 
 class ChannelTimeout(WorkerError):

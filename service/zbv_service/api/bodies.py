@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import malformed, parse_json, parse_medium, too_large
 from zbv_service.errors import BODY_TOO_SLOW, NOT_READY, UNSUPPORTED_MEDIA_TYPE, ProblemError
-from zbv_service.observability.context import CALLER, CLIENT_GONE
+from zbv_service.observability.context import CALLER
 
 T = TypeVar("T")
 
@@ -46,14 +46,14 @@ async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T
     Raises
     ------
     ProblemError
-        413: the body is larger. 415: it is not declared as JSON. 400: it is not JSON.
+        413: the body is larger. 415: it is not declared as JSON, or compressed. 400: it is not JSON.
     InvalidInput
         The body breaks a rule.
     """
     async with read_text(request, min(limit, MEDIUM)) as body:
         if len(body) <= SMALL:
             return read(parse_json(body))
-        return await state_of(request).computations.for_client(partial(_read_medium, read), body)
+        return await state_of(request).computations.run(partial(_read_medium, read), body)
 
 
 @asynccontextmanager
@@ -63,13 +63,15 @@ async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
     Raises
     ------
     ProblemError
-        413: the body is larger. 415: it is not declared as JSON. 503: too many bodies are in memory.
+        413: the body is larger. 415: it is not declared as JSON, or compressed. 503: too many bodies are in
+        memory.
     """
     kind = _media_type(request)
     if not (kind == "application/json" or kind.endswith("+json")):
         raise ProblemError(
             UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send JSON as application/json."
         )
+    _encoding(request)
     async with _reading(request, limit) as body:
         yield body
 
@@ -83,11 +85,7 @@ async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytea
     ProblemError
         413: the body is larger. 415: it has another encoding. 503: too many bodies are in memory.
     """
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("identity", "gzip"):
-        raise ProblemError(
-            UNSUPPORTED_MEDIA_TYPE, f"found content encoding {encoding!r}; send it plain or as gzip."
-        )
+    encoding = _encoding(request, "gzip")
     async with _reading(request, limit) as body:
         yield body, encoding == "gzip"
 
@@ -105,12 +103,25 @@ async def read_form(request: Request, limit: int) -> str:
         raise ProblemError(
             UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does."
         )
+    _encoding(request)
     async with _reading(request, limit) as body:
         return body.decode("latin-1")
 
 
 def _read_medium(read: Callable[[Any], T], body: bytes | bytearray) -> T:
     return read(parse_medium(body))
+
+
+def _encoding(request: Request, *more: str) -> str:
+    """The content encoding of a body: identity or one of ``more``; raises :class:`ProblemError` 415."""
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
+    if encoding not in ("identity", *more):
+        raise ProblemError(
+            UNSUPPORTED_MEDIA_TYPE,
+            f"found content encoding {encoding[:60]!r}; send it {' or as '.join(('plain', *more))}.",
+            headers={"Accept-Encoding": ", ".join(("identity", *more))},  # RFC 9110, section 12.5.3
+        )
+    return encoding
 
 
 def _media_type(request: Request) -> str:
@@ -158,26 +169,7 @@ async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserved(int(declared) if is_declared else limit):
         body = await _read(request, limit)
-        async with _noticing_departure(request):
-            yield body
-
-
-@asynccontextmanager
-async def _noticing_departure(request: Request) -> AsyncIterator[None]:
-    """Within the block, set :data:`CLIENT_GONE` when the client disconnects."""
-    is_gone = asyncio.Event()
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        is_gone.set()
-
-    watching, token = asyncio.create_task(watch()), CLIENT_GONE.set(is_gone)
-    try:
-        yield
-    finally:
-        CLIENT_GONE.reset(token)
-        watching.cancel()
+        yield body
 
 
 async def _read(request: Request, limit: int) -> bytearray:

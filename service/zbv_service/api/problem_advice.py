@@ -134,6 +134,12 @@ ADVICE: dict[str, Advice] = {
         "This token has reached its limit of queued and running searches.",
         "Wait for some to end, or cancel some. The operator may raise the limit, for all or for one token.",
     ),
+    "too-much-stored": Advice(
+        "The token has as many searches, plans, runs, agents, sessions or Idempotency-Keys as it may, or "
+        "they have too many bytes. Only requests that store something are refused.",
+        "Remove what is not needed any more; the detail says how. The operator can raise the limits: "
+        "--max-stored-bytes-per-token, --max-stored-rows-per-token, --max-agents-per-token.",
+    ),
     "too-many-attempts": Advice(
         "The same wrong token came from this address too often in a short time.",
         "Use a valid token, which is accepted at once. This one is checked again after Retry-After.",

@@ -50,7 +50,8 @@ class Readiness:
         trouble = await asyncio.shield(self._pinging)
         failed = []
         if trouble is not None:
-            failed.append(FailedCheck("database", "The database does not answer; the log says why."))
+            what = "cannot be written" if trouble.startswith("Writing fails") else "does not answer"
+            failed.append(FailedCheck("database", f"The database {what}; the log says why."))
         if not self._runner.is_working:
             failed.append(FailedCheck("searches", "Searches are not run: the service starts or stops."))
         elif self._runner.trouble is not None:
@@ -61,7 +62,7 @@ class Readiness:
         return failed
 
     async def _ping(self) -> str | None:
-        """Why the database does not answer, None if it does."""
+        """Why the database does not answer or cannot be written, None if all is well."""
         try:
             async with asyncio.timeout(PING_SECONDS):
                 await self._database.ping()

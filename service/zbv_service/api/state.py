@@ -23,6 +23,7 @@ from zbv_service.database import (
     SearchTable,
     TokenTable,
 )
+from zbv_service.database.quotas import QuotaTable
 from zbv_service.database.sweeper import Sweeper
 from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
@@ -47,6 +48,7 @@ from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
 from zbv_service.security.grants import grant_of
+from zbv_service.security.quotas import Quotas
 from zbv_service.security.sign_in import SignIn
 from zbv_service.security.tokens import Tokens
 from zbv_service.settings import Settings
@@ -74,7 +76,7 @@ class ApplicationState:
     ):
         self.database, self.settings = database, settings
         self.metrics, self.assets = metrics, assets
-        self.computations = computations = Computations()
+        self.computations = computations = Computations(settings.computation_seconds)
 
         self.events = SearchEvents(SearchEventTable(database))
         plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)
@@ -114,7 +116,8 @@ class ApplicationState:
         self.sweeper = Sweeper(Retention(database), keep, self.plans.used)
         self.readiness = Readiness(database, self.runner, dispatcher)
         self.access = Access(tokens, is_open=settings.auth == "none")
-        self.sign_in = SignIn(TokenTable(database), tokens, 3600 * settings.session_hours)
+        self.quotas = Quotas(QuotaTable(database), settings)
+        self.sign_in = SignIn(TokenTable(database), tokens, 3600 * settings.session_hours, self.quotas)
 
     async def start(self) -> None:
         """Start the parts that work in the background."""

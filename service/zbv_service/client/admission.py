@@ -13,14 +13,15 @@ TRANSFORMERS = "transformers"
 def is_script_allowed(path: str, patterns: Sequence[str]) -> bool:
     """Whether the absolute path of a script matches one of an agent's patterns.
 
-    ``*`` matches any characters, slashes included. Only the text is compared, so the agent must resolve links
-    as well. A path with ``..`` is never allowed.
+    ``*`` matches any characters, slashes included. A pattern that is the path itself matches, whatever
+    characters it has. Only the text is compared, so the agent must resolve links as well. A path with ``..``
+    is never allowed.
     """
     wanted = PurePosixPath(path)
     return (
         wanted.is_absolute()
         and ".." not in wanted.parts
-        and any(fnmatchcase(path, pattern) for pattern in patterns)
+        and any(path == pattern or fnmatchcase(path, pattern) for pattern in patterns)
     )
 
 
@@ -42,7 +43,7 @@ def is_model_allowed(factory: str, patterns: Sequence[str]) -> bool:
     ``*`` matches any characters, dots included. A pattern with a colon is compared with the whole name, and
     one without a colon with the module alone. ``package.*`` also matches ``package`` itself.
     ``transformers:PATH`` names files on the node, so only patterns that begin with ``transformers:`` match,
-    and a path with ``..`` is never allowed.
+    and a path with ``..`` is never allowed. The agent must resolve links in the path as well.
     """
     module, _, name = factory.partition(":")
     if module == TRANSFORMERS:
@@ -50,7 +51,8 @@ def is_model_allowed(factory: str, patterns: Sequence[str]) -> bool:
         if ".." in PurePosixPath(name).parts:
             return False
     return any(
-        fnmatchcase(factory if ":" in pattern else module, pattern)
+        factory == pattern
+        or fnmatchcase(factory if ":" in pattern else module, pattern)
         or (pattern.endswith(".*") and fnmatchcase(module, pattern[:-2]))
         for pattern in patterns
     )

@@ -64,13 +64,13 @@ async def _prepare(settings: Settings) -> bool:
     This happens before the server starts, because the server would report an unusable database with a
     traceback.
     """
-    from zbv_service.database import Database, DatabaseUnusable, TokenTable
+    from zbv_service.database import Database, DatabaseAway, DatabaseUnusable, TokenTable
 
     database = Database(settings.database)
     try:
         await database.migrate()
         return await TokenTable(database).has_any()
-    except DatabaseUnusable as error:
+    except (DatabaseAway, DatabaseUnusable) as error:
         raise WrongInput(str(error)) from None
     finally:
         await database.close()

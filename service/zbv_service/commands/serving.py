@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import resource
@@ -9,6 +10,7 @@ import socket
 import ssl
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -104,6 +106,8 @@ class _Server(uvicorn.Server):
         self._address = address
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.is_ssl:
+            _limit_handshakes(self._app.state.settings.request_seconds)
         await super().startup(sockets)
         if not self.started:
             return
@@ -115,19 +119,36 @@ class _Server(uvicorn.Server):
         sys.setswitchinterval(SWITCH_SECONDS)
         print(f"zbv-service: listening on {self._address}", flush=True)
         application = self._app.state.application
-        if (grant := application.access.tokens.local_grant) is not None:
-            token = await application.sign_in.new_link(grant)
-            print(
-                f"zbv-service: to sign in, open {self._address}/sign-in?token={token}\n"
-                f"zbv-service: (works once; for another link: zbv-service token link)",
-                flush=True,
-            )
+        if (grant := application.access.tokens.local_grant) is None:
+            return
+        if not sys.stdout.isatty():  # others may read a log, and the link permits everything
+            print("zbv-service: for a link that signs a browser in: zbv-service token link", flush=True)
+            return
+        token = await application.sign_in.new_link(grant)
+        print(
+            f"zbv-service: to sign in, open {self._address}/sign-in?token={token}\n"
+            f"zbv-service: (works once; for another link: zbv-service token link)",
+            flush=True,
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Agents wait seconds for work, and readers wait hours for events; the server would wait for them.
         self._app.state.application.dispatcher.hang_up()
         self._app.state.application.events.hang_up()
         await super().shutdown(sockets)
+
+
+def _limit_handshakes(seconds: float) -> None:
+    """Limit every TLS handshake of this event loop; uvicorn has no setting, and asyncio waits a minute."""
+    loop = asyncio.get_running_loop()
+    create = loop.create_server
+
+    async def create_server(*arguments: Any, **options: Any) -> Any:
+        if options.get("ssl") is not None:
+            options["ssl_handshake_timeout"] = seconds
+        return await create(*arguments, **options)
+
+    loop.create_server = create_server  # type: ignore[method-assign]
 
 
 def config_of(app: FastAPI, settings: Settings) -> uvicorn.Config:

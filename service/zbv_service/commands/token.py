@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zbv_service.client.flags import add_server
 from zbv_service.commands.arguments import at_least_one
 from zbv_service.commands.connection import connected
-from zbv_service.commands.ending import DONE, WrongInput
+from zbv_service.commands.ending import DONE, FAILED, Stop, WrongInput
 from zbv_service.commands.files import output
 from zbv_service.commands.settings import add_flags, settings_of
 
@@ -220,7 +220,7 @@ def _with_table(
     parsed: argparse.Namespace, act: Callable[[TokenTable], Awaitable[T]], *, creates: bool = False
 ) -> T:
     """Call a function with the database's tokens. Only ``creates`` may create a new SQLite file."""
-    from zbv_service.database import Database, DatabaseUnusable, TokenTable
+    from zbv_service.database import Database, DatabaseAway, DatabaseUnusable, TokenTable
     from zbv_service.database.url import shown_url, sqlite_file
 
     url = settings_of(parsed).database
@@ -240,6 +240,9 @@ def _with_table(
         return asyncio.run(run())
     except DatabaseUnusable as error:
         raise WrongInput(str(error)) from None
+    except DatabaseAway as error:
+        full = "Check its disk, which may be full, and try again."
+        raise Stop(FAILED, f"cannot use {shown_url(url)}. {error} {full}") from None
 
 
 def _name(text: str) -> str:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Coroutine
+from contextvars import copy_context
 from typing import Any, Generic, TypeVar
+
+from zbv_service.compute.waiting import while_client_waits
+from zbv_service.observability.context import CLIENT
 
 T = TypeVar("T")
 
@@ -31,6 +35,9 @@ def _heard(done: asyncio.Future[Any]) -> None:
 class Cache(Generic[T]):
     """Keeps the most recently used values. Concurrent readers of a missing value share one computation.
 
+    The computation of a value ends when its last reader leaves: when its task is cancelled, or when the
+    client of its request disconnects.
+
     Parameters
     ----------
     size
@@ -46,19 +53,31 @@ class Cache(Generic[T]):
         self._weigh = weigh
         self._values: OrderedDict[str, asyncio.Future[T]] = OrderedDict()
         self._bytes: dict[str, int] = {}
+        self._readers: Counter[asyncio.Future[T]] = Counter()
 
-    async def get(self, key: str, make: Callable[[], Awaitable[T]]) -> T:
+    async def get(self, key: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The value of a key, computed once. A failure is not cached."""
         future = self._values.get(key)
         if future is None:
-            # A separate task, so that a reader that is cancelled does not cancel it for the others.
-            future = asyncio.ensure_future(make())
+            # A separate task, so that a reader that leaves does not end it for the others.
+            context = copy_context()
+            context.run(CLIENT.set, None)
+            future = asyncio.get_running_loop().create_task(make(), context=context)
             future.add_done_callback(lambda done: self._made(key, done))
             self._values[key] = future
             self._drop_old()
         else:
             self._values.move_to_end(key)
-        return await asyncio.shield(future)
+        if future.done():
+            return future.result()
+        self._readers[future] += 1
+        try:
+            return await while_client_waits(_result(future))
+        finally:
+            self._readers[future] -= 1
+            if not self._readers[future]:
+                del self._readers[future]
+                self._end(key, future)
 
     def known(self, key: str) -> T | None:
         """The value of a key if it has been computed, else None."""
@@ -67,6 +86,13 @@ class Cache(Generic[T]):
             return None
         self._values.move_to_end(key)
         return future.result()
+
+    def _end(self, key: str, future: asyncio.Future[T]) -> None:
+        """End a computation without readers, so that it takes no turn and no process from others."""
+        if not future.done():
+            future.cancel()
+            if self._values.get(key) is future:
+                del self._values[key]
 
     def _made(self, key: str, done: asyncio.Future[T]) -> None:
         failed = done.cancelled() or done.exception() is not None  # asking for it marks it as retrieved
@@ -84,3 +110,7 @@ class Cache(Generic[T]):
         ):
             key, _ = self._values.popitem(last=False)
             self._bytes.pop(key, None)
+
+
+async def _result(future: asyncio.Future[T]) -> T:
+    return await asyncio.shield(future)

@@ -9,9 +9,12 @@ a computation and releases its memory.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -21,10 +24,10 @@ from typing import Any, TypeVar, cast
 
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import IsolatedProcesses
-from zbv_service.compute.waiting import happened
+from zbv_service.compute.waiting import happened, while_client_waits
 from zbv_service.documents.parsing import parse_json
 from zbv_service.errors import NOT_READY, TOO_MUCH_MEMORY, ProblemError
-from zbv_service.observability.context import CALLER, CLIENT_GONE
+from zbv_service.observability.context import CALLER
 
 T = TypeVar("T")
 
@@ -34,8 +37,6 @@ AT_A_TIME_EACH = 2
 WAITING = 64
 WAITING_EACH = 24
 """Most waiting computations, of all callers and of one caller."""
-SECONDS = 120.0
-"""Deadline of a computation; the largest plan needs a quarter of it on an idle machine."""
 MEMORY = 1024**3
 """Most bytes that a computation may allocate."""
 RETRY_SECONDS = 5
@@ -47,11 +48,21 @@ LIGHT_STAGES = 128
 LARGE = 1024**2
 """From this size on, bytes are passed to and from a process in a file; a pipe would block the event loop."""
 
+_PREFIX = "zbv-computations-"
+_ABANDONED_SECONDS = 60.0
+"""A younger folder may belong to a service that starts now and has not locked it yet."""
+
 
 class Computations:
-    """Runs functions in other processes, a few at a time."""
+    """Runs functions in other processes, a few at a time.
 
-    def __init__(self, seconds: float = SECONDS) -> None:
+    Parameters
+    ----------
+    seconds
+        The deadline of each computation, from the start of its turn.
+    """
+
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._processes = IsolatedProcesses(memory=MEMORY)
         self._turns = FairQueue(AT_A_TIME, AT_A_TIME_EACH, WAITING, WAITING_EACH)
@@ -60,39 +71,24 @@ class Computations:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="zbv-writer")
         # Threads that start processes and read and write files; the event loop's own threads start searches.
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="zbv-computations")
-        self._folder = tempfile.TemporaryDirectory(prefix="zbv-computations-", ignore_cleanup_errors=True)
+        _remove_abandoned()
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        self._in_use = _locked(self._folder.name)
 
     async def run(self, function: Callable[[Any], T], argument: Any) -> T:
         """Call a function in another process, where it must be importable.
+
+        The computation ends when the client of this request disconnects; see :data:`.CLIENT`.
 
         Raises
         ------
         ProblemError
             503: too many computations of all callers or of this one are waiting, or this one
-            takes too long or loses its process. 422: it needs too much memory.
+            takes too long, loses its process or loses its client. 422: it needs too much memory.
         Exception
             Any error of the function.
         """
-        async with self._turn(self._turns):
-            return await self._compute(function, argument)
-
-    async def for_client(self, function: Callable[[Any], T], argument: Any) -> T:
-        """As :meth:`run` for the client of this request; the computation ends if the client disconnects."""
-        gone = CLIENT_GONE.get()
-        if gone is None:
-            return await self.run(function, argument)
-        made = asyncio.create_task(self.run(function, argument))
-        leaving = asyncio.create_task(gone.wait())
-        try:
-            await asyncio.wait([made, leaving], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not made.done():
-                made.cancel()
-                await asyncio.wait([made])
-        if made.cancelled():
-            raise _refused("Its client disconnected.")
-        return made.result()
+        return await while_client_waits(self._in_turn(function, argument))
 
     async def of_body(self, function: Callable[[Any], T], body: bytes | bytearray) -> T:
         """Call a function with a decoded JSON body: in this process if that takes about a millisecond.
@@ -108,7 +104,7 @@ class Computations:
             document = parse_json(body)
             if is_light(document):
                 return function(document)
-        return await self.for_client(_OfText(function), body)
+        return await self.run(_OfText(function), body)
 
     async def of_document(self, function: Callable[[Any], T], document: Any) -> T:
         """As :meth:`of_body` for a decoded body."""
@@ -149,6 +145,9 @@ class Computations:
         self._processes.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._folder.cleanup()
+        if self._in_use is not None:
+            os.close(self._in_use)
+            self._in_use = None
 
     @asynccontextmanager
     async def _turn(self, turns: FairQueue) -> AsyncIterator[None]:
@@ -163,6 +162,10 @@ class Computations:
                 f"again in {RETRY_SECONDS} seconds.",
                 headers={"Retry-After": str(RETRY_SECONDS)},
             ) from None
+
+    async def _in_turn(self, function: Callable[[Any], T], argument: Any) -> T:
+        async with self._turn(self._turns):
+            return await self._compute(function, argument)
 
     async def _compute(self, function: Callable[[Any], T], argument: Any) -> T:
         folder = tempfile.mkdtemp(dir=self._folder.name)
@@ -215,7 +218,9 @@ class Computations:
         if done:
             return waited.result()
         await self._end(future)
-        raise _refused(f"It takes longer than {self._seconds:g} seconds.")
+        raise _refused(
+            f"It takes longer than {self._seconds:g} seconds, the limit that --computation-seconds sets."
+        )
 
     async def _end(self, future: Future[Any]) -> None:
         ended = asyncio.Event()
@@ -283,6 +288,34 @@ def _call(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
     """Call a function in the other process; large bytes are passed as files."""
     made = function(argument.take() if isinstance(argument, _Stored) else argument)
     return _Stored.of(made, folder) if isinstance(made, bytes) and len(made) > LARGE else made
+
+
+def _locked(folder: str) -> int | None:
+    """A descriptor of a folder that marks it as in use for as long as it is open; None if another has it.
+
+    The system releases the mark when the process ends, however it ends.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of this user's services that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # not this user's, or removed just now
+            found = path.lstat()
+            is_young = time.time() - found.st_mtime < _ABANDONED_SECONDS
+            if is_young or not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue
+            descriptor = _locked(str(path))
+            if descriptor is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(descriptor)
 
 
 def _refused(why: str) -> ProblemError:

@@ -45,6 +45,8 @@ _ONE_STATE = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 """By default each statement of a PostgreSQL transaction sees the commits before that statement."""
 _MIGRATION_LOCK = 6_451_203
 """The advisory lock under which one service at a time migrates PostgreSQL; the number is arbitrary."""
+_NAMED_LOCK = 6_451_204
+"""The first key of the locks of :meth:`Database.one_at_a_time`."""
 
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Database:
         else:
             self._engine = create_async_engine(parsed, **_postgres_options())
         self._quick = _QuickReader(parsed) if self._file is not None else None
+        self._failed_write: DatabaseAway | None = None
 
     async def migrate(self) -> None:
         """Migrate the tables to the newest version, from any older version or an empty database.
@@ -112,10 +115,15 @@ class Database:
             ) from error
 
     async def ping(self) -> None:
-        """Raise :class:`DatabaseAway` if the database does not answer."""
+        """Raise :class:`DatabaseAway` if the database does not answer, or the last attempt to write failed.
+
+        A database on a full disk can still be read. The service writes every few seconds by itself.
+        """
         with _away():
             async with self._engine.connect() as connection:
                 await connection.execute(text("SELECT 1"))
+        if self._failed_write is not None:
+            raise self._failed_write
 
     async def close(self) -> None:
         """Close every connection."""
@@ -146,6 +154,15 @@ class Database:
         shown: str = (await session.execute(text("SELECT strftime('%Y-%m-%d %H:%M:%f', 'now')"))).scalar_one()
         return datetime.fromisoformat(shown).replace(tzinfo=UTC)
 
+    async def one_at_a_time(self, session: AsyncSession, what: str) -> None:
+        """Wait until no other transaction that named the same ``what`` is open.
+
+        What the session reads from now on includes what those have written. SQLite has one writer at a time.
+        """
+        if not self.is_sqlite:
+            lock = text("SELECT pg_advisory_xact_lock(:kind, hashtext(:what))")
+            await session.execute(lock, {"kind": _NAMED_LOCK, "what": what})
+
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """A read-only session that sees one consistent state; raises :class:`DatabaseAway`."""
@@ -164,10 +181,15 @@ class Database:
         DatabaseAway
             The database does not answer.
         """
-        with _away():
-            async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
-                await session.connection(execution_options={"zbv_writes": True})
-                yield session
+        try:
+            with _away():
+                async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
+                    await session.connection(execution_options={"zbv_writes": True})
+                    yield session
+        except DatabaseAway as error:
+            self._failed_write = DatabaseAway(f"Writing fails: {error}")
+            raise
+        self._failed_write = None
 
 
 class BaseTable:

@@ -52,7 +52,10 @@ def columns_of(kind: type[DataclassInstance], table: type[Base]) -> tuple[Any, .
 
 
 class PlanRow(Base):
-    """A plan, immutable under its hash. ``used_at`` is when it was last fetched or found again."""
+    """A plan, immutable under its hash. ``used_at`` is when it was last fetched or found again.
+
+    ``created_by`` is the token that imported it; plans of searches have none.
+    """
 
     __tablename__ = "plans"
 
@@ -71,10 +74,12 @@ class PlanRow(Base):
     method: Mapped[str] = mapped_column(String(200))
     time_unit: Mapped[str | None] = mapped_column(String(32))
     created_at: Mapped[datetime]
+    created_by: Mapped[str | None] = mapped_column(String(200))
     used_at: Mapped[datetime | None]
 
     __table_args__ = (
         Index("ix_plans_created_at", "created_at", "plan_id"),
+        Index("ix_plans_created_by", "created_by"),
         Index("ix_plans_shape", "pp_degree", "microbatches", "created_at"),
         Index("ix_plans_problem_key", "problem_key", "value"),
     )
@@ -178,8 +183,12 @@ class IdempotencyRow(Base):
     kind: Mapped[str] = mapped_column(String(16))
     resource_id: Mapped[str] = mapped_column(String(32))
     expires_at: Mapped[datetime]
+    created_by: Mapped[str | None] = mapped_column(String(200))
 
-    __table_args__ = (Index("ix_idempotency_keys_expires_at", "expires_at"),)
+    __table_args__ = (
+        Index("ix_idempotency_keys_expires_at", "expires_at"),
+        Index("ix_idempotency_keys_created_by", "created_by"),
+    )
 
 
 class TokenRow(Base):
@@ -204,4 +213,8 @@ class TokenRow(Base):
     revoked_at: Mapped[datetime | None]
     used_at: Mapped[datetime | None]
 
-    __table_args__ = (Index("ix_tokens_name", "name"), Index("ix_tokens_parent_id", "parent_id"))
+    __table_args__ = (
+        Index("ix_tokens_name", "name"),
+        Index("ix_tokens_parent_id", "parent_id"),
+        Index("ix_tokens_local_id", "local_id"),
+    )

@@ -19,10 +19,10 @@ from zbv_service.records.searches import NewPlan, Page, PlanFilter, PlanSummary,
 class PlanTable(BaseTable):
     """The plans of one database."""
 
-    async def add(self, plan: NewPlan) -> bool:
-        """Store a plan; returns False if it was already stored."""
+    async def add(self, plan: NewPlan, created_by: str | None = None) -> bool:
+        """Store an imported plan; returns False if it was already stored."""
         async with self._database.writing() as session:
-            return await insert_plan(session, plan, await self._database.now(session))
+            return await insert_plan(session, plan, await self._database.now(session), created_by)
 
     async def document(self, plan_id: str) -> bytes | None:
         """The whole document of a plan, packed."""
@@ -68,11 +68,18 @@ class PlanTable(BaseTable):
 _SUMMARY = columns_of(PlanSummary, PlanRow)
 
 
-async def insert_plan(session: AsyncSession, plan: NewPlan, now: datetime) -> bool:
+async def insert_plan(
+    session: AsyncSession, plan: NewPlan, now: datetime, created_by: str | None = None
+) -> bool:
     """Store a plan in an open transaction; False if it was already stored, which counts as a use."""
     try:
         async with session.begin_nested():
-            row = PlanRow(**asdict(plan.summary), document=plan.document, problem_key=plan.problem_key)
+            row = PlanRow(
+                **asdict(plan.summary),
+                document=plan.document,
+                problem_key=plan.problem_key,
+                created_by=created_by,
+            )
             session.add(row)
     except IntegrityError:
         known = await session.get(PlanRow, plan.summary.plan_id, with_for_update=True)

@@ -51,6 +51,7 @@ class RunRow(Base):
     __table_args__ = (
         Index("ix_runs_created_at", "created_at", "id"),
         Index("ix_runs_state", "state", "created_at"),
+        Index("ix_runs_created_by", "created_by"),
         Index("ix_runs_plan_id", "plan_id"),
         Index("ix_runs_target_plan_id", "target_plan_id"),
         Index("ix_runs_search_id", "search_id"),
@@ -85,6 +86,7 @@ class AgentRow(Base):
         Index("ix_agents_state", "state", "created_at"),
         Index("ix_agents_created_at", "created_at", "id"),
         Index("ix_agents_run_id", "run_id"),
+        Index("ix_agents_owner", "owner", "state"),
     )
 
 

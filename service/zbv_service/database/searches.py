@@ -85,6 +85,8 @@ class SearchTable(SearchLeases):
                         await remember(session, named, search_id)
                     if existing is not None:
                         return existing, False
+                    if most is not None:
+                        await self._database.one_at_a_time(session, f"searches of {new.created_by}")
                     if most is not None and await _unfinished(session, new.created_by, most) >= most:
                         raise TooManySearches
                     now = await _later_than_all(session, await self._database.now(session))

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from zbv_service.observability.context import REQUEST_ID, ROOT_PATH, request_id_of
+from zbv_service.observability.context import CLIENT, REQUEST_ID, ROOT_PATH, Client, request_id_of
 from zbv_service.observability.metrics import Metrics
 
 UNKNOWN = "unknown"
@@ -40,14 +40,17 @@ class Observed:
         ROOT_PATH.set(str(scope.get("root_path", "")).rstrip("/"))
         token = REQUEST_ID.set(request_id)
         is_head = scope["method"] == "HEAD"
-        answer = _Answer(send, request_id.encode(), is_head, self._metrics)
+        client = Client(receive, _has_body(scope))
+        waiting = CLIENT.set(client)
+        answer = _Answer(send, request_id.encode(), is_head, self._metrics, client)
         # A copy, because the server must still see that the method is HEAD.
         inner = dict(scope, method="GET") if is_head else scope
         started = time.perf_counter()
         try:
-            await self._app(inner, answer.receiving(receive), answer.send)
+            await self._app(inner, answer.receiving(client.receive), answer.send)
         finally:
             self._note(scope["method"], inner, answer, started)
+            CLIENT.reset(waiting)
             REQUEST_ID.reset(token)
 
     def _note(self, method: str, scope: Scope, answer: _Answer, started: float) -> None:
@@ -67,8 +70,9 @@ class Observed:
 class _Answer:
     """Observes the messages of one answer, and drops its body for HEAD."""
 
-    def __init__(self, send: Send, request_id: bytes, is_head: bool, metrics: Metrics):
+    def __init__(self, send: Send, request_id: bytes, is_head: bool, metrics: Metrics, client: Client):
         self._send = send
+        self._client = client
         self._metrics = metrics
         self._header = (b"x-request-id", request_id)
         self._head_done = asyncio.Event() if is_head else None
@@ -80,6 +84,7 @@ class _Answer:
             return
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self._client.is_answered = True
             headers = [*message["headers"], self._header]
             content_type = next((value for name, value in headers if name == b"content-type"), b"")
             if content_type.startswith(b"text/event-stream"):
@@ -106,6 +111,13 @@ class _Answer:
             return {"type": "http.disconnect"}
 
         return headless
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(
+        (name == b"content-length" and value != b"0") or name == b"transfer-encoding"
+        for name, value in scope["headers"]
+    )
 
 
 def _route(scope: Scope) -> str:

@@ -137,7 +137,7 @@ class Plans:
         self.used.add(plan_id)
         return ranks[rank]
 
-    async def add(self, body: bytes | bytearray) -> tuple[ImportedPlan, bool]:
+    async def add(self, body: bytes | bytearray, caller: str | None = None) -> tuple[ImportedPlan, bool]:
         """Verify an imported plan, compute its metrics and store it; also returns whether it is new.
 
         Raises
@@ -148,9 +148,7 @@ class Plans:
             400: the body is not JSON. 503: too many computations are waiting.
         """
         # Always in another process: even a small plan is compared with classical schedules.
-        plan, claims = await self._computations.for_client(
-            partial(import_text, self._settings.max_cells), body
-        )
+        plan, claims = await self._computations.run(partial(import_text, self._settings.max_cells), body)
         summary = plan.summary
         answer = ImportedPlan(
             plan_id=summary.plan_id,
@@ -159,7 +157,7 @@ class Plans:
             gap=summary.gap,
             claims=[ClaimDocument.of(claim) for claim in claims],
         )
-        return answer, await self._table.add(plan)
+        return answer, await self._table.add(plan, caller)
 
     async def view(self, plan_id: str) -> PlanView:
         """The content of a plan's page, without links; raises :class:`ProblemError` 404."""

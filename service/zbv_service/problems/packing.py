@@ -32,7 +32,7 @@ async def pack_body(computations: Computations, body: bytes | bytearray) -> byte
         are waiting, or this one takes too long.
     """
     try:
-        return await computations.for_client(packing_text, body)
+        return await computations.run(packing_text, body)
     except InfeasibleMemory as error:
         document = infeasible(error)
         issues = [{**issue, "pointer": "/batch/problem/memory/limit"} for issue in document["errors"]]

@@ -175,12 +175,15 @@ class NamedRequest:
         Hash of the body. A key must always come with the same body.
     kind
         The resource that the request creates. A key must always come to the same address.
+    created_by
+        The name of the caller, or its address.
     """
 
     key_hash: str
     fingerprint: str
     expires_at: datetime
     kind: RequestKind = "search"
+    created_by: str | None = None
 
 
 @dataclass(frozen=True)

@@ -234,8 +234,8 @@ class NodeEnd(RequestDocument):
     failures: Annotated[list[RankFailure], Field(max_length=_MAX_SLOTS)] = Field([])
 
 
-class RankEvent(RequestDocument):
-    """A notable event on a rank: a value that is not finite."""
+class NonFinite(RequestDocument):
+    """A value of a step was not finite."""
 
     kind: Literal["non_finite"]
     step: Count
@@ -243,8 +243,19 @@ class RankEvent(RequestDocument):
     value: Line = Field(description="nan, inf or -inf.")
 
 
+class SkippedCheckpoint(RequestDocument):
+    """A checkpoint could not be written, for instance because the disk is full; training goes on."""
+
+    kind: Literal["checkpoint_skipped"]
+    step: Count
+    reason: Line
+
+
 class RankEvents(RequestDocument):
     """The events of a rank in one generation; repeated events are ignored."""
 
     rank: Count
-    events: Annotated[list[RankEvent], Field(max_length=MAX_RANK_EVENTS)]
+    events: Annotated[
+        list[Annotated[NonFinite | SkippedCheckpoint, Field(discriminator="kind")]],
+        Field(max_length=MAX_RANK_EVENTS),
+    ]

@@ -23,7 +23,7 @@ from zbv_service.documents.packing import pack, unpack
 from zbv_service.documents.parsing import decompressed, parse_body
 from zbv_service.errors import MALFORMED_JSON, NOT_FOUND, ProblemError
 from zbv_service.records.runs import NewPart, PartInfo, PartKind, RunRecord
-from zbv_service.runs.agent_documents import RankEvents
+from zbv_service.runs.agent_documents import NonFinite, RankEvents
 from zbv_service.runs.picture import picture
 
 MAX_LOG_BYTES = 256 * 1024
@@ -135,7 +135,7 @@ class RunParts:
         """
         former = await self._table.read(key.run_id, key.generation, "trace", [key.rank])
         read = partial(read_trace, key, former[0].body if former else None, gzip_limit)
-        await self._table.put(await self._computations.for_client(read, body))
+        await self._table.put(await self._computations.run(read, body))
 
     async def put_log(self, key: RankKey, text: bytes) -> None:
         """Store the end of a rank's log."""
@@ -153,8 +153,15 @@ class RunParts:
         document = await self._computations.of_body(partial(parse_body, RankEvents), text)
         _require_rank(document.rank, key)
         place = f"generation {key.generation}, rank {key.rank}"
-        details = [f"{place}, step {each.step}: the {each.what} is {each.value}" for each in document.events]
-        await self._table.note(key.run_id, "non_finite", details)
+        details: dict[str, list[str]] = {}
+        for each in document.events:
+            if isinstance(each, NonFinite):
+                said = f"the {each.what} is {each.value}"
+            else:
+                said = f"the checkpoint is skipped: {each.reason}"
+            details.setdefault(each.kind, []).append(f"{place}, step {each.step}: {said}")
+        for kind, some in details.items():
+            await self._table.note(key.run_id, kind, some)
 
     async def index(self, run_id: str) -> list[PartInfo]:
         """The list of a run's parts in all generations, without their content."""

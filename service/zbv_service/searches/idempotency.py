@@ -15,6 +15,7 @@ from typing import Any
 
 from zbv_service.database import KeyReused
 from zbv_service.errors import IDEMPOTENCY_KEY_IN_USE, IDEMPOTENCY_KEY_REUSED, ProblemError
+from zbv_service.observability.context import CALLER
 from zbv_service.records.searches import NamedRequest, RequestKind
 
 
@@ -63,7 +64,9 @@ class NamedRequests:
         expires_at = datetime.now(UTC) + self._lifetime
         self._in_flight.add(key_hash)
         try:
-            yield lambda fingerprint: NamedRequest(key_hash, fingerprint, expires_at, self._kind)
+            yield lambda fingerprint: NamedRequest(
+                key_hash, fingerprint, expires_at, self._kind, CALLER.get()
+            )
         except KeyReused:
             raise ProblemError(
                 IDEMPOTENCY_KEY_REUSED,

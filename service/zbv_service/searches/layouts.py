@@ -30,7 +30,7 @@ class LayoutSearches(Searches):
 
     async def _read(self, body: Any) -> tuple[NewSearch, str]:
         # Enumerating the layouts of a large cluster takes seconds.
-        return await self._computations.for_client(partial(read_layout_search, self._settings), body)
+        return await self._computations.run(partial(read_layout_search, self._settings), body)
 
     async def document(self, record: SearchRecord) -> LayoutSearchDocument:
         """A search with its answer."""

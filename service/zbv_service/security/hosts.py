@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from zbv_service.errors import UNKNOWN_HOST, ProblemError, response_to
+from zbv_service.errors import MALFORMED_REQUEST, UNKNOWN_HOST, ProblemError, response_to
 from zbv_service.settings import Settings
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -32,10 +32,18 @@ class KnownHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        if scope["type"] != "http" or self._names is None:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = next((value for key, value in scope["headers"] if key == b"host"), b"").decode("latin-1")
+        hosts = [value for key, value in scope["headers"] if key == b"host"]
+        if len(hosts) > 1:  # a proxy may have checked another one
+            detail = f"found {len(hosts)} Host fields; send one."
+            await response_to(ProblemError(MALFORMED_REQUEST, detail))(scope, receive, send)
+            return
+        if self._names is None:
+            await self._app(scope, receive, send)
+            return
+        name = (hosts[0] if hosts else b"").decode("latin-1")
         if _without_port(name) in self._names:
             await self._app(scope, receive, send)
             return

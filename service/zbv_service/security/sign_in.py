@@ -11,6 +11,7 @@ from zbv_service.errors import INSUFFICIENT_SCOPE, ProblemError
 from zbv_service.records.tokens import NewToken, TokenKind
 from zbv_service.security.attempts import WrongSecret
 from zbv_service.security.grants import Grant, grant_of_token
+from zbv_service.security.quotas import Quotas
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
 
@@ -42,8 +43,9 @@ class SessionCreatesNothing(ProblemError):
 class SignIn:
     """Starts and ends sessions."""
 
-    def __init__(self, table: TokenTable, tokens: Tokens, session_seconds: float):
+    def __init__(self, table: TokenTable, tokens: Tokens, session_seconds: float, quotas: Quotas):
         self._table = table
+        self._quotas = quotas
         self._tokens = tokens
         self.session_seconds = session_seconds
 
@@ -91,6 +93,7 @@ class SignIn:
     async def _add(self, kind: TokenKind, grant: Grant, seconds: float) -> str:
         if grant.means == "session":
             raise SessionCreatesNothing
+        await self._quotas.require_room(grant, "sessions", 0)
         text, now = TokenText.new(), datetime.now(UTC)
         await self._table.add(
             NewToken(

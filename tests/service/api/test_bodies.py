@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 from support.runs_over_http import register
 from support.serving import PROBLEM, Serving
+from support.tokens import kind_of
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
 from zbv_service.api.limits import SLICE, Limited
 from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
@@ -133,3 +134,18 @@ async def test_a_large_response_is_sent_in_slices(size: int) -> None:
     assert b"".join(message.get("body", b"") for message in bodies) == content
     assert all(len(message["body"]) <= SLICE for message in bodies)
     assert [message.get("more_body", False) for message in bodies] == [True] * (len(bodies) - 1) + [False]
+
+
+@pytest.mark.parametrize("encoding", ["br", "gzip", "identity, gzip", "zstd"])
+async def test_a_compressed_body_is_refused_where_only_plain_ones_are_read(
+    serving: Serving, encoding: str
+) -> None:
+    async with serving("immediate") as service:
+        for path in ("/v1/searches", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/problems/check"):
+            fields = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+            refused = await service.http.post(path, content=b"{}", headers=fields)
+            assert (refused.status_code, kind_of(refused)) == (415, "unsupported-media-type"), path
+            assert refused.headers["accept-encoding"] == "identity"
+        plain = {"problem": PROBLEM}
+        fields = {"Content-Encoding": "identity"}
+        assert (await service.http.post("/v1/searches", json=plain, headers=fields)).status_code == 202

@@ -39,6 +39,7 @@ TYPES = {
     "infeasible-memory": (422, "No plan fits the memory limit"),
     "too-much-memory": (422, "The answer takes more memory than the service allows"),
     "unknown-host": (421, "The service does not have this name"),
+    "too-much-stored": (429, "The token has stored too much"),
     "too-many-searches": (429, "The token has too many unfinished searches"),
     "too-many-attempts": (429, "A wrong token came from this address too often"),
     "internal-error": (500, "The service failed"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from sqlalchemy import event
 from support.serving import Serving, until
 from zbv_service.api import readiness
 from zbv_service.database import Database, DatabaseAway
@@ -47,3 +49,28 @@ async def test_the_result_of_a_ping_expires(serving: Serving, monkeypatch: pytes
         application.readiness._fresh_until = 0.0
         assert (await service.http.get("/readyz")).status_code == 503
         assert (await service.http.get("/readyz")).status_code == 503
+
+
+async def test_a_database_that_cannot_be_written_is_not_ready_although_it_can_be_read(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "FRESH_SECONDS", 0.0)
+    async with serving("honest") as service:
+        engine = service.app.state.application.database._engine.sync_engine
+        pragma = ["ON"]
+
+        def refuse_writes(connection: Any, *_: object) -> None:
+            cursor = connection.cursor()
+            cursor.execute(f"PRAGMA query_only={pragma[0]}")
+            cursor.close()
+
+        event.listen(engine, "checkout", refuse_writes)
+        assert (await service.submit()).status_code == 503
+        answer = await service.http.get("/readyz")
+        assert answer.status_code == 503
+        assert [error["check"] for error in answer.json()["errors"]] == ["database"]
+        assert "cannot be written" in answer.json()["detail"]
+        assert (await service.http.get("/v1/searches")).status_code == 200
+        pragma[0] = "OFF"
+        assert (await service.submit()).status_code == 202
+        assert (await service.http.get("/readyz")).status_code == 200

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,11 @@ import pytest
 from support.processes import is_alive
 from support.serving import DEADLINE, until
 from zbv_service.compute import computations
+from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import LARGE, LIGHT_BYTES, Computations, is_light
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.errors import ProblemError
-from zbv_service.observability.context import CALLER, CLIENT_GONE
+from zbv_service.observability.context import CALLER, CLIENT, Client
 from zbv_solver.errors import InvalidInput
 
 pytestmark = pytest.mark.anyio
@@ -49,6 +51,15 @@ def end(_argument: object) -> None:
 
 
 def process_of(_argument: object) -> int:
+    return os.getpid()
+
+
+def nothing(_argument: object) -> object:
+    return None
+
+
+def process_later(_argument: object) -> int:
+    time.sleep(0.2)
     return os.getpid()
 
 
@@ -148,22 +159,116 @@ async def test_only_small_problems_are_computed_in_the_service_process() -> None
             assert is_light(problem) is expected, problem
 
 
+class LeavingClient(Client):
+    """A client that disconnects when a test says so."""
+
+    def __init__(self) -> None:
+        self._is_gone = asyncio.Event()
+        super().__init__(self._message)
+
+    def leave(self) -> None:
+        self._is_gone.set()
+
+    async def _message(self) -> dict[str, str]:
+        await self._is_gone.wait()
+        return {"type": "http.disconnect"}
+
+
+def begun(directory: Path) -> bool:
+    """Whether :func:`sleep` has written its process."""
+    started = directory / "process"
+    return started.exists() and bool(started.read_text())
+
+
+async def compute_for(client: Client, making: Coroutine[Any, Any, Any]) -> Any:
+    CLIENT.set(client)
+    return await making
+
+
 async def test_a_computation_ends_when_its_client_disconnects(tmp_path: Path) -> None:
     async with computing() as found:
-        gone = asyncio.Event()
-        CLIENT_GONE.set(gone)
-        waiting = asyncio.create_task(found.for_client(partial(sleep, str(tmp_path)), None))
-        started = tmp_path / "process"
-        await until(lambda: started.exists() and bool(started.read_text()), "it begins")
-        gone.set()
+        client = LeavingClient()
+        asked = compute_for(client, found.run(partial(sleep, str(tmp_path)), None))
+        waiting = asyncio.create_task(asked)
+        await until(lambda: begun(tmp_path), "it begins")
+        client.leave()
         with pytest.raises(ProblemError, match="disconnected"):
             await waiting
-        assert not is_alive(int(started.read_text()))
+        assert not is_alive(int((tmp_path / "process").read_text()))
         # Other computations continue, and waiting callers can leave, too.
         assert await found.run(process_of, None)
         with pytest.raises(ProblemError, match="disconnected"):
-            await found.for_client(partial(sleep, str(tmp_path)), None)
+            await asyncio.create_task(compute_for(client, found.run(partial(sleep, str(tmp_path)), None)))
         assert found._turns.waiting == 0
+
+
+async def test_a_shared_computation_ends_when_its_last_client_disconnects(tmp_path: Path) -> None:
+    cache: Cache[object] = Cache(2)
+    async with computing() as found:
+        clients = [LeavingClient(), LeavingClient()]
+
+        def asked(client: Client) -> Coroutine[Any, Any, Any]:
+            return compute_for(client, cache.get("x", lambda: found.run(partial(sleep, str(tmp_path)), None)))
+
+        waiting = [asyncio.create_task(asked(client)) for client in clients]
+        await until(lambda: begun(tmp_path), "it begins")
+        process = int((tmp_path / "process").read_text())
+        clients[0].leave()  # the one that started it
+        with pytest.raises(ProblemError, match="disconnected"):
+            await waiting[0]
+        assert is_alive(process)
+        clients[1].leave()
+        with pytest.raises(ProblemError, match="disconnected"):
+            await waiting[1]
+        await until(lambda: not is_alive(process), "the process ends")
+
+        assert await cache.get("x", lambda: found.run(nothing, None)) is None  # begins again
+
+
+async def test_waiting_for_a_departure_takes_nothing_of_a_body() -> None:
+    messages: list[dict[str, Any]] = [
+        {"type": "http.request", "body": b"a", "more_body": True},
+        {"type": "http.request"},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    client = Client(receive, has_body=True)
+    leaving = asyncio.create_task(client.departure())
+    await asyncio.sleep(0)
+    assert await client.receive() == {"type": "http.request", "body": b"a", "more_body": True}
+    assert await client.receive() == {"type": "http.request"}
+    await leaving
+
+
+async def test_the_end_of_an_empty_body_reaches_the_application() -> None:
+    gone = asyncio.Event()
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": b""}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop(0)
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    client = Client(receive)
+    leaving = asyncio.create_task(client.departure())
+    await asyncio.sleep(0)
+    assert await client.receive() == {"type": "http.request", "body": b""}
+    gone.set()
+    await leaving
+
+
+async def test_what_continues_after_the_answer_does_not_end_with_the_client() -> None:
+    async with computing() as found:
+        client = LeavingClient()
+        waiting = asyncio.create_task(compute_for(client, found.run(process_later, None)))
+        await asyncio.sleep(0)
+        client.is_answered = True
+        client.leave()
+        assert await waiting != os.getpid()
 
 
 async def test_lists_are_written_one_at_a_time_and_in_turns() -> None:
@@ -252,3 +357,25 @@ async def test_requests_of_a_token_share_its_turns(monkeypatch: pytest.MonkeyPat
             assert int(caught.value.headers["Retry-After"]) > 0
             CALLER.set("another")
             assert await found.run(process_of, None)
+
+
+async def test_the_folder_of_a_killed_service_is_removed_and_that_of_a_running_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "zbv-computations-left"
+    (left / "below").mkdir(parents=True)
+    (left / "below" / "file").write_bytes(b"x")
+    other = tmp_path / "of-others"
+    other.mkdir()
+    async with computing() as running:
+        used = Path(running._folder.name)
+        for folder in (left, other, used):
+            os.utime(folder, (1, 1))
+        new = tmp_path / "zbv-computations-new"  # of a service that starts now
+        new.mkdir()
+        async with computing():
+            assert sorted(os.listdir(tmp_path))[:1] == ["of-others"]
+            assert left.name not in os.listdir(tmp_path)
+            assert {used.name, new.name} < set(os.listdir(tmp_path))
+        assert await running.run(double, os.urandom(LARGE + 1))

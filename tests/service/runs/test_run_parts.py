@@ -82,6 +82,29 @@ async def test_each_non_finite_value_becomes_one_event(serving: Serving) -> None
             assert (await put(service, agent, run_id, 1, body, "events")).status_code == status, name
 
 
+async def test_a_skipped_checkpoint_becomes_an_event(serving: Serving) -> None:
+    skipped = {
+        "kind": "checkpoint_skipped",
+        "step": 30,
+        "reason": "checkpoints in /c: No space left on device.",
+    }
+    async with serving("immediate") as service:
+        run_id, _, second = await started(service)
+        body = {"rank": 1, "events": [skipped, *not_finite(31)["events"]]}
+        for _ in range(2):
+            assert (await put(service, second, run_id, 1, body, "events")).status_code == 204
+        found = (await service.http.get(f"/v1/runs/{run_id}/events")).json()["events"]
+        noted = [(event["kind"], event["detail"]) for event in found if event["kind"] in SENT]
+        place = "generation 0, rank 1"
+        assert noted == [
+            ("checkpoint_skipped", f"{place}, step 30: the checkpoint is skipped: {skipped['reason']}"),
+            ("non_finite", f"{place}, step 31: the loss is nan"),
+        ]
+
+
+SENT = ("checkpoint_skipped", "non_finite")
+
+
 async def test_each_generation_keeps_the_latest_trace_of_a_rank(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import stat
 import subprocess
 import sys
@@ -55,6 +57,16 @@ async def link(service: Service, fields: dict[str, str] | None = None) -> str:
     return url.removeprefix("http://zbv:8000")
 
 
+async def follow(
+    service: Service, url: str, fields: dict[str, str] = OURS, site: str = "http://zbv:8000"
+) -> httpx.Response:
+    """Open a link, and press the button of its page."""
+    page = await service.http.get(f"{site}{url}", headers=PAGE)
+    assert (page.status_code, "set-cookie" in page.headers) == (200, False)
+    form = dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', page.text))
+    return await service.http.post(f"{site}/sign-in", data=form, headers=fields)
+
+
 async def submit(service: Service, **fields: str) -> httpx.Response:
     return await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
 
@@ -67,7 +79,9 @@ async def test_the_local_token_has_every_scope(service: Service) -> None:
 
 async def test_a_link_starts_one_session(service: Service) -> None:
     url = await link(service)
-    answer = await service.http.get(url, headers=PAGE)
+    for _ in range(3):  # a program that shows previews of links
+        assert (await service.http.get(url, headers=PAGE)).status_code == 200
+    answer = await follow(service, url)
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     cookie = answer.headers["set-cookie"]
     assert cookie.startswith("zbv-session-8000=")
@@ -76,11 +90,11 @@ async def test_a_link_starts_one_session(service: Service) -> None:
     assert page.status_code == 200
     assert "Signed in as local" in page.text
 
-    leading = await service.http.get(f"{await link(service)}&next=/plans/abc")
+    leading = await follow(service, f"{await link(service)}&next=/plans/abc")
     assert leading.headers["location"] == "/plans/abc"
 
     service.http.cookies.clear()
-    again = await service.http.get(url, headers=PAGE)
+    again = await follow(service, url)
     assert again.status_code == 401
     assert "was already used" in again.text
     assert "zbv-service token link" in again.text
@@ -90,7 +104,7 @@ async def test_a_link_starts_one_session(service: Service) -> None:
 async def test_a_wrong_link_starts_no_session(service: Service) -> None:
     token = (await add(service, "admin"))["Authorization"].removeprefix("Bearer ")
     for text in (str(TokenText.new()), "nonsense", token):
-        answer = await service.http.get("/sign-in", params={"token": text})
+        answer = await follow(service, f"/sign-in?token={text}")
         assert answer.status_code == 401
         assert "set-cookie" not in answer.headers
     url = await link(service)
@@ -135,28 +149,27 @@ async def test_a_wrong_token_does_not_sign_in(service: Service) -> None:
 
 
 async def test_credentials_for_a_proxy_do_not_hide_the_session(service: Service) -> None:
-    await service.http.get(await link(service))
+    await follow(service, await link(service))
     assert (await service.http.get("/v1/searches", auth=("user", "of the proxy"))).is_success
 
 
 async def test_a_repeated_wrong_link_must_wait_but_a_valid_one_works(service: Service) -> None:
     right, wrong = await link(service), str(TokenText.new())
     tried = [
-        (await service.http.get("/sign-in", params={"token": wrong})).status_code
-        for _ in range(attempts.ALLOWED + 1)
+        (await follow(service, f"/sign-in?token={wrong}")).status_code for _ in range(attempts.ALLOWED + 1)
     ]
     assert tried == [401] * attempts.ALLOWED + [429]
-    refused = await service.http.get("/sign-in", params={"token": wrong})
+    refused = await follow(service, f"/sign-in?token={wrong}")
     assert (refused.status_code, "set-cookie" in refused.headers) == (429, False)
     assert int(refused.headers["retry-after"]) > 0
     assert "invalid token" in refused.text
-    assert "set-cookie" in (await service.http.get(right)).headers
+    assert "set-cookie" in (await follow(service, right)).headers
 
 
 @pytest.mark.parametrize("behind", ["local", "token"])
 async def test_a_session_creates_no_credentials(service: Service, behind: str) -> None:
     """Such credentials could outlive the session."""
-    await service.http.get(await link(service, await add(service, "admin") if behind == "token" else None))
+    await follow(service, await link(service, await add(service, "admin") if behind == "token" else None))
     (session,) = service.http.cookies.values()
     for fields in (OURS, bearer(session)):
         refused = await service.http.post("/v1/sign-in-links", headers=fields)
@@ -164,7 +177,7 @@ async def test_a_session_creates_no_credentials(service: Service, behind: str) -
     refused = await service.http.post("/sign-in", data={"token": session}, headers=OURS)
     assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
     assert "session cannot create" in refused.text
-    assert (await service.http.get("/sign-in", params={"token": session})).status_code == 401
+    assert (await follow(service, f"/sign-in?token={session}")).status_code == 401
     async with service.app.state.application.database.reading() as stored:
         kinds = await stored.scalars(select(TokenRow.kind).where(TokenRow.kind != "token"))
         assert sorted(kinds) == ["link", "session"], "only those that this test created"
@@ -172,7 +185,7 @@ async def test_a_session_creates_no_credentials(service: Service, behind: str) -
 
 async def test_a_session_expires_with_its_token(service: Service) -> None:
     fields = await add(service, "read", seconds=3600)
-    await service.http.get(await link(service, fields))
+    await follow(service, await link(service, fields))
     assert (await service.http.get("/v1/searches")).is_success
     async with service.app.state.application.database.writing() as session:
         expired = update(TokenRow).where(TokenRow.kind == "token")
@@ -185,7 +198,7 @@ async def test_a_session_of_a_local_token_works_only_with_that_token(
     service: Service, settings: Settings
 ) -> None:
     url = await link(service)
-    await service.http.get(await link(service))
+    await follow(service, await link(service))
     kept = dict(service.http.cookies)
     for local, expected in ((LOCAL, True), (TokenText.new(), False), (None, False)):
         app = create_app(
@@ -200,11 +213,12 @@ async def test_a_session_of_a_local_token_works_only_with_that_token(
         ):
             assert (await http.get("/v1/searches")).is_success == expected
             if not expected:
-                assert (await http.get(url)).status_code == 401
+                data = {"link": url.partition("=")[2]}
+                assert (await http.post("/sign-in", data=data, headers=OURS)).status_code == 401
 
 
 async def test_other_sites_cannot_use_the_session(service: Service) -> None:
-    await service.http.get(await link(service))
+    await follow(service, await link(service))
     for fields in (
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
@@ -222,8 +236,29 @@ async def test_other_sites_cannot_use_the_session(service: Service) -> None:
     assert (await submit(service, Origin="http://zbv:8000")).status_code in (200, 202)
 
 
+async def test_other_sites_cannot_sign_a_browser_in(service: Service) -> None:
+    """Under another name, its user would store things for the attacker."""
+    url = await link(service)
+    for fields in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://evil.example"}, {}):
+        refused = await follow(service, url, fields)
+        assert (refused.status_code, "set-cookie" in refused.headers) == (403, False), fields
+    foreign = await service.http.get(url, headers={**PAGE, "Sec-Fetch-Site": "cross-site"})
+    assert (foreign.status_code, "set-cookie" in foreign.headers) == (200, False)
+    assert (await follow(service, url)).status_code == 303, "it is not used up"
+
+
+async def test_a_new_session_ends_the_one_before(service: Service) -> None:
+    await follow(service, await link(service))
+    kept = dict(service.http.cookies)
+    await follow(service, await link(service))
+    assert (await service.http.get("/v1/searches")).is_success
+    service.http.cookies.clear()
+    service.http.cookies.update(kept)
+    assert (await service.http.get("/v1/searches")).status_code == 401
+
+
 async def test_signing_out_ends_the_session(service: Service) -> None:
-    await service.http.get(await link(service))
+    await follow(service, await link(service))
     kept = dict(service.http.cookies)
     assert (await service.http.get("/", headers=PAGE)).status_code == 200
     answer = await service.http.post("/sign-out", headers=OURS)
@@ -235,7 +270,7 @@ async def test_signing_out_ends_the_session(service: Service) -> None:
 
 async def test_a_browser_can_sign_in_again_after_its_session_ended(service: Service) -> None:
     """Open pages keep polling with the old cookie."""
-    await service.http.get(await link(service))
+    await follow(service, await link(service))
     kept = dict(service.http.cookies)
     await service.http.post("/sign-out", headers=OURS)
     service.http.cookies.update(kept)
@@ -251,18 +286,18 @@ async def test_a_browser_can_sign_in_again_after_its_session_ended(service: Serv
 async def test_a_session_ends_when_its_token_is_revoked(service: Service) -> None:
     fields = await add(service, "read", name="carol")
     url = await link(service, fields)
-    await service.http.get(await link(service, fields))
+    await follow(service, await link(service, fields))
     assert (await service.http.get("/v1/searches")).is_success
     application = service.app.state.application
     await TokenTable(application.database).revoke("carol")
     application.access.tokens._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
-    assert "was revoked" in (await service.http.get(url)).text
+    assert "was revoked" in (await follow(service, url)).text
 
 
 async def test_over_tls_the_cookie_is_secure(service: Service) -> None:
     url = await link(service)
-    answer = await service.http.get(f"https://zbv{url}")
+    answer = await follow(service, url, site="https://zbv")
     cookie = answer.headers["set-cookie"]
     assert cookie.startswith("__Host-zbv-session=")
     assert "Secure" in cookie
@@ -413,3 +448,25 @@ def test_a_file_without_a_token_is_an_error_that_names_the_flag(
     monkeypatch.setenv("ZBV_TOKEN_FILE", str(runtime / "absent"))
     with pytest.raises(CredentialsUnusable, match=r"--token-file .* cannot read"):
         tokens.find("http://planner")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_starting_service_shows_a_link_only_on_a_terminal(
+    tmp_path: Path, runtime: Path, is_terminal: bool
+) -> None:
+    """Others may read the file or the journal in which its output ends."""
+    program = "import sys; from zbv_service.commands.cli import main; sys.exit(main())"
+    database = f"sqlite:///{tmp_path}/zbv.db"
+    command = [sys.executable, "-c", program, "serve", "--port", "0", "--database", database]
+    reading, writing = os.openpty() if is_terminal else os.pipe()
+    with subprocess.Popen(command, stdout=writing) as process, os.fdopen(reading, "rb") as output:
+        os.close(writing)
+        try:
+            said = b""
+            while b"token link" not in said and (part := output.read1(1000)):
+                said += part
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+    assert b"token link" in said
+    assert (b"/sign-in?token=" in said) == is_terminal

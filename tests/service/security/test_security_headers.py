@@ -28,7 +28,7 @@ async def test_every_response_has_security_headers(serving: Serving, monkeypatch
         async def crash(*_: Any) -> None:
             raise RuntimeError
 
-        monkeypatch.setattr(service.app.state.application.sign_in, "follow_link", crash)
+        monkeypatch.setattr(service.app.state.application.readiness, "failed_checks", crash)
         for status, path in (
             (200, "/healthz"),
             (401, "/v1/searches"),
@@ -36,7 +36,7 @@ async def test_every_response_has_security_headers(serving: Serving, monkeypatch
             (200, "/static/zbv.css"),
             (200, "/sign-in"),
             (414, f"/healthz?{'x' * 10_000}"),
-            (500, "/sign-in?token=x"),
+            (500, "/readyz"),
         ):
             answer = await service.http.get(path)
             assert answer.status_code == status
@@ -109,3 +109,16 @@ def test_a_public_service_accepts_any_name_unless_names_are_set() -> None:
     assert named is not None
     assert "planner.example" in named
     assert "evil.example" not in named
+
+
+@pytest.mark.parametrize("allowed", [("zbv",), ("*",)])
+async def test_a_request_with_several_host_fields_is_refused(
+    serving: Serving, allowed: tuple[str, ...]
+) -> None:
+    """A proxy may have checked one, and the service another (RFC 9112, section 3.2)."""
+    async with serving("immediate", allowed_hosts=allowed) as service:
+        for second in ("zbv", "evil.example"):
+            fields = [("Host", "zbv"), ("Host", second)]
+            refused = await service.http.get("/healthz", headers=fields)
+            assert (refused.status_code, kind_of(refused)) == (400, "malformed-request")
+        assert (await service.http.get("/healthz")).is_success

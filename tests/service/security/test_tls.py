@@ -77,7 +77,7 @@ def address(certificates: Certificates) -> Iterator[str]:
     """A service that requires client certificates and has short timeouts."""
     (chain, key), folder = certificates.server, certificates.folder
     flags = ["--tls-cert", str(chain), "--tls-key", str(key), "--tls-ca", str(certificates.ca)]
-    flags += ["--database", f"sqlite:///{folder}/zbv.db", "--request-seconds", "0.5", "--searches", "1"]
+    flags += ["--database", f"sqlite:///{folder}/zbv.db", "--request-seconds", "2", "--searches", "1"]
     with subprocess.Popen(
         [*COMMAND, "serve", "--port", "0", *flags], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -204,6 +204,14 @@ def test_a_missing_request_head_closes_the_connection(
     ):
         connection.sendall(sent)
         assert connection.recv(100) == b""
+
+
+def test_a_client_that_never_begins_tls_is_disconnected(address: str) -> None:
+    """Soon, as a missing request head; asyncio's own limit is a minute."""
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=50) as silent:
+        assert silent.recv(100) == b""
+    assert time.monotonic() - began < 50
 
 
 def test_a_missing_body_is_answered_with_408(certificates: Certificates, address: str) -> None:

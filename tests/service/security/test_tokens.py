@@ -330,3 +330,24 @@ def test_a_missing_database_is_not_created(capsys: pytest.CaptureFixture[str], t
     assert main(["token", "list", "--database", url]) == 2
     assert "there is no database" in capsys.readouterr().err
     assert not (tmp_path / "none.db").exists()
+
+
+CREATE = ("create", "--name", "ci", "--scope", "read")
+
+
+@pytest.mark.parametrize("command", [CREATE, ("revoke", "ci"), ("list",)])
+def test_a_database_on_a_full_disk_is_named(
+    command: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def full(*_: object) -> None:
+        raise DatabaseAway("The database does not answer: database or disk is full.")
+
+    for name in ("add", "revoke", "tokens"):
+        monkeypatch.setattr(TokenTable, name, full)
+    status, out, err = run(capsys, *command)
+    assert (status, out) == (1, "")
+    assert "disk is full" in err
+    assert url in err

@@ -9,7 +9,15 @@ import pytest
 from zbv_solver.plans.orders import Action
 from zbv_worker.agent.rank import _options
 from zbv_worker.agent.rank_failure import failure_of
-from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, Superseded, WorkerError
+from zbv_worker.errors import (
+    ChannelTimeout,
+    Disagreement,
+    InvalidRun,
+    PeerLost,
+    StorageFailed,
+    Superseded,
+    WorkerError,
+)
 from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.stage.program import Program
 from zbv_worker.training.checkpoint import CheckpointOptions
@@ -47,6 +55,7 @@ def test_an_error_between_actions_has_only_a_step() -> None:
         (InvalidRun("x"), "invalid"),
         (Disagreement("x"), "invalid"),
         (Superseded("x"), "invalid"),
+        (StorageFailed("x"), "error"),
         (WorkerError("x"), "error"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from zbv_service.client.admission import is_model_allowed, is_script_allowed
 from zbv_worker.agent.daemon import Agent
 from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.commands.cli import _parser
+from zbv_worker.errors import InvalidRun
+from zbv_worker.model.spec import require_named
 
 REPOSITORY = ROOT
 DOCUMENTS = tuple(
@@ -109,6 +112,54 @@ def test_scripts_run_from_allowed_paths_and_nowhere_else(tmp_path: Path) -> None
         assert message in str(options.refusal_of(script(f"{tmp_path}/{path}")))
     refusal = str(allowing().refusal_of(script(inside / "train.py")))
     assert f"it allows none. Start it with --allow-script '{inside / 'train.py'}'" in refusal
+
+
+def test_a_star_allows_every_script_and_a_path_with_brackets_can_be_named(tmp_path: Path) -> None:
+    for name in ("a.py", "[x].py", "x.py"):
+        (tmp_path / name).write_text("")
+    for pattern, names in (("*", ["a.py", "[x].py"]), (f"{tmp_path}/[x].py", ["[x].py", "x.py"])):
+        options = replace(allowing(), allowed_scripts=(pattern,))
+        for name in names:
+            path = str(tmp_path / name)
+            assert is_script_allowed(path, [pattern]), (pattern, name)  # as the service decides
+            assert options.refusal_of(script(path)) is None, (pattern, name)
+    named = replace(allowing(), allowed_scripts=(f"{tmp_path}/[x].py",))
+    assert "does not run script" in str(named.refusal_of(script(tmp_path / "a.py")))
+
+
+def test_files_of_a_model_are_read_in_allowed_folders_and_nowhere_else(tmp_path: Path) -> None:
+    """Symbolic links are resolved, as those of scripts."""
+    inside, outside = tmp_path / "models", tmp_path / "secret"
+    for folder in (inside / "m", outside):
+        folder.mkdir(parents=True)
+        (folder / "data.txt").write_text("text")
+    (inside / "link").symlink_to(outside)
+    (inside / "link.txt").symlink_to(outside / "data.txt")
+    (tmp_path / "mount").symlink_to(inside)
+    patterns = (f"transformers:{tmp_path}/mount/*", "a.*")
+    options = replace(allowing(), allowed_models=patterns)
+
+    def refusal(model: str, data: str | None = None) -> str | None:
+        document = {"model": {"arguments": {} if data is None else {"data": f"{tmp_path}/{data}"}}}
+        named = replace(work(None, f"transformers:{tmp_path}/{model}"), document=document)
+        said = options.refusal_of(named)
+        for path in (model, data):  # the ranks look again, when they read the files
+            if path is not None:
+                with pytest.raises(InvalidRun) if said and path in said else nullcontext():
+                    require_named(f"transformers:{tmp_path}/{path}", patterns)
+        return said
+
+    assert refusal("mount/m") is None
+    assert refusal("mount/m", "mount/m/data.txt") is None
+    for model, data in (
+        ("secret", None),
+        ("mount/link", None),
+        ("mount/link/below", None),
+        ("mount/m", "mount/link.txt"),
+        ("mount/m", "secret/data.txt"),
+        ("mount/m", "mount/../secret/data.txt"),
+    ):
+        assert "does not load model" in str(refusal(model, data)), (model, data)
 
 
 def test_an_agent_sends_its_policy_unless_the_service_is_too_old(tmp_path: Path) -> None:

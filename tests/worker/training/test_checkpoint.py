@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LaunchError
 from zbv_worker.stage.precision import Precision
 from zbv_worker.training.checkpoint import newest_checkpoint
+from zbv_worker.training.checksums import CHECKSUMS, checksum_of
 from zbv_worker.training.loss_scale import LossScale
 
 CLIPPING = ("--clip-norm", "0.5")
@@ -153,6 +155,50 @@ def test_a_directory_that_cannot_be_written_is_named(runs: Runs, plan: Path, tmp
         started.wait(timeout=DEADLINE)
 
 
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "one bit of a tensor": lambda folder: flip(folder / "rank-00001.safetensors"),
+    "half of the tensors": lambda folder: os.truncate(folder / "rank-00000.safetensors", 5_000),
+    "no tensors": lambda folder: (folder / "rank-00001.safetensors").unlink(),
+    "one bit of the index": lambda folder: flip(folder / "index.json"),
+    "half of the index": lambda folder: os.truncate(folder / "index.json", 100),
+    "no checksums": lambda folder: (folder / "checksums.json").write_bytes(b""),
+}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_resumed(
+    runs: Runs, plan: Path, tmp_path: Path, damage: str
+) -> None:
+    """All ranks agree on it, although each reads only a part of the files."""
+    saved = tmp_path / "saved"
+    before = runs.losses(plan, *saving(saved), steps=4)
+    DAMAGES[damage](saved / "step-00000004.g1")
+    with runs.start(plan, *saving(saved), steps=4) as started:
+        started.wait(timeout=DEADLINE)
+        log = started.log(0)
+    assert f"checkpoint {saved}/step-00000004.g1 is damaged" in log
+    assert runs.found() == {step: before[step] for step in (2, 3)}
+    names = sorted(path.name for path in saved.glob("step-*"))
+    assert names == ["step-00000002.g1", "step-00000004.g1.damaged", "step-00000004.g2"]
+
+
+def test_a_run_without_an_undamaged_checkpoint_ends(tmp_path: Path) -> None:
+    """It must not start again from step 0 unnoticed."""
+    alone = Alone.of(tmp_path, seed=1)
+    alone.save(1)
+    alone.save(2)
+    for folder in tmp_path.glob("step-*"):
+        flip(folder / "rank-00000.safetensors")
+    with pytest.raises(InvalidRun, match=r"every checkpoint is damaged.*rank-00000\.safetensors"):
+        Alone.of(tmp_path, seed=2).checkpoints.load_newest()
+
+
 def test_data_whose_state_is_an_object_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     alone = Alone.of(tmp_path, seed=1)
     alone.checkpoints._state._data = BadData()
@@ -183,6 +229,8 @@ def test_a_manipulated_checkpoint_is_refused(values: dict[str, Any], said: str, 
     document = json.loads(index.read_text())
     changed = {k: v for k, v in (document["values"] | values).items() if v is not None or k not in values}
     index.write_text(json.dumps(document | {"values": changed}))
+    sums = index.with_name(CHECKSUMS)
+    sums.write_text(json.dumps(json.loads(sums.read_text()) | {index.name: checksum_of(index)}))
     with pytest.raises(InvalidRun, match=re.escape(said)):
         Alone.of(tmp_path, seed=2).checkpoints.load_newest()
 

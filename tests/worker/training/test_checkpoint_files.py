@@ -21,9 +21,7 @@ from zbv_worker.training.checkpoint_files import INDEX, RankFiles, Reader, State
 
 def write(folder: Path, *states: State) -> Reader:
     folder.mkdir(exist_ok=True)
-    for rank, state in enumerate(states):
-        RankFiles.of(rank, state).write(folder)
-    write_index(folder, len(states))
+    write_index(folder, [RankFiles.of(rank, state).write(folder) for rank, state in enumerate(states)])
     return Reader(folder)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from glob import escape, has_magic
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from zbv_service.client import NodeWork
-from zbv_service.client.admission import how_to_allow, is_model_allowed, is_script_allowed
+from zbv_service.client.admission import TRANSFORMERS, how_to_allow, is_script_allowed
+
+from zbv_worker.host.allowed_paths import is_model_admitted, is_path_allowed
 
 
 @dataclass(frozen=True)
@@ -80,23 +79,32 @@ class AgentOptions:
         """
         if work.script is not None:
             return _refusal_of_script(work.script, self.name, self.allowed_scripts)
-        if work.factory is None or not is_model_allowed(work.factory, self.allowed_models):
-            return (
-                f"agent {self.name} does not load model {work.factory}: it allows "
-                f"{', '.join(self.allowed_models) or 'none'}. {how_to_allow(str(work.factory))}"
-            )
+        refusal = _refusal_of_model(work, self.name, self.allowed_models)
+        if refusal is not None:
+            return refusal
         checkpoint = (work.document.get("options") or {}).get("checkpoint")
         if checkpoint is None:
             return None
         return _refusal_of_directory(str(checkpoint["directory"]), self.name, self.checkpoint_directories)
 
 
+def _refusal_of_model(work: NodeWork, agent: str, patterns: Sequence[str]) -> str | None:
+    if work.factory is None:
+        return f"agent {agent} found neither a model nor a script in the run; update the agent."
+    data = (work.document.get("model") or {}).get("arguments", {}).get("data")
+    is_of_files = work.factory.startswith(f"{TRANSFORMERS}:")
+    for named in [work.factory, *([f"{TRANSFORMERS}:{data}"] if is_of_files and data is not None else [])]:
+        if not is_model_admitted(named, patterns):
+            return (
+                f"agent {agent} does not load model {named}: it allows {', '.join(patterns) or 'none'}. "
+                f"{how_to_allow(named)}"
+            )
+    return None
+
+
 def _refusal_of_script(given: str, agent: str, patterns: Sequence[str]) -> str | None:
     resolved = str(Path(given).resolve())
-    is_allowed = is_script_allowed(given, patterns) and any(
-        fnmatchcase(resolved, _resolved(pattern)) for pattern in patterns
-    )
-    if not is_allowed:
+    if not (is_script_allowed(given, patterns) and is_path_allowed(given, patterns)):
         target = "" if resolved == given else f", which is {resolved}"
         return (
             f"agent {agent} does not run script {given}{target}: it allows "
@@ -106,13 +114,6 @@ def _refusal_of_script(given: str, agent: str, patterns: Sequence[str]) -> str |
     if not Path(given).is_file():
         return f"agent {agent} has no file {given}. Put the script at this path on every node."
     return None
-
-
-def _resolved(pattern: str) -> str:
-    """A pattern with symbolic links resolved in the directories before its first wildcard."""
-    parts = Path(pattern).parts
-    plain = list(takewhile(lambda part: not has_magic(part), parts))
-    return "/".join([escape(str(Path(*plain).resolve())).rstrip("/"), *parts[len(plain) :]])
 
 
 def _refusal_of_directory(given: str, agent: str, allowed_directories: Sequence[Path]) -> str | None:

@@ -205,9 +205,11 @@ def _why_no_factory(module: ModuleType, name: str, found: object) -> str:
 
 def require_named(factory: str, patterns: Sequence[str]) -> None:
     """Check a factory's name before its module is imported; raises :class:`InvalidRun`."""
-    from zbv_service.client.admission import how_to_allow, is_model_allowed
+    from zbv_service.client.admission import how_to_allow
 
-    if not is_model_allowed(factory, patterns):
+    from zbv_worker.host.allowed_paths import is_model_admitted
+
+    if not is_model_admitted(factory, patterns):
         raise InvalidRun(
             f"--model {factory}: this agent allows {', '.join(patterns) or 'none'}. {how_to_allow(factory)}"
         )

@@ -3,6 +3,7 @@
 ::
 
     index.json                every tensor's shape and the location of its parts; every other value
+    checksums.json            of all other files
     rank-00003.safetensors    the parts that rank 3 wrote
 
 Tensors have names that do not depend on the partition. A tensor that the replicas divide (``--shard``) has
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.stage.dtensors import is_dtensor
+from zbv_worker.training.checksums import checksum_of, write_checksums
 
 INDEX = "index.json"
 
@@ -105,8 +107,8 @@ class RankFiles:
         values = {name: _encoded(name, value, stored) for name, value in state.values.items()}
         return cls(rank, stored.tensors, _Index(tensors=entries, values=values).model_dump_json())
 
-    def write(self, folder: Path) -> None:
-        """Write the files. Raises OSError."""
+    def write(self, folder: Path) -> int:
+        """Write the files; returns the checksum of the tensors' file. Raises OSError."""
         path = folder / _tensors_of(self.rank)
         try:
             save_file(self.tensors, path)
@@ -116,6 +118,7 @@ class RankFiles:
         listing = _listing(folder, self.rank)
         listing.write_text(self.document, encoding="utf-8")
         _sync(listing)
+        return checksum_of(path)
 
 
 def _tensors_of(rank: int) -> str:
@@ -131,20 +134,30 @@ def _sync(path: Path) -> None:
         os.fsync(opened.fileno())
 
 
-def write_index(folder: Path, ranks: int) -> None:
-    """Combine the files of all ranks, which completes the checkpoint. Raises OSError."""
+def write_index(folder: Path, checksums: Sequence[int]) -> None:
+    """Combine the files of all ranks, which completes the checkpoint. Raises OSError.
+
+    Parameters
+    ----------
+    checksums
+        The results of :meth:`RankFiles.write`, by rank.
+    """
+    ranks = range(len(checksums))
     tensors: dict[str, _Entry] = {}
     values: dict[str, Any] = {}
-    listings = [_listing(folder, rank) for rank in range(ranks)]
+    listings = [_listing(folder, rank) for rank in ranks]
     for path in listings:
         found = _parsed(path)
         for name, entry in found.tensors.items():
             parts = tensors[name].parts if name in tensors else []
             tensors[name] = _Entry(shape=entry.shape, parts=[*parts, *entry.parts])
         values |= found.values
-    index = folder / INDEX
+    index = folder / f"{INDEX}.part"
     index.write_text(_Index(tensors=tensors, values=values).model_dump_json(), encoding="utf-8")
     _sync(index)
+    of_tensors = {_tensors_of(rank): checksums[rank] for rank in ranks}
+    write_checksums(folder, {INDEX: checksum_of(index), **of_tensors})
+    index.rename(folder / INDEX)
     for path in listings:
         path.unlink()
 

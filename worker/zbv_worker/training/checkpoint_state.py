@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.errors import InvalidRun, describe_error
+from zbv_worker.errors import InvalidRun, StorageFailed, describe_error
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import StatefulData
 from zbv_worker.stage.dtensors import is_dtensor, is_first_holder
@@ -201,11 +201,11 @@ class RunState:
 
     @contextmanager
     def _naming_files(self, folder: Path) -> Iterator[None]:
-        """Convert errors of reading a checkpoint to :class:`InvalidRun`."""
+        """Convert errors of reading a checkpoint to :class:`InvalidRun`, and the file system's own."""
         try:
             yield
         except OSError as error:
-            raise InvalidRun(f"checkpoint {folder}: {error.strerror or error}.") from error
+            raise StorageFailed(f"checkpoint {folder}: {error.strerror or error}.") from error
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise self._other_model(folder, f"its state does not fit: {describe_error(error)}") from error
 

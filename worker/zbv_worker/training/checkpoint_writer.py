@@ -113,9 +113,9 @@ class BackgroundWriter:
             self._error = error
 
     @property
-    def has_failed(self) -> bool:
-        """Whether :meth:`wait` would raise an error at once."""
-        return self._error is not None
+    def error(self) -> BaseException | None:
+        """The error that :meth:`wait` would raise at once, if there is one."""
+        return self._error
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress is written, on rank 0 complete; raises the thread's error.

@@ -136,6 +136,29 @@ class Fence:
         """The path of an incomplete checkpoint before ``step``."""
         return self.directory / f"{_name(step, self.generation)}.partial"
 
+    def begin(self, step: int) -> None:
+        """Create the folder of an incomplete checkpoint; remove those that this generation gave up."""
+        for path in self.directory.glob(f"step-*.g{self.generation}.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+        self.partial(step).mkdir(parents=True)
+
+    def give_up(self, step: int) -> None:
+        """Remove an incomplete checkpoint, as far as the file system permits."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def set_aside(self, name: str) -> None:
+        """Rename a damaged checkpoint, so that it does not count any more.
+
+        Raises
+        ------
+        Superseded
+            If a newer generation has claimed the directory.
+        """
+        self.check()
+        aside = self.directory / f"{name}.damaged"
+        shutil.rmtree(aside, ignore_errors=True)
+        (self.directory / name).rename(aside)
+
     def publish(self, step: int, kept: int) -> None:
         """Rename a complete checkpoint to its final name, and remove all but the newest ``kept``.
 

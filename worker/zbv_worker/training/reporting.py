@@ -16,6 +16,11 @@ from zbv_worker.training.trace_file import TraceFile
 from zbv_worker.training.update import Updated
 from zbv_worker.transport.channels import Transport
 
+_KNOWN = ("non_finite", "checkpoint_skipped")
+"""The events that an agent sends to the service."""
+_MOST_EVENTS = 100
+_LONGEST_REASON = 200
+
 
 class Reporting:
     """Reports the steps of one rank. Creating one is collective if there is a folder for traces.
@@ -63,6 +68,10 @@ class Reporting:
         self._plan = plan
         self._unsplit.clear()  # a plan may rely on the W of other stages
 
+    def checkpoint_skipped(self, step: int, why: str) -> None:
+        """Report that the checkpoint of a step could not be written."""
+        self._note("checkpoint_skipped", step, reason=why[:_LONGEST_REASON])
+
     def unsplit(self, step: int, shares: Mapping[int, SplitShare | None]) -> None:
         """Report, once, stages whose W computes little although the plan splits them: bubbles stay."""
         split = {action.stage for action in self._plan.actions if action.letter == "I"} - self._unsplit
@@ -98,8 +107,8 @@ class Reporting:
         """Record an event in the report, and in a file if the service knows its kind."""
         event = {"kind": kind, "step": step, **more}
         self.report.events.append(event)
-        if self._folder is not None and kind == "non_finite":
-            known = [event for event in self.report.events if event["kind"] == kind]
+        if self._folder is not None and kind in _KNOWN:
+            known = [event for event in self.report.events if event["kind"] in _KNOWN][-_MOST_EVENTS:]
             write_json(events_file(self._folder, self._rank), {"rank": self._rank, "events": known})
 
     def _say_loss(self, begin: str, loss: float | None, end: str = "") -> None:

@@ -383,4 +383,10 @@ class Training:
             self._model,
             self._ties,
         )
-        return Checkpoints(self._options.checkpoint, trained, self._transport, self._setting.device)
+        return Checkpoints(
+            self._options.checkpoint,
+            trained,
+            self._transport,
+            self._setting.device,
+            lambda step, why: self._reporting.checkpoint_skipped(step, why),
+        )

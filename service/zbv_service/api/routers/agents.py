@@ -17,7 +17,7 @@ from zbv_service.api.negotiation import SEE_PAGE
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import decompressed, parse_body
-from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, INVALID_BODY
+from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, INVALID_BODY, TOO_MUCH_STORED
 from zbv_service.runs.agent_documents import (
     AgentDocument,
     AgentList,
@@ -31,6 +31,7 @@ from zbv_service.runs.agent_documents import (
 )
 from zbv_service.runs.parts import MAX_LOG_BYTES, RankKey
 from zbv_service.security.grants import grant_of
+from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, READ_SCOPES, needs
 from zbv_service.security.scopes import allows
 
@@ -52,7 +53,7 @@ router = APIRouter(prefix="/v1/agents", tags=["agents"], generate_unique_id_func
 
 @router.post(
     "",
-    dependencies=[AGENT],
+    dependencies=[AGENT, STORES["agents"]],
     summary="Register an agent",
     status_code=201,
     response_model=RegisteredAgent,
@@ -60,7 +61,7 @@ router = APIRouter(prefix="/v1/agents", tags=["agents"], generate_unique_id_func
     openapi_extra=body_of(AgentRequest),
     responses={
         200: {"model": RegisteredAgent, "description": "This id was already registered."},
-        **documented(INVALID_BODY, *_PRESENT),
+        **documented(INVALID_BODY, TOO_MUCH_STORED, *_PRESENT),
     },
 )
 async def register_agent(request: Request) -> Response:

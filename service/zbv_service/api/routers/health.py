@@ -37,7 +37,7 @@ async def get_health(response: Response) -> Health:
 
 @router.get("/readyz", dependencies=[ANYBODY], summary="Whether the service can work")
 async def get_readiness(request: Request, response: Response) -> Health:
-    """Responds with 200 while the database answers and the loops for searches and runs work.
+    """Responds with 200 while the database answers and takes writes, and searches and runs are advanced.
 
     Otherwise ``errors`` has one entry for each failed check: ``database``, ``searches``, ``runs``.
     """

@@ -22,10 +22,11 @@ from zbv_service.api.routers.search_events import (
 from zbv_service.api.routers.searches import RETRY_SECONDS, SEARCH
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.layouts import LayoutRequest
-from zbv_service.errors import INVALID_BODY, SEARCH_DISCARDED, TOO_MANY_SEARCHES
+from zbv_service.errors import INVALID_BODY, SEARCH_DISCARDED, TOO_MANY_SEARCHES, TOO_MUCH_STORED
 from zbv_service.records.searches import FINISHED, SearchRecord
 from zbv_service.searches.event_documents import SearchEventList
 from zbv_service.searches.layout_documents import LayoutSearchDocument, LayoutSearchList
+from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ
 
 router = APIRouter(prefix="/v1/layouts", tags=["layouts"], generate_unique_id_function=operation_id)
@@ -33,7 +34,7 @@ router = APIRouter(prefix="/v1/layouts", tags=["layouts"], generate_unique_id_fu
 
 @router.post(
     "",
-    dependencies=[SEARCH],
+    dependencies=[SEARCH, STORES["searches"]],
     summary="Search the best layouts of a model on a cluster",
     status_code=202,
     response_model=LayoutSearchDocument,
@@ -41,7 +42,7 @@ router = APIRouter(prefix="/v1/layouts", tags=["layouts"], generate_unique_id_fu
     openapi_extra={**body_of(LayoutRequest), "parameters": [KEY_PARAMETER]},
     responses={
         200: {"model": LayoutSearchDocument, "description": "Finished earlier: the same request."},
-        **documented(SEARCH_DISCARDED, INVALID_BODY, TOO_MANY_SEARCHES),
+        **documented(SEARCH_DISCARDED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
     },
 )
 async def submit_layouts(request: Request) -> Response:

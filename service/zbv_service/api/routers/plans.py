@@ -13,8 +13,15 @@ from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import PlanListQuery, list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, content_of, operation_id
-from zbv_service.api.state import state_of
-from zbv_service.errors import INVALID_BODY, INVALID_PLAN, MALFORMED_JSON, NOT_IMPLEMENTED, TOO_MUCH_MEMORY
+from zbv_service.api.state import caller_of, state_of
+from zbv_service.errors import (
+    INVALID_BODY,
+    INVALID_PLAN,
+    MALFORMED_JSON,
+    NOT_IMPLEMENTED,
+    TOO_MUCH_MEMORY,
+    TOO_MUCH_STORED,
+)
 from zbv_service.plans.documents import (
     ImportedPlan,
     PlanDocument,
@@ -25,6 +32,7 @@ from zbv_service.plans.documents import (
     SimulationQuery,
 )
 from zbv_service.plans.plans import rank_tag
+from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
 FETCH = needs("read", "agent")
@@ -36,7 +44,7 @@ _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "The clie
 
 @router.post(
     "",
-    dependencies=[needs("search", "launch")],
+    dependencies=[needs("search", "launch"), STORES["plans"]],
     summary="Import a plan",
     status_code=201,
     response_model=ImportedPlan,
@@ -44,7 +52,7 @@ _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "The clie
     openapi_extra=body_of(PlanDocument),
     responses={
         200: {"model": ImportedPlan, "description": "The plan was already stored."},
-        **documented(INVALID_BODY, INVALID_PLAN),
+        **documented(INVALID_BODY, INVALID_PLAN, TOO_MUCH_STORED),
     },
 )
 async def import_plan(request: Request) -> Response:
@@ -52,7 +60,7 @@ async def import_plan(request: Request) -> Response:
     refused; the response lists the verified claims."""
     found = state_of(request)
     async with read_text(request, found.settings.max_plan_bytes) as body:
-        answer, is_new = await found.plans.add(body)
+        answer, is_new = await found.plans.add(body, caller_of(request))
     headers = {"Location": f"/v1/plans/{answer.plan_id}"}
     return Response(answer.model_dump_json(), 201 if is_new else 200, headers, "application/json")
 

@@ -21,7 +21,14 @@ from zbv_service.api.negotiation import EVENT_STREAM, JSON, SEE_PAGE, VARY, pref
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.parsing import parse_body
-from zbv_service.errors import INVALID_BODY, RUN_REMOVED, RUN_STATE, TOO_MANY_SEARCHES, located
+from zbv_service.errors import (
+    INVALID_BODY,
+    RUN_REMOVED,
+    RUN_STATE,
+    TOO_MANY_SEARCHES,
+    TOO_MUCH_STORED,
+    located,
+)
 from zbv_service.records.runs import RUN_ENDED, EventRecord, RunRecord
 from zbv_service.runs.documents import (
     EventDocument,
@@ -33,6 +40,7 @@ from zbv_service.runs.documents import (
 )
 from zbv_service.runs.runs import LOOK_SECONDS
 from zbv_service.searches.events import KEEP_ALIVE_SECONDS
+from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, READ_SCOPES, needs
 
 RETRY_SECONDS = 1
@@ -47,14 +55,14 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], generate_unique_id_function
 
 @router.post(
     "",
-    dependencies=[LAUNCH],
+    dependencies=[LAUNCH, STORES["runs"]],
     summary="Run a plan, or search a problem's plan and run it",
     status_code=202,
     response_model=RunDocument,
     response_description="Accepted: it starts once its plan is found and all its agents are free. Follow the "
     "Location.",
     openapi_extra={**body_of(RunRequest), "parameters": [KEY_PARAMETER]},
-    responses=documented(RUN_REMOVED, INVALID_BODY, TOO_MANY_SEARCHES),
+    responses=documented(RUN_REMOVED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
 )
 async def submit_run(request: Request) -> Response:
     """The run gets all its agents at once, or none. Send an Idempotency-Key: without one, a repeated request

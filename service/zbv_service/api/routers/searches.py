@@ -13,9 +13,16 @@ from zbv_service.api.listing import SearchListQuery, list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
-from zbv_service.errors import INVALID_BODY, SEARCH_DISCARDED, SEARCH_IN_USE, TOO_MANY_SEARCHES
+from zbv_service.errors import (
+    INVALID_BODY,
+    SEARCH_DISCARDED,
+    SEARCH_IN_USE,
+    TOO_MANY_SEARCHES,
+    TOO_MUCH_STORED,
+)
 from zbv_service.records.searches import FINISHED, SearchRecord
 from zbv_service.searches.documents import SearchDocument, SearchList, SearchRequest
+from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
 RETRY_SECONDS = 1
@@ -26,7 +33,7 @@ router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_
 
 @router.post(
     "",
-    dependencies=[SEARCH],
+    dependencies=[SEARCH, STORES["searches"]],
     summary="Search a plan for a problem",
     status_code=202,
     response_model=SearchDocument,
@@ -34,7 +41,7 @@ router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_
     openapi_extra={**body_of(SearchRequest), "parameters": [KEY_PARAMETER]},
     responses={
         200: {"model": SearchDocument, "description": "Finished earlier: the same problem and options."},
-        **documented(SEARCH_DISCARDED, INVALID_BODY, TOO_MANY_SEARCHES),
+        **documented(SEARCH_DISCARDED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
     },
 )
 async def submit_search(request: Request) -> Response:

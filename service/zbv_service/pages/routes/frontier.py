@@ -15,6 +15,7 @@ from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.pages.answers import page
 from zbv_service.pages.views.frontier import frontier_view
+from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
 MAX_FORM_BYTES = 1024
@@ -42,7 +43,7 @@ async def get_frontier_page(
     return page(request, "frontier.html.j2", view=view, refused=refused, known=known)
 
 
-@router.post("/plans/{plan_id}/frontier", dependencies=[needs("search")])
+@router.post("/plans/{plan_id}/frontier", dependencies=[needs("search"), STORES["searches"]])
 async def post_frontier(request: Request, plan_id: str) -> Response:
     """Search the missing points, as many as the caller may have open; the others wait."""
     form = parse_qs(await read_form(request, MAX_FORM_BYTES))

@@ -12,6 +12,7 @@ from zbv_service.pages.answers import NO_STORE, page
 from zbv_service.pages.views.home import EXAMPLE, example_text
 from zbv_service.records.runs import RUN_ENDED, RUN_STATES, RunFilter
 from zbv_service.records.searches import SearchFilter
+from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
 SHOWN_PLANS = 8
@@ -37,7 +38,7 @@ async def get_home(request: Request) -> HTMLResponse:
     )
 
 
-@router.post("/example", dependencies=[needs("search")])
+@router.post("/example", dependencies=[needs("search"), STORES["searches"]])
 async def search_example(request: Request) -> Response:
     """Search the example, or find an earlier search of it, and show that search."""
     record = await state_of(request).searches.submit(

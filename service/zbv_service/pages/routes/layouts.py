@@ -20,6 +20,7 @@ from zbv_service.pages.views.layout_form import LayoutForm, form_of
 from zbv_service.pages.views.layout_search import LayoutSearchView, layout_view
 from zbv_service.records.searches import FINISHED, SearchFilter
 from zbv_service.searches.layout_documents import LayoutSearchDocument
+from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
 MAX_FORM_BYTES = 256 * 1024
@@ -41,7 +42,7 @@ async def get_layouts_page(request: Request) -> HTMLResponse:
     return await _form_page(request, form)
 
 
-@router.post("/layouts", dependencies=[needs("search")])
+@router.post("/layouts", dependencies=[needs("search"), STORES["searches"]])
 async def post_layouts(request: Request) -> Response:
     """Start a search, and show its page; a form with mistakes comes back with what is wrong."""
     form = LayoutForm.parse(parse_qs(await read_form(request, MAX_FORM_BYTES)))

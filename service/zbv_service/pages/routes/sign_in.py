@@ -17,6 +17,7 @@ from zbv_service.errors import (
     INSUFFICIENT_SCOPE,
     OTHER_ORIGIN,
     TOO_MANY_ATTEMPTS,
+    TOO_MUCH_STORED,
     UNAUTHENTICATED,
     ProblemError,
     response_to,
@@ -46,25 +47,19 @@ def install(app: FastAPI) -> None:
 
 @router.get("/sign-in", dependencies=[ANYBODY], include_in_schema=False)
 async def get_sign_in(request: Request, token: str = "", next: str = "/") -> Response:
-    """The page with a field for a token; a sign-in link begins the session at once."""
+    """The page with a field for a token, or for a sign-in link with a button.
+
+    A link does nothing by itself: programs that show previews of links would use it up, and other sites could
+    sign a browser in under another name.
+    """
     if state_of(request).access.is_open:
         return _see_other(request, "/")
-    if not token:
-        return _sign_in_page(request, next, 200)
-    found = state_of(request)
-    try:
-        async with found.access.guarded(request, token):
-            session = await found.sign_in.follow_link(token)
-    except LinkUnusable as error:
-        return _sign_in_page(request, next, 401, f"{error} To get a new one: zbv-service token link")
-    except ProblemError as error:
-        return _refused_page(request, error)
-    return _begin(request, session, next)
+    return _sign_in_page(request, next, 200, link=token)
 
 
 @router.post("/sign-in", dependencies=[ANYBODY], include_in_schema=False)
 async def post_sign_in(request: Request) -> Response:
-    """Begin a session with a token."""
+    """Begin a session with a token or a link; the session before it ends."""
     try:
         require_same_origin(request)
         form = parse_qs(await read_form(request, MAX_FORM_BYTES))
@@ -72,12 +67,22 @@ async def post_sign_in(request: Request) -> Response:
         found = state_of(request)
         if found.access.is_open:
             return _see_other(request, destination)
-        grant = await found.access.check(request, form.get("token", [""])[0].strip())
-        session = await found.sign_in.begin(grant)
+        link = form.get("link", [""])[0].strip()
+        if link:
+            async with found.access.guarded(request, link):
+                session = await found.sign_in.follow_link(link)
+        else:
+            grant = await found.access.check(request, form.get("token", [""])[0].strip())
+            session = await found.sign_in.begin(grant)
+    except LinkUnusable as error:
+        return _sign_in_page(request, destination, 401, f"{error} To get a new one: zbv-service token link")
     except ProblemError as error:
         if error.kind not in (UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
             raise
         return _refused_page(request, error)
+    before = session_of(request)
+    if before is not None:
+        await found.sign_in.end(before)
     return _begin(request, session, destination)
 
 
@@ -101,7 +106,7 @@ async def post_sign_out(request: Request) -> Response:
     summary="Get a link that signs a browser in, once",
     status_code=201,
     response_description="The first browser that opens the link gets the scopes of the token.",
-    responses=documented(),
+    responses=documented(TOO_MUCH_STORED),
 )
 async def create_sign_in_link(request: Request) -> SignInLink:
     """A link that gives a browser the scopes and the expiry of the caller's token."""
@@ -138,14 +143,17 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
     return answer
 
 
-def _sign_in_page(request: Request, destination: str, status: int, complaint: str = "") -> HTMLResponse:
+def _sign_in_page(
+    request: Request, destination: str, status: int, complaint: str = "", link: str = ""
+) -> HTMLResponse:
     text = render(
         "sign_in.html.j2",
         shell_of(request),
         destination=_inside(destination),
         complaint=complaint,
+        link=link,
         # A request from another site has no cookie; when the page reloads itself, the browser sends it.
-        asks_again=request.method == "GET" and is_from_elsewhere(request),
+        asks_again=not link and request.method == "GET" and is_from_elsewhere(request),
     )
     return html(text, status)
 

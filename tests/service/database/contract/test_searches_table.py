@@ -11,7 +11,7 @@ from datetime import UTC
 import pytest
 from sqlalchemy import func, select, text
 from support.stored import a_plan, a_search
-from zbv_service.database import Database, PlanTable, SearchTable
+from zbv_service.database import Database, PlanTable, SearchTable, TooManySearches
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import pack
 from zbv_service.records.searches import NewPlan, Refusal, Update
@@ -272,3 +272,23 @@ async def test_an_incumbent_that_does_not_fit_is_removed_with_its_objective_and_
         (3.0, 2.0),
         (1.0, 1.0),
     ]
+
+
+async def test_callers_that_submit_at_once_do_not_exceed_their_limits(
+    database: Database, any_database_url: str
+) -> None:
+    """Also on several services: each has its own connections."""
+    other = Database(any_database_url)
+    tables = [SearchTable(database), SearchTable(other)]
+
+    async def add(number: int, caller: str) -> bool:
+        new = a_search(f"{caller}{number}", created_by=caller)
+        try:
+            await tables[number % 2].add(new, most=5)
+        except TooManySearches:
+            return False
+        return True
+
+    found = {caller: await asyncio.gather(*(add(number, caller) for number in range(20))) for caller in "ab"}
+    assert {caller: sum(accepted) for caller, accepted in found.items()} == {"a": 5, "b": 5}
+    await other.close()

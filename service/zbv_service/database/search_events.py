@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import and_, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import SearchEventRow, SearchRow, columns_of
@@ -38,15 +39,18 @@ class SearchEventTable(BaseTable):
 
     async def after(self, positions: Mapping[str, int]) -> list[SearchEvent]:
         """The events of each search after the given number, in order within each search."""
-        found: list[SearchEvent] = []
         row = SearchEventRow
-        async with self._database.reading() as session:
+
+        def find(session: Session) -> list[SearchEvent]:
+            found: list[SearchEvent] = []
             for ids in _portions(positions, _PER_QUERY // 2):
                 newer = (and_(row.search_id == key, row.number > positions[key]) for key in ids)
                 query = select(*columns_of(SearchEvent, row)).where(or_(*newer))
                 query = query.order_by(row.search_id, row.number)
-                found.extend(SearchEvent(*event) for event in await session.execute(query))
-        return found
+                found.extend(SearchEvent(*event) for event in session.execute(query))
+            return found
+
+        return await self._database.read(find)
 
 
 async def add_event(

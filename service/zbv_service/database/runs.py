@@ -137,6 +137,11 @@ class RunTable(BaseTable):
 
         return await self._database.read(find)
 
+    async def search_options(self, run_id: str) -> bytes | None:
+        """The packed options of a run's searches; None for the defaults."""
+        found = await self._database.rows(select(RunRow.search_options).where(RunRow.id == run_id))
+        return found[0].search_options if found else None
+
     async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
         """One page of runs, newest first, starting at a position."""
         query = select(RunRow.id).where(*_conditions(wanted))
@@ -371,7 +376,8 @@ def _available_agent(row: Sequence[Any]) -> AvailableAgent:
 
 
 def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunRecord:
-    return record_of(RunRecord, row, members=tuple(record_of(NodeRecord, node) for node in nodes))
+    members = tuple(record_of(NodeRecord, node) for node in nodes)
+    return record_of(RunRecord, row, members=members, search_options=None)
 
 
 async def _held_search(session: AsyncSession, search_id: str) -> bool:

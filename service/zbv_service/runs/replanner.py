@@ -144,7 +144,8 @@ class Replanner:
         found = await self._computations.run(partial(measure, plan, before), traces)
         looked = replace(known, generation=run.generation, step=max(traces[0].numbers))
         if found.change > run.options["replan_threshold"]:
-            options = run.search_options or {}
+            packed = await self._runs.search_options(run.id)
+            options = {} if packed is None else unpack(packed)
             search = await self._searches.submit({"problem": problem_json(found.problem), "options": options})
             logger.info("run %s: costs differ by %.1f %%", run.id, 100 * found.change)
             looked = replace(looked, search_id=search.id, is_open=True, searches=known.searches + 1)

@@ -17,6 +17,7 @@ from zbv_solver.plans.plan import Plan
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import DatabaseAway, PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
+from zbv_service.documents.packing import pack
 from zbv_service.documents.parsing import is_deep, parse_body
 from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
 from zbv_service.plans.plans import Plans
@@ -45,19 +46,22 @@ class AskedRun:
     Attributes
     ----------
     request
-        The request without its problem, which may be large.
+        The request without its problem and its options of searches, which may be large.
     fingerprint
         The fingerprint of the whole body.
     pp_degree
         The pipeline degree of the problem; None for a request with a plan.
     search
         The search of the problem; None for a request with a plan.
+    search_options
+        Options of searches, packed.
     """
 
     request: RunRequest
     fingerprint: str
     pp_degree: int | None
     search: NewSearch | None
+    search_options: bytes | None
 
 
 class Runs:
@@ -131,12 +135,12 @@ class Runs:
         known = None if named is None else await self._runs.of_request(named)
         if known is not None:
             return known
-        request, options = asked.request, asked.request.search_options
+        request = asked.request
         new = NewRun(
             id=uuid.uuid4().hex,
             plan_id=request.plan_id,
             search_id=None,
-            search_options=None if options is None else options.stored(),
+            search_options=asked.search_options,
             model=None if request.model is None else request.model.model_dump(),
             script=None if request.script is None else request.script.model_dump(),
             nodes=request.nodes,
@@ -280,15 +284,17 @@ def read_run(settings: Settings, body: Any) -> AskedRun:
         _check_model(request)
     else:
         _check_script(request, request.script)
-    fingerprint, problem = fingerprint_of(body), request.problem
+    fingerprint, problem, options = fingerprint_of(body), request.problem, request.search_options
+    packed = None if options is None else pack(options.stored())
+    brief = request.model_copy(update={"problem": None, "search_options": None})
     if problem is None:
-        return AskedRun(request, fingerprint, None, None)
+        return AskedRun(brief, fingerprint, None, None, packed)
     search = {"problem": body["problem"], "options": body.get("search_options") or {}}
     try:
         new = new_search(search, settings)
     except InvalidInput as error:
         raise InvalidInput([*map(_in_run, error.issues)], error.more, error.is_partial) from None
-    return AskedRun(request.model_copy(update={"problem": None}), fingerprint, problem.pp_degree, new)
+    return AskedRun(brief, fingerprint, problem.pp_degree, new, packed)
 
 
 def _check_model(request: RunRequest) -> None:

@@ -242,12 +242,14 @@ def new_search(body: Any, settings: Settings) -> NewSearch:
     """The search of a decoded request body; raises :class:`InvalidInput`."""
     question, options = parse_request(body, settings)
     document, chosen = question_json(question), options.stored()
+    key, jitter = request_key(document, chosen), chosen.pop("jitter", None)
     return NewSearch(
         id=uuid.uuid4().hex,
-        request_key=request_key(document, chosen),
+        request_key=key,
         problem=pack(document),
         summary=summary_of(question),
         options=chosen,
+        jitter=None if jitter is None else pack(jitter),
     )
 
 

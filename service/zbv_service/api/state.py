@@ -17,6 +17,7 @@ from zbv_service.database import (
     PartTable,
     PlanTable,
     Retention,
+    RunEventTable,
     RunPlanTable,
     RunTable,
     SearchEventTable,
@@ -40,7 +41,7 @@ from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
 from zbv_service.runs.watch import AgentWatch
-from zbv_service.searches.events import SearchEvents
+from zbv_service.searches.events import EventFeed
 from zbv_service.searches.executors.task import SearchFunction
 from zbv_service.searches.layouts import LayoutSearches
 from zbv_service.searches.runner import Runner
@@ -76,7 +77,8 @@ class ApplicationState:
         self.metrics, self.assets = metrics, assets
         self.computations = computations = Computations()
 
-        self.events = SearchEvents(SearchEventTable(database))
+        self.events = EventFeed(SearchEventTable(database))
+        self.run_events = EventFeed(RunEventTable(database))
         plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)
         self.runner = Runner(search_table, settings, search, metrics)
         self.searches = Searches(search_table, self.runner, settings, computations)
@@ -119,6 +121,7 @@ class ApplicationState:
     async def start(self) -> None:
         """Start the parts that work in the background."""
         await self.events.start()
+        await self.run_events.start()
         await self.runner.start()
         await self.dispatcher.start()
         await self.sweeper.start()
@@ -131,6 +134,7 @@ class ApplicationState:
         await self.sweeper.stop()
         await self.access.tokens.close()
         await self.events.stop()
+        await self.run_events.stop()
         self.computations.stop()
 
 

@@ -6,13 +6,13 @@ Every change locks the run's row. So if two nodes end at the same time, the seco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, or_, select, update
+from sqlalchemy import ColumnElement, Row, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
@@ -23,6 +23,7 @@ from zbv_service.database.named_requests import answered_with, remember
 from zbv_service.database.paging import begins, created_between, read_page
 from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, node_of, nodes_of_agent
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
+from zbv_service.database.search_events import portions
 from zbv_service.records.runs import (
     RUN_ENDED,
     AvailableAgent,
@@ -40,6 +41,8 @@ from zbv_service.records.searches import NamedRequest, Page, Position
 
 _CONSIDERED = 200
 """Waiting runs per pass."""
+MOST_EVENTS = 1000
+"""Most events of a run per query."""
 
 
 class AgentsTaken(Exception):
@@ -245,6 +248,43 @@ class RunTable(BaseTable):
 
 
 _EVENT = columns_of(EventRecord, EventRow)
+
+
+class RunEventTable(BaseTable):
+    """The events of one database's runs. A run that has ended has one more, ``end``, which is not stored."""
+
+    async def last_numbers(self, run_ids: Collection[str]) -> dict[str, int]:
+        """The number of each run's newest event; removed runs are left out."""
+        newest = select(func.max(EventRow.id)).where(EventRow.run_id == RunRow.id).scalar_subquery()
+        found: dict[str, int] = {}
+        for ids in portions(run_ids):
+            query = select(RunRow.id, RunRow.state, newest).where(RunRow.id.in_(ids))
+            for run_id, state, number in await self._database.rows(query):
+                found[run_id] = (number or 0) + (state in RUN_ENDED)
+        return found
+
+    async def after(self, positions: Mapping[str, int]) -> list[EventRecord]:
+        """At most :data:`MOST_EVENTS` events of each run after the given number, in their order."""
+
+        def find(session: Session) -> list[EventRecord]:
+            found: list[EventRecord] = []
+            for run_id, number in positions.items():
+                newer = (EventRow.run_id == run_id, EventRow.id > number)
+                query = select(*_EVENT).where(*newer).order_by(EventRow.id).limit(MOST_EVENTS)
+                events = [EventRecord(*row) for row in session.execute(query)]
+                state = session.scalar(select(RunRow.state).where(RunRow.id == run_id))
+                found += events
+                if state in RUN_ENDED and len(events) < MOST_EVENTS:
+                    newest = select(func.max(EventRow.id)).where(EventRow.run_id == run_id)
+                    last = EventRecord((session.scalar(newest) or 0) + 1, datetime.now(UTC), "end", state, run_id)
+                    found += [last] if last.id > number else []
+            return found
+
+        return await self._database.read(find)
+
+    def removed(self, run_id: str, number: int) -> EventRecord:
+        """The last event, with this number, of a run that was removed."""
+        return EventRecord(number, datetime.now(UTC), "end", "removed", run_id)
 
 
 def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:

@@ -344,6 +344,17 @@ class EventRecord:
     at: datetime
     kind: str
     detail: str
+    run_id: str
+
+    @property
+    def owner(self) -> str:
+        """The run."""
+        return self.run_id
+
+    @property
+    def number(self) -> int:
+        """The id."""
+        return self.id
 
 
 @dataclass(frozen=True)

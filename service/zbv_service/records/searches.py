@@ -167,6 +167,11 @@ class SearchEvent:
     kind: EventKind
     data: dict[str, Any]
 
+    @property
+    def owner(self) -> str:
+        """The search."""
+        return self.search_id
+
 
 RequestKind = Literal["search", "layouts", "run"]
 """The resource that a request with an Idempotency-Key creates."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,7 +14,7 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plans.plan import Plan
 
 from zbv_service.compute.computations import Computations
-from zbv_service.database import DatabaseAway, PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
+from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
 from zbv_service.documents.packing import pack
 from zbv_service.documents.parsing import is_deep, parse_body
 from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
@@ -33,10 +31,6 @@ MAX_ARGUMENTS = 16 * 1024
 """Bytes of the arguments of a model or a script as JSON."""
 MAX_LEVELS = 32
 """Most nested lists and objects in the arguments: pydantic cannot write more than about 250 levels."""
-LOOK_SECONDS = 1.0
-"""Seconds between queries for the events of a run that is followed."""
-MOST_EVENTS = 1000
-"""Most events of a run per query."""
 
 
 @dataclass(frozen=True)
@@ -181,28 +175,6 @@ class Runs:
         """The events of a run after a given event; raises :class:`ProblemError` 404."""
         await self.brief(run_id)
         return await self._runs.events(run_id, after, limit)
-
-    async def follow(self, run_id: str, after: int) -> AsyncIterator[list[EventRecord]]:
-        """Yield the events of a run after a given event, until the run has ended.
-
-        Looks once per :data:`LOOK_SECONDS`, because runs have few readers and few events. Yields an empty
-        list if there are no new ones, also while the database is away. Raises :class:`ProblemError` 404 if
-        the run is removed.
-        """
-        while True:
-            try:
-                # The state is read before the events, so that none of them is missed.
-                is_over = (await self.brief(run_id)).state in RUN_ENDED
-                events = await self._runs.events(run_id, after, MOST_EVENTS)
-            except DatabaseAway:
-                is_over, events = False, []
-            if is_over and not events:
-                return
-            yield events
-            if events:
-                after = events[-1].id
-            else:
-                await asyncio.sleep(LOOK_SECONDS)
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
         """The newest events of a run, newest first; raises :class:`ProblemError` 404."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -31,8 +32,6 @@ from zbv_service.runs.documents import (
     RunList,
     RunRequest,
 )
-from zbv_service.runs.runs import LOOK_SECONDS
-from zbv_service.searches.events import KEEP_ALIVE_SECONDS
 from zbv_service.security.scheme import READ, READ_SCOPES, needs
 
 RETRY_SECONDS = 1
@@ -225,19 +224,13 @@ def _json(record: RunRecord) -> dict[str, Any]:
 
 async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[bytes]:
     """Stream events until the run ends or the token becomes invalid."""
-    found, looks = state_of(request), 0
+    found = state_of(request)
     yield RETRY
-    async for records in found.runs.follow(run_id, number):
-        looks = 0 if records else looks + 1
-        if found.events.is_stopping:
-            return
-        if records or looks * LOOK_SECONDS >= KEEP_ALIVE_SECONDS:
+    async with aclosing(cast("Any", found.run_events.follow(run_id, number))) as batches:
+        async for batch in batches:
             if not await found.access.is_still_allowed(request, READ_SCOPES):
                 return
-            looks = 0
-            yield b"".join(map(_encoded, records)) or SIGN_OF_LIFE
-    state = (await found.runs.brief(run_id)).state
-    yield format_sse_event(event="end", data_str=json.dumps({"state": state}))
+            yield b"".join(map(_encoded, batch)) or SIGN_OF_LIFE
 
 
 def _event(record: EventRecord) -> EventDocument:
@@ -245,4 +238,6 @@ def _event(record: EventRecord) -> EventDocument:
 
 
 def _encoded(record: EventRecord) -> bytes:
+    if record.kind == "end":  # it is not stored, so it has no id to continue after
+        return format_sse_event(event="end", data_str=json.dumps({"state": record.detail}))
     return format_sse_event(event=record.kind, id=str(record.id), data_str=_event(record).model_dump_json())

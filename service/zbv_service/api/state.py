@@ -85,9 +85,8 @@ class ApplicationState:
         self.layouts = LayoutSearches(search_table, self.runner, settings, computations)
 
         self.plans = Plans(plan_table, settings, computations)
-        self.schedules = Schedules(computations)
-        self.compared = ComparedPlans(self.plans, self.schedules)
-        self.frontiers = Frontiers(plan_table, search_table, self.searches, self.schedules, computations)
+        self.compared = ComparedPlans(self.plans, Schedules(self.plans))
+        self.frontiers = Frontiers(plan_table, search_table, self.searches, self.plans, settings)
         self.comparisons = Comparisons(plan_table, computations, settings)
         self.estimates = Estimates(computations, settings)
 

@@ -139,9 +139,14 @@ class Database:
                 return (await connection.execute(query, values)).all()
 
     async def read(self, function: Callable[[Session], T]) -> T:
-        """Call a function with a read-only session that sees one consistent state; raises :class:`DatabaseAway`.
+        """Call a function with a read-only session that sees one consistent state.
 
         Rows may be large. They are fetched, decoded and made into records in a thread.
+
+        Raises
+        ------
+        DatabaseAway
+            The database does not answer.
         """
         with _away():
             if self._readers is not None:

@@ -22,7 +22,7 @@ from zbv_service.records.searches import Page, Position, Shape
 T = TypeVar("T")
 
 MOST_CHARACTERS = 4 * 1024**2
-"""About the most characters on a page. A page with larger rows has fewer of them, and the next one goes on."""
+"""About the most characters on a page. A page of larger rows has fewer of them, and the next one goes on."""
 PORTION = 50
 """Rows that are read at a time."""
 

@@ -47,7 +47,7 @@ class PlanTable(BaseTable):
         query = page_after(
             select(*_SUMMARY).where(*conditions), PlanRow.created_at, PlanRow.plan_id, limit, after
         )
-        found = [PlanSummary(*row) for row in await self._database.rows(query)]
+        found = [PlanSummary(**row._mapping) for row in await self._database.rows(query)]
         return page_of(found, limit, after, lambda plan: (plan.created_at, plan.plan_id))
 
     async def best(self, problem_key: str) -> PlanSummary | None:

@@ -21,7 +21,15 @@ from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import SearchRow, columns_of, record_of
 from zbv_service.database.named_requests import answered_with, remember
 from zbv_service.database.paging import begins, created_between, read_page
-from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, node_of, nodes_of_agent
+from zbv_service.database.run_end import (
+    add_event,
+    changed,
+    end_node,
+    end_run,
+    lock_run,
+    node_of,
+    nodes_of_agent,
+)
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.database.search_events import portions
 from zbv_service.records.runs import (
@@ -276,7 +284,9 @@ class RunEventTable(BaseTable):
                 found += events
                 if state in RUN_ENDED and len(events) < MOST_EVENTS:
                     newest = select(func.max(EventRow.id)).where(EventRow.run_id == run_id)
-                    last = EventRecord((session.scalar(newest) or 0) + 1, datetime.now(UTC), "end", state, run_id)
+                    last = EventRecord(
+                        (session.scalar(newest) or 0) + 1, datetime.now(UTC), "end", state, run_id
+                    )
                     found += [last] if last.id > number else []
             return found
 

@@ -24,7 +24,9 @@ class RequestDocument(BaseModel):
 
 def _require_few_samples(jitter: JitterDocument) -> JitterDocument:
     spreads: list[Any] = [jitter.transfer]
-    spreads += [*vars(jitter.action).values()] if isinstance(jitter.action, ActionsDocument) else [jitter.action]
+    spreads += (
+        [*vars(jitter.action).values()] if isinstance(jitter.action, ActionsDocument) else [jitter.action]
+    )
     spreads += jitter.rank if isinstance(jitter.rank, list) else [jitter.rank]
     found = sum(len(each.samples) for each in spreads if isinstance(each, SamplesDocument))
     if found > MOST_SAMPLES:
@@ -43,7 +45,7 @@ class OptionsDocument(RequestDocument):
     jitter: Annotated[JitterDocument, AfterValidator(_require_few_samples)] | None = Field(
         None,
         description="By how much durations vary. With it, the plan is chosen for its simulated time, and has "
-        f"a `simulation`. At most {MOST_SAMPLES} samples in all. In answers, only where one search is asked for.",
+        f"a `simulation`. At most {MOST_SAMPLES} samples in all. Lists of searches leave it out.",
     )
     quantile: Annotated[Number, Field(ge=LEAST_QUANTILE, le=LARGEST_QUANTILE)] | None = Field(
         None,

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.plans.plan import Plan
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
@@ -19,7 +18,7 @@ from zbv_service.documents.packing import pack
 from zbv_service.documents.parsing import is_deep, parse_body
 from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
 from zbv_service.plans.plans import Plans
-from zbv_service.records.runs import RUN_ENDED, EventRecord, NewRun, RunFilter, RunRecord
+from zbv_service.records.runs import EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.documents import RunRequest, ScriptDocument
@@ -231,14 +230,14 @@ class Runs:
     async def _require_same_shape(self, plan_id: str, wanted: str) -> None:
         if await self._plan_table.pp_degree(wanted) is None:
             raise InvalidInput.at("/plan_id", f"found no plan {wanted}; search one, or import it.")
-        current, found = await self._plans.plan(plan_id), await self._plans.plan(wanted)
-        if _shape(current) != _shape(found):
+        current, found = await self._plans.facts(plan_id), await self._plans.facts(wanted)
+        if current.shape != found.shape:
             raise InvalidInput.at(
                 "/plan_id",
-                f"found a plan with {_shape(found)}; the run has {_shape(current)}. A run keeps its ranks, "
+                f"found a plan with {found.shape}; the run has {current.shape}. A run keeps its ranks, "
                 f"placement and microbatches.",
             )
-        if _partition(current) != _partition(found):
+        if current.cut != found.cut:
             raise InvalidInput.at(
                 "/plan_id",
                 "found a plan that partitions the model differently; a run keeps the layers of every stage. "
@@ -295,20 +294,6 @@ def _check_script(request: RunRequest, script: ScriptDocument) -> None:
     fault = _fault_of(script.arguments)
     if fault is not None:
         raise InvalidInput.at("/script/arguments", fault)
-
-
-def _partition(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
-    """The layers of every stage; None where stages were given."""
-    return None if plan.problem.model is None else plan.problem.model.partition
-
-
-def _shape(plan: Plan) -> str:
-    """The properties of a plan that a run cannot change, as text."""
-    problem, placement = plan.problem, plan.problem.placement
-    return (
-        f"{placement.pp_degree} ranks, {placement.chunks} stages each, placement {placement.kind}, "
-        f"{problem.microbatches} microbatches"
-    )
 
 
 def _ranks_per_node(request: RunRequest, pp_degree: int) -> int:

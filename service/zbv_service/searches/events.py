@@ -35,11 +35,16 @@ class Followed(Protocol):
     """An event of a search or run, ``owner``; the last one has the kind ``end``."""
 
     @property
-    def owner(self) -> str: ...
+    def owner(self) -> str:
+        """The id of the search or run."""
+
     @property
-    def number(self) -> int: ...
+    def number(self) -> int:
+        """Increases within the search or run."""
+
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """What happened."""
 
 
 E = TypeVar("E", bound=Followed)

@@ -114,6 +114,10 @@ class Searches:
         compute = self._computations.of_body if is_text else self._computations.of_document
         return await compute(partial(read_search, self._settings), body)
 
+    async def submit_read(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
+        """As :meth:`submit` for a search that :func:`new_search` has made in another process."""
+        return await self._submit(replace(new, created_by=caller), None, most)
+
     async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
         """Queue the search that a run waits for, or return the search that already answers it.
 

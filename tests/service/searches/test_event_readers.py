@@ -20,6 +20,7 @@ from zbv_service.database import (
     SearchEventTable,
     SearchTable,
 )
+from zbv_service.records.runs import EventRecord
 from zbv_service.records.searches import Claim, SearchEvent, Update
 from zbv_service.searches import events as hub
 from zbv_service.searches.events import EventFeed
@@ -40,7 +41,7 @@ def table(database: Database, events: EventFeed[SearchEvent]) -> SearchTable:
 
 
 @pytest.fixture
-async def events(database: Database) -> AsyncIterator[SearchEvents]:
+async def events(database: Database) -> AsyncIterator[EventFeed[SearchEvent]]:
     made = EventFeed(SearchEventTable(database))
     await made.start()
     yield made
@@ -108,7 +109,11 @@ async def test_many_readers_of_a_run_share_its_queries(
     await PlanTable(database).add(a_plan(PLAN))
     await runs.add(a_run("r", 1))
     await feed.start()
-    readers = [asyncio.create_task(anext(aiter(feed.follow("r", 1)))) for _ in range(400)]
+
+    async def first() -> Sequence[EventRecord]:
+        return await anext(aiter(feed.follow("r", 1)))
+
+    readers = [asyncio.create_task(first()) for _ in range(400)]
     await until(lambda: feed.readers == 400, "readers")
     await until(lambda: feed._channels["r"].newest == 1, "the first event")
     statements: list[str] = []

@@ -82,7 +82,7 @@ ONE = {"samples": [1]}
         ({"jitter": "5%"}, "/options/jitter"),
         ({"jitter": {"transfer": {"samples": []}}}, "/options/jitter/transfer"),
         ({"jitter": {"rank": [{"samples": [1] * 10_000}] * 2, "transfer": ONE}}, "/options/jitter"),
-        ({"jitter": {"action": dict.fromkeys("FIW", {"samples": [1] * 6_667})}}, "/options/jitter"),
+        ({"jitter": {"action": {key: {"samples": [1] * 6_667} for key in "FIW"}}}, "/options/jitter"),
     ],
 )
 async def test_wrong_jitter_is_refused(serving: Serving, options: dict[str, Any], pointer: str) -> None:

@@ -92,7 +92,7 @@ class ApplicationState:
 
         agents, runs, run_plans = AgentTable(database), RunTable(database), RunPlanTable(database)
         parts = PartTable(database)
-        replanner = Replanner(runs, run_plans, parts, self.plans, self.searches, computations)
+        replanner = Replanner(runs, run_plans, parts, self.plans, self.searches, computations, settings)
         watch = AgentWatch(agents, ListenerTable(database), settings.agent_timeout_seconds)
         self.dispatcher = dispatcher = Dispatcher(runs, run_plans, replanner, watch, settings)
         self.heartbeats = Heartbeats(HeartbeatTable(database))

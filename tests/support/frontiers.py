@@ -21,9 +21,8 @@ async def planned(service: Service, problem: dict[str, Any], **options: Any) -> 
 async def frontier(service: Service, plan_id: str) -> Frontier:
     """The frontier of a plan, with all bounds."""
     application = service.app.state.application
-    plan = await application.plans.plan(plan_id)
     while True:
-        found: Frontier = await application.frontiers.of(plan)
+        found: Frontier = await application.frontiers.of(plan_id)
         if all(point.bound is not None for point in found.points):
             return found
 

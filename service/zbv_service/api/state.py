@@ -17,6 +17,7 @@ from zbv_service.database import (
     PartTable,
     PlanTable,
     Retention,
+    RunEventTable,
     RunPlanTable,
     RunTable,
     SearchEventTable,
@@ -41,7 +42,7 @@ from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
 from zbv_service.runs.watch import AgentWatch
-from zbv_service.searches.events import SearchEvents
+from zbv_service.searches.events import EventFeed
 from zbv_service.searches.executors.task import SearchFunction
 from zbv_service.searches.layouts import LayoutSearches
 from zbv_service.searches.runner import Runner
@@ -78,22 +79,22 @@ class ApplicationState:
         self.metrics, self.assets = metrics, assets
         self.computations = computations = Computations(settings.computation_seconds)
 
-        self.events = SearchEvents(SearchEventTable(database))
+        self.events = EventFeed(SearchEventTable(database))
+        self.run_events = EventFeed(RunEventTable(database))
         plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)
         self.runner = Runner(search_table, settings, search, metrics)
         self.searches = Searches(search_table, self.runner, settings, computations)
         self.layouts = LayoutSearches(search_table, self.runner, settings, computations)
 
         self.plans = Plans(plan_table, settings, computations)
-        self.schedules = Schedules(computations)
-        self.compared = ComparedPlans(self.plans, self.schedules)
-        self.frontiers = Frontiers(plan_table, search_table, self.searches, self.schedules, computations)
+        self.compared = ComparedPlans(self.plans, Schedules(self.plans))
+        self.frontiers = Frontiers(plan_table, search_table, self.searches, self.plans, settings)
         self.comparisons = Comparisons(plan_table, computations, settings)
         self.estimates = Estimates(computations, settings)
 
         agents, runs, run_plans = AgentTable(database), RunTable(database), RunPlanTable(database)
         parts = PartTable(database)
-        replanner = Replanner(runs, run_plans, parts, self.plans, self.searches, computations)
+        replanner = Replanner(runs, run_plans, parts, self.plans, self.searches, computations, settings)
         watch = AgentWatch(agents, ListenerTable(database), settings.agent_timeout_seconds)
         self.dispatcher = dispatcher = Dispatcher(runs, run_plans, replanner, watch, settings)
         self.heartbeats = Heartbeats(HeartbeatTable(database))
@@ -122,6 +123,7 @@ class ApplicationState:
     async def start(self) -> None:
         """Start the parts that work in the background."""
         await self.events.start()
+        await self.run_events.start()
         await self.runner.start()
         await self.dispatcher.start()
         await self.sweeper.start()
@@ -134,6 +136,7 @@ class ApplicationState:
         await self.sweeper.stop()
         await self.access.tokens.close()
         await self.events.stop()
+        await self.run_events.stop()
         self.computations.stop()
 
 

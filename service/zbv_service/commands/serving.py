@@ -135,6 +135,7 @@ class _Server(uvicorn.Server):
         # Agents wait seconds for work, and readers wait hours for events; the server would wait for them.
         self._app.state.application.dispatcher.hang_up()
         self._app.state.application.events.hang_up()
+        self._app.state.application.run_events.hang_up()
         await super().shutdown(sockets)
 
 

@@ -15,7 +15,7 @@ from zbv_service.database.plans import PlanTable
 from zbv_service.database.retention import Keep, Retention
 from zbv_service.database.run_parts import PartTable
 from zbv_service.database.run_plans import RunPlanTable
-from zbv_service.database.runs import AgentsTaken, RunRemoved, RunTable, SearchGone
+from zbv_service.database.runs import AgentsTaken, RunEventTable, RunRemoved, RunTable, SearchGone
 from zbv_service.database.search_events import SearchEventTable
 from zbv_service.database.searches import (
     SearchDiscarded,
@@ -38,6 +38,7 @@ __all__ = [
     "PartTable",
     "PlanTable",
     "Retention",
+    "RunEventTable",
     "RunPlanTable",
     "RunRemoved",
     "RunTable",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 
@@ -9,10 +10,11 @@ from sqlalchemy import Update as UpdateStatement
 from sqlalchemy import or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import record_of
-from zbv_service.database.paging import begins, page_after, page_of
+from zbv_service.database.paging import begins, read_page
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, node_of
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
 from zbv_service.records.runs import AGENT_PRESENT, AgentFilter, AgentRecord, AgentState, NewAgent
@@ -36,15 +38,20 @@ class AgentTable(BaseTable):
                 row = AgentRow(**asdict(new), state="live", run_id=None, created_at=now, seen_at=now)
                 session.add(row)
         except IntegrityError:  # the same request arrived twice at once
-            async with self._database.reading() as session:
-                return record_of(AgentRecord, await session.get_one(AgentRow, new.id)), False
+            known_record = await self.get(new.id)
+            if known_record is None:
+                raise
+            return known_record, False
         return record_of(AgentRecord, row), True
 
     async def get(self, agent_id: str) -> AgentRecord | None:
         """An agent by id."""
-        async with self._database.reading() as session:
-            row = await session.get(AgentRow, agent_id)
+
+        def find(session: Session) -> AgentRecord | None:
+            row = session.get(AgentRow, agent_id)
             return None if row is None else record_of(AgentRecord, row)
+
+        return await self._database.read(find)
 
     async def owned(self, agent_id: str, by: str) -> str | None:
         """The owner of an agent; ``by`` becomes the owner if it has none. None for an unknown agent."""
@@ -59,16 +66,22 @@ class AgentTable(BaseTable):
 
     async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
         """One page of agents, newest first, starting at a position."""
-        query = select(AgentRow).where(AgentRow.state.in_(sorted(wanted.states)))
+        query = select(AgentRow.id).where(AgentRow.state.in_(sorted(wanted.states)))
         if wanted.text:
             named = (
                 column.icontains(wanted.text, autoescape=True) for column in (AgentRow.name, AgentRow.address)
             )
             query = query.where(or_(*named, *begins(wanted.text, AgentRow.id, AgentRow.run_id)))
-        query = page_after(query, AgentRow.created_at, AgentRow.id, limit, after)
-        async with self._database.reading() as session:
-            records = [record_of(AgentRecord, row) for row in await session.scalars(query)]
-        return page_of(records, limit, after, lambda agent: (agent.created_at, agent.id))
+
+        def find(session: Session) -> Page[AgentRecord]:
+            def load(ids: Sequence[str]) -> list[AgentRecord]:
+                rows = session.scalars(select(AgentRow).where(AgentRow.id.in_(ids)))
+                return [record_of(AgentRecord, row) for row in rows]
+
+            row = AgentRow
+            return read_page(session, query, row.created_at, row.id, limit, after, load, _place)
+
+        return await self._database.read(find)
 
     async def drain(self, agent_id: str) -> AgentRecord | None:
         """Stop assigning work to an agent."""
@@ -143,6 +156,10 @@ def _places(node: NodeRow) -> str:
         if place.get("step") is not None
     ]
     return f"last reported steps: {', '.join(known)}" if known else "its ranks had reported no step"
+
+
+def _place(agent: AgentRecord) -> tuple[datetime, str]:
+    return agent.created_at, agent.id
 
 
 def _present(agent_id: str) -> UpdateStatement:

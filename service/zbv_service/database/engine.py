@@ -8,18 +8,19 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from alembic.util.exc import CommandError
-from sqlalchemy import URL, Connection, Row, Select, create_engine, event, text
+from sqlalchemy import URL, Connection, Engine, Row, Select, create_engine, event, text
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
 from zbv_service.database.migrate import upgrade
@@ -35,9 +36,10 @@ WAIT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
 """Limits for PostgreSQL: the time of a statement, of waiting for a lock, and of an idle transaction."""
 
-QUICK_READERS = 2
-"""Threads that each run a single query on a SQLite file. Such a query takes less than a millisecond."""
+FILE_READERS = 4
+"""Threads that read a SQLite file. Most queries take less than a millisecond; those of long lists queue."""
 
+T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _RETRY_SECONDS = 0.02
@@ -79,8 +81,10 @@ class Database:
             _prepare_sqlite(self._engine)
         else:
             self._engine = create_async_engine(parsed, **_postgres_options())
-        self._quick = _QuickReader(parsed) if self._file is not None else None
         self._failed_write: DatabaseAway | None = None
+        # A database in memory has a single connection.
+        has_readers = self._file is not None or not self.is_sqlite
+        self._readers = _Readers(parsed) if has_readers else None
 
     async def migrate(self) -> None:
         """Migrate the tables to the newest version, from any older version or an empty database.
@@ -127,8 +131,8 @@ class Database:
 
     async def close(self) -> None:
         """Close every connection."""
-        if self._quick is not None:
-            self._quick.close()
+        if self._readers is not None:
+            self._readers.close()
         await self._engine.dispose()
 
     async def rows(self, query: Select[*Ts], **values: Any) -> Sequence[Row[*Ts]]:
@@ -137,11 +141,26 @@ class Database:
         A single statement sees one consistent state, so it needs no transaction.
         """
         with _away():
-            if self._quick is not None:
-                return await self._quick.rows(query, values)
+            if self._readers is not None:
+                return await self._readers.call(self._readers.rows, query, values)
             async with self._engine.connect() as connection:
-                await connection.execution_options(isolation_level="AUTOCOMMIT")
                 return (await connection.execute(query, values)).all()
+
+    async def read(self, function: Callable[[Session], T]) -> T:
+        """Call a function with a read-only session that sees one consistent state.
+
+        Rows may be large. They are fetched, decoded and made into records in a thread.
+
+        Raises
+        ------
+        DatabaseAway
+            The database does not answer.
+        """
+        with _away():
+            if self._readers is not None:
+                return await self._readers.call(self._readers.read, function)
+            async with AsyncSession(self._engine, expire_on_commit=False) as session:
+                return await session.run_sync(function)
 
     async def now(self, session: AsyncSession) -> datetime:
         """The current time by the database's clock, the only one that several services can compare.
@@ -199,30 +218,54 @@ class BaseTable:
         self._database = database
 
 
-class _QuickReader:
-    """Runs a query on a SQLite file in one hop to a thread; the asynchronous driver needs one per step."""
+class _Readers:
+    """Threads that run queries and decode their rows, which takes long for many or large rows.
+
+    For small rows it is faster, too: the asynchronous driver of SQLite needs a hop to a thread per step.
+    """
 
     def __init__(self, url: URL):
-        self._engine = create_engine(
-            url.set(drivername="sqlite"),
-            connect_args={"timeout": BUSY_SECONDS},
-            isolation_level="AUTOCOMMIT",
-            pool_reset_on_return=None,
-        )
-        self._threads = ThreadPoolExecutor(QUICK_READERS, thread_name_prefix="zbv-sqlite")
+        self._is_sqlite = url.get_backend_name() == "sqlite"
+        if self._is_sqlite:
+            url = url.set(drivername="sqlite")
+            self._engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS})
+            _begin_explicitly(self._engine)
+        else:
+            self._engine = create_engine(url, **_postgres_options())
+        count = FILE_READERS if self._is_sqlite else POOLED
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="zbv-readers")
+        self._free = asyncio.Semaphore(count)
 
-    async def rows(self, query: Select[*Ts], values: dict[str, Any]) -> Sequence[Row[*Ts]]:
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a method in a thread; raises :class:`NoConnectionFree` if no thread of a server comes free."""
+        try:
+            async with asyncio.timeout(None if self._is_sqlite else WAIT_SECONDS):
+                await self._free.acquire()
+        except TimeoutError:
+            raise NoConnectionFree from None
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        finally:
+            self._free.release()
+
+    def rows(self, query: Select[*Ts], values: dict[str, Any]) -> Sequence[Row[*Ts]]:
         """The rows of a query."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, query, values)
+        with self._engine.connect() as connection:
+            if not self._is_sqlite:
+                connection.execution_options(isolation_level="AUTOCOMMIT")
+            return connection.execute(query, values).all()
+
+    def read(self, function: Callable[[Session], T]) -> T:
+        """The result of a function of a session."""
+        with Session(self._engine, expire_on_commit=False) as session:
+            if not self._is_sqlite:
+                session.connection(execution_options=_ONE_STATE)
+            return function(session)
 
     def close(self) -> None:
         """Close every connection."""
         self._threads.shutdown()
         self._engine.dispose()
-
-    def _read(self, query: Select[*Ts], values: dict[str, Any]) -> Sequence[Row[*Ts]]:
-        with self._engine.connect() as connection:
-            return connection.execute(query, values).all()
 
 
 @contextmanager
@@ -291,6 +334,18 @@ def _make_private(path: Path) -> None:
                 file,
                 error.strerror,
             )
+
+
+def _begin_explicitly(engine: Engine) -> None:
+    """Make each transaction of a SQLite engine see one state. The driver begins none before a read."""
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
 
 
 def _prepare_sqlite(engine: AsyncEngine) -> None:

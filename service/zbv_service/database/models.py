@@ -110,6 +110,7 @@ class SearchRow(Base):
     placement: Mapped[str | None] = mapped_column(String(16))
     problem_objective: Mapped[str | None] = mapped_column(String(16))
     options: Mapped[dict[str, Any]]
+    jitter: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
     problem: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
     incumbent: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
     objective: Mapped[float | None]

@@ -6,12 +6,13 @@ hide others, and a late page costs as much as the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Select, or_, tuple_
-from sqlalchemy.orm import InstrumentedAttribute
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from zbv_service.database.models import PlanRow, SearchRow
 from zbv_service.database.run_models import RunRow
@@ -19,6 +20,57 @@ from zbv_service.records.runs import RunFilter
 from zbv_service.records.searches import Page, Position, Shape
 
 T = TypeVar("T")
+
+MOST_CHARACTERS = 4 * 1024**2
+"""About the most characters on a page. A page of larger rows has fewer of them, and the next one goes on."""
+PORTION = 50
+"""Rows that are read at a time."""
+
+
+def read_page(
+    session: Session,
+    query: Select[str],
+    created_at: InstrumentedAttribute[datetime],
+    key: InstrumentedAttribute[str],
+    limit: int,
+    after: Position | None,
+    load: Callable[[Sequence[str]], Iterable[T]],
+    place: Callable[[T], tuple[datetime, str]],
+) -> Page[T]:
+    """One page of rows that may be large; call it in a thread.
+
+    Parameters
+    ----------
+    query
+        For the keys of all rows of the list.
+    load
+        Reads the records of some keys, in any order.
+    """
+    keys = list(session.scalars(page_after(query, created_at, key, limit, after)))
+    found: list[T] = []
+    characters = 0
+    for begin in range(0, len(keys[:limit]), PORTION):
+        portion = keys[begin : min(begin + PORTION, limit)]
+        records = {place(record)[1]: record for record in load(portion)}
+        for name in portion:
+            characters += weight(records[name])
+            if found and characters > MOST_CHARACTERS:
+                return _page(found, True, after, place)
+            found.append(records[name])
+    return _page(found, len(keys) > limit, after, place)
+
+
+def weight(value: Any) -> int:
+    """About how many characters a value has as JSON."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(name) + weight(inner) for name, inner in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(weight, value))
+    if is_dataclass(value):
+        return sum(weight(getattr(value, field.name)) for field in fields(value))
+    return 8
 
 
 def page_after(
@@ -41,13 +93,19 @@ def page_of(
     found: Sequence[T], limit: int, after: Position | None, place: Callable[[T], tuple[datetime, str]]
 ) -> Page[T]:
     """The page made of the rows of :func:`page_after`; ``place`` returns a row's moment and key."""
-    is_newer = after is not None and after.is_newer
-    items = found[:limit][::-1] if is_newer else found[:limit]
-    if not items:
+    return _page(found[:limit], len(found) > limit, after, place)
+
+
+def _page(
+    found: Sequence[T], has_more: bool, after: Position | None, place: Callable[[T], tuple[datetime, str]]
+) -> Page[T]:
+    """A page of items, nearest first, after which there may be more."""
+    if not found:
         return Page((), None)
-    has_more, has_before = len(found) > limit, after is not None
+    is_newer, has_before = after is not None and after.is_newer, after is not None
+    items = tuple(found[::-1] if is_newer else found)
     return Page(
-        tuple(items),
+        items,
         next=Position(*place(items[-1])) if has_more or is_newer else None,
         previous=Position(*place(items[0]), True) if (has_more if is_newer else has_before) else None,
     )

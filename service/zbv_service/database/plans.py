@@ -44,10 +44,10 @@ class PlanTable(BaseTable):
         if wanted.status is not None:
             conditions.append(PlanRow.status == wanted.status)
         conditions += begins(wanted.text, PlanRow.plan_id)
-        query = select(*_SUMMARY).where(*conditions)
-        async with self._database.reading() as session:
-            query = page_after(query, PlanRow.created_at, PlanRow.plan_id, limit, after)
-            found = [PlanSummary(*row) for row in await session.execute(query)]
+        query = page_after(
+            select(*_SUMMARY).where(*conditions), PlanRow.created_at, PlanRow.plan_id, limit, after
+        )
+        found = [PlanSummary(**row._mapping) for row in await self._database.rows(query)]
         return page_of(found, limit, after, lambda plan: (plan.created_at, plan.plan_id))
 
     async def best(self, problem_key: str) -> PlanSummary | None:

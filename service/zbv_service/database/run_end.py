@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from sqlalchemy import CursorResult, select, update
+from sqlalchemy import CursorResult, Select, select, update
 from sqlalchemy import Update as UpdateStatement
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -44,9 +44,13 @@ async def nodes_of(session: AsyncSession, run: RunRow) -> list[NodeRow]:
 
 async def node_of(session: AsyncSession, run: RunRow, agent_id: str) -> NodeRow | None:
     """The node of an agent in a run's current generation; reads one row for a run of any size."""
+    return await session.scalar(nodes_of_agent(run, agent_id).execution_options(populate_existing=True))
+
+
+def nodes_of_agent(run: RunRow, agent_id: str) -> Select[NodeRow]:
+    """A query for the node of an agent in a run's current generation."""
     of_it = (NodeRow.agent_id == agent_id, NodeRow.run_id == run.id, NodeRow.generation == run.generation)
-    query = select(NodeRow).where(*of_it).order_by(NodeRow.node_rank.desc()).limit(1)
-    return await session.scalar(query.execution_options(populate_existing=True))
+    return select(NodeRow).where(*of_it).order_by(NodeRow.node_rank.desc()).limit(1)
 
 
 async def end_node(

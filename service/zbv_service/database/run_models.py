@@ -25,7 +25,7 @@ class RunRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
     search_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("searches.id"))
-    search_options: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    search_options: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
     target_plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
     offer: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     replanning: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))

@@ -79,8 +79,9 @@ class PartTable(BaseTable):
         query = select(PartRow).where(*where).order_by(PartRow.rank).options(undefer(PartRow.body))
         if ranks is not None:
             query = query.where(PartRow.rank.in_(ranks))
-        async with self._database.reading() as session:
-            return [record_of(NewPart, row) for row in await session.scalars(query)]
+        return await self._database.read(
+            lambda session: [record_of(NewPart, row) for row in session.scalars(query)]
+        )
 
     async def index(self, run_id: str) -> list[PartInfo]:
         """The list of a run's parts in all generations, without their content."""

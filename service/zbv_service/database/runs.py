@@ -6,21 +6,32 @@ Every change locks the run's row. So if two nodes end at the same time, the seco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, or_, select, update
+from sqlalchemy import ColumnElement, Row, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import SearchRow, columns_of, record_of
 from zbv_service.database.named_requests import answered_with, remember
-from zbv_service.database.paging import begins, created_between, page_after, page_of
-from zbv_service.database.run_end import add_event, changed, end_node, end_run, lock_run, node_of, nodes_of
+from zbv_service.database.paging import begins, created_between, read_page
+from zbv_service.database.run_end import (
+    add_event,
+    changed,
+    end_node,
+    end_run,
+    lock_run,
+    node_of,
+    nodes_of_agent,
+)
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
+from zbv_service.database.search_events import portions
 from zbv_service.records.runs import (
     RUN_ENDED,
     AvailableAgent,
@@ -38,6 +49,8 @@ from zbv_service.records.searches import NamedRequest, Page, Position
 
 _CONSIDERED = 200
 """Waiting runs per pass."""
+MOST_EVENTS = 1000
+"""Most events of a run per query."""
 
 
 class AgentsTaken(Exception):
@@ -115,34 +128,40 @@ class RunTable(BaseTable):
         """
         async with self._database.reading() as session:
             run_id = await answered_with(session, named)
-            if run_id is None:
-                return None
-            row = await session.get(RunRow, run_id)
-            if row is None:
-                raise RunRemoved(run_id)
-            return _record(row, await nodes_of(session, row))
+        if run_id is None:
+            return None
+        known = await self.get(run_id)
+        if known is None:
+            raise RunRemoved(run_id)
+        return known
 
     async def get(self, run_id: str) -> RunRecord | None:
         """A run by id."""
-        async with self._database.reading() as session:
-            row = await session.get(RunRow, run_id)
-            return None if row is None else _record(row, await nodes_of(session, row))
+        return await self._database.read(lambda session: next(iter(_records(session, [run_id])), None))
 
     async def brief(self, run_id: str) -> RunRecord | None:
         """A run by id without its nodes; reads one row for a run of any size."""
-        async with self._database.reading() as session:
-            row = await session.get(RunRow, run_id)
+
+        def find(session: Session) -> RunRecord | None:
+            row = session.get(RunRow, run_id)
             return None if row is None else _record(row, ())
+
+        return await self._database.read(find)
+
+    async def search_options(self, run_id: str) -> bytes | None:
+        """The packed options of a run's searches; None for the defaults."""
+        found = await self._database.rows(select(RunRow.search_options).where(RunRow.id == run_id))
+        return found[0].search_options if found else None
 
     async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
         """One page of runs, newest first, starting at a position."""
-        query = select(RunRow).where(*_conditions(wanted))
-        query = page_after(query, RunRow.created_at, RunRow.id, limit, after)
-        async with self._database.reading() as session:
-            rows = list(await session.scalars(query))
-            nodes = await _nodes_of_all(session, [row.id for row in rows[:limit]])
-        records = [_record(row, nodes.get(row.id, ())) for row in rows]
-        return page_of(records, limit, after, lambda run: (run.created_at, run.id))
+        query = select(RunRow.id).where(*_conditions(wanted))
+
+        def find(session: Session) -> Page[RunRecord]:
+            load = partial(_records, session)
+            return read_page(session, query, RunRow.created_at, RunRow.id, limit, after, load, _place)
+
+        return await self._database.read(find)
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
         """The events of a run after a given event, oldest first."""
@@ -178,18 +197,10 @@ class RunTable(BaseTable):
         AgentsTaken
             Another service was faster.
         """
-        waiting = select(RunRow).where(RunRow.state == "waiting").order_by(RunRow.created_at, RunRow.id)
-        async with self._database.reading() as session:
-            runs = {row.id: row for row in await session.scalars(waiting.limit(_CONSIDERED))}
-            if not runs:
-                return []
-            live = select(*_OFFER).where(AgentRow.state == "live")
-            offers = await session.execute(live.order_by(AgentRow.created_at, AgentRow.id))
-            agents = [_available_agent(row) for row in offers]
-        waiting_runs = [_waiting_run(row) for row in runs.values()]
-        if (waiting_runs, agents) == self._undecided:
+        waiting_runs, agents, runs = await self._database.read(_waiting)
+        decision = await asyncio.to_thread(self._decision, decide, waiting_runs, agents)
+        if decision is None:
             return []
-        decision = await asyncio.to_thread(decide, waiting_runs, agents)
         placed = decision.placed
         if placed:
             async with self._database.writing() as session:
@@ -202,6 +213,12 @@ class RunTable(BaseTable):
         self._undecided = None if placed else (waiting_runs, agents)
         return list(placed)
 
+    def _decision(
+        self, decide: Decide, runs: list[WaitingRun], agents: list[AvailableAgent]
+    ) -> Decision | None:
+        """The decision; None if no run waits, or if none of the same runs could start before."""
+        return decide(runs, agents) if runs and (runs, agents) != self._undecided else None
+
     async def _store_lack(self, lacking: Mapping[str, str]) -> None:
         """Store what waiting runs lack."""
         if not lacking:
@@ -213,15 +230,16 @@ class RunTable(BaseTable):
 
     async def work_of(self, agent_id: str) -> Work | None:
         """The node that an agent has to run; repeated calls return the same."""
-        async with self._database.reading() as session:
-            run_id = await session.scalar(select(AgentRow.run_id).where(AgentRow.id == agent_id))
-            run = None if run_id is None else await session.get(RunRow, run_id)
-            if run is None:
-                return None
-            mine = await node_of(session, run, agent_id)
-            if mine is None or mine.state == "ended":
+
+        def find(session: Session) -> Work | None:
+            run_id = session.scalar(select(AgentRow.run_id).where(AgentRow.id == agent_id))
+            run = None if run_id is None else session.get(RunRow, run_id)
+            mine = None if run is None else session.scalar(nodes_of_agent(run, agent_id))
+            if run is None or mine is None or mine.state == "ended":
                 return None
             return Work(_record(run, [mine]), record_of(NodeRecord, mine))
+
+        return await self._database.read(find)
 
     async def with_work(self, agent_ids: Sequence[str]) -> list[str]:
         """The ids of those agents that have a node."""
@@ -240,6 +258,45 @@ class RunTable(BaseTable):
 _EVENT = columns_of(EventRecord, EventRow)
 
 
+class RunEventTable(BaseTable):
+    """The events of one database's runs. A run that has ended has one more, ``end``, which is not stored."""
+
+    async def last_numbers(self, run_ids: Collection[str]) -> dict[str, int]:
+        """The number of each run's newest event; removed runs are left out."""
+        newest = select(func.max(EventRow.id)).where(EventRow.run_id == RunRow.id).scalar_subquery()
+        found: dict[str, int] = {}
+        for ids in portions(run_ids):
+            query = select(RunRow.id, RunRow.state, newest).where(RunRow.id.in_(ids))
+            for run_id, state, number in await self._database.rows(query):
+                found[run_id] = (number or 0) + (state in RUN_ENDED)
+        return found
+
+    async def after(self, positions: Mapping[str, int]) -> list[EventRecord]:
+        """At most :data:`MOST_EVENTS` events of each run after the given number, in their order."""
+
+        def find(session: Session) -> list[EventRecord]:
+            found: list[EventRecord] = []
+            for run_id, number in positions.items():
+                newer = (EventRow.run_id == run_id, EventRow.id > number)
+                query = select(*_EVENT).where(*newer).order_by(EventRow.id).limit(MOST_EVENTS)
+                events = [EventRecord(*row) for row in session.execute(query)]
+                state = session.scalar(select(RunRow.state).where(RunRow.id == run_id))
+                found += events
+                if state in RUN_ENDED and len(events) < MOST_EVENTS:
+                    newest = select(func.max(EventRow.id)).where(EventRow.run_id == run_id)
+                    last = EventRecord(
+                        (session.scalar(newest) or 0) + 1, datetime.now(UTC), "end", state, run_id
+                    )
+                    found += [last] if last.id > number else []
+            return found
+
+        return await self._database.read(find)
+
+    def removed(self, run_id: str, number: int) -> EventRecord:
+        """The last event, with this number, of a run that was removed."""
+        return EventRecord(number, datetime.now(UTC), "end", "removed", run_id)
+
+
 def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
     if wanted.states:
@@ -251,14 +308,39 @@ def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
     return found + created_between(wanted, RunRow)
 
 
-async def _nodes_of_all(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, list[NodeRow]]:
-    """The nodes of the current generation of each run, in the order of node ranks."""
+def _place(run: RunRecord) -> tuple[datetime, str]:
+    return run.created_at, run.id
+
+
+def _records(session: Session, run_ids: Sequence[str]) -> list[RunRecord]:
+    """Runs with the nodes of their current generation, in the order of node ranks."""
     query = select(NodeRow).join(RunRow, NodeRow.run_id == RunRow.id)
     query = query.where(RunRow.id.in_(run_ids), NodeRow.generation == RunRow.generation)
-    found: dict[str, list[NodeRow]] = {}
-    for node in await session.scalars(query.order_by(NodeRow.run_id, NodeRow.node_rank)):
-        found.setdefault(node.run_id, []).append(node)
-    return found
+    nodes: dict[str, list[NodeRow]] = {}
+    for node in session.scalars(query.order_by(NodeRow.run_id, NodeRow.node_rank)):
+        nodes.setdefault(node.run_id, []).append(node)
+    rows = session.scalars(select(RunRow).where(RunRow.id.in_(run_ids)))
+    return [_record(row, nodes.get(row.id, ())) for row in rows]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """What assigning a waiting run needs to know about it, besides what it asks of agents."""
+
+    id: str
+    generation: int
+    waits_for: str | None
+
+
+def _waiting(session: Session) -> tuple[list[WaitingRun], list[AvailableAgent], dict[str, _Waiting]]:
+    """The runs that wait for agents, oldest first, and the live agents; no agents if no run waits."""
+    query = select(RunRow).where(RunRow.state == "waiting").order_by(RunRow.created_at, RunRow.id)
+    rows = list(session.scalars(query.limit(_CONSIDERED)))
+    if not rows:
+        return [], [], {}
+    live = select(*_OFFER).where(AgentRow.state == "live").order_by(AgentRow.created_at, AgentRow.id)
+    agents = [_available_agent(row) for row in session.execute(live)]
+    return [*map(_waiting_run, rows)], agents, {row.id: record_of(_Waiting, row) for row in rows}
 
 
 async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> None:
@@ -268,7 +350,7 @@ async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> N
         await session.execute(select(column).where(column.in_(ids)).order_by(column).with_for_update())
 
 
-async def _take(session: AsyncSession, run: RunRow, ids: list[str]) -> None:
+async def _take(session: AsyncSession, run: _Waiting, ids: list[str]) -> None:
     """Assign all agents of a run, or abort the transaction."""
     now = datetime.now(UTC)
     places = select(AgentRow.id, AgentRow.name, AgentRow.address, AgentRow.port).where(AgentRow.id.in_(ids))
@@ -344,7 +426,8 @@ def _available_agent(row: Sequence[Any]) -> AvailableAgent:
 
 
 def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunRecord:
-    return record_of(RunRecord, row, members=tuple(record_of(NodeRecord, node) for node in nodes))
+    members = tuple(record_of(NodeRecord, node) for node in nodes)
+    return record_of(RunRecord, row, members=members, search_options=None)
 
 
 async def _held_search(session: AsyncSession, search_id: str) -> bool:

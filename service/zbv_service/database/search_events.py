@@ -7,12 +7,13 @@ event also sees all earlier ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
 from sqlalchemy import and_, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import SearchEventRow, SearchRow, columns_of
@@ -31,22 +32,31 @@ class SearchEventTable(BaseTable):
     async def last_numbers(self, search_ids: Iterable[str]) -> dict[str, int]:
         """The number of each search's newest event; removed searches are left out."""
         found: dict[str, int] = {}
-        for ids in _portions(search_ids, _PER_QUERY):
+        for ids in portions(search_ids):
             query = select(SearchRow.id, SearchRow.last_event).where(SearchRow.id.in_(ids))
             found.update((search_id, number) for search_id, number in await self._database.rows(query))
         return found
 
     async def after(self, positions: Mapping[str, int]) -> list[SearchEvent]:
         """The events of each search after the given number, in order within each search."""
-        found: list[SearchEvent] = []
         row = SearchEventRow
-        async with self._database.reading() as session:
-            for ids in _portions(positions, _PER_QUERY // 2):
+
+        def find(session: Session) -> list[SearchEvent]:
+            found: list[SearchEvent] = []
+            for ids in portions(positions, _PER_QUERY // 2):
                 newer = (and_(row.search_id == key, row.number > positions[key]) for key in ids)
                 query = select(*columns_of(SearchEvent, row)).where(or_(*newer))
                 query = query.order_by(row.search_id, row.number)
-                found.extend(SearchEvent(*event) for event in await session.execute(query))
-        return found
+                found.extend(SearchEvent(*event) for event in session.execute(query))
+            return found
+
+        return await self._database.read(find)
+
+    def removed(self, search_id: str, number: int) -> SearchEvent:
+        """The last event, with this number, of a search that was removed."""
+        names = ("objective", "lower_bound", "gap", "method", "plan_id", "error", "seconds")
+        data = {"state": "discarded", **dict.fromkeys(names)}
+        return SearchEvent(search_id, number, datetime.now(UTC), "end", data)
 
 
 async def add_event(
@@ -116,7 +126,7 @@ def _seconds(row: SearchRow, at: datetime) -> float | None:
     return None if row.started_at is None else round((at - row.started_at).total_seconds(), 3)
 
 
-def _portions(keys: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
+def portions(keys: Iterable[str], size: int = _PER_QUERY) -> Iterator[tuple[str, ...]]:
     """Keys in portions that fit in one statement."""
     remaining = iter(keys)
     while portion := tuple(islice(remaining, size)):

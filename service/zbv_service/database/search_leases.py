@@ -64,7 +64,7 @@ class SearchLeases(BaseTable):
         if not await self._database.rows(queued.with_only_columns(SearchRow.id).limit(1)):
             return None
         first = queued.order_by(SearchRow.turn, SearchRow.created_at, SearchRow.id).limit(1)
-        first = first.options(undefer(SearchRow.problem), undefer(SearchRow.incumbent))
+        first = first.options(*map(undefer, (SearchRow.problem, SearchRow.incumbent, SearchRow.jitter)))
         first = first.with_for_update(skip_locked=True)
         async with self._database.writing() as session:
             row, busy = None, [] if share is None else await _callers_running(session, share)

@@ -10,10 +10,11 @@ from typing import Any
 from sqlalchemy import Row, Select, bindparam, func, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from zbv_service.database.models import SearchRow, columns_of, record_of
 from zbv_service.database.named_requests import answered_with, remember
-from zbv_service.database.paging import begins, of_shape, page_after, page_of
+from zbv_service.database.paging import begins, of_shape, read_page
 from zbv_service.database.retention import remove_searches
 from zbv_service.database.run_end import changed
 from zbv_service.database.run_models import RunRow
@@ -106,9 +107,8 @@ class SearchTable(SearchLeases):
 
     async def of_requests(self, request_keys: Collection[str]) -> dict[str, SearchRecord]:
         """The searches of these request keys, by key; keys without a search are left out."""
-        query = select(SearchRow).where(SearchRow.request_key.in_(request_keys))
-        async with self._database.reading() as session:
-            return {str(row.request_key): _record(row) for row in await session.scalars(query)}
+        query = select(SearchRow.request_key, *_LISTED).where(SearchRow.request_key.in_(request_keys))
+        return {str(key): SearchRecord(*values) for key, *values in await self._database.rows(query)}
 
     async def queued_before(self, record: SearchRecord) -> int:
         """The number of queued searches that start before this queued one."""
@@ -133,9 +133,12 @@ class SearchTable(SearchLeases):
         """The search that answers a request, or None; and whether nothing remains to be stored."""
         if named is not None:
             async with self._database.reading() as session:
-                row = await _of_name(session, named)
-            if row is not None:
-                return _record(row), True
+                search_id = await answered_with(session, named)
+            if search_id is not None:
+                record = await self.get(search_id)
+                if record is None:
+                    raise SearchDiscarded
+                return record, True
         return _only(await self._database.rows(_BY_REQUEST, key=request_key)), named is None
 
     async def page(
@@ -147,11 +150,17 @@ class SearchTable(SearchLeases):
         if wanted.states:
             conditions.append(SearchRow.state.in_(sorted(wanted.states)))
         conditions += begins(wanted.text, SearchRow.id, SearchRow.plan_id)
-        query = select(SearchRow).where(*conditions)
-        async with self._database.reading() as session:
-            query = page_after(query, SearchRow.created_at, SearchRow.id, limit, after)
-            records = [_record(row) for row in await session.scalars(query)]
-        return page_of(records, limit, after, lambda record: (record.created_at, record.id))
+        query = select(SearchRow.id).where(*conditions)
+
+        def find(session: Session) -> Page[SearchRecord]:
+            def load(ids: Sequence[str]) -> list[SearchRecord]:
+                rows = session.execute(select(*_LISTED).where(SearchRow.id.in_(ids)))
+                return [SearchRecord(*row) for row in rows]
+
+            row = SearchRow
+            return read_page(session, query, row.created_at, row.id, limit, after, load, _place)
+
+        return await self._database.read(find)
 
     async def request_cancel(self, search_id: str) -> SearchRecord | None:
         """Cancel a search that is queued without an incumbent; ask any other unfinished one to stop.
@@ -160,14 +169,10 @@ class SearchTable(SearchLeases):
         """
         async with self._database.writing() as session:
             row = await session.get(SearchRow, search_id, with_for_update=True)
-            if row is None:
-                return None
-            if row.state in FINISHED or row.cancel_requested:
-                return _record(row)
-            await _give_up(session, row, await self._database.now(session))
-            record = _record(row)
+            if row is not None and row.state not in FINISHED and not row.cancel_requested:
+                await _give_up(session, row, await self._database.now(session))
         self._changed(search_id)
-        return record
+        return await self.get(search_id)
 
     async def cancel_unwanted(self, search_id: str) -> bool:
         """Cancel a search that nobody wants any more; returns whether this call cancelled it.
@@ -260,19 +265,10 @@ async def _turn(session: AsyncSession, caller: str | None) -> int:
     return max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
 
 
-async def _of_name(session: AsyncSession, named: NamedRequest) -> SearchRow | None:
-    """The search that an earlier request with this key got, None without one."""
-    search_id = await answered_with(session, named)
-    if search_id is None:
-        return None
-    row = await session.get(SearchRow, search_id)
-    if row is None:
-        raise SearchDiscarded
-    return row
-
-
 # Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
 _RECORDS = select(*columns_of(SearchRecord, SearchRow))
+_LISTED = tuple(column for column in columns_of(SearchRecord, SearchRow) if column.key != "jitter")
+"""All columns of a record but the last one."""
 _BY_ID = _RECORDS.where(SearchRow.id == bindparam("id"))
 _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))
 
@@ -303,3 +299,7 @@ def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
 
 def _record(row: SearchRow) -> SearchRecord:
     return record_of(SearchRecord, row)
+
+
+def _place(record: SearchRecord) -> tuple[datetime, str]:
+    return record.created_at, record.id

@@ -5,19 +5,33 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import Number
-from zbv_solver.jitter.reading import JitterDocument
+from zbv_solver.jitter.reading import ActionsDocument, JitterDocument, SamplesDocument
 from zbv_solver.problem.problem import Objective
 from zbv_solver.search.options import LARGEST_QUANTILE, LEAST_QUANTILE
 
 MAX_SEED = 2**31 - 1
+MOST_SAMPLES = 20_000
+"""Most samples of the options of a search: they are read, sent and stored with it."""
 
 
 class RequestDocument(BaseModel):
     """Base of documents in requests, which must not have unknown keys."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def _require_few_samples(jitter: JitterDocument) -> JitterDocument:
+    spreads: list[Any] = [jitter.transfer]
+    spreads += (
+        [*vars(jitter.action).values()] if isinstance(jitter.action, ActionsDocument) else [jitter.action]
+    )
+    spreads += jitter.rank if isinstance(jitter.rank, list) else [jitter.rank]
+    found = sum(len(each.samples) for each in spreads if isinstance(each, SamplesDocument))
+    if found > MOST_SAMPLES:
+        raise ValueError(f"has {found} samples in all; this service takes at most {MOST_SAMPLES}")
+    return jitter
 
 
 class OptionsDocument(RequestDocument):
@@ -28,10 +42,10 @@ class OptionsDocument(RequestDocument):
         None, description="Seconds; null means that effort alone decides."
     )
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] = 0
-    jitter: JitterDocument | None = Field(
+    jitter: Annotated[JitterDocument, AfterValidator(_require_few_samples)] | None = Field(
         None,
         description="By how much durations vary. With it, the plan is chosen for its simulated time, and has "
-        "a `simulation`.",
+        f"a `simulation`. At most {MOST_SAMPLES} samples in all. Lists of searches leave it out.",
     )
     quantile: Annotated[Number, Field(ge=LEAST_QUANTILE, le=LARGEST_QUANTILE)] | None = Field(
         None,
@@ -62,3 +76,9 @@ PREVIOUS = Field(None, description="Address of the page of newer ones before thi
 def json_bytes(document: Any) -> bytes:
     """A document as compact UTF-8 JSON."""
     return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def json_with(document: dict[str, Any], **texts: bytes) -> bytes:
+    """An object as compact UTF-8 JSON, in which some members are JSON texts already."""
+    members = {name: json_bytes(value) for name, value in document.items() if name not in texts} | texts
+    return b"{%b}" % b",".join(b"%b:%b" % (json_bytes(name), text) for name, text in members.items())

@@ -8,43 +8,36 @@ plan's layers, each point is a search that cuts them again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zbv_solver.frontiers import limits as frontier
-from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known, best_within, fits
-from zbv_solver.plans.plan import CutCertificate, Plan
-from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.writing import problem_json
 
 from zbv_service.compute.cache import Cache, wait_a_while
-from zbv_service.compute.computations import Computations
 from zbv_service.database import PlanTable, SearchTable
-from zbv_service.documents.packing import unpack
-from zbv_service.documents.problems import asked_of
-from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND, TOO_MANY_SEARCHES, ProblemError
+from zbv_service.errors import TOO_MANY_SEARCHES, ProblemError
 from zbv_service.frontier.points import CutSummary, Frontier, Point, newest, tightened
 from zbv_service.frontier.problems import (
+    FrontierPlan,
     FrontierProblems,
-    holds_up_to,
-    problems_of_layers,
-    problems_of_stages,
+    bounds_of,
+    memory_and_cut_of,
+    read_plan,
+    searches_of,
 )
-from zbv_service.plans.schedules import Schedules
+from zbv_service.plans.plans import Plans
 from zbv_service.records.searches import FINISHED, SearchRecord
 from zbv_service.searches.searches import Searches
+from zbv_service.settings import Settings
 
 PATIENCE_SECONDS = 1.5
 """How long a page waits for bounds. They are ready when it is loaded again."""
 CACHED_PLANS = 4096
-MAX_STAGES = 4096
-"""Largest number of stages: a frontier is dozens of problems, each with all stages."""
+CACHED_FRONTIERS = 64
+CACHED_BOUNDS = 256
 
-Needs = Callable[[Sequence[float]], float]
 Bounds = tuple[float, ...] | None
 """A bound for each point; None while they are computed."""
 
@@ -82,21 +75,22 @@ class Frontiers:
     """Reads frontiers, and submits searches for missing points."""
 
     def __init__(
-        self,
-        plans: PlanTable,
-        searches: SearchTable,
-        submit: Searches,
-        schedules: Schedules,
-        computations: Computations,
+        self, table: PlanTable, searches: SearchTable, submit: Searches, plans: Plans, settings: Settings
     ):
-        self._computations = computations
-        self._plans = plans
+        self._table = table
         self._searches = searches
         self._submit = submit
-        self._schedules = schedules
-        self._stored: Cache[tuple[float, CutSummary | None]] = Cache(CACHED_PLANS)
+        self._plans = plans
+        self._settings = settings
+        self._read: Cache[FrontierPlan] = Cache(CACHED_FRONTIERS)
+        self._bounds: Cache[tuple[float, ...]] = Cache(CACHED_BOUNDS)
+        self._stored: Cache[tuple[list[float], CutSummary | None]] = Cache(CACHED_PLANS)
 
-    async def of(self, plan: Plan) -> Frontier:
+    async def plan(self, plan_id: str) -> FrontierPlan:
+        """A plan as its frontier needs it; raises :class:`ProblemError` 404."""
+        return await self._read.get(plan_id, lambda: self._plans.compute(read_plan, plan_id))
+
+    async def of(self, plan_id: str) -> Frontier:
         """The frontier of a plan's model.
 
         Raises
@@ -104,21 +98,19 @@ class Frontiers:
         InvalidInput
             The problem has no memory.
         ProblemError
-            503: too many computations are waiting.
+            404: there is no such plan. 503: too many computations are waiting.
         """
-        needs: Needs
-        if plan.cut is None:
-            needs = partial(memory_fraction.needed, plan.problem)
-            asked, bounds = await self._of_stages(plan.problem)
-        else:
-            needs = max
-            asked, bounds = await self._of_layers(asked_of(plan))
+        plan = await self.plan(plan_id)
+        if plan.fault is not None or plan.asked is None or plan.own is None:
+            raise plan.fault or ValueError("a frontier without problems has a fault")
+        asked = plan.asked
+        bounds = await self._bounds_soon(plan_id, plan, asked)
         found = await self._searches.of_requests(list(asked.requests))
-        if plan.cut is None:
+        if plan.own_cut is None:
             results, answered = await self._results_of_stages(asked)
         else:
-            results, answered = _results_of_layers(plan, plan.cut, asked, found)
-        known, cuts = await self._known(plan, results, needs)
+            results, answered = _results_of_layers(plan, asked, found)
+        known, cuts = await self._known(plan, plan.own, results)
         searches = newest(asked.requests, found)
         points = []
         for index, each in enumerate(asked.points):
@@ -133,21 +125,19 @@ class Frontiers:
                 Point(
                     at=each.at,
                     limit=each.limit,
-                    problem=each.problem,
                     best=best_within(each.at, known),
                     bound=max(proved, default=None),
                     search=searches.get(each.at),
                     is_searched=each.at in answered,
                 )
             )
-        baselines = tuple(
-            Known(each.name, needs(each.peak_memory), getattr(each, plan.problem.objective))
-            for each in plan.baselines
+        facts = plan.facts
+        return Frontier(
+            facts.objective, facts.units, known[0], tightened(points), known, plan.baselines, cuts
         )
-        return Frontier(plan.problem, known[0], tightened(points), known, baselines, cuts)
 
     async def search_missing(
-        self, plan: Plan, effort: str, caller: str | None, most: int | None, *, again: bool = False
+        self, plan_id: str, effort: str, caller: str | None, most: int | None, *, again: bool = False
     ) -> SubmittedPoints:
         """Submit searches for points without one, or with ``again`` for all points that are not proven.
 
@@ -156,13 +146,14 @@ class Frontiers:
         InvalidInput
             The service does not accept this effort, or the problem has no memory.
         """
-        found = await self.of(plan)
+        found = await self.of(plan_id)
         wanted = [p for p in found.points if p.is_missing or (again and not p.is_proved and not p.is_open)]
+        read = partial(searches_of, self._settings, effort, [point.at for point in wanted])
+        searches = await self._plans.compute(read, plan_id)
         known = 0
         for done, point in enumerate(wanted):
-            body = {"problem": point.problem, "options": {"effort": effort}}
             try:
-                record = await self._submit.submit(body, caller=caller, most=most)
+                record = await self._submit.submit_read(searches[point.at], caller=caller, most=most)
             except ProblemError as error:
                 if error.kind is not TOO_MANY_SEARCHES:
                     raise
@@ -170,69 +161,50 @@ class Frontiers:
             known += record.state in FINISHED
         return SubmittedPoints(len(wanted) - known, 0, known)
 
-    async def _of_stages(self, problem: Problem) -> tuple[FrontierProblems, Bounds]:
-        if problem.n_stages > MAX_STAGES:
-            raise ProblemError(
-                INVALID_PARAMETER,
-                f"found a plan of {problem.n_stages} stages; a frontier takes at most {MAX_STAGES}.",
-            )
-        grid = frontier.grid(problem)
-        asked = await self._computations.run(partial(problems_of_stages, grid=grid), problem)
-        return asked, await _result_soon(self._schedules.bounds(problem, grid))
-
-    async def _of_layers(self, question: LayeredProblem) -> tuple[FrontierProblems, Bounds]:
-        grid = await self._schedules.limits(question)
-        asked = await self._computations.run(partial(problems_of_layers, grid=grid), question)
-        return asked, await _result_soon(self._schedules.floors(question, grid))
+    async def _bounds_soon(self, plan_id: str, plan: FrontierPlan, asked: FrontierProblems) -> Bounds:
+        """The bounds of the points, or None when they take long; their computation then goes on."""
+        compute = partial(bounds_of, [each.at for each in asked.points])
+        return await _result_soon(
+            self._bounds.get(plan.bounds_key, lambda: self._plans.compute(compute, plan_id))
+        )
 
     async def _results_of_stages(self, asked: FrontierProblems) -> tuple[list[_Result], set[float]]:
         """The best stored plan of each problem, and the points that have one."""
-        best = await self._plans.best_of(list(asked.keys))
+        best = await self._table.best_of(list(asked.keys))
         results = [
             _Result(asked.keys[key], each.plan_id, each.value, each.lower_bound) for key, each in best.items()
         ]
         return results, {each.at for each in asked.points if each.key in best}
 
     async def _known(
-        self, plan: Plan, results: Iterable[_Result], needs: Needs
+        self, plan: FrontierPlan, own: Known, results: Iterable[_Result]
     ) -> tuple[tuple[Known, ...], dict[str, CutSummary] | None]:
         """The plan itself and the plans of the results, each once; and how a search cut their layers."""
-        known = {plan.plan_id: Known(plan.plan_id, needs(plan.metrics.peak_memory), plan.objective)}
-        cuts = None if plan.cut is None else {plan.plan_id: CutSummary.of(problem_json(plan.problem))}
+        known = {own.name: own}
+        cuts = None if plan.own_cut is None else {own.name: plan.own_cut}
         for each in results:
             if each.plan_id is not None and each.value is not None and each.plan_id not in known:
-                need, cut = await self._need_and_cut(each.plan_id, needs)
-                known[each.plan_id] = Known(each.plan_id, need, each.value)
+                peak_memory, cut = await self._memory_and_cut(each.plan_id)
+                known[each.plan_id] = Known(each.plan_id, plan.needs(peak_memory), each.value)
                 if cuts is not None and cut is not None:
                     cuts[each.plan_id] = cut
         return tuple(known.values()), cuts
 
-    async def _need_and_cut(self, plan_id: str, needs: Needs) -> tuple[float, CutSummary | None]:
-        """The limit that a stored plan needs, and how its layers are cut. Reads its document once."""
-
-        async def load() -> tuple[float, CutSummary | None]:
-            packed = await self._plans.document(plan_id)
-            if packed is None:
-                raise ProblemError(
-                    NOT_FOUND, f"plan {plan_id} was removed in the meantime; load the page again."
-                )
-            peak_memory, cut = await self._computations.run(memory_and_cut_of, packed)
-            return needs(peak_memory), cut
-
-        # Needs are amounts where layers are cut, and fractions elsewhere.
-        unit = "amount" if needs is max else "fraction"
-        return await self._stored.get(f"{unit} {plan_id}", load)
+    async def _memory_and_cut(self, plan_id: str) -> tuple[list[float], CutSummary | None]:
+        """The memory of each rank of a stored plan, and how its layers are cut. Reads its document once."""
+        return await self._stored.get(plan_id, lambda: self._plans.compute(memory_and_cut_of, plan_id))
 
 
 def _results_of_layers(
-    plan: Plan, cut: CutCertificate, asked: FrontierProblems, found: Mapping[str, SearchRecord]
+    plan: FrontierPlan, asked: FrontierProblems, found: Mapping[str, SearchRecord]
 ) -> tuple[list[_Result], set[float]]:
     """The searches' results and the plan's own, and the points that a search has answered."""
     results = [
         _Result(asked.requests[key], each.plan_id, each.objective, each.lower_bound)
         for key, each in found.items()
     ]
-    own = _Result(holds_up_to(plan.problem.memory.limit), plan.plan_id, plan.objective, cut.lower_bound)
+    facts = plan.facts
+    own = _Result(plan.holds_up_to, facts.plan_id, facts.value, plan.cut_bound)
     answered = {asked.requests[key] for key, each in found.items() if each.state in FINISHED}
     return [*results, own], answered
 
@@ -242,10 +214,3 @@ async def _result_soon(computation: Coroutine[Any, Any, tuple[float, ...]]) -> B
     made = asyncio.ensure_future(computation)
     await wait_a_while([made], PATIENCE_SECONDS)
     return made.result() if made.done() else None
-
-
-def memory_and_cut_of(packed: bytes) -> tuple[list[float], CutSummary | None]:
-    """The memory that each rank of a packed plan needs, and how its layers are cut."""
-    document = unpack(packed)
-    problem = document["problem"]
-    return document["metrics"]["peak_memory"], CutSummary.of(problem) if "partition" in problem else None

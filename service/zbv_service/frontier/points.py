@@ -9,7 +9,7 @@ from typing import Any
 from zbv_solver.frontiers import limits as frontier
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.plans.certificate import gap_of
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import Units
 
 from zbv_service.documents.packing import supported_bound
 from zbv_service.records.searches import FINISHED, SearchRecord
@@ -25,8 +25,6 @@ class Point:
         The limit as a fraction of 1F1B's memory; equal to ``limit`` if layers are cut again for every limit.
     limit
         The largest limit of any rank, in the problem's memory unit.
-    problem
-        The problem document to search.
     best
         The best known plan that fits; None if there is none.
     bound
@@ -39,7 +37,6 @@ class Point:
 
     at: float
     limit: float
-    problem: dict[str, Any]
     best: Known | None
     bound: float | None
     search: SearchRecord | None
@@ -85,6 +82,8 @@ class Frontier:
 
     Attributes
     ----------
+    objective, units
+        Of the plan's problem.
     own
         The plan for which the frontier was made.
     plans
@@ -95,7 +94,8 @@ class Frontier:
         For each plan id, how the layers are cut; None unless layers are cut again for every limit.
     """
 
-    problem: Problem
+    objective: str
+    units: Units
     own: Known
     points: tuple[Point, ...]
     plans: tuple[Known, ...]
@@ -137,5 +137,5 @@ def _supported(point: Point) -> Point:
     if point.best is None or point.bound is None:
         return point
     source = f"the bound at the memory limit {point.limit:.15g}"
-    bound = supported_bound(point.best.value, point.bound, source, lambda: point.problem)
+    bound = supported_bound(point.best.value, point.bound, source, lambda: {"limit": point.limit})
     return replace(point, bound=bound)

@@ -1,28 +1,41 @@
 """The problems of a frontier: one for each memory limit, and others whose plans or bounds apply to it.
 
-The functions hash dozens of documents, so they run in another process.
+The functions read whole plans and hash dozens of documents, so they run in another process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from zbv_solver.construct.baselines import without_limit
 from zbv_solver.documents.text import numbers
+from zbv_solver.errors import InvalidInput
+from zbv_solver.frontiers import limits as frontier
 from zbv_solver.frontiers import memory_fraction
-from zbv_solver.frontiers.limits import LARGEST, at_limit
+from zbv_solver.frontiers.limits import LARGEST, Known, at_limit
+from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import layered_json, problem_json
 from zbv_solver.search.options import EFFORTS
 
-from zbv_service.documents.packing import problem_key
+from zbv_service.documents.packing import problem_key, unpack
+from zbv_service.documents.problems import asked_of
 from zbv_service.documents.shared import OptionsDocument
-from zbv_service.searches.searches import request_key
+from zbv_service.errors import INVALID_PARAMETER, ProblemError
+from zbv_service.frontier.points import CutSummary
+from zbv_service.plans.facts import PlanFacts, facts_of
+from zbv_service.plans.renderings import plan_of
+from zbv_service.records.searches import NewSearch
+from zbv_service.searches.searches import new_search, request_key
+from zbv_service.settings import Settings
 
+MAX_STAGES = 4096
+"""Largest number of stages: a frontier is dozens of problems, each with all stages."""
 FINE = 0.025
 """Plans are also looked up at multiples of this fraction, because forms offer these limits."""
 
@@ -36,7 +49,6 @@ class LimitedProblem:
 
     at: float
     limit: float
-    problem: dict[str, Any]
     key: str = ""
 
 
@@ -60,6 +72,135 @@ class FrontierProblems:
     requests: dict[str, float]
 
 
+@dataclass(frozen=True)
+class FrontierPlan:
+    """A plan as its frontier needs it.
+
+    Attributes
+    ----------
+    asked
+        The problems; None if ``fault`` says why there is no frontier.
+    bounds_key
+        Names the bounds of the points; plans of one model with other limits have the same.
+    baselines
+        The classical schedules; for layers, also other cuts and placements.
+    whole, static
+        The memory of 1F1B and the static memory (p,), which turn amounts of memory into fractions.
+    own_cut, cut_bound, holds_up_to
+        If a search cut the layers: how, a lower bound for all cuts, and the largest limit at which it holds.
+    """
+
+    facts: PlanFacts
+    own: Known | None = None
+    asked: FrontierProblems | None = None
+    fault: InvalidInput | None = None
+    bounds_key: str = ""
+    baselines: tuple[Known, ...] = ()
+    whole: float = 1.0
+    static: tuple[float, ...] = ()
+    own_cut: CutSummary | None = None
+    cut_bound: float | None = None
+    holds_up_to: float = math.inf
+
+    def needs(self, peak_memory: Sequence[float]) -> float:
+        """The smallest limit that holds a memory use per rank (p,): a fraction, or an amount for layers."""
+        if self.own_cut is not None:
+            return max(peak_memory)
+        pairs = zip(peak_memory, self.static, strict=True)
+        return max((held - static) / self.whole for held, static in pairs)
+
+
+def read_plan(packed: bytes) -> FrontierPlan:
+    """What the frontier of a packed plan needs to know about it."""
+    plan = plan_of(packed)
+    own_cut = None if plan.cut is None else CutSummary.of(problem_json(plan.problem))
+    found = FrontierPlan(facts_of(packed), own_cut=own_cut)
+    try:
+        found = replace(found, **(_of_stages(plan) if plan.cut is None else _of_layers(plan)))
+    except InvalidInput as error:  # no memory
+        return replace(found, fault=error)
+    known = [
+        Known(each.name, found.needs(each.peak_memory), getattr(each, plan.problem.objective))
+        for each in plan.baselines
+    ]
+    own = Known(plan.plan_id, found.needs(plan.metrics.peak_memory), plan.objective)
+    return replace(found, own=own, baselines=tuple(known))
+
+
+def _of_stages(plan: Plan) -> dict[str, Any]:
+    problem = plan.problem
+    if problem.n_stages > MAX_STAGES:
+        raise ProblemError(
+            INVALID_PARAMETER,
+            f"found a plan of {problem.n_stages} stages; a frontier takes at most {MAX_STAGES}.",
+        )
+    base = problem_json(problem)
+    return {
+        "asked": problems_of_stages(problem, frontier.grid(problem)),
+        "bounds_key": problem_key(_limited(base, None)),
+        "whole": memory_fraction.one_f_one_b_memory(problem),
+        "static": tuple(problem.memory.static),
+    }
+
+
+def _of_layers(plan: Plan) -> dict[str, Any]:
+    from zbv_solver.frontiers.by_layers import limits  # loads the solver's kernels
+
+    question = asked_of(plan)
+    grid = tuple(limits(replace(question, limit=None)))
+    return {
+        "asked": problems_of_layers(question, grid),
+        "bounds_key": f"{problem_key(layered_json(replace(question, limit=None)))} {grid}",
+        "cut_bound": None if plan.cut is None else plan.cut.lower_bound,
+        "holds_up_to": holds_up_to(plan.problem.memory.limit),
+    }
+
+
+def bounds_of(grid: Sequence[float], packed: bytes) -> tuple[float, ...]:
+    """A lower bound at each limit of the frontier of a packed plan."""
+    # Imported here because loading the solver's kernels takes a second, which the service should not spend.
+    from zbv_solver.bounds import lower_bound
+    from zbv_solver.frontiers.by_layers import floor
+
+    plan = plan_of(packed)
+    if plan.cut is not None:
+        question = replace(asked_of(plan), limit=None)
+        return tuple(floor(at_limit(question, limit)) for limit in grid)
+    problem = without_limit(plan.problem)
+    return tuple(lower_bound(memory_fraction.at_fraction(problem, each)).value for each in grid)
+
+
+def searches_of(
+    settings: Settings, effort: str, wanted: Collection[float], packed: bytes
+) -> dict[float, NewSearch]:
+    """The searches of points of a packed plan, by their limit.
+
+    Raises
+    ------
+    InvalidInput
+        The service does not accept this effort.
+    """
+    plan = plan_of(packed)
+    documents = dict(_documents(plan, wanted))
+    options = {"effort": effort}
+    return {at: new_search({"problem": documents[at], "options": options}, settings) for at in wanted}
+
+
+def _documents(plan: Plan, wanted: Collection[float]) -> list[tuple[float, dict[str, Any]]]:
+    if plan.cut is not None:
+        question = asked_of(plan)
+        return [(at, layered_json(at_limit(question, at))) for at in wanted]
+    base = problem_json(plan.problem)
+    return [(at, _limited(base, numbers(memory_fraction.limits(plan.problem, at)))) for at in wanted]
+
+
+def memory_and_cut_of(packed: bytes) -> tuple[list[float], CutSummary | None]:
+    """The memory that each rank of a packed plan needs, and how its layers are cut."""
+    document = unpack(packed)
+    problem = document["problem"]
+    return document["metrics"]["peak_memory"], CutSummary.of(problem) if "partition" in problem else None
+
+
 def problems_of_stages(problem: Problem, grid: Sequence[float]) -> FrontierProblems:
     """The problem at the fractions of a grid, at fractions in between, at its own limit and without one."""
     base = problem_json(problem)
@@ -68,7 +209,8 @@ def problems_of_stages(problem: Problem, grid: Sequence[float]) -> FrontierProbl
         problem_key(_limited(base, None)): math.inf,
         problem_key(base): math.inf if own is None else own,
     }
-    points = []
+    points: list[LimitedProblem] = []
+    requests: dict[str, float] = {}
     least = grid[0] * (1 + MEMORY_TOLERANCE)
     fine = (round(count * FINE, 3) for count in range(1, round(LARGEST / FINE) + 1))
     for fraction in sorted({*grid, *(each for each in fine if each > least)}):
@@ -77,8 +219,9 @@ def problems_of_stages(problem: Problem, grid: Sequence[float]) -> FrontierProbl
         key = problem_key(document)
         keys[key] = fraction
         if fraction in grid:
-            points.append(LimitedProblem(fraction, max(limits), document, key))
-    return FrontierProblems(tuple(points), keys, _requests([(each.problem, each.at) for each in points]))
+            points.append(LimitedProblem(fraction, max(limits), key))
+            requests |= _requests(document, fraction)
+    return FrontierProblems(tuple(points), keys, requests)
 
 
 def problems_of_layers(question: LayeredProblem, grid: Sequence[float]) -> FrontierProblems:
@@ -88,10 +231,10 @@ def problems_of_layers(question: LayeredProblem, grid: Sequence[float]) -> Front
     other limits.
     """
     own = layered_json(question)
-    points = [LimitedProblem(limit, limit, layered_json(at_limit(question, limit))) for limit in grid]
-    others = [(_limited(own, None), math.inf), (own, holds_up_to(question.limit))]
-    requests = _requests([*others, *((each.problem, each.at) for each in points)])
-    return FrontierProblems(tuple(points), {}, requests)
+    requests = _requests(_limited(own, None), math.inf) | _requests(own, holds_up_to(question.limit))
+    for limit in grid:
+        requests |= _requests(layered_json(at_limit(question, limit)), limit)
+    return FrontierProblems(tuple(LimitedProblem(limit, limit) for limit in grid), {}, requests)
 
 
 def holds_up_to(limit: Sequence[float] | None) -> float:
@@ -103,10 +246,7 @@ def _limited(document: dict[str, Any], limit: Any) -> dict[str, Any]:
     return {**document, "memory": {**document["memory"], "limit": limit}}
 
 
-def _requests(documents: Sequence[tuple[dict[str, Any], float]]) -> dict[str, float]:
-    """The keys of searches of any effort for these documents, each with its document's limit."""
-    return {
-        request_key(document, OptionsDocument(effort=effort).stored()): at
-        for document, at in documents
-        for effort in EFFORTS
-    }
+def _requests(document: Mapping[str, Any], at: float) -> dict[str, float]:
+    """The keys of searches of any effort for a document, each with the document's limit."""
+    options = (OptionsDocument(effort=effort).stored() for effort in EFFORTS)
+    return {request_key(dict(document), each): at for each in options}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 from zbv_service.api.negotiation import VARY, root_of
+from zbv_service.api.state import state_of
 from zbv_service.pages.shell import CONTENT_SECURITY_POLICY, Shell, render
 from zbv_service.pages.views.problem import problem_values
 from zbv_service.security.grants import Grant
@@ -22,9 +24,10 @@ def html(text: str, status: int = 200, headers: Mapping[str, str] = NO_STORE) ->
     return HTMLResponse(text, status, {"Content-Security-Policy": CONTENT_SECURITY_POLICY, **headers})
 
 
-def page(request: Request, template: str, **values: Any) -> HTMLResponse:
-    """A template rendered for the reader who sent a request."""
-    return html(render(template, shell_of(request), **values))
+async def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    """A template rendered for the reader who sent a request: in a thread, because a page may be large."""
+    write = partial(render, template, shell_of(request), **values)
+    return html(await state_of(request).computations.write(write), status)
 
 
 def problem_answer(document: Mapping[str, Any], request: Request, headers: Mapping[str, str]) -> HTMLResponse:

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbv_solver.construct.baselines import baseline_names
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plans.plan import Plan
 
 from zbv_service.compute.cache import wait_a_while
 from zbv_service.errors import ProblemError
+from zbv_service.plans.facts import PlanFacts
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.schedules import Schedules
 from zbv_service.records.searches import PlanFilter, PlanSummary
@@ -34,19 +33,19 @@ class ComparedPlan:
     ----------
     name
         The name of a classical schedule, or the id of a stored plan.
-    plan
-        None while it is computed, or if ``complaint`` says why there is none.
+    packed
+        The plan; None while it is computed, or if ``complaint`` says why there is none.
     """
 
     name: str
     is_baseline: bool
-    plan: Plan | None
+    packed: bytes | None
     complaint: str = ""
 
     @property
     def is_awaited(self) -> bool:
         """Whether the schedule is still being computed."""
-        return self.plan is None and not self.complaint
+        return self.packed is None and not self.complaint
 
 
 class ComparedPlans:
@@ -56,12 +55,12 @@ class ComparedPlans:
         self._plans = plans
         self._schedules = schedules
 
-    async def of(self, plan: Plan, names: Sequence[str]) -> tuple[ComparedPlan, ...]:
+    async def of(self, plan: PlanFacts, names: Sequence[str]) -> tuple[ComparedPlan, ...]:
         """The named schedules, in this order and without repetitions; waits for those that take long."""
         wanted = [name for name in dict.fromkeys(names) if name != plan.plan_id]
         tasks = {name: asyncio.ensure_future(self._one(plan, name)) for name in wanted[:MOST]}
         await wait_a_while(tasks.values(), PATIENCE_SECONDS)
-        baselines = baseline_names(plan.problem)
+        baselines = plan.schedules
         too_many = f"a plan is compared with at most {MOST} schedules at once; leave some out."
         found = []
         for name in wanted:
@@ -73,15 +72,13 @@ class ComparedPlans:
                 found.append(ComparedPlan(name, name in baselines, None))
         return tuple(found)
 
-    async def baseline(self, plan: Plan, name: str) -> Plan | None:
-        """A classical schedule of a plan's problem; None if no schedule has this name."""
-        if name not in baseline_names(plan.problem):
-            return None
-        return await self._schedules.baseline(plan.problem, name)
+    async def baseline(self, plan: PlanFacts, name: str) -> bytes | None:
+        """A classical schedule of a plan's problem, packed; None if no schedule has this name."""
+        return await self._schedules.baseline(plan.plan_id, name) if name in plan.schedules else None
 
-    async def offered(self, plan: Plan) -> tuple[list[PlanSummary], list[PlanSummary]]:
+    async def offered(self, plan: PlanFacts) -> tuple[list[PlanSummary], list[PlanSummary]]:
         """Stored plans to choose from, newest first: plans of the same shape, and others."""
-        shape = PlanFilter(pp_degree=plan.problem.pp_degree, microbatches=plan.problem.microbatches)
+        shape = PlanFilter(pp_degree=plan.pp_degree, microbatches=plan.microbatches)
         alike = (await self._plans.page(shape, OFFERED, None)).items
         known = {plan.plan_id, *(each.plan_id for each in alike)}
         others = await self._plans.newest(OFFERED)
@@ -90,21 +87,23 @@ class ComparedPlans:
             [each for each in others if each.plan_id not in known],
         )
 
-    async def _one(self, plan: Plan, name: str) -> ComparedPlan:
-        is_baseline = name in baseline_names(plan.problem)
+    async def _one(self, plan: PlanFacts, name: str) -> ComparedPlan:
+        is_baseline = name in plan.schedules
+        mine = theirs = plan.units.time
         try:
-            other = await (
-                self._schedules.baseline(plan.problem, name) if is_baseline else self._plans.plan(name)
-            )
+            if is_baseline:
+                packed = await self._schedules.baseline(plan.plan_id, name)
+            else:
+                theirs = (await self._plans.facts(name)).units.time
+                packed = await self._plans.packed(name)
         except ProblemError as error:
             return ComparedPlan(name, is_baseline, None, error.detail)
         except InvalidInput as error:
             return ComparedPlan(name, is_baseline, None, error.issues[0].detail)
-        mine, theirs = plan.problem.units.time, other.problem.units.time
         if mine != theirs:
             complaint = (
                 f"its times are in {theirs or 'no unit'}, those of this plan in {mine or 'no unit'}, so they "
                 f"cannot share an axis."
             )
             return ComparedPlan(name, is_baseline, None, complaint)
-        return ComparedPlan(name, is_baseline, other)
+        return ComparedPlan(name, is_baseline, packed)

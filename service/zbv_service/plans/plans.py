@@ -23,6 +23,7 @@ from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import require_size
 from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND, ProblemError
 from zbv_service.plans.documents import ClaimDocument, ImportedPlan, SimulationQuery
+from zbv_service.plans.facts import PlanFacts, facts_of
 from zbv_service.plans.renderings import (
     actions_of,
     export_of,
@@ -43,6 +44,7 @@ CACHED_EXPORTS = 32
 CACHED_BYTES = 64 * 1024**2
 """Largest size of each cache; the largest plan takes half of it."""
 CACHED_THUMBNAILS = 256
+CACHED_FACTS = 1024
 T = TypeVar("T")
 _ID = re.compile(r"[0-9a-z]{1,64}")
 
@@ -71,6 +73,7 @@ class Plans:
         self._ranks: Cache[list[bytes]] = Cache(
             CACHED_PLANS, CACHED_BYTES, lambda ranks: sum(map(len, ranks))
         )
+        self._facts: Cache[PlanFacts] = Cache(CACHED_FACTS)
         self._views: Cache[PlanView] = Cache(CACHED_PLANS)
         self._actions: Cache[bytes] = Cache(CACHED_PLANS, CACHED_BYTES, len)
         self._exports: Cache[bytes] = Cache(CACHED_EXPORTS, CACHED_BYTES, len)
@@ -90,7 +93,7 @@ class Plans:
 
         async def load() -> bytes:
             # In a thread, because decompression releases the GIL.
-            return await asyncio.to_thread(unpack_text, await self._packed(plan_id))
+            return await asyncio.to_thread(unpack_text, await self.packed(plan_id))
 
         text = await self._texts.get(plan_id, load)
         self.used.add(plan_id)
@@ -104,9 +107,10 @@ class Plans:
         ProblemError
             404: there is no such plan. 503: too many computations are waiting.
         """
-        return await self._computations.run(function, await self._packed(plan_id))
+        return await self._computations.run(function, await self.packed(plan_id))
 
-    async def _packed(self, plan_id: str) -> bytes:
+    async def packed(self, plan_id: str) -> bytes:
+        """A plan's document, packed; raises :class:`ProblemError` 404."""
         # Some texts are rejected by databases.
         packed = await self._table.document(plan_id) if _ID.fullmatch(plan_id) else None
         if packed is None:
@@ -118,6 +122,12 @@ class Plans:
         plan = await self._plans.get(plan_id, lambda: self.compute(plan_of, plan_id))
         self.used.add(plan_id)
         return plan
+
+    async def facts(self, plan_id: str) -> PlanFacts:
+        """The few values of a plan; raises :class:`ProblemError` 404."""
+        facts = await self._facts.get(plan_id, lambda: self.compute(facts_of, plan_id))
+        self.used.add(plan_id)
+        return facts
 
     async def rank(self, plan_id: str, rank: int) -> bytes:
         """One rank's part of a plan, as JSON text; raises :class:`ProblemError` 404."""

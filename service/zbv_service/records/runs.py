@@ -125,7 +125,8 @@ class NewRun:
     plan_id
         None until the search ``search_id`` has found it. A new run has either a plan or a search.
     search_options
-        Options of that search and of later searches for measured costs; None for the defaults.
+        Options of that search and of later searches for measured costs, packed; None for the defaults, and in
+        records that are read.
     model
         ``factory``, ``arguments`` and ``seed``; None for a run of a script.
     steps
@@ -143,7 +144,7 @@ class NewRun:
     id: str
     plan_id: str | None
     search_id: str | None
-    search_options: dict[str, Any] | None
+    search_options: bytes | None
     model: dict[str, Any] | None
     nodes: int
     ranks_per_node: int
@@ -343,6 +344,17 @@ class EventRecord:
     at: datetime
     kind: str
     detail: str
+    run_id: str
+
+    @property
+    def owner(self) -> str:
+        """The run."""
+        return self.run_id
+
+    @property
+    def number(self) -> int:
+        """The id."""
+        return self.id
 
 
 @dataclass(frozen=True)

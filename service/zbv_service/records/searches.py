@@ -28,8 +28,12 @@ class NewSearch:
         The normalised problem document, packed; of a search of layouts, the request.
     summary
         The few numbers of the problem that lists show.
+    options
+        Those of the request, except for the jitter.
     created_by
         Name of the token that submitted it; None without authentication.
+    jitter
+        The document of the jitter, packed.
     """
 
     id: str
@@ -39,6 +43,7 @@ class NewSearch:
     options: dict[str, Any]
     created_by: str | None = None
     kind: SearchKind = "plan"
+    jitter: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class SearchRecord:
         Whether a client has submitted it. Otherwise only runs that wait for its plan have.
     progress
         How many layouts were considered, ruled out and planned; None for a plan.
+    jitter
+        As in :class:`NewSearch`; None in lists.
     """
 
     id: str
@@ -81,6 +88,7 @@ class SearchRecord:
     is_wanted_by_client: bool = True
     kind: SearchKind = "plan"
     progress: dict[str, int] | None = None
+    jitter: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ class Claim:
     attempts: int
     cancel_requested: bool
     kind: SearchKind = "plan"
+    jitter: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,11 @@ class SearchEvent:
     at: datetime
     kind: EventKind
     data: dict[str, Any]
+
+    @property
+    def owner(self) -> str:
+        """The search."""
+        return self.search_id
 
 
 RequestKind = Literal["search", "layouts", "run"]

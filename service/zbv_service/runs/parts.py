@@ -190,7 +190,7 @@ class RunParts:
         """The end of a rank's log; raises :class:`ProblemError` 404."""
         chosen = await self._generation(run_id, "log", generation, rank)
         for part in await self._table.read(run_id, chosen, "log", [rank]):
-            return zlib.decompress(part.body).decode(errors="replace")
+            return (await asyncio.to_thread(zlib.decompress, part.body)).decode(errors="replace")
         raise ProblemError(NOT_FOUND, f"found no log of rank {rank} in generation {chosen} of run {run_id}.")
 
     async def _generation(

@@ -24,10 +24,12 @@ from zbv_service.compute.computations import Computations
 from zbv_service.database import DatabaseAway, PartTable, RunPlanTable, RunTable
 from zbv_service.documents.packing import unpack
 from zbv_service.plans.plans import Plans
+from zbv_service.plans.renderings import plan_of
 from zbv_service.records.runs import Replanning, RunRecord
-from zbv_service.records.searches import FINISHED
+from zbv_service.records.searches import FINISHED, NewSearch
 from zbv_service.runs.parts import parse_traces
-from zbv_service.searches.searches import Searches
+from zbv_service.searches.searches import Searches, new_search
+from zbv_service.settings import Settings
 
 FRESH_STEPS = 3
 """New steps that a look needs, because the median of fewer is unreliable."""
@@ -58,6 +60,41 @@ class MeasuredCosts:
     change: float
 
 
+@dataclass(frozen=True)
+class Look:
+    """What a look at a run compares, in packed form.
+
+    Attributes
+    ----------
+    plan, known, options
+        The plan, the problem with the known costs, and the options of the run's searches; the plan's own
+        problem and the defaults if they are None.
+    traces
+        Of the first replica, by pipeline rank.
+    after, patience
+        Only steps after this one count, and the newest must be so many steps later.
+    threshold
+        The relative change from which on the measured problem is searched.
+    """
+
+    plan: bytes
+    known: bytes | None
+    options: bytes | None
+    traces: list[bytes]
+    after: int
+    patience: int
+    threshold: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a look has found: its newest step, the change, and the search of the measured problem, if any."""
+
+    step: int
+    change: float
+    search: NewSearch | None
+
+
 def measure(plan: Plan, known: Problem, traces: tuple[RankTrace, ...]) -> MeasuredCosts:
     """Compare the costs that traces of a plan show with the known costs; takes a while."""
     problem = refit(plan.problem, traces)
@@ -81,9 +118,36 @@ def _is_enough(steps: int, microbatches: int) -> bool:
     return steps >= FRESH_STEPS or steps * microbatches >= MANY_MICROBATCHES
 
 
-def parse_packed_problem(packed: bytes) -> Problem:
-    """Parse a packed problem document."""
-    return parse_problem(unpack(packed))
+def look_at(settings: Settings, asked: Look) -> Seen | None:
+    """Measure the costs in the newest common steps, if there are enough; runs in another process."""
+    plan, traces = plan_of(asked.plan), parse_traces(asked.traces)
+    fresh = frozenset(
+        step for step in frozenset.intersection(*(each.numbers for each in traces)) if step > asked.after
+    )
+    has_passed = max(fresh, default=asked.after) - asked.after >= asked.patience
+    is_enough = _is_enough(len(fresh), plan.problem.microbatches)
+    if {trace.plan_id for trace in traces} != {plan.plan_id} or not (has_passed and is_enough):
+        return None
+    known = plan.problem if asked.known is None else parse_problem(unpack(asked.known))
+    found = measure(plan, known, tuple(trace.only(fresh) for trace in traces))
+    search = None
+    if found.change > asked.threshold:
+        options = {} if asked.options is None else unpack(asked.options)
+        search = new_search({"problem": problem_json(found.problem), "options": options}, settings)
+    return Seen(max(fresh), found.change, search)
+
+
+def objective_with(asked: tuple[bytes | None, bytes, bytes]) -> float:
+    """The objective of a running plan with measured costs; runs in another process.
+
+    Parameters
+    ----------
+    asked
+        Packed: the measured problem (None: that of the found plan), the found plan, and the running one.
+    """
+    measured, found, running = asked
+    problem = plan_of(found).problem if measured is None else parse_problem(unpack(measured))
+    return evaluate(problem, plan_of(running))
 
 
 class Replanner:
@@ -97,6 +161,7 @@ class Replanner:
         plans: Plans,
         searches: Searches,
         computations: Computations,
+        settings: Settings,
     ):
         self._computations = computations
         self._runs = runs
@@ -104,6 +169,7 @@ class Replanner:
         self._parts = parts
         self._plans = plans
         self._searches = searches
+        self._settings = settings
 
     async def step(self) -> None:
         """Look at every run with the option ``replan``."""
@@ -135,39 +201,32 @@ class Replanner:
 
     async def _measure(self, run: RunRecord, stored: Replanning | None, known: Replanning) -> None:
         """Look at the newest steps, if there are enough, and search the measured problem if costs drifted."""
-        plan = await self._plans.plan(known.plan_id)
         after = known.step if known.generation == run.generation else -1
-        traces = await self._fresh_traces(run, plan, after, known.searches)
-        if not traces:
+        patience, facts = _patience(known.searches), await self._plans.facts(known.plan_id)
+        newest = await self._parts.first_replica(run.id, run.generation, known.plan_id)
+        ranks = range(facts.pp_degree)
+        if any(newest.get(rank, (0, -1))[1] - after < patience for rank in ranks):
             return
-        before = plan.problem if known.search_id is None else await self._problem(known.search_id, plan)
-        found = await self._computations.run(partial(measure, plan, before), traces)
-        looked = replace(known, generation=run.generation, step=max(traces[0].numbers))
-        if found.change > run.options["replan_threshold"]:
-            options = run.search_options or {}
-            search = await self._searches.submit({"problem": problem_json(found.problem), "options": options})
-            logger.info("run %s: costs differ by %.1f %%", run.id, 100 * found.change)
+        sent = [newest[rank][0] for rank in ranks]
+        parts = await self._parts.read(run.id, run.generation, "trace", sent)
+        asked = Look(
+            plan=await self._plans.packed(known.plan_id),
+            known=None if known.search_id is None else await self._searches.problem(known.search_id),
+            options=await self._runs.search_options(run.id),
+            traces=[part.body for part in parts],
+            after=after,
+            patience=patience,
+            threshold=run.options["replan_threshold"],
+        )
+        seen = await self._computations.run(partial(look_at, self._settings), asked)
+        if seen is None:
+            return
+        looked = replace(known, generation=run.generation, step=seen.step)
+        if seen.search is not None:
+            search = await self._searches.submit_read(seen.search, caller=None, most=None)
+            logger.info("run %s: costs differ by %.1f %%", run.id, 100 * seen.change)
             looked = replace(looked, search_id=search.id, is_open=True, searches=known.searches + 1)
         await self._run_plans.remember(run.id, stored, looked)
-
-    async def _fresh_traces(
-        self, run: RunRecord, plan: Plan, after: int, searches: int
-    ) -> tuple[RankTrace, ...]:
-        """The first replica's common steps after a given one; empty if there are too few."""
-        ranks = range(plan.problem.pp_degree)
-        patience = _patience(searches)
-        known = await self._parts.first_replica(run.id, run.generation, plan.plan_id)
-        if any(known.get(rank, (0, -1))[1] - after < patience for rank in ranks):
-            return ()
-        parts = await self._parts.read(run.id, run.generation, "trace", [known[rank][0] for rank in ranks])
-        traces = await self._computations.run(parse_traces, [part.body for part in parts])
-        common = frozenset.intersection(*(trace.numbers for trace in traces))
-        fresh = frozenset(step for step in common if step > after)
-        has_passed = max(fresh, default=after) - after >= patience
-        is_enough = _is_enough(len(fresh), plan.problem.microbatches)
-        if {trace.plan_id for trace in traces} != {plan.plan_id} or not (has_passed and is_enough):
-            return ()
-        return tuple(trace.only(fresh) for trace in traces)
 
     async def _judge(self, run: RunRecord, known: Replanning, search_id: str) -> None:
         """Offer the plan of a search that has ended, if it is better."""
@@ -177,23 +236,18 @@ class Replanner:
         closed = replace(known, is_open=False)
         # A discarded search has no more to offer than one without a plan.
         if search is not None and search.plan_id is not None and search.plan_id != known.plan_id:
-            running, found = await self._plans.plan(known.plan_id), await self._plans.plan(search.plan_id)
-            problem = await self._problem(search_id, found)
-            now = await self._computations.run(partial(evaluate, problem), running)
-            if found.objective <= (1 - WORTHWHILE) * now:
+            then = (await self._plans.facts(search.plan_id)).value
+            measured = await self._searches.problem(search_id)
+            found = await self._plans.packed(search.plan_id)
+            running = await self._plans.packed(known.plan_id)
+            now = await self._computations.run(objective_with, (measured, found, running))
+            if then <= (1 - WORTHWHILE) * now:
                 offer = {
                     "plan_id": search.plan_id,
                     "objective_now": now,
-                    "objective_then": found.objective,
+                    "objective_then": then,
                 }
                 take = run.options["replan"] == "auto"
                 await self._run_plans.offer(run.id, known, closed, offer, take=take)
                 return
         await self._run_plans.remember(run.id, known, closed)
-
-    async def _problem(self, search_id: str, plan: Plan) -> Problem:
-        """The problem of a search; the problem of the plan if the search was discarded."""
-        packed = await self._searches.problem(search_id)
-        if packed is None:
-            return plan.problem
-        return await self._computations.run(parse_packed_problem, packed)

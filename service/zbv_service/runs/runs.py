@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -13,14 +11,14 @@ from functools import partial
 from typing import Any
 
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.plans.plan import Plan
 
 from zbv_service.compute.computations import Computations
-from zbv_service.database import DatabaseAway, PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
+from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
+from zbv_service.documents.packing import pack
 from zbv_service.documents.parsing import is_deep, parse_body
 from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
 from zbv_service.plans.plans import Plans
-from zbv_service.records.runs import RUN_ENDED, EventRecord, NewRun, RunFilter, RunRecord
+from zbv_service.records.runs import EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.documents import RunRequest, ScriptDocument
@@ -32,10 +30,6 @@ MAX_ARGUMENTS = 16 * 1024
 """Bytes of the arguments of a model or a script as JSON."""
 MAX_LEVELS = 32
 """Most nested lists and objects in the arguments: pydantic cannot write more than about 250 levels."""
-LOOK_SECONDS = 1.0
-"""Seconds between queries for the events of a run that is followed."""
-MOST_EVENTS = 1000
-"""Most events of a run per query."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +39,22 @@ class AskedRun:
     Attributes
     ----------
     request
-        The request without its problem, which may be large.
+        The request without its problem and its options of searches, which may be large.
     fingerprint
         The fingerprint of the whole body.
     pp_degree
         The pipeline degree of the problem; None for a request with a plan.
     search
         The search of the problem; None for a request with a plan.
+    search_options
+        Options of searches, packed.
     """
 
     request: RunRequest
     fingerprint: str
     pp_degree: int | None
     search: NewSearch | None
+    search_options: bytes | None
 
 
 class Runs:
@@ -131,12 +128,12 @@ class Runs:
         known = None if named is None else await self._runs.of_request(named)
         if known is not None:
             return known
-        request, options = asked.request, asked.request.search_options
+        request = asked.request
         new = NewRun(
             id=uuid.uuid4().hex,
             plan_id=request.plan_id,
             search_id=None,
-            search_options=None if options is None else options.stored(),
+            search_options=asked.search_options,
             model=None if request.model is None else request.model.model_dump(),
             script=None if request.script is None else request.script.model_dump(),
             nodes=request.nodes,
@@ -177,28 +174,6 @@ class Runs:
         """The events of a run after a given event; raises :class:`ProblemError` 404."""
         await self.brief(run_id)
         return await self._runs.events(run_id, after, limit)
-
-    async def follow(self, run_id: str, after: int) -> AsyncIterator[list[EventRecord]]:
-        """Yield the events of a run after a given event, until the run has ended.
-
-        Looks once per :data:`LOOK_SECONDS`, because runs have few readers and few events. Yields an empty
-        list if there are no new ones, also while the database is away. Raises :class:`ProblemError` 404 if
-        the run is removed.
-        """
-        while True:
-            try:
-                # The state is read before the events, so that none of them is missed.
-                is_over = (await self.brief(run_id)).state in RUN_ENDED
-                events = await self._runs.events(run_id, after, MOST_EVENTS)
-            except DatabaseAway:
-                is_over, events = False, []
-            if is_over and not events:
-                return
-            yield events
-            if events:
-                after = events[-1].id
-            else:
-                await asyncio.sleep(LOOK_SECONDS)
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
         """The newest events of a run, newest first; raises :class:`ProblemError` 404."""
@@ -255,14 +230,14 @@ class Runs:
     async def _require_same_shape(self, plan_id: str, wanted: str) -> None:
         if await self._plan_table.pp_degree(wanted) is None:
             raise InvalidInput.at("/plan_id", f"found no plan {wanted}; search one, or import it.")
-        current, found = await self._plans.plan(plan_id), await self._plans.plan(wanted)
-        if _shape(current) != _shape(found):
+        current, found = await self._plans.facts(plan_id), await self._plans.facts(wanted)
+        if current.shape != found.shape:
             raise InvalidInput.at(
                 "/plan_id",
-                f"found a plan with {_shape(found)}; the run has {_shape(current)}. A run keeps its ranks, "
+                f"found a plan with {found.shape}; the run has {current.shape}. A run keeps its ranks, "
                 f"placement and microbatches.",
             )
-        if _partition(current) != _partition(found):
+        if current.cut != found.cut:
             raise InvalidInput.at(
                 "/plan_id",
                 "found a plan that partitions the model differently; a run keeps the layers of every stage. "
@@ -280,15 +255,17 @@ def read_run(settings: Settings, body: Any) -> AskedRun:
         _check_model(request)
     else:
         _check_script(request, request.script)
-    fingerprint, problem = fingerprint_of(body), request.problem
+    fingerprint, problem, options = fingerprint_of(body), request.problem, request.search_options
+    packed = None if options is None else pack(options.stored())
+    brief = request.model_copy(update={"problem": None, "search_options": None})
     if problem is None:
-        return AskedRun(request, fingerprint, None, None)
+        return AskedRun(brief, fingerprint, None, None, packed)
     search = {"problem": body["problem"], "options": body.get("search_options") or {}}
     try:
         new = new_search(search, settings)
     except InvalidInput as error:
         raise InvalidInput([*map(_in_run, error.issues)], error.more, error.is_partial) from None
-    return AskedRun(request.model_copy(update={"problem": None}), fingerprint, problem.pp_degree, new)
+    return AskedRun(brief, fingerprint, problem.pp_degree, new, packed)
 
 
 def _check_model(request: RunRequest) -> None:
@@ -317,20 +294,6 @@ def _check_script(request: RunRequest, script: ScriptDocument) -> None:
     fault = _fault_of(script.arguments)
     if fault is not None:
         raise InvalidInput.at("/script/arguments", fault)
-
-
-def _partition(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
-    """The layers of every stage; None where stages were given."""
-    return None if plan.problem.model is None else plan.problem.model.partition
-
-
-def _shape(plan: Plan) -> str:
-    """The properties of a plan that a run cannot change, as text."""
-    problem, placement = plan.problem, plan.problem.placement
-    return (
-        f"{placement.pp_degree} ranks, {placement.chunks} stages each, placement {placement.kind}, "
-        f"{problem.microbatches} microbatches"
-    )
 
 
 def _ranks_per_node(request: RunRequest, pp_degree: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from zbv_service.documents.packing import unpack_text
 from zbv_service.documents.problems import QuestionDocument
 from zbv_service.documents.shared import (
     NEXT,
@@ -15,6 +16,7 @@ from zbv_service.documents.shared import (
     ProblemSummary,
     RequestDocument,
     json_bytes,
+    json_with,
 )
 from zbv_service.errors import ProblemDetails
 from zbv_service.records.searches import SearchRecord, SearchState
@@ -77,6 +79,14 @@ class SearchDocument(StoredSearch):
         document = cls.model_validate(record)
         document.queued_before = queued_before
         return document
+
+    @classmethod
+    def text_of(cls, record: SearchRecord, queued_before: int | None = None) -> bytes:
+        """The document of a stored search as JSON, with its jitter."""
+        document = cls.of(record, queued_before).as_json()
+        if record.jitter is None:
+            return json_bytes(document)
+        return json_with(document, options=json_with(document["options"], jitter=unpack_text(record.jitter)))
 
 
 class SearchList(BaseModel):

@@ -1,9 +1,9 @@
-"""Follows the events of searches: one query of the database serves all readers.
+"""Follows the events of searches or runs: one query of the database serves all readers.
 
 Events are rows of the database, so any service can stream them, also after a restart. One loop reads new
-rows: at once if this service changed a search, and every :data:`POLL_SECONDS` for changes by other services.
-A reader is a position in a list that all readers of a search share. So a slow reader delays nobody and costs
-no memory.
+rows: at once if this service noticed a change, and every :data:`POLL_SECONDS` for changes by other services.
+A reader is a position in a list that all readers of a search or run share. So a slow reader delays nobody
+and costs no memory. Events that are older than the list are read by each reader.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Any
+from datetime import UTC
+from typing import Any, Generic, Protocol, TypeVar
 
 from zbv_service.compute.waiting import happened
-from zbv_service.database import DatabaseAway, SearchEventTable
+from zbv_service.database import DatabaseAway
 from zbv_service.records.searches import SearchEvent
 
 POLL_SECONDS = 0.5
@@ -31,29 +31,69 @@ HELD_EVENTS = 1000
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class _Channel:
-    """The events of one followed search; new events set ``grew`` and replace it."""
+class Followed(Protocol):
+    """An event of a search or run, ``owner``; the last one has the kind ``end``."""
 
-    search_id: str
+    @property
+    def owner(self) -> str:
+        """The id of the search or run."""
+
+    @property
+    def number(self) -> int:
+        """Increases within the search or run."""
+
+    @property
+    def kind(self) -> str:
+        """What happened."""
+
+
+E = TypeVar("E", bound=Followed)
+
+
+class EventSource(Protocol[E]):
+    """The stored events of searches or runs."""
+
+    async def last_numbers(self, owners: Collection[str], /) -> dict[str, int]:
+        """The number of each owner's newest event; removed owners are left out."""
+
+    async def after(self, positions: Mapping[str, int], /) -> list[E]:
+        """The first events of each owner after the given number, in order within each owner."""
+
+    def removed(self, owner: str, number: int, /) -> E:
+        """The last event, with this number, of an owner that was removed."""
+
+
+@dataclass(eq=False)
+class _Channel(Generic[E]):
+    """The newest events of one followed owner; new events set ``grew`` and replace it.
+
+    Attributes
+    ----------
+    begin
+        The events with larger numbers are here; None before the first look.
+    """
+
+    owner: str
     readers: int = 0
-    events: list[SearchEvent] = field(default_factory=list)
+    begin: int | None = None
+    events: list[E] = field(default_factory=list)
     grew: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def newest(self) -> int:
-        return self.events[-1].number if self.events else 0
+        return self.events[-1].number if self.events else self.begin or 0
 
     @property
     def is_over(self) -> bool:
         return bool(self.events) and self.events[-1].kind == "end"
 
-    def after(self, number: int) -> Sequence[SearchEvent]:
+    def after(self, number: int) -> Sequence[E]:
         return self.events[bisect_right(self.events, number, key=lambda event: event.number) :]
 
-    def extend(self, events: Sequence[SearchEvent]) -> None:
+    def extend(self, events: Sequence[E]) -> None:
         self.events.extend(events)
         if len(self.events) > 2 * HELD_EVENTS:
+            self.begin = self.events[-HELD_EVENTS - 1].number
             del self.events[:-HELD_EVENTS]
         self.wake()
 
@@ -62,12 +102,12 @@ class _Channel:
         self.grew = asyncio.Event()
 
 
-class SearchEvents:
-    """The events of a service's searches, between :meth:`start` and :meth:`stop`."""
+class EventFeed(Generic[E]):
+    """The events of a service's searches or runs, between :meth:`start` and :meth:`stop`."""
 
-    def __init__(self, table: SearchEventTable):
-        self._table = table
-        self._channels: dict[str, _Channel] = {}
+    def __init__(self, source: EventSource[E]):
+        self._source = source
+        self._channels: dict[str, _Channel[E]] = {}
         self._changed: set[str] = set()
         self._woken = asyncio.Event()
         self._next_poll = 0.0
@@ -92,15 +132,10 @@ class SearchEvents:
         for channel in self._channels.values():
             channel.wake()
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the service is stopping, so that streams must end."""
-        return self._is_stopping
-
-    def changed(self, search_id: str) -> None:
-        """Notice that a search has a new event or was removed."""
-        if search_id in self._channels:
-            self._changed.add(search_id)
+    def changed(self, owner: str) -> None:
+        """Notice that a search or run has a new event or was removed."""
+        if owner in self._channels:
+            self._changed.add(owner)
             self._woken.set()
 
     @property
@@ -108,28 +143,30 @@ class SearchEvents:
         """The number of open streams."""
         return sum(channel.readers for channel in self._channels.values())
 
-    async def since(self, search_id: str, number: int) -> list[SearchEvent]:
-        """The stored events of a search after a number."""
-        return await self._table.after({search_id: number})
+    async def since(self, owner: str, number: int) -> list[E]:
+        """The first stored events after a number."""
+        return await self._source.after({owner: number})
 
-    async def follow(self, search_id: str, number: int) -> AsyncIterator[Sequence[SearchEvent]]:
-        """Yield the events of a search after a number as they appear, until the search ends.
+    async def follow(self, owner: str, number: int) -> AsyncIterator[Sequence[E]]:
+        """Yield the events after a number as they appear, until the search or run ends.
 
-        Yields an empty sequence from time to time as a sign of life. If the search is discarded, its last
-        event has the state ``discarded``. Returns early when the service stops.
+        Yields an empty sequence from time to time as a sign of life. The last event of a search or run that
+        is removed is that of :meth:`EventSource.removed`. Returns early when the service stops.
         """
-        channel = self._channels.get(search_id)
+        channel = self._channels.get(owner)
         if channel is None:
-            channel = self._channels[search_id] = _Channel(search_id)
-            self.changed(search_id)
+            channel = self._channels[owner] = _Channel(owner)
+            self.changed(owner)
         channel.readers += 1
         try:
             while not self._is_stopping:
                 grew = channel.grew
-                events = channel.after(number)
+                events = await self._older(channel, number) or channel.after(number)
                 if events:
                     number = events[-1].number
                     yield events
+                    if events[-1].kind == "end":
+                        return
                 elif channel.is_over:
                     return
                 elif not await happened(grew, KEEP_ALIVE_SECONDS):
@@ -137,7 +174,17 @@ class SearchEvents:
         finally:
             channel.readers -= 1
             if not channel.readers:
-                del self._channels[search_id]
+                del self._channels[owner]
+
+    async def _older(self, channel: _Channel[E], number: int) -> Sequence[E]:
+        """The first stored events after a number, if the channel does not reach back to it."""
+        while channel.begin is not None and number < channel.begin and not self._is_stopping:
+            try:
+                return await self._source.after({channel.owner: number})
+            except DatabaseAway as error:
+                logger.warning("%s The streams of events wait for it.", error)
+                await asyncio.sleep(POLL_SECONDS)
+        return ()
 
     async def _forever(self) -> None:
         while True:
@@ -146,7 +193,7 @@ class SearchEvents:
                 await happened(self._woken, POLL_SECONDS if self._channels else None)
                 await self._look()
             except DatabaseAway as error:
-                logger.warning("%s The events of searches wait for it.", error)
+                logger.warning("%s The streams of events wait for it.", error)
                 await asyncio.sleep(POLL_SECONDS)
             except Exception:
                 # One failure must not end all streams.
@@ -168,22 +215,29 @@ class SearchEvents:
             raise
 
     async def _pass_on(self, changed: set[str]) -> None:
-        """Pass the new events of these searches to their readers."""
+        """Pass the new events of these searches or runs to their readers."""
         # Readers may leave a channel at any moment, and others may open a new one for the same search.
         channels = {key: self._channels[key] for key in changed if key in self._channels}
-        found: dict[str, list[SearchEvent]] = {key: [] for key in channels}
-        for event in await self._table.after({key: channel.newest for key, channel in channels.items()}):
-            found[event.search_id].append(event)
+        await self._open([channel for channel in channels.values() if channel.begin is None])
+        found: dict[str, list[E]] = {key: [] for key in channels}
+        for event in await self._source.after({key: channel.newest for key, channel in channels.items()}):
+            found[event.owner].append(event)
         silent = [key for key, events in found.items() if not events]
-        present = await self._table.last_numbers(silent) if silent else {}
+        present = await self._source.last_numbers(silent) if silent else {}
         for key, channel in channels.items():
             is_gone = not found[key] and key not in present
-            channel.extend([_discarded(channel)] if is_gone else found[key])
+            channel.extend([self._source.removed(key, channel.newest + 1)] if is_gone else found[key])
+
+    async def _open(self, channels: Sequence[_Channel[E]]) -> None:
+        """Let channels begin with the newest event, which may be the last; readers read older ones."""
+        numbers = await self._source.last_numbers([each.owner for each in channels]) if channels else {}
+        for channel in channels:
+            channel.begin = max(0, numbers.get(channel.owner, 0) - 1)
 
     async def _changed_elsewhere(self) -> set[str]:
-        """The followed searches that have unread events or were removed."""
+        """What has unread events or was removed."""
         newest = {key: channel.newest for key, channel in self._channels.items() if not channel.is_over}
-        numbers = await self._table.last_numbers(newest) if newest else {}
+        numbers = await self._source.last_numbers(newest) if newest else {}
         return {key for key, number in newest.items() if numbers.get(key) != number and key in self._channels}
 
 
@@ -191,10 +245,3 @@ def event_json(event: SearchEvent) -> dict[str, Any]:
     """An event as JSON; see :mod:`zbv_service.searches.event_documents`."""
     at = event.at.astimezone(UTC).isoformat().replace("+00:00", "Z")
     return {"id": event.number, "event": event.kind, "at": at, **event.data}
-
-
-def _discarded(channel: _Channel) -> SearchEvent:
-    """The last event of a search that was removed from the database."""
-    names = ("objective", "lower_bound", "gap", "method", "plan_id", "error", "seconds")
-    data = {"state": "discarded", **dict.fromkeys(names)}
-    return SearchEvent(channel.search_id, channel.newest + 1, datetime.now(UTC), "end", data)

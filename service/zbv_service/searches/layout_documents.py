@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from zbv_service.documents.layouts import LayoutOptions
-from zbv_service.documents.shared import NEXT, PREVIOUS, json_bytes
+from zbv_service.documents.packing import unpack_text
+from zbv_service.documents.shared import NEXT, PREVIOUS, json_bytes, json_with
 from zbv_service.records.searches import SearchRecord
 from zbv_service.searches.documents import StoredSearch
 
@@ -48,13 +49,17 @@ class LayoutSearchDocument(StoredSearch):
     )
 
     @classmethod
-    def of(
-        cls, record: SearchRecord, queued_before: int | None = None, answer: dict[str, Any] | None = None
-    ) -> LayoutSearchDocument:
-        """The document of a stored search."""
+    def of(cls, record: SearchRecord, queued_before: int | None = None) -> LayoutSearchDocument:
+        """The document of a stored search, without its answer."""
         document = cls.model_validate(record)
-        document.queued_before, document.answer = queued_before, answer
+        document.queued_before = queued_before
         return document
+
+    @classmethod
+    def text_of(cls, record: SearchRecord, queued_before: int | None, packed: bytes | None) -> bytes:
+        """The document of a stored search as JSON, with its packed answer, which may be large."""
+        document = cls.of(record, queued_before).as_json()
+        return json_bytes(document) if packed is None else json_with(document, answer=unpack_text(packed))
 
 
 class LayoutSearchList(BaseModel):

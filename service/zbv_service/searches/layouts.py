@@ -12,7 +12,7 @@ from zbv_solver import __version__
 from zbv_solver.documents.text import canonical_json
 
 from zbv_service.documents.layouts import LayoutRequest, layouts_summary, read_layouts
-from zbv_service.documents.packing import pack, unpack
+from zbv_service.documents.packing import pack
 from zbv_service.documents.parsing import parse_body, parse_json
 from zbv_service.records.searches import NewSearch, RequestKind, SearchKind, SearchRecord
 from zbv_service.searches.idempotency import fingerprint_of
@@ -32,11 +32,14 @@ class LayoutSearches(Searches):
         # Enumerating the layouts of a large cluster takes seconds.
         return await self._computations.run(partial(read_layout_search, self._settings), body)
 
-    async def document(self, record: SearchRecord) -> LayoutSearchDocument:
-        """A search with its answer."""
-        packed = await self._table.answer(record.id)
-        answer = None if packed is None else await asyncio.to_thread(unpack, packed)
-        return LayoutSearchDocument.of(record, await self.queued_before(record), answer)
+    async def answer(self, record: SearchRecord) -> bytes | None:
+        """The packed answer of a search; None before its end."""
+        return await self._table.answer(record.id)
+
+    async def text(self, record: SearchRecord) -> bytes:
+        """The document of a search with its answer, as JSON."""
+        packed, queued_before = await self.answer(record), await self.queued_before(record)
+        return await asyncio.to_thread(LayoutSearchDocument.text_of, record, queued_before, packed)
 
 
 def read_layout_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:

@@ -114,6 +114,10 @@ class Searches:
         compute = self._computations.of_body if is_text else self._computations.of_document
         return await compute(partial(read_search, self._settings), body)
 
+    async def submit_read(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
+        """As :meth:`submit` for a search that :func:`new_search` has made in another process."""
+        return await self._submit(replace(new, created_by=caller), None, most)
+
     async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
         """Queue the search that a run waits for, or return the search that already answers it.
 
@@ -242,12 +246,14 @@ def new_search(body: Any, settings: Settings) -> NewSearch:
     """The search of a decoded request body; raises :class:`InvalidInput`."""
     question, options = parse_request(body, settings)
     document, chosen = question_json(question), options.stored()
+    key, jitter = request_key(document, chosen), chosen.pop("jitter", None)
     return NewSearch(
         id=uuid.uuid4().hex,
-        request_key=request_key(document, chosen),
+        request_key=key,
         problem=pack(document),
         summary=summary_of(question),
         options=chosen,
+        jitter=None if jitter is None else pack(jitter),
     )
 
 

@@ -15,10 +15,11 @@ from zbv_service.documents.problems import asked_of
 from zbv_service.frontier.points import CutSummary, Frontier, Point
 from zbv_service.frontier.problems import holds_up_to
 from zbv_service.pages.views.frontier_picture import Axis, picture_of
-from zbv_solver.frontiers.limits import Known
+from zbv_solver.frontiers.limits import Known, at_limit
 from zbv_solver.plans.plan import Baseline, CutCertificate
 from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.problem.writing import layered_json
 
 pytestmark = pytest.mark.anyio
 
@@ -107,9 +108,11 @@ async def test_a_limit_that_proves_infeasible_is_not_searched_again(serving: Ser
     async with serving("solver") as service:
         plan_id = await planned(service, UNLIMITED)
         least = (await frontier(service, plan_id)).points[0]
+        plan = await service.app.state.application.plans.plan(plan_id)
+    problem = layered_json(at_limit(asked_of(plan), least.at))
     # The smallest limit of interleaved stages is a heuristic, so a search may find that nothing fits.
     async with serving("tight") as service:
-        record = (await service.submit(least.problem, effort="standard")).json()
+        record = (await service.submit(problem, effort="standard")).json()
         assert (await service.ended(record["id"]))["state"] == "infeasible"
         point = (await frontier(service, plan_id)).points[0]
         assert (point.is_searched, point.is_missing, point.best) == (True, False, None)
@@ -140,9 +143,9 @@ def test_a_bound_for_limits_per_rank_holds_up_to_the_smallest_limit() -> None:
 
 
 def test_the_plan_is_in_the_picture_even_if_it_needs_more_than_the_largest_limit() -> None:
-    points = tuple(Point(at, at, {}, None, 1.0, None, False) for at in (20.0, 40.0))
+    points = tuple(Point(at, at, None, 1.0, None, False) for at in (20.0, 40.0))
     own = Known("own", 44.0, 7.0)
-    found = Frontier(cut(), own, points, (own,), (), {"own": CutSummary("v", 2, 4, 0)})
+    found = Frontier("span", cut().units, own, points, (own,), (), {"own": CutSummary("v", 2, 4, 0)})
     axis = Axis.of(found)
     assert (axis.last, axis.shows(44.0)) == (44.0, True)
     assert axis.begin == pytest.approx(20 - 0.12 * 24)

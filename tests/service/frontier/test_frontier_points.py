@@ -57,7 +57,7 @@ async def test_a_plan_counts_at_every_limit_that_it_fits_and_the_page_links_it(s
 
 
 def test_a_point_is_proved_if_its_plan_reaches_the_bound() -> None:
-    point = Point(1.0, 8.0, {}, Known("plan", 1.0, 100.0), 99.5, None, True)
+    point = Point(1.0, 8.0, Known("plan", 1.0, 100.0), 99.5, None, True)
     assert not point.is_proved
     assert replace(point, bound=100.0 * (1 - 1e-12)).is_proved
     assert not replace(point, bound=None).is_proved
@@ -148,8 +148,9 @@ async def test_wrong_forms_are_refused_and_a_problem_without_memory_gets_advice(
 
 async def test_schedules_at_the_same_place_share_a_mark(serving: Serving) -> None:
     async with serving("honest") as service:
-        plan = await service.app.state.application.plans.plan(await planned(service, at(1.0)))
-        found = await frontier(service, plan.plan_id)
+        plan_id = await planned(service, at(1.0))
+        plan = await service.app.state.application.frontiers.plan(plan_id)
+        found = await frontier(service, plan_id)
         twins = tuple(Known(name, 1.0, found.own.value) for name in ("one", "other"))
         apart = Known("apart", 1.5, found.own.value)
         view = frontier_view(plan, replace(found, baselines=(*twins, apart)), most_effort="quick", root="")

@@ -97,7 +97,7 @@ async def test_a_stream_of_a_run_that_goes_on_ends_when_the_service_stops(servin
         follower = asyncio.create_task(service.http.get(f"/v1/runs/{run_id}/events", headers=stream))
         await asyncio.sleep(0.2)
         assert not follower.done()
-        service.app.state.application.events.hang_up()
+        service.app.state.application.run_events.hang_up()
         answer = await asyncio.wait_for(follower, 30)
         assert "event: end" not in answer.text
 

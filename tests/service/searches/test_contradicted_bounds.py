@@ -120,7 +120,7 @@ def test_an_estimate_below_the_bound_over_all_cuts_is_rejected(monkeypatch: pyte
 def test_a_frontier_with_a_plan_below_its_bound_is_not_shown() -> None:
     def points(*bounds: float) -> list[Point]:
         best = Known("plan", 1.0, 100.0)
-        return [Point(at, 8.0 * at, {}, best, bound, None, True) for at, bound in enumerate(bounds, 1)]
+        return [Point(at, 8.0 * at, best, bound, None, True) for at, bound in enumerate(bounds, 1)]
 
     assert [point.bound for point in tightened(points(99.0, 90.0))] == [99, 90]
     (rounded,) = tightened(points(100.0 * (1 + 1e-12)))

@@ -59,11 +59,17 @@ async def test_a_search_for_jitter_stores_a_plan_with_its_simulation(serving: Se
         submitted = await service.submit(effort="quick", jitter=jitter, quantile=0.9)
         assert submitted.json()["options"]["jitter"] == jitter
         done = await service.ended(submitted.json()["id"])
+        assert done["options"]["jitter"] == jitter
+        (listed,) = (await service.http.get("/v1/searches")).json()["searches"]
+        assert listed == {**done, "options": {**done["options"], "jitter": None}}
         plan = (await service.http.get(f"/v1/plans/{done['plan_id']}")).json()
         assert plan["simulation"]["jitter"] == jitter
         assert plan["provenance"]["quantile"] == 0.9
         page = await service.http.get(f"/searches/{done['id']}", headers={"Accept": "text/html"})
         assert "0.9 quantile of the simulated time" in page.text
+
+
+ONE = {"samples": [1]}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,8 @@ async def test_a_search_for_jitter_stores_a_plan_with_its_simulation(serving: Se
         ({"jitter": {"rank": [0.1, 0.1, 0.1]}}, "/options/jitter/rank"),
         ({"jitter": "5%"}, "/options/jitter"),
         ({"jitter": {"transfer": {"samples": []}}}, "/options/jitter/transfer"),
+        ({"jitter": {"rank": [{"samples": [1] * 10_000}] * 2, "transfer": ONE}}, "/options/jitter"),
+        ({"jitter": {"action": {key: {"samples": [1] * 6_667} for key in "FIW"}}}, "/options/jitter"),
     ],
 )
 async def test_wrong_jitter_is_refused(serving: Serving, options: dict[str, Any], pointer: str) -> None:

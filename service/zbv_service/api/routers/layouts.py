@@ -151,5 +151,5 @@ async def _response(request: Request, record: SearchRecord, status: int | None =
     has_ended = record.state in FINISHED
     if not has_ended:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    document = await state_of(request).layouts.document(record)
-    return Response(document.json_bytes(), status or (200 if has_ended else 202), headers, "application/json")
+    text = await state_of(request).layouts.text(record)
+    return Response(text, status or (200 if has_ended else 202), headers, "application/json")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -14,13 +16,14 @@ from fastapi.sse import format_sse_event
 
 from zbv_service.api.bodies import MEDIUM, read_json, read_text
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.event_streams import RETRY, SIGN_OF_LIFE, EventStream
+from zbv_service.api.event_streams import RETRY, EventStream, encoded
 from zbv_service.api.idempotency import KEY_PARAMETER, request_key
 from zbv_service.api.listing import RunListQuery, list_response
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, SEE_PAGE, VARY, preferred, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.parsing import parse_body
+from zbv_service.documents.shared import json_bytes, json_with
 from zbv_service.errors import (
     INVALID_BODY,
     RUN_REMOVED,
@@ -33,13 +36,12 @@ from zbv_service.records.runs import RUN_ENDED, EventRecord, RunRecord
 from zbv_service.runs.documents import (
     EventDocument,
     EventList,
+    NodeDocument,
     PlanChange,
     RunDocument,
     RunList,
     RunRequest,
 )
-from zbv_service.runs.runs import LOOK_SECONDS
-from zbv_service.searches.events import KEEP_ALIVE_SECONDS
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, READ_SCOPES, needs
 
@@ -72,7 +74,7 @@ async def submit_run(request: Request) -> Response:
         record = await found.runs.submit(
             body, key=key, caller=caller_of(request), most=most_searches(request)
         )
-    return _response(record, 202)
+    return await _response(record, 202)
 
 
 @router.get(
@@ -89,7 +91,7 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
         request,
         query,
         lambda limit, after: runs.page(query.filter, limit, after),
-        lambda items, around: json.dumps({"runs": [*map(_json, items)], **asdict(around)}),
+        lambda items, around: json_with(asdict(around), runs=b"[%b]" % b",".join(map(_text, items))),
     )
 
 
@@ -104,7 +106,7 @@ async def get_run(request: Request, run_id: str) -> Response:
     """The state of the run, the places of its ranks, and why it failed."""
     if wants_page(request):
         return to_page(request)
-    return _response(await state_of(request).runs.get(run_id), 200)
+    return await _response(await state_of(request).runs.get(run_id), 200)
 
 
 @router.get(
@@ -142,8 +144,8 @@ async def list_run_events(
     """
     runs, number = state_of(request).runs, max(after, last_event_id or 0)
     if preferred(request, (JSON, EVENT_STREAM)) == JSON:
-        found = EventList(events=[*map(_event, await runs.events(run_id, number, limit))])
-        return Response(found.model_dump_json(), headers=VARY, media_type=JSON)
+        text = await asyncio.to_thread(_listed, await runs.events(run_id, number, limit))
+        return Response(text, headers=VARY, media_type=JSON)
     if (await runs.brief(run_id)).state in RUN_ENDED and not await runs.events(run_id, number, 1):
         return Response(status_code=204, headers=VARY)
     return EventStream(_stream(request, run_id, number))
@@ -161,7 +163,7 @@ async def list_run_events(
 async def cancel_run(request: Request, run_id: str) -> Response:
     """A run that has ended does not change."""
     record = await state_of(request).runs.cancel(run_id)
-    return _response(record, 200 if record.state in RUN_ENDED else 202)
+    return await _response(record, 200 if record.state in RUN_ENDED else 202)
 
 
 @router.post(
@@ -178,7 +180,7 @@ async def change_plan(request: Request, run_id: str) -> Response:
     """Accepts an offer, or any stored plan with the same ranks, placement and microbatches."""
     found = state_of(request)
     change = await read_json(request, found.settings.max_body_bytes, partial(parse_body, PlanChange))
-    return _response(await found.runs.change_plan(run_id, change.plan_id), 202)
+    return await _response(await found.runs.change_plan(run_id, change.plan_id), 202)
 
 
 @router.get(
@@ -218,34 +220,37 @@ async def get_rank_log(
     return PlainTextResponse(await found.parts.log(run_id, rank, generation), headers=_NO_STORE)
 
 
-def _response(record: RunRecord, status: int) -> Response:
+async def _response(record: RunRecord, status: int) -> Response:
     headers = {**VARY, **_NO_STORE, "Location": f"/v1/runs/{record.id}"}
     if record.state not in RUN_ENDED:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    return Response(json.dumps(_json(record)), status, headers, "application/json")
+    return Response(await asyncio.to_thread(_text, record), status, headers, "application/json")
 
 
-def _json(record: RunRecord) -> dict[str, Any]:
-    """A run as JSON; the stored error is a problem document already, without members that are null."""
+def _text(record: RunRecord) -> bytes:
+    """A run as JSON, node by node, because it may have thousands of ranks.
+
+    The stored error is a problem document already, without members that are null.
+    """
+    document = RunDocument.model_validate(replace(record, members=(), error=None)).model_dump(mode="json")
     error = None if record.error is None else located(record.error)
-    return {**RunDocument.model_validate(record).model_dump(mode="json"), "error": error}
+    nodes = (NodeDocument.model_validate(node).model_dump(mode="json") for node in record.members)
+    return json_with({**document, "error": error}, members=b"[%b]" % b",".join(map(json_bytes, nodes)))
 
 
 async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[bytes]:
     """Stream events until the run ends or the token becomes invalid."""
-    found, looks = state_of(request), 0
+    found = state_of(request)
     yield RETRY
-    async for records in found.runs.follow(run_id, number):
-        looks = 0 if records else looks + 1
-        if found.events.is_stopping:
-            return
-        if records or looks * LOOK_SECONDS >= KEEP_ALIVE_SECONDS:
+    async with aclosing(cast("Any", found.run_events.follow(run_id, number))) as batches:
+        async for batch in batches:
             if not await found.access.is_still_allowed(request, READ_SCOPES):
                 return
-            looks = 0
-            yield b"".join(map(_encoded, records)) or SIGN_OF_LIFE
-    state = (await found.runs.brief(run_id)).state
-    yield format_sse_event(event="end", data_str=json.dumps({"state": state}))
+            yield await encoded(_encoded, batch)
+
+
+def _listed(records: Sequence[EventRecord]) -> str:
+    return EventList(events=[*map(_event, records)]).model_dump_json()
 
 
 def _event(record: EventRecord) -> EventDocument:
@@ -253,4 +258,6 @@ def _event(record: EventRecord) -> EventDocument:
 
 
 def _encoded(record: EventRecord) -> bytes:
+    if record.kind == "end":  # it is not stored, so it has no id to continue after
+        return format_sse_event(event="end", data_str=json.dumps({"state": record.detail}))
     return format_sse_event(event=record.kind, id=str(record.id), data_str=_event(record).model_dump_json())

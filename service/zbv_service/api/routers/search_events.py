@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -10,7 +11,7 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.sse import format_sse_event
 
-from zbv_service.api.event_streams import RETRY, SIGN_OF_LIFE, EventStream
+from zbv_service.api.event_streams import RETRY, EventStream, encoded
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, preferred
 from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
@@ -74,21 +75,22 @@ async def events_response(
     number = max(after or 0, last_event_id or 0)
     forms = (EVENT_STREAM, JSON) if after is None else (JSON, EVENT_STREAM)
     if preferred(request, forms) == JSON:
-        return _listed(record, number, await found.events.since(search_id, number))
+        events = await found.events.since(search_id, number)
+        text = await asyncio.to_thread(_listed, record, number, events)
+        return Response(text, headers={**VARY, "Cache-Control": "no-store"}, media_type=JSON)
     if record.state in FINISHED and not await found.events.since(search_id, number):
         return Response(status_code=204, headers=VARY)
     return EventStream(_stream(request, search_id, number))
 
 
-def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> Response:
+def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> str:
     document = {
         "search_id": record.id,
         "events": [_document(event) for event in events],
         "last_id": events[-1].number if events else number,
         "is_over": record.state in FINISHED or (bool(events) and events[-1].kind == "end"),
     }
-    headers = {**VARY, "Cache-Control": "no-store"}
-    return Response(_text(document), headers=headers, media_type=JSON)
+    return _text(document)
 
 
 async def _stream(request: Request, search_id: str, number: int) -> AsyncIterator[bytes]:
@@ -99,7 +101,7 @@ async def _stream(request: Request, search_id: str, number: int) -> AsyncIterato
         async for batch in batches:
             if not await found.access.is_still_allowed(request, READ_SCOPES):
                 return
-            yield b"".join(map(_encoded, batch)) or SIGN_OF_LIFE
+            yield await encoded(_encoded, batch)
 
 
 def _document(event: SearchEvent) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -51,7 +52,7 @@ async def submit_search(request: Request) -> Response:
         record = await found.searches.submit(
             body, key=key, caller=caller_of(request), most=most_searches(request)
         )
-    return _response(record)
+    return await _response(record)
 
 
 @router.get(
@@ -87,7 +88,7 @@ async def get_search(request: Request, search_id: str) -> Response:
         return to_page(request)
     searches = state_of(request).searches
     record = await searches.get(search_id)
-    return _response(record, 200, await searches.queued_before(record))
+    return await _response(record, 200, await searches.queued_before(record))
 
 
 @router.get(
@@ -114,7 +115,7 @@ async def get_search_problem(request: Request, search_id: str) -> Response:
 )
 async def cancel_search(request: Request, search_id: str) -> Response:
     """A search that has ended does not change."""
-    return _response(await state_of(request).searches.cancel(search_id))
+    return await _response(await state_of(request).searches.cancel(search_id))
 
 
 @router.delete(
@@ -131,11 +132,13 @@ async def discard_search(request: Request, search_id: str) -> Response:
     return Response(status_code=204)
 
 
-def _response(record: SearchRecord, status: int | None = None, queued_before: int | None = None) -> Response:
+async def _response(
+    record: SearchRecord, status: int | None = None, queued_before: int | None = None
+) -> Response:
     """A search as JSON; the default status is 200 if it has ended and 202 otherwise."""
     headers = {**VARY, "Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
     has_ended = record.state in FINISHED
     if not has_ended:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    document = SearchDocument.of(record, queued_before)
-    return Response(document.json_bytes(), status or (200 if has_ended else 202), headers, "application/json")
+    text = await asyncio.to_thread(SearchDocument.text_of, record, queued_before)
+    return Response(text, status or (200 if has_ended else 202), headers, "application/json")

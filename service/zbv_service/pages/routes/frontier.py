@@ -8,7 +8,6 @@ from urllib.parse import parse_qs, quote
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
-from zbv_solver.errors import InvalidInput
 
 from zbv_service.api.bodies import read_form
 from zbv_service.api.negotiation import root_of
@@ -32,15 +31,12 @@ async def get_frontier_page(
 ) -> Response:
     """The frontier of a plan's model. The counts are those of the last request for missing points."""
     found = state_of(request)
-    plan = await found.plans.plan(plan_id)
-    try:
-        frontier = await found.frontiers.of(plan)
-    except InvalidInput:
-        frontier = None  # the problem has no memory costs
+    plan = await found.frontiers.plan(plan_id)
+    frontier = await found.frontiers.of(plan_id) if plan.fault is None else None
     most = found.settings.max_effort
-    make = partial(frontier_view, found=frontier, most_effort=most, root=root_of(request))
-    view = await found.computations.run(make, plan)
-    return page(request, "frontier.html.j2", view=view, refused=refused, known=known)
+    make = partial(frontier_view, plan, frontier, most_effort=most, root=root_of(request))
+    view = await found.computations.write(make)
+    return await page(request, "frontier.html.j2", view=view, refused=refused, known=known)
 
 
 @router.post("/plans/{plan_id}/frontier", dependencies=[needs("search"), STORES["searches"]])
@@ -49,7 +45,7 @@ async def post_frontier(request: Request, plan_id: str) -> Response:
     form = parse_qs(await read_form(request, MAX_FORM_BYTES))
     found = state_of(request)
     asked = await found.frontiers.search_missing(
-        await found.plans.plan(plan_id),
+        plan_id,
         form.get("effort", ["standard"])[0],
         caller_of(request),
         most_searches(request),

@@ -27,7 +27,7 @@ router = APIRouter(include_in_schema=False)
 async def get_home(request: Request) -> HTMLResponse:
     """The newest plans, and the open searches and runs."""
     found = state_of(request)
-    return page(
+    return await page(
         request,
         "home.html.j2",
         plans=await found.plans.newest(SHOWN_PLANS),

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 from urllib.parse import parse_qs, quote
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from zbv_solver.errors import InvalidInput
 
 from zbv_service.api.bodies import read_form
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.packing import unpack
-from zbv_service.pages.answers import html, page, shell_of
-from zbv_service.pages.shell import render
+from zbv_service.pages.answers import page
 from zbv_service.pages.views.layout_form import LayoutForm, form_of
 from zbv_service.pages.views.layout_search import LayoutSearchView, layout_view
-from zbv_service.records.searches import FINISHED, SearchFilter
+from zbv_service.records.searches import FINISHED, SearchFilter, SearchRecord
 from zbv_service.searches.layout_documents import LayoutSearchDocument
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
@@ -38,7 +36,7 @@ async def get_layouts_page(request: Request) -> HTMLResponse:
     form = LayoutForm()
     if source:
         _, packed = await state_of(request).layouts.asked(source)
-        form = form_of(unpack(packed))
+        form = await state_of(request).computations.write(_former_form, packed)
     return await _form_page(request, form)
 
 
@@ -61,18 +59,18 @@ async def get_layout_search(request: Request, search_id: str) -> HTMLResponse:
     """The page of a search for layouts."""
     found = state_of(request).layouts
     record, packed = await found.asked(search_id)
-    document = await found.document(record)
-    view = await state_of(request).computations.run(partial(_view, document, root_of(request)), packed)
+    both = (packed, await found.answer(record))
+    view = await state_of(request).computations.run(partial(_view, record, root_of(request)), both)
     is_open = record.state not in FINISHED
-    return page(request, "layout_search.html.j2", view=view, row=record, is_open=is_open)
+    return await page(request, "layout_search.html.j2", view=view, row=record, is_open=is_open)
 
 
 @router.get("/layouts/{search_id}/layouts.json", dependencies=[READ])
 async def get_layouts_json(request: Request, search_id: str) -> Response:
     """The search as JSON, with its answer."""
     found = state_of(request).layouts
-    document = await found.document(await found.get(search_id))
-    return JSONResponse(document.as_json(), headers={"Cache-Control": "no-store"})
+    text = await found.text(await found.get(search_id))
+    return Response(text, headers={"Cache-Control": "no-store"}, media_type="application/json")
 
 
 @router.post("/layouts/{search_id}/cancel", dependencies=[needs("search")])
@@ -84,9 +82,14 @@ async def post_cancel(request: Request, search_id: str) -> Response:
 
 async def _form_page(request: Request, form: LayoutForm, status: int = 200) -> HTMLResponse:
     listed = await state_of(request).layouts.page(SearchFilter(), LISTED, None)
-    values: dict[str, Any] = {"form": form, "rows": listed.items}
-    return html(render("layouts.html.j2", shell_of(request), **values), status)
+    return await page(request, "layouts.html.j2", status, form=form, rows=listed.items)
 
 
-def _view(document: LayoutSearchDocument, root: str, packed: bytes) -> LayoutSearchView:
-    return layout_view(document, unpack(packed), root)
+def _former_form(packed: bytes) -> LayoutForm:
+    return form_of(unpack(packed))
+
+
+def _view(record: SearchRecord, root: str, packed: tuple[bytes, bytes | None]) -> LayoutSearchView:
+    request, answer = packed
+    document = LayoutSearchDocument.of(record)
+    return layout_view(document, {} if answer is None else unpack(answer), unpack(request), root)

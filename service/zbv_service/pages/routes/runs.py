@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import parse_qs, quote
 
 from fastapi import APIRouter, Query, Request, Response
@@ -45,8 +45,8 @@ async def get_run_page(request: Request, run_id: str) -> Response:
     if run.plan_id is not None:
         plans = (await found.plans.page(PlanFilter(text=run.plan_id), 1, None)).items
         plan = plans[0] if plans else None
-    view = run_view(run, plan, index, lines)
-    return page(request, "run.html.j2", view=view, run=run, events=events)
+    view = await found.computations.write(run_view, run, plan, index, lines)
+    return await page(request, "run.html.j2", view=view, run=run, events=events)
 
 
 @router.post("/runs/{run_id}/cancel", dependencies=[LAUNCH])
@@ -79,11 +79,11 @@ async def get_measured_page(
     measured = await found.measurements.of(run, Chosen(generation, replica, int(step) if step else None))
     if isinstance(measured, NothingMeasured):
         is_early = measured.reason == "early" and run.state not in RUN_ENDED
-        values = {"nothing": measured, "is_early": is_early}
+        values: dict[str, Any] = {"nothing": measured, "is_early": is_early}
     else:
         make = partial(measured_view, root=root_of(request))
         values = {"found": measured, "view": await found.computations.run(make, measured)}
-    return page(request, "measured.html.j2", run_id=run.id, **values)
+    return await page(request, "measured.html.j2", run_id=run.id, **values)
 
 
 def _to_run(request: Request, run_id: str) -> Response:

@@ -23,7 +23,7 @@ async def get_search_page(request: Request, search_id: str) -> HTMLResponse:
     found = state_of(request)
     record, packed = await found.searches.asked(search_id)
     view = await found.computations.run(partial(_view, record), packed)
-    return page(request, "search.html.j2", view=view, row=record)
+    return await page(request, "search.html.j2", view=view, row=record)
 
 
 def _view(record: SearchRecord, packed: bytes) -> SearchView:

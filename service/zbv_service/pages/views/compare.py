@@ -18,6 +18,7 @@ from zbv_service.pages.views.difference import Difference, differences
 from zbv_service.pages.views.lanes import Lane, LanesView, lanes_view
 from zbv_service.pages.views.words import shape_of
 from zbv_service.plans.compared import ComparedPlan
+from zbv_service.plans.renderings import plan_of
 from zbv_service.records.searches import PlanSummary
 
 
@@ -66,7 +67,7 @@ def compare_view(
     root: str,
 ) -> CompareView:
     """A comparison, ready for the template. Slow: it lays out every action."""
-    found = [(each, each.plan) for each in compared if each.plan is not None]
+    found = [(each, plan_of(each.packed)) for each in compared if each.packed is not None]
     awaited = tuple(each.name for each in compared if each.is_awaited)
     unit = quantities.time_unit(plan.problem.units)
     alike, others = ([_offer(each) for each in part] for part in offered)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from zbv_solver.export import quantities
 from zbv_solver.plans.certificate import gap_of
-from zbv_solver.plans.plan import Plan
 from zbv_solver.search.options import EFFORTS, Effort
 
 from zbv_service.frontier.points import CutSummary, Frontier, Point
+from zbv_service.frontier.problems import FrontierPlan
 from zbv_service.pages.views.frontier_picture import Axis, Picture, picture_of, state_of
 from zbv_service.pages.views.words import placement_name, shape_of
 
@@ -81,7 +81,9 @@ class FrontierView:
     has_bounds: bool = True
 
 
-def frontier_view(plan: Plan, found: Frontier | None, *, most_effort: Effort, root: str) -> FrontierView:
+def frontier_view(
+    plan: FrontierPlan, found: Frontier | None, *, most_effort: Effort, root: str
+) -> FrontierView:
     """The known points of a frontier, ready for the template.
 
     Parameters
@@ -91,14 +93,14 @@ def frontier_view(plan: Plan, found: Frontier | None, *, most_effort: Effort, ro
     most_effort
         The highest effort that the service accepts.
     """
-    problem = plan.problem
+    facts = plan.facts
     view = FrontierView(
-        plan_id=plan.plan_id,
-        title=shape_of(problem),
-        objective=problem.objective,
-        unit=quantities.time_unit(problem.units),
-        has_own_cuts=plan.cut is not None,
-        has_fixed_cut=problem.model is not None and plan.cut is None,
+        plan_id=facts.plan_id,
+        title=shape_of(facts),
+        objective=facts.objective,
+        unit=quantities.time_unit(facts.units),
+        has_own_cuts=plan.own_cut is not None,
+        has_fixed_cut=facts.cut is not None and plan.own_cut is None,
         efforts=EFFORTS[: EFFORTS.index(most_effort) + 1],
     )
     if found is None:
@@ -118,12 +120,12 @@ def frontier_view(plan: Plan, found: Frontier | None, *, most_effort: Effort, ro
     )
 
 
-def _row(point: Point, plan: Plan, axis: Axis, cuts: Mapping[str, CutSummary] | None) -> PointRow:
+def _row(point: Point, plan: FrontierPlan, axis: Axis, cuts: Mapping[str, CutSummary] | None) -> PointRow:
     best, bound = point.best, point.bound
     state, says = state_of(point)
     return PointRow(
         at=axis.said(point.at),
-        limit="" if cuts is not None else quantities.memory(point.limit, plan.problem.units),
+        limit="" if cuts is not None else quantities.memory(point.limit, plan.facts.units),
         value="–" if best is None else quantities.figure(best.value),
         bound="–" if bound is None else quantities.figure(bound),
         gap="–" if best is None or bound is None else quantities.percent(gap_of(best.value, bound)),
@@ -132,7 +134,7 @@ def _row(point: Point, plan: Plan, axis: Axis, cuts: Mapping[str, CutSummary] | 
         plan_name="" if best is None else best.name[:12],
         needs="" if best is None else axis.said(best.needs),
         cut="" if best is None or cuts is None else _cut(cuts[best.name]),
-        is_own=best is not None and best.name == plan.plan_id,
+        is_own=best is not None and best.name == plan.facts.plan_id,
         state=state,
         says=says,
         search_id=None if point.search is None else point.search.id,

@@ -49,7 +49,7 @@ class Axis:
             return cls(0.0, LARGEST, None)
         least, last = found.points[0].at, max(found.points[-1].at, found.own.needs)
         begin = max(0.0, least - _LEFT_MARGIN * ((last - least) or last))
-        return cls(begin, last, found.problem.units)
+        return cls(begin, last, found.units)
 
     @property
     def end(self) -> float:
@@ -167,7 +167,7 @@ def state_of(point: Point) -> tuple[str, str]:
 
 def picture_of(found: Frontier, root: str) -> Picture:
     """The frontier over memory; ``root`` is the prefix of addresses."""
-    axis, units = Axis.of(found), found.problem.units
+    axis, units = Axis.of(found), found.units
     plans = [each for each in found.plans if axis.shows(each.needs)]
     baselines = [each for each in found.baselines if axis.shows(each.needs)]
     bounds = [point.bound for point in found.points if point.bound is not None]
@@ -278,7 +278,7 @@ def _said(each: Known, name: str, place: _Place, units: Units) -> str:
 
 
 def _summary(found: Frontier, corners: Sequence[Known], axis: Axis) -> str:
-    units, objective = found.problem.units, found.problem.objective
+    units, objective = found.units, found.objective
     if not corners:
         whole = " the memory of 1F1B" if axis.units is None else ""
         return f"No plan is known up to {axis.said(axis.last)}{whole}."

@@ -127,9 +127,11 @@ class LayoutSearchView:
     facts: tuple[tuple[str, str], ...] = ()
 
 
-def layout_view(search: LayoutSearchDocument, request: Mapping[str, Any], root: str) -> LayoutSearchView:
-    """The content of the page of a search."""
-    answer, counts, summary = search.answer or {}, search.progress, search.summary
+def layout_view(
+    search: LayoutSearchDocument, answer: Mapping[str, Any], request: Mapping[str, Any], root: str
+) -> LayoutSearchView:
+    """The content of the page of a search; its answer is empty before its end."""
+    counts, summary = search.progress, search.summary
     layouts = answer.get("layouts", [])
     memory = parse_cluster(request["cluster"]).memory
     sensitivity = answer.get("sensitivity") or {}

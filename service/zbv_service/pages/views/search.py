@@ -15,6 +15,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem, Units
 
+from zbv_service.documents.packing import unpack
 from zbv_service.documents.problems import Question
 from zbv_service.pages.views.layers import facts_of_layers
 from zbv_service.pages.views.words import shape_of
@@ -161,10 +162,11 @@ def _options(record: SearchRecord) -> list[tuple[str, str]]:
     if limit is not None:
         effort += f", at most {quantities.figure(limit)} s"
     facts = [("Effort", f"{effort}, seed {seed}" if seed else effort)]
-    jitter, quantile = record.options.get("jitter"), record.options.get("quantile")
-    if jitter is not None:
+    quantile = record.options.get("quantile")
+    if record.jitter is not None:
         time = "mean" if quantile is None else f"{quantities.figure(quantile)} quantile of the"
-        facts.append(("Chosen for", f"{time} simulated time; {deviations(parse_jitter(jitter))}"))
+        varies = deviations(parse_jitter(unpack(record.jitter)))
+        facts.append(("Chosen for", f"{time} simulated time; {varies}"))
     if record.created_by is not None:
         facts.append(("Submitted by", record.created_by))
     return facts

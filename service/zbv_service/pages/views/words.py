@@ -10,10 +10,11 @@ from zbv_solver.export.quantities import counted
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
 
+from zbv_service.plans.facts import PlanFacts
 from zbv_service.records.runs import RunRecord
 
 
-def shape_of(problem: Problem | LayeredProblem) -> str:
+def shape_of(problem: Problem | LayeredProblem | PlanFacts) -> str:
     """The size of a problem: ``4 ranks × 16 microbatches``."""
     return f"{counted(problem.pp_degree, 'rank')} × {counted(problem.microbatches, 'microbatch')}"
 

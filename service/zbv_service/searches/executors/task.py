@@ -116,7 +116,8 @@ def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan
         except Exception as error:  # after any error, the search can start without it
             digest = hashlib.sha256(claim.incumbent).hexdigest()
             reporter.refusal = Refusal(digest, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
-    plan = search(question, claim.options, reporter.report, reporter.is_stopped, incumbent)
+    options = claim.options if claim.jitter is None else {**claim.options, "jitter": unpack(claim.jitter)}
+    plan = search(question, options, reporter.report, reporter.is_stopped, incumbent)
     if not answers(question, plan.problem):
         raise InvalidPlan("the search returned a plan of another problem. This is a bug in zbv.")
     return replace(pack_plan(plan), refusal=reporter.refusal)

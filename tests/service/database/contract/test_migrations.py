@@ -19,6 +19,7 @@ from zbv_service.database import AgentTable, Database, DatabaseUnusable, PlanTab
 from zbv_service.database.migrate import upgrade
 from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
+from zbv_service.documents.packing import unpack
 from zbv_service.records.searches import NamedRequest, SearchFilter
 
 _AT = "'2030-01-01 00:00:00'"
@@ -39,6 +40,10 @@ _ROWS: dict[str, tuple[str, ...]] = {
         "INSERT INTO run_nodes VALUES ('r', 0, 0, 'a', 'n', 'h:1', 'running', NULL, '[]', '[]', NULL)",
     ),
     "0005": ("INSERT INTO idempotency_keys VALUES ('name', 'body', 's', '2999-01-01 00:00:00+00:00')",),
+    "0010": (
+        """UPDATE searches SET options = '{"seed": 1, "jitter": {"action": 0.5}}' WHERE id = 't'""",
+        """UPDATE runs SET search_options = '{"seed": 2}'""",
+    ),
 }
 """Rows in the form of each version that wrote new ones. A later version also has the earlier rows."""
 
@@ -95,6 +100,12 @@ async def test_rows_of_every_version_survive_the_migration(
     if version >= "0005":
         again = NamedRequest("name", "body", datetime.now(UTC))
         assert (await searches.add(a_search("u"), again))[0].id == "s"
+    if version >= "0010":
+        record, options = await searches.get("t"), await RunTable(database).search_options("r")
+        assert record is not None
+        assert (record.options, record.jitter) == ({"seed": 1}, claim.jitter)
+        assert unpack(claim.jitter or b"") == {"action": 0.5}
+        assert unpack(options or b"") == {"seed": 2}
     await database.close()
 
 

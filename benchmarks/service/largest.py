@@ -1,0 +1,252 @@
+"""The largest objects of every kind that a service accepts, and every address that reads them.
+
+A test reads each once and measures the event loop; the benchmark ``hostile`` repeats each from 16 clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from benchmarks.service.worst_bodies import COSTS
+
+LAYOUTS: dict[str, Any] = {
+    "model": {"presets": ["llama-3.1-8b"]},
+    "cluster": {"nodes": 1, "gpus_per_node": 8, "device": "h100"},
+    "global_batch": 8,
+    "options": {"time_limit": 1},
+}
+ENDED = ("done", "cancelled", "failed", "infeasible", "succeeded")
+POLL_SECONDS = 0.1
+SLOTS = 256
+TEXT = "x" * 190
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many values and rows there are: those of the limits, or less in tests.
+
+    Attributes
+    ----------
+    features, microbatches
+        Of the problem, which has two ranks.
+    samples
+        Of the jitter of each search.
+    rows
+        Searches, agents and runs in lists.
+    nodes
+        Of a run with 256 ranks on each.
+    """
+
+    features: int
+    microbatches: int
+    samples: int
+    rows: int
+    nodes: int
+
+
+SMALLEST = Sizes(features=1, microbatches=4, samples=1, rows=1, nodes=1)
+LARGEST = Sizes(features=16, microbatches=100_000, samples=20_000, rows=500, nodes=16)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Ids of what :func:`store` has stored."""
+
+    search: str
+    plan: str
+    layouts: str
+    run: str
+    failed_run: str
+    agent: str
+
+
+@dataclass(frozen=True)
+class Read:
+    """A request that reads; ``route`` is the path of its route."""
+
+    route: str
+    path: str
+    accept: str = "application/json"
+
+
+def problem(sizes: Sizes) -> dict[str, Any]:
+    """A problem whose microbatches differ, with as many values as its sizes say."""
+    names = [f"f{index}" for index in range(sizes.features)]
+    amount = {"fixed": 1, **dict.fromkeys(names, 1)}
+    half = {name: -value / 2 for name, value in amount.items()}
+    features = {name: [(j * (k + 3)) % 7 for j in range(sizes.microbatches)] for k, name in enumerate(names)}
+    return {
+        "pp_degree": 2,
+        "microbatches": sizes.microbatches,
+        "costs": dict.fromkeys(COSTS, amount),
+        "memory": {"forward": amount, "backward_input": half, "backward_weight": half},
+        "features": features,
+    }
+
+
+def jitter(sizes: Sizes) -> dict[str, Any]:
+    """A jitter with as many samples as its sizes say."""
+    half = max(1, sizes.samples // 2)
+    samples = [1 + 1 / (3 + index) for index in range(half)]
+    return {"action": {"samples": samples}, "transfer": {"samples": samples}}
+
+
+def agent(digits: str, sizes: Sizes) -> dict[str, Any]:
+    """An agent that says as much about itself as it may, and allows a run of :func:`run`."""
+    count = 40 if sizes.rows > 1 else 1
+    return {
+        "id": digits.rjust(32, "0"),
+        "name": f"host-{digits}",
+        "address": "10.0.0.1",
+        "port": 29500,
+        "slots": SLOTS,
+        "devices": [TEXT] * (4 * count),
+        "allows": {"models": ["a.*", *(f"{TEXT}{index}" for index in range(count))]},
+    }
+
+
+def run(plan: str, sizes: Sizes, nodes: int, **options: Any) -> dict[str, Any]:
+    """A run of a plan of two ranks with 256 ranks on each node, and long arguments."""
+    size = 16_000 if sizes.rows > 1 else 1
+    return {
+        "plan_id": plan,
+        "model": {"factory": "a.b:c", "arguments": {"text": "x" * size}},
+        "search_options": {"jitter": jitter(sizes)},
+        "nodes": nodes,
+        "steps": 5,
+        "options": {"data_parallel": nodes * SLOTS // 2, **options},
+    }
+
+
+async def store(http: httpx.AsyncClient, sizes: Sizes) -> Stored:
+    """Store the objects, over HTTP."""
+    options = {"effort": "quick", "time_limit": 1, "jitter": jitter(sizes)}
+    search = await _post(http, "/v1/searches", {"problem": problem(sizes), "options": options})
+    layouts = await _post(http, "/v1/layouts", {**LAYOUTS, "points": True})
+    for seed in range(sizes.rows):
+        body = {"problem": problem(SMALLEST), "options": {**options, "seed": seed}}
+        await _post(http, "/v1/searches", body)
+    found = await _ended(http, f"/v1/searches/{search['id']}")
+    await _ended(http, f"/v1/layouts/{layouts['id']}")
+    plan = str(found["plan_id"])
+    running, failed = await _runs(http, plan, sizes)
+    for index in range(sizes.rows):
+        await _post(http, "/v1/agents", agent(f"e{index}", sizes))
+        await _post(http, "/v1/runs", {**run(plan, sizes, 1), "model": {"factory": "nobody:c"}})
+    return Stored(str(search["id"]), plan, str(layouts["id"]), running, failed, agent("e0", sizes)["id"])
+
+
+async def _runs(http: httpx.AsyncClient, plan: str, sizes: Sizes) -> tuple[str, str]:
+    """A run that goes on, and one that failed on all nodes."""
+    agents = [agent(f"a{index:03}", sizes) for index in range(sizes.nodes)]
+    for each in agents:
+        await _post(http, "/v1/agents", each)
+    failed = await _post(http, "/v1/runs", run(plan, sizes, sizes.nodes, retries=0))
+    work = [await _work(http, each["id"]) for each in agents]
+    detail = "y" * (3_800 if sizes.rows > 1 else 1)
+    for each, part in zip(agents, work, strict=True):
+        failures = [{"kind": "error", "rank": rank, "detail": detail} for rank in _ranks(part)]
+        report = {"run_id": failed["id"], "generation": 0, "outcome": "failed", "failures": failures}
+        await _post(http, f"/v1/agents/{each['id']}/ended", report)
+    running = await _post(http, "/v1/runs", run(plan, sizes, sizes.nodes))
+    for each in agents:
+        part = await _work(http, each["id"])
+        ranks = [{"rank": rank, "step": 1, "action": "1F2"} for rank in _ranks(part)]
+        await _post(http, f"/v1/agents/{each['id']}/heartbeat", {"run_id": running["id"], "ranks": ranks})
+        address = f"/v1/agents/{each['id']}/runs/{running['id']}/generations/0/ranks/{_ranks(part)[0]}"
+        log = "z" * (256 * 1024 if sizes.rows > 1 else 1)
+        (await http.put(f"{address}/log", content=log)).raise_for_status()
+        odd = [{"kind": "non_finite", "step": step, "what": TEXT, "value": "nan"} for step in range(100)]
+        body = {"rank": _ranks(part)[0], "events": odd[: 100 if sizes.rows > 1 else 1]}
+        (await http.put(f"{address}/events", json=body)).raise_for_status()
+    return str(running["id"]), str(failed["id"])
+
+
+def _ranks(work: dict[str, Any]) -> range:
+    return range(work["node_rank"] * SLOTS, (work["node_rank"] + 1) * SLOTS)
+
+
+async def _work(http: httpx.AsyncClient, agent_id: str) -> dict[str, Any]:
+    answer = (await http.get(f"/v1/agents/{agent_id}/work", params={"wait": 30})).raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def _post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = (await http.post(path, json=body)).raise_for_status()
+    found: dict[str, Any] = answer.json() if answer.content else {}
+    return found
+
+
+async def _ended(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
+    while True:
+        found: dict[str, Any] = (await http.get(path)).raise_for_status().json()
+        if found["state"] in ENDED:
+            return found
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def reads(stored: Stored) -> list[Read]:
+    """Every address that reads a stored object or a list, with the largest page of each list."""
+    search, plan, layouts = f"/{stored.search}", f"/{stored.plan}", f"/{stored.layouts}"
+    found: list[Read] = []
+
+    def add(route: str, *paths: str, accept: str = "application/json") -> None:
+        found.extend(Read(route, path, accept) for path in paths)
+
+    add("/v1/searches", "/v1/searches?limit=1000")
+    add("/v1/searches/{search_id}", f"/v1/searches{search}")
+    add("/v1/searches/{search_id}/problem", f"/v1/searches{search}/problem")
+    add(
+        "/v1/searches/{search_id}/events",
+        f"/v1/searches{search}/events?after=0",
+        f"/v1/searches{search}/events",
+    )
+    add("/v1/layouts", "/v1/layouts?limit=1000")
+    add("/v1/layouts/{search_id}", f"/v1/layouts{layouts}")
+    add("/v1/layouts/{search_id}/request", f"/v1/layouts{layouts}/request")
+    add("/v1/layouts/{search_id}/events", f"/v1/layouts{layouts}/events?after=0")
+    add("/v1/plans", "/v1/plans?limit=1000")
+    add("/v1/plans/{plan_id}", f"/v1/plans{plan}")
+    add("/v1/plans/{plan_id}/ranks/{rank}", f"/v1/plans{plan}/ranks/0")
+    add("/v1/plans/{plan_id}/simulation", f"/v1/plans{plan}/simulation?scenarios=2")
+    add("/v1/plans/{plan_id}/export/{format_name}", f"/v1/plans{plan}/export/csv")
+    add("/v1/runs", "/v1/runs?limit=1000")
+    both = (stored.run, stored.failed_run)
+    add("/v1/runs/{run_id}", *(f"/v1/runs/{each}" for each in both))
+    add("/v1/runs/{run_id}/events", *(f"/v1/runs/{each}/events" for each in both))
+    add("/v1/runs/{run_id}/events", f"/v1/runs/{stored.failed_run}/events", accept="text/event-stream")
+    add("/v1/runs/{run_id}/trace", f"/v1/runs/{stored.run}/trace")
+    add("/v1/runs/{run_id}/ranks/{rank}/log", f"/v1/runs/{stored.run}/ranks/0/log")
+    add("/v1/agents", "/v1/agents?limit=10000")
+    add("/v1/agents/{agent_id}", f"/v1/agents/{stored.agent}")
+    add("/v1/agents/{agent_id}/work", f"/v1/agents/{'a000'.rjust(32, '0')}/work")
+    add("/metrics", "/metrics")
+    add("/healthz", "/healthz")
+    add("/readyz", "/readyz")
+    add("/openapi.json", "/openapi.json")
+    page = "text/html"
+    add("/", "/", accept=page)
+    add("/new", f"/new?from={stored.search}", f"/new?from={stored.plan}", accept=page)
+    for name in ("searches", "plans", "runs"):
+        add(f"/{name}", f"/{name}?limit=1000", accept=page)
+    add("/agents", "/agents?limit=10000", accept=page)
+    add("/layouts", "/layouts", f"/layouts?from={stored.layouts}", accept=page)
+    add("/layouts/{search_id}", f"/layouts{layouts}", accept=page)
+    add("/layouts/{search_id}/layouts.json", f"/layouts{layouts}/layouts.json", accept=page)
+    add("/searches/{search_id}", f"/searches{search}", accept=page)
+    add("/plans/{plan_id}", f"/plans{plan}", accept=page)
+    add("/plans/{plan_id}/actions", f"/plans{plan}/actions", accept=page)
+    add("/plans/{plan_id}/thumbnail.png", f"/plans{plan}/thumbnail.png", accept=page)
+    add("/plans/{plan_id}/compare", f"/plans{plan}/compare", accept=page)
+    add("/plans/{plan_id}/baselines/{name}/actions", f"/plans{plan}/baselines/1f1b/actions", accept=page)
+    add("/plans/{plan_id}/frontier", f"/plans{plan}/frontier", accept=page)
+    add("/runs/{run_id}", *(f"/runs/{each}" for each in both), accept=page)
+    add("/runs/{run_id}/measured", f"/runs/{stored.run}/measured", accept=page)
+    add("/problems/{name}", "/problems/not-found", accept=page)
+    add("/sign-in", "/sign-in", accept=page)
+    return found

@@ -1,0 +1,93 @@
+"""Measures what keeps the event loop from answering: its callbacks, and calls of threads that keep the GIL.
+
+CPU time of a thread does not depend on other processes, so it can be compared with a unit that is measured
+in the same process: the time in which JSON of some size is decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+RELEASING = ("zlib", "_sqlite3", "sqlite3", "_hashlib", "_socket", "select", "time", "_thread", "posix")
+"""Modules whose calls release the GIL while they work."""
+UNIT_BYTES = 128 * 1024
+_RUN = asyncio.events.Handle._run
+
+
+@dataclass
+class Work:
+    """The longest callback of the event loop, and the longest call of another thread, in seconds of CPU."""
+
+    callback: float = 0.0
+    callback_name: str = ""
+    call: float = 0.0
+    call_name: str = ""
+
+
+_current = Work()
+
+
+def unit() -> float:
+    """CPU seconds to decode and encode JSON of :data:`UNIT_BYTES`, at best."""
+    text = json.dumps([1.5] * (UNIT_BYTES // 5))
+    taken = []
+    for _ in range(5):
+        begin = time.thread_time()
+        json.dumps(json.loads(text))
+        taken.append(time.thread_time() - begin)
+    return min(taken)
+
+
+@contextmanager
+def watching_threads() -> Iterator[None]:
+    """Within the block, measure the calls of threads that start in it."""
+    threading.setprofile(_profile)
+    try:
+        yield
+    finally:
+        threading.setprofile(None)
+
+
+@contextmanager
+def measured() -> Iterator[Work]:
+    """Measure the work within the block."""
+    global _current
+    _current = work = Work()
+    asyncio.events.Handle._run = _measured_run  # type: ignore[method-assign,assignment]
+    try:
+        yield work
+    finally:
+        asyncio.events.Handle._run = _RUN  # type: ignore[method-assign]
+
+
+def _measured_run(handle: asyncio.Handle) -> None:
+    begin = time.thread_time()
+    _RUN(handle)
+    taken = time.thread_time() - begin
+    if taken > _current.callback:
+        _current.callback, _current.callback_name = taken, repr(handle)[:300]
+
+
+_begun = threading.local()
+
+
+def _profile(frame: Any, happened: str, function: Any) -> None:
+    if happened == "c_call":
+        _begun.at = time.thread_time()
+    elif happened in ("c_return", "c_exception"):
+        taken = time.thread_time() - getattr(_begun, "at", time.thread_time())
+        if taken > _current.call and _module_of(function) not in RELEASING:
+            _current.call, _current.call_name = taken, f"{function!r} in {frame.f_code.co_qualname}"[:300]
+
+
+def _module_of(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__module__", None) or type(owner).__module__
+    return str(name).partition(".")[0]

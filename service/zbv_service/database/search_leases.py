@@ -27,6 +27,10 @@ from zbv_service.documents.packing import contradicts, finite_or_none, supported
 from zbv_service.records.searches import Claim, NewPlan, NewRanking, Refusal, SearchState, Update
 
 
+_CLAIM_LOCK = 7_321_009
+"""The advisory lock of claims that count running searches on PostgreSQL; the number is arbitrary."""
+
+
 class SearchLeases(BaseTable):
     """The searches of one database, for runners.
 
@@ -47,6 +51,8 @@ class SearchLeases(BaseTable):
         *,
         cancelled_only: bool = False,
         share: int | None = None,
+        full: Collection[str | None] = (),
+        most: int | None = None,
     ) -> Claim | None:
         """Lease the queued search with the earliest turn, None if the queue is empty.
 
@@ -56,10 +62,16 @@ class SearchLeases(BaseTable):
             Only lease a cancelled search with an incumbent; making its plan is quick.
         share
             A caller with this many running searches, in all services, waits while others have queued ones.
+        full
+            Callers that wait even so, because a slot is kept for others.
+        most
+            A caller with this many running searches, in all services, also does.
         """
         queued = select(SearchRow).where(SearchRow.state == "queued")
         if cancelled_only:
             queued = queued.where(SearchRow.cancel_requested)
+        if full:
+            queued = queued.where(_of_others(full))
         # Reading blocks nobody, so the write lock is taken only if the queue is not empty.
         if not await self._database.rows(queued.with_only_columns(SearchRow.id).limit(1)):
             return None
@@ -67,11 +79,13 @@ class SearchLeases(BaseTable):
         first = first.options(undefer(SearchRow.problem), undefer(SearchRow.incumbent))
         first = first.with_for_update(skip_locked=True)
         async with self._database.writing() as session:
+            if most is not None:
+                await _alone(session)
+                if served := await _callers_running(session, most):
+                    first = first.where(_of_others(served))
             row, busy = None, [] if share is None else await _callers_running(session, share)
             if busy:
-                # An anonymous caller (null) counts as one caller.
-                others = func.coalesce(SearchRow.created_by, "").not_in([caller or "" for caller in busy])
-                row = await session.scalar(first.where(others))
+                row = await session.scalar(first.where(_of_others(busy)))
             row = row or await session.scalar(first)
             if row is None:
                 return None
@@ -160,6 +174,8 @@ class SearchLeases(BaseTable):
     ) -> bool:
         """Requeue a search that lost its process, or fail it with ``error`` after ``most`` times.
 
+        A cancelled one ends as cancelled instead.
+
         Parameters
         ----------
         reason
@@ -173,7 +189,7 @@ class SearchLeases(BaseTable):
                 times = row.crashes = row.crashes + 1
             else:
                 times = 1 + await times_since_found(session, row, reason)
-            if times < most:
+            if times < most or row.cancel_requested:
                 await _queue(session, row, now, reason)
             else:
                 await _fail(session, row, now, error)
@@ -348,6 +364,17 @@ async def _forget_refused(session: AsyncSession, row: SearchRow, refusal: Refusa
 
 def _forget_found(row: SearchRow) -> None:
     row.objective = row.lower_bound = row.gap = row.method = row.incumbent = row.progress = None
+
+
+def _of_others(callers: Collection[str | None]) -> ColumnElement[bool]:
+    """Searches of other callers; an anonymous caller (null) counts as one caller."""
+    return func.coalesce(SearchRow.created_by, "").not_in([caller or "" for caller in callers])
+
+
+async def _alone(session: AsyncSession) -> None:
+    """Until the transaction ends, no other one passes here, so that none counts too few running searches."""
+    if session.get_bind().dialect.name == "postgresql":  # SQLite has one writer at a time
+        await session.execute(select(func.pg_advisory_xact_lock(_CLAIM_LOCK)))
 
 
 async def _callers_running(session: AsyncSession, least: int) -> list[str | None]:

@@ -106,6 +106,7 @@ class Claim:
     attempts: int
     cancel_requested: bool
     kind: SearchKind = "plan"
+    created_by: str | None = None
 
 
 @dataclass(frozen=True)

@@ -248,9 +248,11 @@ def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
 
 
 def layouts_of_executors(
-    executor: str, setting: Setting, layouts: Sequence[Layout]
+    executor: str, setting: Setting, layouts: Sequence[Layout], is_over: Callable[[], bool] = lambda: False
 ) -> list[tuple[int, str, Layout]]:
     """Every pair of a layout and an executor that can run it; the numbers are those of the layouts.
+
+    Without those that were not looked at when ``is_over`` first returned True.
 
     Raises
     ------
@@ -265,8 +267,10 @@ def layouts_of_executors(
         (number, name, layout)
         for name in executors_of(executor, setting)
         for number, layout in enumerate(layouts)
-        if runs_layout(name, model, layout) and not _has_other_stage(name, setting, layout)
+        if not is_over() and runs_layout(name, model, layout) and not _has_other_stage(name, setting, layout)
     ]
+    if is_over():
+        return found
     if not found and all(_has_other_stage(executor, setting, layout) for layout in layouts):
         state, stages = setting.training.state, sorted({layout.zero_stage for layout in layouts})
         raise InvalidInput.at(

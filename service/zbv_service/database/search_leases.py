@@ -26,7 +26,6 @@ from zbv_service.database.search_events import tell_end, tell_found, tell_state,
 from zbv_service.documents.packing import contradicts, finite_or_none, supported_bound, unpack
 from zbv_service.records.searches import Claim, NewPlan, NewRanking, Refusal, SearchState, Update
 
-
 _CLAIM_LOCK = 7_321_009
 """The advisory lock of claims that count running searches on PostgreSQL; the number is arbitrary."""
 
@@ -174,8 +173,6 @@ class SearchLeases(BaseTable):
     ) -> bool:
         """Requeue a search that lost its process, or fail it with ``error`` after ``most`` times.
 
-        A cancelled one ends as cancelled instead.
-
         Parameters
         ----------
         reason
@@ -189,7 +186,7 @@ class SearchLeases(BaseTable):
                 times = row.crashes = row.crashes + 1
             else:
                 times = 1 + await times_since_found(session, row, reason)
-            if times < most or row.cancel_requested:
+            if times < most:
                 await _queue(session, row, now, reason)
             else:
                 await _fail(session, row, now, error)
@@ -223,10 +220,12 @@ class SearchLeases(BaseTable):
 
         return await self._change(search_id, fence, change)
 
-    async def ranked(self, search_id: str, fence: int, found: NewRanking) -> bool:
+    async def ranked(
+        self, search_id: str, fence: int, found: NewRanking, unplanned: Mapping[str, Any] | None = None
+    ) -> bool:
         """Store the answer of a search of layouts with its plans, and end the search.
 
-        It is done, or cancelled if that was requested or no layout was planned.
+        It is done, cancelled if that was requested, or failed with ``unplanned`` if no layout was planned.
 
         Raises
         ------
@@ -247,8 +246,10 @@ class SearchLeases(BaseTable):
                 row.plan_id, row.method = best.plan_id, best.method
             if row.objective != before:
                 await tell_found(session, row, now, "improvement")
-            is_done = bool(found.plans) and not row.cancel_requested
-            await _end(session, row, now, "done" if is_done else "cancelled")
+            if unplanned is not None and not found.plans and not row.cancel_requested:
+                await _fail(session, row, now, unplanned)
+            else:
+                await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
 
         return await self._change(search_id, fence, change)
 
@@ -263,6 +264,19 @@ class SearchLeases(BaseTable):
                 if row.kind == "layouts":  # what the last report says of their number is no longer true
                     row.lower_bound = row.progress = None
                 await _end(session, row, now, state)
+
+        return await self._change(search_id, fence, change)
+
+    async def killed(self, search_id: str, fence: int, error: Mapping[str, Any]) -> bool:
+        """End a search whose process was ended, without a plan: as cancelled if that was requested."""
+
+        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            if row.kind == "layouts":
+                _forget_found(row)
+            if row.cancel_requested:
+                await _end(session, row, now, "cancelled")
+            else:
+                await _fail(session, row, now, error)
 
         return await self._change(search_id, fence, change)
 

@@ -29,9 +29,7 @@ class LayoutPoint(NamedTuple):
     peak_memory: float
 
 
-def points_json(
-    ranking: Ranking, setting: Setting, cancelled: Cancelled | None = None
-) -> dict[str, Any]:
+def points_json(ranking: Ranking, setting: Setting, cancelled: Cancelled | None = None) -> dict[str, Any]:
     """All layouts in columns: those planned, those with bounds, and those that do not fit in memory.
 
     Numbers have four digits, so that some thousand layouts stay a small document. After a cancellation,

@@ -26,6 +26,7 @@ class Poll:
         self.due = time.monotonic() + POLL_SECONDS
 
     def __call__(self) -> bool:
+        """Whether the loop must end."""
         if self.cancelled is not None and not self.is_over and time.monotonic() >= self.due:
             self.is_over = self.cancelled()
             self.due = time.monotonic() + POLL_SECONDS

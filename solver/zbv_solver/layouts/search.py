@@ -92,7 +92,7 @@ class Waiting(NamedTuple):
     is_tight: bool
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """Number of layouts."""
         return len(self.of) if isinstance(self.of, LayoutFamily) else 1
 
@@ -196,7 +196,7 @@ def best_layouts(
     below = min(bounds) if is_whole else 0.0
     every = tuple(search.ranked(options, cancelled))
     longest = every[top - 1].step_time if len(every) >= top else math.inf
-    unsettled = sum(each.count for each in waiting if each.bound < longest * (1 - OPTIMAL_GAP))
+    unsettled = sum(each.size for each in waiting if each.bound < longest * (1 - OPTIMAL_GAP))
     too_large = tuple(search.too_large)
     return Ranking(every[:top], considered, len(every), below, every, waiting, too_large, unsettled)
 
@@ -212,7 +212,7 @@ def _enumerated(
             return queue, count, False
         first = of.first if isinstance(of, LayoutFamily) else of
         queue.append(Waiting(setting.least_work(first), count, of, False))
-        count += queue[-1].count
+        count += queue[-1].size
     heapq.heapify(queue)
     return queue, count, True
 
@@ -252,7 +252,7 @@ class LayoutSearch:
             longest = steps[top - 1] if len(steps) >= top else math.inf
             left, below = 0, min((each.lower_bound for each in self.planned), default=math.inf)
             for each in self.waiting(queue):
-                left += each.count if each.bound < longest else 0
+                left += each.size if each.bound < longest else 0
                 below = min(below, each.bound)
         best = steps[0] if steps else None
         return LayoutProgress(considered, considered - len(steps) - left, len(steps), best, float(below))

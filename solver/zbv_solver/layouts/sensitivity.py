@@ -95,13 +95,13 @@ def outcomes(ranking: Ranking, request: Request, cancelled: Cancelled | None = N
 
 def nearest(ranking: Ranking, setting: Setting, cancelled: Cancelled | None = None) -> list[Layout]:
     """The layouts with the shortest steps or least bounds, and some that need a little more memory."""
-    first = heapq.nsmallest(AMONG, ranking.waiting, key=lambda each: each.bound)
-    waiting = chain.from_iterable(each.members() for each in first)
-    fitting = [(each.step_time, each.layout) for each in ranking.every]
-    for each in waiting:
+    first = heapq.nsmallest(AMONG, ranking.waiting, key=lambda each: each[:2])
+    fitting = [(each.step_time, -1, each.layout) for each in ranking.every]
+    for each in chain.from_iterable(each.members() for each in first):
         if isinstance(each.of, Layout | EstimatedLayout):
-            fitting.append((each.bound, each.of if isinstance(each.of, Layout) else each.of.layout))
-    found = [layout for _, layout in sorted(fitting, key=lambda each: each[0])[:AMONG]]
+            layout = each.of if isinstance(each.of, Layout) else each.of.layout
+            fitting.append((each.bound, each.number, layout))
+    found = [layout for _, _, layout in sorted(fitting, key=lambda each: each[:2])[:AMONG]]
     large = 0
     for each in sorted(ranking.too_large, key=lambda each: each[:2]):
         if large == TOO_LARGE or (cancelled is not None and cancelled()):
@@ -138,9 +138,7 @@ def _outcome(
     return Outcome(change, step, best.layout, best.step_time, is_proved, len(candidates))
 
 
-def _planned(
-    layout: Layout | None, request: Request, cancelled: Cancelled | None
-) -> PlannedLayout | None:
+def _planned(layout: Layout | None, request: Request, cancelled: Cancelled | None) -> PlannedLayout | None:
     if layout is None:
         return None
     estimated = EstimatedLayout.of(layout, request.setting)

@@ -52,7 +52,9 @@ class LayoutOptions(RequestDocument):
         description="Searches better plans for the most promising layouts; null constructs orders alone.",
     )
     time_limit: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Seconds; null means to search until the best layouts are proved."
+        None,
+        description="Seconds from the start of the search; null means to search until the best layouts are "
+        "proved.",
     )
 
 

@@ -147,11 +147,12 @@ class Request:
             raise self._without_layouts()
 
     def _too_many(self, most: int) -> InvalidInput:
+        kind = " with points or for an executor" if most == MOST_LISTED else ""
         free = [name for name in NARROWING if getattr(self.fixed, name) is None]
         return InvalidInput.at(
             "",
             f"found more than {most:,} layouts of {self.cluster.devices:,} devices and a global batch of "
-            f"{self.global_batch:,}; this search takes at most {most:,}. Fix parts of the layout, such as "
+            f"{self.global_batch:,}; a search{kind} takes at most {most:,}. Fix parts of the layout, such as "
             f"{', '.join(free)}, or choose a global batch with fewer divisors.",
         )
 

@@ -18,6 +18,7 @@ from support.tokens import add
 from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.documents.packing import pack
 from zbv_service.records.searches import NewSearch, Update
+from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.owners import new_owner
 from zbv_service.settings import Settings
 from zbv_solver.problem.reading import parse_problem
@@ -247,6 +248,28 @@ async def test_a_search_without_a_time_limit_is_stopped_after_the_longest_limit(
     async with serving("held", max_time_limit=0.3) as service:
         ended = await service.ended((await service.submit()).json()["id"])
         assert (ended["state"], ended["method"], ended["attempts"]) == ("done", "cancelled", 1)
+
+
+async def test_one_token_leaves_a_slot_that_several_services_share(
+    serving: Serving, directory: Path, any_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the threads of a Dask cluster: each service alone would leave one of its slots."""
+    monkeypatch.setattr(LocalExecutor, "shared_slots", 3)
+    changes = {"auth": "tokens", "searches": 3, "database": any_database_url}
+    async with serving("held", **changes) as first, serving("held", **changes):
+        one = await add(first, "search", "read", name="one")
+        other = await add(first, "search", "read", name="other")
+        for seed in range(5):
+            body = {"problem": PROBLEM, "options": {"seed": seed}}
+            await first.http.post("/v1/searches", json=body, headers=one)
+        await appeared(directory, "started-*", 2)
+        await asyncio.sleep(1.0)  # several looks at the queue, by both
+        assert len(started_in(directory)) == 2
+        await first.http.post(
+            "/v1/searches", json={"problem": PROBLEM, "options": {"seed": 9}}, headers=other
+        )
+        await appeared(directory, "started-*", 3)
+        (directory / "release").touch()
 
 
 async def test_searches_get_the_cores_that_no_other_search_uses(

@@ -13,7 +13,7 @@ from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
 from zbv_solver.estimate.transformers_config import is_transformers_config
 from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, LayoutFamily
-from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
+from zbv_solver.layouts.executor_rules import FREE, require_runnable
 from zbv_solver.layouts.layout import Fixed, Order, Recompute
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.problem.limits import MAX_LAYERS
@@ -135,7 +135,7 @@ def count_layouts(asked: LayoutRequest, found: Request) -> int:
         return sum(map(len, families_of(asked, found)))
     layouts = found.layouts
     try:
-        layouts_of_executors(asked.executor, found.setting, layouts)
+        require_runnable(asked.executor, found.setting, layouts)
     except InvalidInput as error:
         raise error.below("/executor") from None
     return len(layouts)

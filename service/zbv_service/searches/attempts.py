@@ -37,6 +37,8 @@ from zbv_service.settings import MEBIBYTE, Settings
 
 RETRY_SECONDS = 1.0
 """Seconds between attempts to reach a database that is away."""
+KEEP_SECONDS = 120.0
+"""Time for making a plan of the best orders of a search that was killed; the largest take 30 s."""
 MOST_EVICTIONS = 20
 """A search fails after this many evictions in a row without progress."""
 
@@ -292,7 +294,7 @@ class Endings:
         """The plan of an incumbent, made in another process; raises TimeoutError, or its errors."""
         future = await asyncio.to_thread(self._processes.submit, plan_of_incumbent, claim)
         try:
-            async with asyncio.timeout(self._settings.stop_seconds):
+            async with asyncio.timeout(KEEP_SECONDS):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             self._processes.kill_process_of(future)

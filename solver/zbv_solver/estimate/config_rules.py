@@ -109,8 +109,10 @@ def _count_issues(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Issu
         key, found = "prediction_layers", model.prediction_layers
         if model.vision is not None and vision > predictions:
             key, found = "vision/layers", model.vision.layers
-        rule = f"all layers of a model together must be at most {MAX_LAYERS}"
-        yield Issue(f"/model/{key}", f"found {found}; {rule}, with embedding and head.")
+        rule = f"together, with embedding and head, they must be at most {MAX_LAYERS}"
+        yield Issue(
+            "/model/layers", f"found {model.layers}, and {found} as {key}; {rule}. Use fewer of them."
+        )
     elif model.layers > most:
         remedy = " Use granularity block." if halves == 2 else ""
         yield Issue("/model/layers", f"found {model.layers}; must be at most {most}.{remedy}")

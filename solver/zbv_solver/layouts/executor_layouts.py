@@ -164,7 +164,7 @@ class _ExecutorSearch:
     def __post_init__(self) -> None:
         self.effort = "quick" if self.options is None else self.options.effort
         self.left = MOST_BOUNDED[self.effort]
-        self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort)
+        self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort, self.cancelled)
         self.free = LayoutSearch(self.setting, self.cancelled, FirstPlans(self.workers))
 
     def add(self, candidate: ExecutorCandidate) -> None:
@@ -292,6 +292,8 @@ class _ExecutorSearch:
             ):
                 shortest[layout] = of
         for number, node in enumerate(self.found):
+            if self.is_cancelled():
+                return
             free, scheduled = node.of, shortest.get(node.candidate.layout)
             if isinstance(free, PlannedLayout) and scheduled is not None:
                 best, _ = scheduled.answer()

@@ -149,7 +149,8 @@ async def test_a_time_limit_counts_from_the_start_also_before_the_first_layout(
         **{"global_batch": 15360 if executor == "zbv" else 2048, "sequence_length": 4096},
         **{"executor": executor, "top": 20},
     }
-    async with serving("honest", database=any_database_url) as service:
+    # The service itself would stop a search that is late by this.
+    async with serving("honest", database=any_database_url, stop_seconds=600.0) as service:
         search_id = await submitted(service, {**large, "options": {"time_limit": 0.3}})
         found = await once(service, search_id, "failed")
         assert (found["attempts"], found["cancel_requested"], found["objective"]) == (1, False, None)

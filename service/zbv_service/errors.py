@@ -89,6 +89,7 @@ IDEMPOTENCY_KEY_REUSED = Kind("idempotency-key-reused", 422, "The Idempotency-Ke
 INVALID_PLAN = Kind("invalid-plan", 422, "The plan cannot be executed as its problem demands")
 INFEASIBLE_MEMORY = Kind("infeasible-memory", 422, "No plan fits the memory limit")
 TOO_MUCH_MEMORY = Kind("too-much-memory", 422, "The answer takes more memory than the service allows")
+TIME_LIMIT = Kind("time-limit", 422, "The time limit passed before there was a result")
 UNKNOWN_HOST = Kind("unknown-host", 421, "The service does not have this name")
 TOO_MANY_SEARCHES = Kind("too-many-searches", 429, "The token has too many unfinished searches")
 TOO_MUCH_STORED = Kind("too-much-stored", 429, "The token has stored too much")

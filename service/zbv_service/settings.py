@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,8 @@ from zbv_service.compute.executor_choice import parse_choice
 from zbv_service.database.url import async_url
 
 MEBIBYTE = 1024 * 1024
+LEAST_SEARCH_MEMORY, MOST_SEARCH_MEMORY = 512, 768
+"""MiB. The largest problems that the service takes need 500."""
 DAY = 86_400.0
 MOST_DAYS = 36_500
 """The longest retention: a century counts as forever."""
@@ -30,6 +33,25 @@ _Seconds = Annotated[float, Field(gt=0, le=DAY)]
 def cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """The memory that this process may use: the machine's, or that of its control group."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            found = min(found, int(Path(path).read_text()))
+    return found
+
+
+def _search_memory() -> int:
+    """MiB of a search: half of the memory for as many searches as run by default, within bounds."""
+    return max(LEAST_SEARCH_MEMORY, min(MOST_SEARCH_MEMORY, memory_bytes() // MEBIBYTE // 2 // _searches()))
+
+
+def _searches() -> int:
+    """Searches at the same time: at least two, so that one token leaves a slot to others."""
+    return max(2, cores())
 
 
 class Settings(BaseSettings):
@@ -63,12 +85,21 @@ class Settings(BaseSettings):
     session_hours: float = Field(168.0, gt=0, le=400 * 24, description="How long a browser stays signed in.")
     database: str = Field("sqlite:///zbv.db", description="URL of the database that holds all state.")
     searches: int = Field(
-        default_factory=cores,
-        json_schema_extra={"shown_default": "one per core"},
+        default_factory=_searches,
+        json_schema_extra={"shown_default": "one per core, at least 2"},
         ge=1,
         le=1024,
         description="Searches that this service runs at the same time. On a Dask cluster the default is the "
-        "number of its workers' threads.",
+        "number of its workers' threads. One token runs at most all but one of several, so that a search of "
+        "another token starts at once.",
+    )
+    search_memory: int = Field(
+        default_factory=_search_memory,
+        json_schema_extra={"shown_default": "half of the memory, divided by the searches; 512 to 768"},
+        ge=64,
+        le=MEBIBYTE,
+        description="MiB of memory that a search may take in a process of this machine. A search that needs "
+        "more fails. Workers of Dask have a limit of their cluster.",
     )
     search_workers: int | None = Field(
         None,
@@ -151,10 +182,10 @@ class Settings(BaseSettings):
         description="A search fails when its process has died this often; before, it is started again.",
     )
     stop_seconds: float = Field(
-        300.0,
+        60.0,
         gt=0,
         description="When a search has not stopped this long after it was cancelled or reached its time "
-        "limit, its process is killed.",
+        "limit, its process is killed; its best plan is kept.",
     )
     idempotency_seconds: float = Field(
         DAY, gt=0, le=YEAR, description="How long the service remembers the Idempotency-Key of a request."

@@ -128,6 +128,23 @@ def deaf(given: Arguments) -> Plan:
 
 
 @fake
+def mute(given: Arguments) -> Plan:
+    """Ignores cancellation, and reports nothing."""
+    return hold(replace(given, cancelled=lambda: False, on_progress=lambda _: None))
+
+
+@fake
+def greedy(given: Arguments) -> Plan:
+    """Needs more memory than any limit; records every start."""
+    starts = directory() / "starts"
+    starts.mkdir(exist_ok=True)
+    (starts / str(len(os.listdir(starts)))).touch()
+    held = []
+    while True:
+        held.append(bytearray(1024**2))
+
+
+@fake
 def dying(given: Arguments) -> Plan:
     """Removes one file ``die-M-*`` and kills its process; ends normally when there is no such file."""
     here = directory()
@@ -190,6 +207,8 @@ BY_NAME: dict[str, SearchFunction] = {
     "honest": honest,
     "held": held,
     "deaf": deaf,
+    "mute": mute,
+    "greedy": greedy,
     "dying": dying,
     "broken": broken,
     "tight": tight,

@@ -162,5 +162,5 @@ def _repeating(request: Request) -> str:
         return "Repeat the request in a moment."
     return (
         "The request may still have been carried out. Check first, or repeat it with the same "
-        "Idempotency-Key if it had one (POST /v1/searches, POST /v1/runs)."
+        "Idempotency-Key if it had one (POST /v1/searches, POST /v1/layouts, POST /v1/runs)."
     )

@@ -121,9 +121,13 @@ ADVICE: dict[str, Advice] = {
         "Raise the limit to at least smallest_limit (per rank), or reduce the memory of stages.",
     ),
     "too-much-memory": Advice(
-        "The service gives every computation the same memory, and this one needs more.",
-        "Download the plan and compute on your own machine, such as by `zbv export`, which has no limit; or "
-        "send a smaller problem.",
+        "The service gives every computation and every search the same memory, and this one needs more.",
+        "Compute on your own machine, such as by `zbv export`, `zbv plan` or `zbv layout`, which have no "
+        "limit; or send a smaller problem. The operator may raise --search-memory.",
+    ),
+    "time-limit": Advice(
+        "The search ended at its time limit, before it had a plan.",
+        "Raise options.time_limit, or make the problem smaller; for layouts, fix parts of the layout.",
     ),
     "unknown-host": Advice(
         "The Host header is not one of the service's names. A service that listens on this "

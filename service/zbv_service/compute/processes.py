@@ -26,7 +26,8 @@ T = TypeVar("T")
 NICENESS = 10
 """Niceness: computations use the CPU time that the service leaves, so requests stay fast."""
 KEPT_BYTES = 384 * 1024**2
-"""An idle process with a memory limit that holds more bytes than this is ended, to release them."""
+"""An idle process with a memory limit that holds more bytes than this is ended, to release them; so is one
+whose memory ran out."""
 ORPHANED = 70
 """Exit status of a process that lost its service."""
 
@@ -126,10 +127,12 @@ class IsolatedProcesses(Executor):
     def _returned(self, pool: ProcessPoolExecutor, future: Future[Any]) -> None:
         with self._lock:
             self._working.pop(future, None)
-        if not future.cancelled() and isinstance(future.exception(), BrokenExecutor):
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, BrokenExecutor):
             self._discard(pool)
             return
-        if self._memory is not None and _resident(self._all[pool].result()) > KEPT_BYTES:
+        is_large = self._memory is not None and _resident(self._all[pool].result()) > KEPT_BYTES
+        if is_large or isinstance(error, MemoryError):
             with self._lock:
                 self._all.pop(pool, None)
             pool.shutdown(wait=False)

@@ -26,6 +26,9 @@ from zbv_service.database.search_events import tell_end, tell_found, tell_state,
 from zbv_service.documents.packing import contradicts, finite_or_none, supported_bound, unpack
 from zbv_service.records.searches import Claim, NewPlan, NewRanking, Refusal, SearchState, Update
 
+_CLAIM_LOCK = 7_321_009
+"""The advisory lock of claims that count running searches on PostgreSQL; the number is arbitrary."""
+
 
 class SearchLeases(BaseTable):
     """The searches of one database, for runners.
@@ -47,6 +50,8 @@ class SearchLeases(BaseTable):
         *,
         cancelled_only: bool = False,
         share: int | None = None,
+        full: Collection[str | None] = (),
+        most: int | None = None,
     ) -> Claim | None:
         """Lease the queued search with the earliest turn, None if the queue is empty.
 
@@ -56,10 +61,16 @@ class SearchLeases(BaseTable):
             Only lease a cancelled search with an incumbent; making its plan is quick.
         share
             A caller with this many running searches, in all services, waits while others have queued ones.
+        full
+            Callers that wait even so, because a slot is kept for others.
+        most
+            A caller with this many running searches, in all services, also does.
         """
         queued = select(SearchRow).where(SearchRow.state == "queued")
         if cancelled_only:
             queued = queued.where(SearchRow.cancel_requested)
+        if full:
+            queued = queued.where(_of_others(full))
         # Reading blocks nobody, so the write lock is taken only if the queue is not empty.
         if not await self._database.rows(queued.with_only_columns(SearchRow.id).limit(1)):
             return None
@@ -67,11 +78,13 @@ class SearchLeases(BaseTable):
         first = first.options(*map(undefer, (SearchRow.problem, SearchRow.incumbent, SearchRow.jitter)))
         first = first.with_for_update(skip_locked=True)
         async with self._database.writing() as session:
+            if most is not None:
+                await _alone(session)
+                if served := await _callers_running(session, most):
+                    first = first.where(_of_others(served))
             row, busy = None, [] if share is None else await _callers_running(session, share)
             if busy:
-                # An anonymous caller (null) counts as one caller.
-                others = func.coalesce(SearchRow.created_by, "").not_in([caller or "" for caller in busy])
-                row = await session.scalar(first.where(others))
+                row = await session.scalar(first.where(_of_others(busy)))
             row = row or await session.scalar(first)
             if row is None:
                 return None
@@ -207,10 +220,12 @@ class SearchLeases(BaseTable):
 
         return await self._change(search_id, fence, change)
 
-    async def ranked(self, search_id: str, fence: int, found: NewRanking) -> bool:
+    async def ranked(
+        self, search_id: str, fence: int, found: NewRanking, unplanned: Mapping[str, Any] | None = None
+    ) -> bool:
         """Store the answer of a search of layouts with its plans, and end the search.
 
-        It is done, or cancelled if that was requested or no layout was planned.
+        It is done, cancelled if that was requested, or failed with ``unplanned`` if no layout was planned.
 
         Raises
         ------
@@ -231,8 +246,10 @@ class SearchLeases(BaseTable):
                 row.plan_id, row.method = best.plan_id, best.method
             if row.objective != before:
                 await tell_found(session, row, now, "improvement")
-            is_done = bool(found.plans) and not row.cancel_requested
-            await _end(session, row, now, "done" if is_done else "cancelled")
+            if unplanned is not None and not found.plans and not row.cancel_requested:
+                await _fail(session, row, now, unplanned)
+            else:
+                await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
 
         return await self._change(search_id, fence, change)
 
@@ -247,6 +264,19 @@ class SearchLeases(BaseTable):
                 if row.kind == "layouts":  # what the last report says of their number is no longer true
                     row.lower_bound = row.progress = None
                 await _end(session, row, now, state)
+
+        return await self._change(search_id, fence, change)
+
+    async def killed(self, search_id: str, fence: int, error: Mapping[str, Any]) -> bool:
+        """End a search whose process was ended, without a plan: as cancelled if that was requested."""
+
+        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+            if row.kind == "layouts":
+                _forget_found(row)
+            if row.cancel_requested:
+                await _end(session, row, now, "cancelled")
+            else:
+                await _fail(session, row, now, error)
 
         return await self._change(search_id, fence, change)
 
@@ -348,6 +378,17 @@ async def _forget_refused(session: AsyncSession, row: SearchRow, refusal: Refusa
 
 def _forget_found(row: SearchRow) -> None:
     row.objective = row.lower_bound = row.gap = row.method = row.incumbent = row.progress = None
+
+
+def _of_others(callers: Collection[str | None]) -> ColumnElement[bool]:
+    """Searches of other callers; an anonymous caller (null) counts as one caller."""
+    return func.coalesce(SearchRow.created_by, "").not_in([caller or "" for caller in callers])
+
+
+async def _alone(session: AsyncSession) -> None:
+    """Until the transaction ends, no other one passes here, so that none counts too few running searches."""
+    if session.get_bind().dialect.name == "postgresql":  # SQLite has one writer at a time
+        await session.execute(select(func.pg_advisory_xact_lock(_CLAIM_LOCK)))
 
 
 async def _callers_running(session: AsyncSession, least: int) -> list[str | None]:

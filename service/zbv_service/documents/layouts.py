@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,8 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
 from zbv_solver.estimate.transformers_config import is_transformers_config
 from zbv_solver.layouts.cluster import parse_cluster
-from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
+from zbv_solver.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, LayoutFamily
+from zbv_solver.layouts.executor_rules import FREE, require_runnable
 from zbv_solver.layouts.layout import Fixed, Order, Recompute
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.problem.limits import MAX_LAYERS
@@ -50,7 +52,9 @@ class LayoutOptions(RequestDocument):
         description="Searches better plans for the most promising layouts; null constructs orders alone.",
     )
     time_limit: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Seconds; null means to search until the best layouts are proved."
+        None,
+        description="Seconds from the start of the search; null means to search until the best layouts are "
+        "proved.",
     )
 
 
@@ -118,21 +122,28 @@ def read_layouts(asked: LayoutRequest) -> Request:
             "/model/global_batch",
             f"found {found.global_batch}; this service takes at most {MAX_BATCH} sequences per step.",
         )
-    if asked.executor != FREE:
-        _check_executor(asked, found)
+    for name in ("points", "sensitivity"):
+        if asked.executor != FREE and getattr(asked, name):
+            detail = f"found true and executor {asked.executor!r}; only zbv has this. Leave one of them out."
+            raise InvalidInput.at(f"/{name}", detail)
     return found
 
 
-def _check_executor(asked: LayoutRequest, found: Request) -> None:
-    for name in ("points", "sensitivity"):
-        if getattr(asked, name):
-            detail = f"found true and executor {asked.executor!r}; only zbv has this. Leave one of them out."
-            raise InvalidInput.at(f"/{name}", detail)
+def count_layouts(asked: LayoutRequest, found: Request) -> int:
+    """The number of layouts; raises :class:`InvalidInput` if there is none, or too many, or none can run."""
+    if asked.executor == FREE:
+        return sum(map(len, families_of(asked, found)))
     layouts = found.layouts
     try:
-        layouts_of_executors(asked.executor, found.setting, layouts)
+        require_runnable(asked.executor, found.setting, layouts)
     except InvalidInput as error:
         raise error.below("/executor") from None
+    return len(layouts)
+
+
+def families_of(asked: LayoutRequest, found: Request) -> Iterator[LayoutFamily]:
+    """The layouts of a request for zbv itself; raises :class:`InvalidInput` when iterated."""
+    return found.families(MOST_LISTED if asked.points else MOST_LAYOUTS)
 
 
 def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
@@ -163,5 +174,5 @@ def layouts_summary(asked: LayoutRequest, found: Request) -> dict[str, Any]:
         "devices": found.cluster.devices,
         "global_batch": found.global_batch,
         "sequence_length": found.config.model.sequence,
-        "layouts": len(found.layouts),
+        "layouts": count_layouts(asked, found),
     }

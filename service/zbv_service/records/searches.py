@@ -115,6 +115,7 @@ class Claim:
     cancel_requested: bool
     kind: SearchKind = "plan"
     jitter: bytes | None = None
+    created_by: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, NoLayoutFits, ZbvError
 
+from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.documents.packing import incumbent_of
@@ -22,16 +23,22 @@ from zbv_service.errors import (
     INFEASIBLE_MEMORY,
     INTERNAL,
     SEARCH_CRASHED,
+    TIME_LIMIT,
+    TOO_MUCH_MEMORY,
     contradicted,
     infeasible,
     problem_document,
 )
 from zbv_service.observability.metrics import Metrics
-from zbv_service.records.searches import Claim, NewRanking, Outcome, Refusal, Update
+from zbv_service.records.searches import Claim, NewPlan, NewRanking, Outcome, Refusal, Update
 from zbv_service.searches.executors.executor import Computation, SearchCrashed, SearchEvicted, SearchLost
+from zbv_service.searches.executors.task import plan_of_incumbent
+from zbv_service.settings import MEBIBYTE, Settings
 
 RETRY_SECONDS = 1.0
 """Seconds between attempts to reach a database that is away."""
+KEEP_SECONDS = 120.0
+"""Time for making a plan of the best orders of a search that was killed; the largest take 30 s."""
 MOST_EVICTIONS = 20
 """A search fails after this many evictions in a row without progress."""
 
@@ -52,6 +59,8 @@ class Attempt:
         When the computation was first seen running, on the monotonic clock; it may wait for a cluster worker.
     stopped_at
         When the search was asked to stop; None before.
+    was_killed
+        Whether it did not stop, so that its process was killed.
     contradiction
         The error that fails the search, once a report undercuts a stored bound.
     refusal
@@ -65,6 +74,7 @@ class Attempt:
     made_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     stopped_at: float | None = None
+    was_killed: bool = False
     contradiction: ContradictedBound | None = None
     refusal: Refusal | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -91,6 +101,7 @@ class Attempt:
         limit = self.claim.options.get("time_limit")
         if self.stopped_at is not None:
             if now - self.stopped_at > patience:
+                self.was_killed = True
                 self.computation.kill()
         elif self.started_at is not None:
             passed = now - self.started_at
@@ -106,13 +117,28 @@ class Endings:
     ----------
     stopping
         Set when the service stops: attempts end for this reason, and nobody waits for the database.
+    memory
+        MiB that a search may take, if this service limits it.
     """
 
-    def __init__(self, table: SearchTable, max_crashes: int, stopping: asyncio.Event, metrics: Metrics):
+    def __init__(
+        self,
+        table: SearchTable,
+        settings: Settings,
+        stopping: asyncio.Event,
+        metrics: Metrics,
+        memory: int | None,
+    ):
         self._table = table
         self._metrics = metrics
-        self._max_crashes = max_crashes
+        self._settings = settings
         self._stopping = stopping
+        self._memory = memory
+        self._processes = IsolatedProcesses(memory=settings.search_memory * MEBIBYTE)
+
+    def kill(self) -> None:
+        """End the processes that make plans of incumbents."""
+        self._processes.kill()
 
     async def settle(self, attempt: Attempt) -> bool:
         """Wait for the end of an attempt and store it; False if another service holds the search by then.
@@ -157,6 +183,15 @@ class Endings:
         except (SearchCrashed, SearchLost) as error:
             logger.warning("search %s lost its process: %s", claim.id, error)
             return partial(self._requeue, attempt, error)
+        except MemoryError:
+            detail = f"The search needs more memory than there is. {self._advice}"
+            if self._memory is not None:
+                detail = (
+                    f"The search needs more than {self._memory:,} MiB of memory, the limit of this service "
+                    f"(--search-memory). {self._advice}"
+                )
+            document = problem_document(TOO_MUCH_MEMORY, detail)
+            return partial(table.killed, claim.id, claim.fence, document)
         except Exception as error:
             logger.exception("search %s failed", claim.id)
             # The planner's own errors are written for users; others belong in the log.
@@ -199,7 +234,12 @@ class Endings:
                 known = await asyncio.to_thread(incumbent_of, found)
             is_ours, end = await self._table.release(claim.id, claim.fence, known), "was queued again"
         elif isinstance(found, NewRanking):
-            is_ours = await self._table.ranked(claim.id, claim.fence, found)
+            detail = (
+                f"The time limit of {self._limit_of(claim):g} s passed before a layout was planned. Raise "
+                "options.time_limit, or fix parts of the layout, such as tensor_parallel and expert_parallel."
+            )
+            unplanned = problem_document(TIME_LIMIT, detail)
+            is_ours = await self._table.ranked(claim.id, claim.fence, found, unplanned)
             end = f"found {len(found.plans)} layouts"
         else:
             is_ours = await self._table.finished(claim.id, claim.fence, found)
@@ -212,8 +252,10 @@ class Endings:
         claim, found = attempt.claim, attempt.latest
         if self._stopping.is_set():
             return await self._table.release(claim.id, claim.fence, found)
+        if attempt.was_killed or await self._is_cancelled(claim.id):
+            return await self._end(attempt)
         if isinstance(error, SearchCrashed):
-            most, reason = self._max_crashes, "process-died"
+            most, reason = self._settings.max_crashes, "process-died"
             what = (
                 f"The process of this search died {most} times, so it was not started again. The last time "
                 f"{error}."
@@ -226,9 +268,46 @@ class Endings:
             )
         else:
             return await self._table.release(claim.id, claim.fence, found, "process-lost")
-        detail = f"{what} Most often memory ran out: try fewer microbatches or less effort."
+        memory = "" if self._memory is None else f", of which a search may take {self._memory:,} MiB here"
+        detail = f"{what} Most often memory ran out{memory}. {self._advice}"
         document = problem_document(SEARCH_CRASHED, detail)
         return await self._table.retry(claim.id, claim.fence, found, reason, most, document)
+
+    async def _end(self, attempt: Attempt) -> bool:
+        """End a search whose process did not stop, with its best plan if it has one."""
+        claim = attempt.claim
+        incumbent = claim.incumbent if attempt.latest is None else attempt.latest.incumbent
+        if incumbent is not None:
+            try:
+                plan = await self._plan_of(replace(claim, incumbent=incumbent))
+            except Exception as error:  # the search ends without a plan then
+                logger.warning("the best plan of search %s cannot be kept: %s", claim.id, error)
+            else:
+                return await self._table.finished(claim.id, claim.fence, plan)
+        detail = (
+            f"The search did not stop within {self._settings.stop_seconds:g} s after its time limit of "
+            f"{self._limit_of(claim):g} s, so its process was ended; it left no plan. {self._advice}"
+        )
+        return await self._table.killed(claim.id, claim.fence, problem_document(TIME_LIMIT, detail))
+
+    async def _plan_of(self, claim: Claim) -> NewPlan:
+        """The plan of an incumbent, made in another process; raises TimeoutError, or its errors."""
+        future = await asyncio.to_thread(self._processes.submit, plan_of_incumbent, claim)
+        try:
+            async with asyncio.timeout(KEEP_SECONDS):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            self._processes.kill_process_of(future)
+            raise
+
+    def _limit_of(self, claim: Claim) -> float:
+        """Seconds that a search may take."""
+        limit: float | None = claim.options.get("time_limit")
+        return self._settings.max_time_limit if limit is None else limit
+
+    @property
+    def _advice(self) -> str:
+        return "Try fewer microbatches or less effort; for layouts, fix parts of the layout."
 
     async def _is_cancelled(self, search_id: str) -> bool:
         record = await self._table.get(search_id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Set
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from zbv_service.searches.executors.executor import SearchExecutor
 from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.executors.task import SearchFunction
 from zbv_service.searches.owners import is_dead, new_owner
-from zbv_service.settings import Settings, cores
+from zbv_service.settings import MEBIBYTE, Settings, cores
 
 POLL_SECONDS = 0.25
 """Seconds between queries for searches and requests to stop that another service accepted."""
@@ -63,7 +64,8 @@ class Runner:
         self._queue_grew = asyncio.Event()
         self._reported = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._endings = Endings(table, settings.max_crashes, self._stopped, metrics)
+        memory = settings.search_memory if isinstance(self._executor, LocalExecutor) else None
+        self._endings = Endings(table, settings, self._stopped, metrics, memory)
         self._maintained = self._watched_since = float("-inf")
         self._loops: list[asyncio.Task[None]] = []
 
@@ -92,6 +94,7 @@ class Runner:
             for loop in unfinished:
                 loop.cancel()
         await self._stop_attempts()
+        self._endings.kill()
         await self._executor.stop()
 
     def wake(self) -> None:
@@ -143,16 +146,39 @@ class Runner:
         slots = self._executor.slots
         # A cancelled search only has to store its best plan, which need not wait for a free slot.
         while len(self._attempts) < 2 * slots and not self._stopped.is_set():
+            is_full = len(self._attempts) >= slots
             claim = await self._table.claim(
                 self._owner,
                 self._settings.lease_seconds,
-                cancelled_only=len(self._attempts) >= slots,
+                cancelled_only=is_full,
                 share=self._settings.max_running_per_token,
+                full=() if is_full else self._without_turn(slots),
+                most=None if is_full else self._most_of_all,
             )
             if claim is None:
                 break
             self._begin(claim)
         await happened(self._queue_grew, POLL_SECONDS)
+
+    def _without_turn(self, slots: int) -> set[str | None]:
+        """Callers that run searches on all slots but one, which is kept for others.
+
+        An attempt that was cancelled or lost counts until its computation has ended.
+        """
+        if not self._has_callers:
+            return set()
+        running = Counter(attempt.claim.created_by for attempt in self._attempts)
+        return {caller for caller, count in running.items() if count >= max(1, slots - 1)}
+
+    @property
+    def _most_of_all(self) -> int | None:
+        """Most running searches of a caller in all services, if they share their slots."""
+        shared = self._executor.shared_slots if self._has_callers else None
+        return None if shared is None else max(1, shared - 1)
+
+    @property
+    def _has_callers(self) -> bool:
+        return self._settings.auth == "tokens"
 
     async def _maintain(self) -> None:
         # Renew before requeueing expired leases, so that a pause of this process does not lose its own ones.
@@ -266,7 +292,11 @@ def make_executor(settings: Settings) -> SearchExecutor:
     """The executor configured in the settings."""
     choice = parse_choice(settings.executor)
     if choice.scheduler is None:
-        return LocalExecutor(choice.processes or settings.searches, preload=settings.preload == "at-start")
+        return LocalExecutor(
+            choice.processes or settings.searches,
+            preload=settings.preload == "at-start",
+            memory=settings.search_memory * MEBIBYTE,
+        )
     # Dask is an optional dependency.
     from zbv_service.searches.executors.cluster.executor import DaskExecutor
 

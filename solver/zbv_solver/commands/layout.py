@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +29,7 @@ from zbv_solver.estimate.transformers_config import is_transformers_config
 from zbv_solver.export.quantities import counted
 from zbv_solver.layouts.answer import costs_of, ranking_json, recomputation_text, utilisation
 from zbv_solver.layouts.cluster import AnyCluster, parse_cluster
-from zbv_solver.layouts.enumeration import ZERO_STAGES
+from zbv_solver.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES
 from zbv_solver.layouts.executor_answer import free_step, schedule_name
 from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
 from zbv_solver.layouts.executor_rules import FREE
@@ -53,11 +54,8 @@ def layout(arguments: argparse.Namespace) -> None:
     """Search the best layouts; print a table, and write them if asked."""
     options = _options(arguments)
     request = _request(arguments)
-    try:
-        layouts, setting = request.layouts, request.setting
-    except InvalidInput as error:
-        raise InvalidInput([_named(each, arguments) for each in error.issues]) from None
-
+    with _naming(arguments):
+        setting = request.setting
     top, workers = arguments.top, arguments.workers
 
     def search(stop: Callable[[], bool]) -> Ranking:
@@ -65,9 +63,16 @@ def layout(arguments: argparse.Namespace) -> None:
             say(_news(found))
 
         if arguments.executor == FREE:
-            return best_layouts(
-                layouts, setting, top, options, stop, tell, workers=workers, processes=workers
-            )
+            most = MOST_LISTED if arguments.points else MOST_LAYOUTS
+            with _naming(arguments):
+                return best_layouts(
+                    request.families(most),
+                    *(setting, top, options, stop, tell),
+                    workers=workers,
+                    processes=workers,
+                )
+        with _naming(arguments):
+            layouts = list(takewhile(lambda _: not stop(), request.every()))
         try:
             return executor_layouts(
                 layouts, setting, arguments.executor, top, options, stop, tell, workers=workers
@@ -105,6 +110,15 @@ def layout(arguments: argparse.Namespace) -> None:
         console.print(sensitivity_note(found), highlight=False)
     if isinstance(best, ExecutorLayout):
         console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _naming(arguments: argparse.Namespace) -> Iterator[None]:
+    """Let errors of the request name files and flags."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput([_named(each, arguments) for each in error.issues]) from None
 
 
 def _news(found: LayoutProgress) -> str:

@@ -102,11 +102,18 @@ def _pattern_issues(model: ModelConfig) -> Iterator[Issue]:
 def _count_issues(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Issue]:
     """The layers, with the ends of the model, must not be more than a problem may have."""
     halves = 2 if parallel.granularity == "half" else 1
-    others = 2 + model.prediction_layers * (3 if halves == 2 else 1)
-    if model.vision is not None:
-        others += 2 + halves * model.vision.layers
-    most = (MAX_LAYERS - others) // halves
-    if model.layers > most:
+    predictions = model.prediction_layers * (3 if halves == 2 else 1)
+    vision = 0 if model.vision is None else 2 + halves * model.vision.layers
+    most = (MAX_LAYERS - 2 - predictions - vision) // halves
+    if most < 1:  # no number of layers is small enough
+        key, found = "prediction_layers", model.prediction_layers
+        if model.vision is not None and vision > predictions:
+            key, found = "vision/layers", model.vision.layers
+        rule = f"together, with embedding and head, they must be at most {MAX_LAYERS}"
+        yield Issue(
+            "/model/layers", f"found {model.layers}, and {found} as {key}; {rule}. Use fewer of them."
+        )
+    elif model.layers > most:
         remedy = " Use granularity block." if halves == 2 else ""
         yield Issue("/model/layers", f"found {model.layers}; must be at most {most}.{remedy}")
 

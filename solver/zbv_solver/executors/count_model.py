@@ -6,13 +6,14 @@ All numbers are rounded such that no cut is lost, so bounds are valid for the re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from ortools.sat.python import cp_model
 
-from zbv_solver.improve.exact import make_solver
+from zbv_solver.improve.exact import make_solver, stopped_when
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Row, Runs
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
@@ -67,6 +68,7 @@ class CountModel:
         self.stages = len(runs.lower) - 1
         self.size = runs.size.tolist()
         self.model = cp_model.CpModel()
+        self.cancelled: Callable[[], bool] | None = None
         # A power of two keeps whole costs whole.
         self.scale = math.ldexp(1.0, STEPS - math.frexp(value)[1])
         self._add_counts()
@@ -207,7 +209,8 @@ class CountModel:
         solver = make_solver(effort, seconds, seed)
         solver.parameters.linearization_level = 2
         watch = _Watch(self)
-        status = solver.solve(self.model, watch)
+        with stopped_when(self.cancelled, solver):
+            status = solver.solve(self.model, watch)
         spent = solver.response_proto.deterministic_time
         if status == cp_model.INFEASIBLE:
             return Proposal([], below, True, spent)

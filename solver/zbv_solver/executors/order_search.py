@@ -21,6 +21,7 @@ from zbv_solver.partition.simple_cuts import histogram_cut, level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
 from zbv_solver.search.options import Effort
+from zbv_solver.search.search_state import Cancelled
 
 SCREENED = {"quick": 2_000_000, "standard": 4_000_000, "thorough": 20_000_000}
 """Actions that a first local search may time."""
@@ -53,6 +54,8 @@ class OrderSearch:
         The objective of the executor's own cut, without the memory limit; inf if it is not known.
     is_searched
         Whether any cuts were tried.
+    cancelled
+        If set, asked often: whether to end early.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class OrderSearch:
         sample = problem.cut_into(schedule.placement, self.space.cut(level, (False,) * self.space.n_stages))
         self.order = FixedOrder.of(sample, schedule.orders())
         self.local = CutDescent(self.runs, self.order, SCREENED[effort], seed, recompute)
-        self.local.deadline = deadline
+        self.cancelled: Cancelled | None = None
+        self.local.is_over = lambda: self.is_over
         self.bound = max(least_worst_load(problem, tables), self._mean_load()) * problem.microbatches
         self.even = math.inf
         self.is_searched = False
@@ -139,15 +143,14 @@ class OrderSearch:
         """A better bound from the loads and the memory of ranks alone, as fractions of parts."""
         start = self.runs.repaired(self.simple[-1])
         if start is not None:
-            relaxed = relax(self.runs, self.order, self.local.at(start), 0, self.recompute, False)
-            self._take(relaxed)
+            self._take(self._relaxed(self.local.at(start), 0, does_fit=False))
 
     def estimate(self) -> None:
         """A bound with little effort: few programs, and the last one's solution as a cut."""
         start = self.runs.repaired(self.simple[-1])
         if start is not None:
             rounds = max(2, min(FEW_ROUNDS, FEW_SWEPT // (len(self.order.orders) * self.problem.pp_degree)))
-            relaxed = relax(self.runs, self.order, self.local.at(start), rounds, self.recompute, False)
+            relaxed = self._relaxed(self.local.at(start), rounds, does_fit=False)
             self._take(relaxed)
             if relaxed.counts is not None:
                 rounded = self.runs.repaired(tuple(np.rint(relaxed.counts.sum(axis=1)).astype(int).tolist()))
@@ -173,6 +176,12 @@ class OrderSearch:
         """Boundaries in layers."""
         return tuple(int(self.problem.places[bound]) for bound in bounds)
 
+    def _relaxed(
+        self, start: Choice, rounds: int, *, does_fit: bool = True, deadline: float = math.inf
+    ) -> Relaxed:
+        arguments = self.runs, self.order, start, rounds, self.recompute, does_fit, deadline
+        return relax(*arguments, self.cancelled)
+
     def _take(self, relaxed: Relaxed) -> None:
         """Keep a relaxation's bound and terms."""
         self.terms |= relaxed.terms
@@ -189,7 +198,7 @@ class OrderSearch:
             return
         each = len(self.order.orders) * self.problem.pp_degree
         rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / each))
-        relaxed = relax(self.runs, self.order, self._best(), rounds, self.recompute, deadline=self.deadline)
+        relaxed = self._relaxed(self._best(), rounds, deadline=self.deadline)
         self._take(relaxed)
         if share >= 1 and self._target(below) > self.bound:
             self.local.left = ACTIONS[self.effort]
@@ -204,8 +213,8 @@ class OrderSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline is over."""
-        return time.monotonic() >= self.deadline
+        """Whether the deadline is over, or the search was cancelled."""
+        return time.monotonic() >= self.deadline or (self.cancelled is not None and self.cancelled())
 
     @property
     def _seconds(self) -> float | None:
@@ -220,6 +229,7 @@ class OrderSearch:
     def _make_fit(self) -> bool:
         """Find a cut that fits with CP-SAT; False if there is none, or none was found."""
         model = CountModel(self.runs, self.order, self._serial(), 0.0, self.recompute)
+        model.cancelled = self.cancelled
         proposal = model.solve(self._serial(), EXACT[self.effort], self.seed, self._seconds)
         if proposal.is_exhausted:
             self.bound = math.inf
@@ -240,6 +250,7 @@ class OrderSearch:
         if self._target(below) <= self.bound:
             return
         model = CountModel(self.runs, self.order, self.value, self.bound, self.recompute)
+        model.cancelled = self.cancelled
         for terms in self.terms.values():
             model.add(terms)
         while left > 0 and self._target(below) > self.bound and not self.is_over:

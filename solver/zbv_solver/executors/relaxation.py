@@ -19,6 +19,7 @@ from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.runs import Choice, First, Recomputed, Row, Runs
+from zbv_solver.search.search_state import Cancelled
 
 QUICK_PATHS = 3
 """Paths of a bound without rounds."""
@@ -60,6 +61,7 @@ def relax(
     recompute: Recomputed | First | None,
     does_fit: bool = True,
     deadline: float = math.inf,
+    cancelled: Cancelled | None = None,
 ) -> Relaxed:
     """Bound the objective of all cuts that fit the memory limit from below. Lemma 52.
 
@@ -76,11 +78,13 @@ def relax(
         Whether ``start`` fits.
     deadline
         When no further program is solved, by ``time.monotonic``.
+    cancelled
+        Asked often: whether to end, with the bound so far or 0.
     """
     value = runs.value(order, start)
     if value <= 0:
         return Relaxed(0.0, {})
-    program = _Program(runs, order, value, recompute)
+    program = _Program(runs, order, value, recompute, cancelled or (lambda: False))
     terms: dict[bytes, Terms] = {}
     solved = program.solve()
     if solved is None:
@@ -159,11 +163,19 @@ def _point(runs: Runs, choice: Choice) -> tuple[FloatArray, FloatArray]:
 class _Program:
     """The linear program: counts of parts before boundaries, and the objective in units of ``value``."""
 
-    def __init__(self, runs: Runs, order: FixedOrder, value: float, recompute: Recomputed | First | None):
+    def __init__(
+        self,
+        runs: Runs,
+        order: FixedOrder,
+        value: float,
+        recompute: Recomputed | First | None,
+        cancelled: Cancelled,
+    ):
         self.solver = solver = pywraplp.Solver.CreateSolver("GLOP")
         # Every solve begins at the one before, which preprocessing would prevent.
         solver.SetSolverSpecificParametersAsString("use_dual_simplex: true use_preprocessing: false")
         self.runs, self.order, self.value, self.recompute = runs, order, value, recompute
+        self.cancelled = cancelled
         self.fixed = recompute if isinstance(recompute, tuple) else None
         self.rows: list[tuple[Row, int, pywraplp.Constraint]] = []
         self.weights: list[float] = []
@@ -269,7 +281,7 @@ class _Program:
     def solve(self) -> tuple[float, FloatArray, FloatArray] | None:
         """The objective, counts (S+1, R) and recomputed parts (S, R); None if it was not solved."""
         while True:
-            if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
+            if self.cancelled() or self.solver.Solve() != pywraplp.Solver.OPTIMAL:
                 return None
             if not self._add_memory():
                 break
@@ -289,7 +301,7 @@ class _Program:
 
         The objective of every cut is at least any weighted mean of its rows, also with memory beyond limits
         added, which is at most 0 for every cut that fits. So this bound does not depend on how exactly the
-        program was solved.
+        program was solved. 0 if the search is cancelled meanwhile.
         """
         total = sum(self.weights)
         if total <= 0:
@@ -312,27 +324,30 @@ class _Program:
                 np.sum([row.again for row in used], axis=0),
             ),
             self.recompute,
+            self.cancelled,
         )
 
 
-def _least(runs: Runs, row: Row, recompute: Recomputed | First | None) -> float:
+def _least(runs: Runs, row: Row, recompute: Recomputed | First | None, cancelled: Cancelled) -> float:
     """The least value of a row over all cuts, by dynamic programming over boundaries.
 
     The first layers of stages: of a range of numbers, every stage may have its own, so few ranges suffice.
     """
     if isinstance(recompute, First):
         ranges = recompute.ranges(int(runs.can_recompute @ runs.size))
-        return min(_least_with(runs, row, row.slope, each) for each in ranges)
+        return min(_least_with(runs, row, row.slope, each, cancelled) for each in ranges)
     slope = row.slope if recompute is None else row.with_stages(recompute)
-    return _least_with(runs, row, slope, First(0, 0) if recompute is not None else None)
+    return _least_with(runs, row, slope, First(0, 0) if recompute is not None else None, cancelled)
 
 
-def _least_with(runs: Runs, row: Row, slope: FloatArray, first: First | None) -> float:
+def _least_with(runs: Runs, row: Row, slope: FloatArray, first: First | None, cancelled: Cancelled) -> float:
     n = int(runs.begin[-1])
     counts = runs.counts(tuple(range(n + 1)))
     number = np.arange(n + 1)
     best: FloatArray = np.where(number == 0, 0.0, np.inf)
     for bound in range(1, len(runs.lower)):
+        if cancelled():
+            return 0.0
         if first is None or first.most > 0:
             again = counts @ row.again[bound - 1]
             # Rows are the places of the boundary before; as much is recomputed as makes the value least.

@@ -13,6 +13,7 @@ from zbv_solver.layouts.request import Request
 from zbv_solver.layouts.search import PlannedLayout, Ranking
 from zbv_solver.layouts.sensitivity import Outcome, sensitivity_json
 from zbv_solver.plans.plan import plan_json
+from zbv_solver.search.search_state import Cancelled
 
 FLOPS_PER_TFLOP = 1e12
 
@@ -24,6 +25,7 @@ def ranking_json(
     with_plans: bool = True,
     with_points: bool = False,
     sensitivity: list[Outcome] | None = None,
+    cancelled: Cancelled | None = None,
 ) -> dict[str, Any]:
     """The answer.
 
@@ -35,6 +37,8 @@ def ranking_json(
         Adds step and memory of all layouts, as far as they are known.
     sensitivity
         Outcomes of changes, which are added.
+    cancelled
+        Ends the estimates of points.
     """
     document: dict[str, Any] = {
         "layouts": [_layout(each, request, with_plans) for each in ranking.best],
@@ -45,7 +49,7 @@ def ranking_json(
         "proof": {"no_layout_below": ranking.no_layout_below},
     }
     if with_points:
-        document["points"] = points_json(ranking, request.setting)
+        document["points"] = points_json(ranking, request.setting, cancelled)
     if sensitivity is not None:
         document["sensitivity"] = sensitivity_json(ranking, sensitivity)
     return document

@@ -1,8 +1,9 @@
-"""All layouts of a model on a cluster."""
+"""All layouts of a model on a cluster, in families."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import chain, combinations, permutations, product
 from math import factorial, isqrt, prod
@@ -15,8 +16,50 @@ from zbv_solver.layouts.layout import ORDERS, Fixed, Layout, Order, Recompute
 from zbv_solver.problem.limits import MAX_PP_DEGREE
 
 ZERO_STAGES = (0, 1, 2, 3)
+MOST_LAYOUTS = 2_000_000
+"""Most layouts of a search."""
+MOST_LISTED = 400_000
+"""Most layouts of a search that holds every single one: for executors, and for points of all layouts."""
 MOST_ARRANGEMENTS = 24
 """Most orders of the groups along the pipeline for which all orders are enumerated."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFamily:
+    """Layouts that differ only in parts that no microbatch's work depends on.
+
+    A large cluster has a million layouts, and a search looks at few of them one by one.
+
+    Attributes
+    ----------
+    first
+        The first of them, which has all the parts that they share.
+    zero_stages, orders, groups, kinds
+        The parts that differ: any combination is a layout. ``kinds`` are of recomputation.
+    modules
+        What those with selective recomputation repeat.
+    """
+
+    first: Layout
+    zero_stages: tuple[int, ...]
+    orders: tuple[Order, ...]
+    groups: tuple[tuple[int, ...], ...]
+    kinds: tuple[Recompute, ...]
+    modules: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.zero_stages) * len(self.orders) * len(self.groups) * len(self.kinds)
+
+    def __iter__(self) -> Iterator[Layout]:
+        for stage, order, groups, kind in product(self.zero_stages, self.orders, self.groups, self.kinds):
+            yield replace(
+                self.first,
+                zero_stage=stage,
+                placement=order,
+                groups=groups,
+                recompute=kind,
+                recompute_modules=self.modules if kind == "selective" else (),
+            )
 
 
 def enumerate_layouts(
@@ -25,8 +68,8 @@ def enumerate_layouts(
     global_batch: int,
     fixed: Fixed,
     modules: tuple[str, ...] = (),
-) -> Iterator[Layout]:
-    """Every layout whose degrees divide the cluster, the model and the global batch.
+) -> Iterator[LayoutFamily]:
+    """Every layout whose degrees divide the cluster, the model and the global batch, in families.
 
     Two layouts that cost the same are one: without replicas there is nothing for ZeRO to share, and the
     order of groups matters only with several replicas and several pipeline ranks in a group of nodes.
@@ -49,25 +92,25 @@ def enumerate_layouts(
                 continue
             ranks = [size * pipeline // sum(sizes) for size in sizes]
             arranged = arrangements(used, tuple(ranks)) if len(cluster.groups) > 1 else ((),)
+            stages = _zero_stages(degrees.replicas, fixed)
+            orders = _orders(degrees.data, max(ranks), fixed)
             for size in _divisors(global_batch // degrees.data, fixed.microbatch_size):
-                for stage in _zero_stages(degrees.replicas, fixed):
-                    for order in _orders(degrees.data, max(ranks), fixed):
-                        for groups, recompute in product(arranged, kinds):
-                            yield Layout(
-                                degrees.tensor,
-                                degrees.context,
-                                degrees.expert,
-                                degrees.data,
-                                pipeline,
-                                size,
-                                global_batch // degrees.data // size,
-                                stage,
-                                recompute,
-                                order,
-                                groups,
-                                fixed.recompute_layers,
-                                modules if recompute == "selective" else (),
-                            )
+                first = Layout(
+                    degrees.tensor,
+                    degrees.context,
+                    degrees.expert,
+                    degrees.data,
+                    pipeline,
+                    size,
+                    global_batch // degrees.data // size,
+                    stages[0],
+                    kinds[0],
+                    orders[0],
+                    arranged[0],
+                    fixed.recompute_layers,
+                    modules if kinds[0] == "selective" else (),
+                )
+                yield LayoutFamily(first, stages, orders, arranged, kinds, modules)
 
 
 def _sets(groups: int) -> Iterator[tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -61,6 +61,13 @@ class Setting:
     measured: Measured | None = None
     has_loops: bool = False
     module_sets: tuple[Modules, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash  # caches of costs ask for it for every layout
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     def is_v(self, ranks: int) -> bool:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
@@ -148,12 +155,7 @@ class EstimatedLayout:
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
-        training = replace(
-            setting.training, recompute="both", ends_share_rank=setting.is_v(layout.pipeline_parallel)
-        )
-        if layout.recompute_modules:
-            training = replace(training, modules=frozenset(layout.recompute_modules))
-        of_setting = replace(setting, training=training)
+        of_setting = _with_both(setting, setting.is_v(layout.pipeline_parallel), layout.recompute_modules)
         # A search has layouts that differ only in their recomputation in succession.
         shared = replace(layout, recompute="per-stage", recompute_layers=None, recompute_modules=())
         if not layout.groups:
@@ -299,6 +301,15 @@ class EstimatedLayout:
             sum(of[name][kind] for name in own) for own, kind in zip(layers, self.kind_of, strict=True)
         )
         return (busiest + self.estimate.table_reduction + self.latency) * SECONDS
+
+
+@lru_cache(maxsize=64)
+def _with_both(setting: Setting, is_v: bool, modules: Modules) -> Setting:
+    """The setting of estimates with and without recomputation, of ``modules`` if there are any."""
+    training = replace(setting.training, recompute="both", ends_share_rank=is_v)
+    if modules:
+        training = replace(training, modules=frozenset(modules))
+    return replace(setting, training=training)
 
 
 @lru_cache(maxsize=4096)

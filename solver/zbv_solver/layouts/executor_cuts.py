@@ -26,6 +26,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.search.options import Effort
+from zbv_solver.search.search_state import Cancelled
 
 
 class ExecutorCandidate(NamedTuple):
@@ -243,6 +244,7 @@ class ScheduleSource:
 
     setting: Setting
     effort: Effort
+    cancelled: Cancelled | None = None
     _layers: dict[Hashable, OwnLayers] = field(default_factory=dict)
     _searches: dict[Hashable, SharedSearch | None] = field(default_factory=dict)
 
@@ -307,5 +309,6 @@ class ScheduleSource:
             except InvalidInput:
                 self._searches[key] = None
             else:
+                made.cancelled = self.cancelled
                 self._searches[key] = SharedSearch(made)
         return self._searches[key]

@@ -10,9 +10,9 @@ promising cuts are searched in full.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import starmap
+from itertools import starmap, takewhile
 from math import inf
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors, left_o
 from zbv_solver.layouts.executor_settings import layout_settings
 from zbv_solver.layouts.first_plans import FirstPlans
 from zbv_solver.layouts.layout import Layout, Recompute
-from zbv_solver.layouts.progress import LayoutProgress, News
+from zbv_solver.layouts.progress import LayoutProgress, News, Poll
 from zbv_solver.layouts.search import (
     LayoutSearch,
     PlannedLayout,
@@ -82,7 +82,7 @@ class _Node(NamedTuple):
 
 
 def executor_layouts(
-    layouts: Sequence[Layout],
+    layouts: Iterable[Layout],
     setting: Setting,
     executor: str,
     top: int = 1,
@@ -110,10 +110,16 @@ def executor_layouts(
     NoLayoutFits
         When no layout fits in memory.
     """
-    found = layouts_of_executors(executor, setting, layouts)
+    is_over = Poll(cancelled)
+    layouts = list(takewhile(lambda _: not is_over(), layouts))
+    found = layouts_of_executors(executor, setting, layouts, is_over)
     candidates = list(starmap(ExecutorCandidate, found))
     search = _ExecutorSearch(setting, options, cancelled, report, len(candidates), top, workers)
-    search.run(candidates)
+    for candidate in takewhile(lambda _: not is_over(), candidates):
+        search.add(candidate)
+    if is_over.is_over:
+        return Ranking((), len(candidates), 0, 0.0, unsettled=len(candidates))
+    search.run()
     if not search.found and not search.queue and not (search.late and search.is_cancelled()):
         rules = left_out(executor, setting.model, layouts)
         raise NoLayoutFits(len(candidates), setting.cluster.memory, search.open_candidates(), rules)
@@ -158,13 +164,15 @@ class _ExecutorSearch:
     def __post_init__(self) -> None:
         self.effort = "quick" if self.options is None else self.options.effort
         self.left = MOST_BOUNDED[self.effort]
-        self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort)
+        self.schedules = ScheduleSource(replace(self.setting, has_loops=True), self.effort, self.cancelled)
         self.free = LayoutSearch(self.setting, self.cancelled, FirstPlans(self.workers))
 
-    def run(self, candidates: list[ExecutorCandidate]) -> None:
+    def add(self, candidate: ExecutorCandidate) -> None:
+        """Queue a candidate."""
+        self._push(self.setting.least_work(candidate.layout), candidate, candidate)
+
+    def run(self) -> None:
         """Bound and cut, best first, until the best ``top`` candidates are planned."""
-        for each in candidates:
-            self._push(self.setting.least_work(each.layout), each, each)
         ended: set[ExecutorCandidate] = set()
         while len(ended) < self.top and not self.is_cancelled():
             node = self._next()
@@ -194,11 +202,11 @@ class _ExecutorSearch:
         bounds = self._bounds() if self.report is not None and self.news.has(self.best) else {}
         if self.report is None or not bounds:
             return
-        self.news.told(self.best)
-        steps = [step for step, _ in self._steps()]
-        longest = steps[self.top - 1] if len(steps) >= self.top else inf
-        planned = {node.candidate for node in self.found}
-        left = sum(1 for each, bound in bounds.items() if bound < longest and each not in planned)
+        with self.news.telling(self.best):
+            steps = [step for step, _ in self._steps()]
+            longest = steps[self.top - 1] if len(steps) >= self.top else inf
+            planned = {node.candidate for node in self.found}
+            left = sum(1 for each, bound in bounds.items() if bound < longest and each not in planned)
         step = steps[0] if steps else None
         ruled_out = self.considered - len(steps) - left
         self.report(LayoutProgress(self.considered, ruled_out, len(steps), step, min(bounds.values())))
@@ -284,6 +292,8 @@ class _ExecutorSearch:
             ):
                 shortest[layout] = of
         for number, node in enumerate(self.found):
+            if self.is_cancelled():
+                return
             free, scheduled = node.of, shortest.get(node.candidate.layout)
             if isinstance(free, PlannedLayout) and scheduled is not None:
                 best, _ = scheduled.answer()

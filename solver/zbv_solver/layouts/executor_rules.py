@@ -248,36 +248,54 @@ def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
 
 
 def layouts_of_executors(
-    executor: str, setting: Setting, layouts: Sequence[Layout]
+    executor: str, setting: Setting, layouts: Sequence[Layout], is_over: Callable[[], bool] = lambda: False
 ) -> list[tuple[int, str, Layout]]:
     """Every pair of a layout and an executor that can run it; the numbers are those of the layouts.
+
+    Without those that were not looked at when ``is_over`` first returned True.
 
     Raises
     ------
     InvalidInput
         When there is no such executor, or it can run none of the layouts.
     """
-    model = setting.model
+    found = list(_pairs(executor, setting, layouts, is_over))
+    if not found and not is_over():
+        raise _without_pairs(executor, setting, layouts)
+    return found
+
+
+def require_runnable(executor: str, setting: Setting, layouts: Sequence[Layout]) -> None:
+    """Raise :class:`InvalidInput` as :func:`layouts_of_executors`."""
+    if next(_pairs(executor, setting, layouts), None) is None:
+        raise _without_pairs(executor, setting, layouts)
+
+
+def _pairs(
+    executor: str, setting: Setting, layouts: Sequence[Layout], is_over: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[int, str, Layout]]:
     if not isinstance(setting.cluster, Cluster):
         detail = f"found {executor!r}, but the cluster has groups of nodes; this needs equal devices."
         raise InvalidInput.at("", f"{detail} Give one group of nodes, or executor {FREE}.")
-    found = [
-        (number, name, layout)
-        for name in executors_of(executor, setting)
-        for number, layout in enumerate(layouts)
-        if runs_layout(name, model, layout) and not _has_other_stage(name, setting, layout)
-    ]
-    if not found and all(_has_other_stage(executor, setting, layout) for layout in layouts):
+    for name in executors_of(executor, setting):
+        for number, layout in enumerate(layouts):
+            if is_over():
+                return
+            if runs_layout(name, setting.model, layout) and not _has_other_stage(name, setting, layout):
+                yield number, name, layout
+
+
+def _without_pairs(executor: str, setting: Setting, layouts: Sequence[Layout]) -> InvalidInput:
+    """The error of executors that can run none of the layouts."""
+    if all(_has_other_stage(executor, setting, layout) for layout in layouts):
         state, stages = setting.training.state, sorted({layout.zero_stage for layout in layouts})
-        raise InvalidInput.at(
+        return InvalidInput.at(
             "",
             f"{NAMES[executor]} requires ZeRO stage {STATES[executor].only_stage(state)} for these optimizer "
             f"states (found {', '.join(map(str, stages))}). Leave the stage to the search, or choose another "
             "optimizer or precision.",
         )
-    if not found:
-        raise refusal(executor, model, list(layouts))
-    return found
+    return refusal(executor, setting.model, list(layouts))
 
 
 def left_out(executor: str, model: Transformer, layouts: Sequence[Layout]) -> str:

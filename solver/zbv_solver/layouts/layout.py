@@ -22,7 +22,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 Recompute = Literal["none", "selective", "full", "per-stage"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """One way to share a step.
 

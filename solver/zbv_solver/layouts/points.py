@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import chain
 from typing import Any, NamedTuple
 
 from zbv_solver.estimate.layers import LayerEstimate
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_solver.layouts.layer_costs import recomputed
 from zbv_solver.layouts.layout import Layout
-from zbv_solver.layouts.search import PlannedLayout, Ranking
+from zbv_solver.layouts.search import Ranking
+from zbv_solver.search.search_state import Cancelled
 
 PARTS = (
     *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
@@ -27,10 +29,11 @@ class LayoutPoint(NamedTuple):
     peak_memory: float
 
 
-def points_json(ranking: Ranking, setting: Setting) -> dict[str, Any]:
+def points_json(ranking: Ranking, setting: Setting, cancelled: Cancelled | None = None) -> dict[str, Any]:
     """All layouts in columns: those planned, those with bounds, and those that do not fit in memory.
 
-    Numbers have four digits, so that some thousand layouts stay a small document.
+    Numbers have four digits, so that some thousand layouts stay a small document. After a cancellation,
+    layouts that were not estimated before are left out.
     """
     planned = [
         LayoutPoint(each.layout, each.step_time, max(each.plan.metrics.peak_memory)) for each in ranking.every
@@ -38,8 +41,10 @@ def points_json(ranking: Ranking, setting: Setting) -> dict[str, Any]:
     bounded: list[LayoutPoint] = []
     too_large: list[LayoutPoint] = []
     proved = {each.number for each in ranking.too_large}
-    for each in (*ranking.waiting, *ranking.too_large):
-        if isinstance(each.of, PlannedLayout):
+    others = chain.from_iterable(each.members() for each in (*ranking.waiting, *ranking.too_large))
+    for each in others:
+        is_new = isinstance(each.of, Layout)
+        if not isinstance(each.of, Layout | EstimatedLayout) or (is_new and cancelled and cancelled()):
             continue
         estimated = EstimatedLayout.of(each.of, setting) if isinstance(each.of, Layout) else each.of
         point = LayoutPoint(estimated.layout, max(each.bound, estimated.mean_bound), least_memory(estimated))

@@ -4,10 +4,33 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 REPORT_SECONDS = 0.2
 """Least time between two reports, except those of a better layout: a report counts the layouts that wait."""
+REPORTS_SHARE = 0.05
+"""Most of the time that reports of very many layouts take."""
+
+
+POLL_SECONDS = 0.05
+
+
+class Poll:
+    """Whether a loop of quick steps must end: asks ``cancelled`` from time to time, not at every step."""
+
+    def __init__(self, cancelled: Callable[[], bool] | None):
+        self.cancelled = cancelled
+        self.is_over = False
+        self.due = time.monotonic() + POLL_SECONDS
+
+    def __call__(self) -> bool:
+        """Whether the loop must end."""
+        if self.cancelled is not None and not self.is_over and time.monotonic() >= self.due:
+            self.is_over = self.cancelled()
+            self.due = time.monotonic() + POLL_SECONDS
+        return self.is_over
 
 
 @dataclass(frozen=True)
@@ -39,12 +62,16 @@ class News:
     """When it is time for a report."""
 
     def __init__(self) -> None:
-        self.at, self.best = -math.inf, math.inf
+        self.due, self.best = -math.inf, math.inf
 
     def has(self, best: float) -> bool:
         """Whether the last report is old, or there is a better step; ``best`` is inf without a plan."""
-        return best != self.best or time.monotonic() - self.at >= REPORT_SECONDS
+        return best != self.best or time.monotonic() >= self.due
 
-    def told(self, best: float) -> None:
-        """A report is made now."""
-        self.at, self.best = time.monotonic(), best
+    @contextmanager
+    def telling(self, best: float) -> Iterator[None]:
+        """Make a report in the block."""
+        began = time.monotonic()
+        yield
+        now = time.monotonic()
+        self.due, self.best = now + max(REPORT_SECONDS, (now - began) / REPORTS_SHARE), best

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from pydantic import Field
@@ -16,7 +17,7 @@ from zbv_solver.estimate.config_fields import ConfigSection, Count, Size
 from zbv_solver.estimate.presets import model_presets, with_presets
 from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_solver.layouts.cluster import AnyCluster, Cluster
-from zbv_solver.layouts.enumeration import enumerate_layouts
+from zbv_solver.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, LayoutFamily, enumerate_layouts
 from zbv_solver.layouts.estimated_layout import Setting
 from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.layout import Fixed, Layout
@@ -29,6 +30,8 @@ KEPT = (
     *("context_exchange", "fused_gradients", "recompute_modules"),
 )
 """Keys of the section ``parallel`` that layouts share; the search chooses the others."""
+NARROWING = ("tensor_parallel", "expert_parallel", "microbatch_size", "zero_stage", "placement")
+"""Parts whose choice leaves few layouts."""
 Document = dict[str, Any]
 
 
@@ -100,9 +103,29 @@ class Request:
 
     @property
     def layouts(self) -> list[Layout]:
-        """Every layout.
+        """Every layout; raises :class:`InvalidInput` as :meth:`every`."""
+        return list(self.every())
 
-        Raises :class:`InvalidInput` when there is none, at ``/fixed`` if the fixed parts are the reason.
+    def every(self) -> Iterator[Layout]:
+        """Every layout, one by one.
+
+        Raises :class:`InvalidInput` as :meth:`families`, and if there are more than `MOST_LISTED`.
+        """
+        return chain.from_iterable(self.families(MOST_LISTED))
+
+    def families(self, most: int = MOST_LAYOUTS) -> Iterator[LayoutFamily]:
+        """Every layout, in families; a large cluster takes seconds.
+
+        Parameters
+        ----------
+        most
+            Layouts, at most.
+
+        Raises
+        ------
+        InvalidInput
+            When there is no layout, or at the first one beyond ``most``; at ``/fixed`` if the fixed parts
+            are the reason.
         """
         model, modules = self.setting.model, self._modules
         if self.fixed.recompute == "selective" and not modules:
@@ -114,17 +137,34 @@ class Request:
                 else f"found {given}; no layer of this model has them. Name others, or leave them out.",
             )
         self._check_layers()
-        found = list(enumerate_layouts(model, self.cluster, self.global_batch, self.fixed, modules))
-        if not found:
-            fixed = ", ".join(f"{name} {value}" for name, value in self.fixed.given())
-            others = enumerate_layouts(model, self.cluster, self.global_batch, Fixed())
-            raise InvalidInput.at(
-                "" if next(others, None) is None else "/fixed",
-                f"no layout divides {self.cluster.devices} devices, the model and a global batch of "
-                f"{self.global_batch}{f' with {fixed}' if fixed else ''}. Change the global batch or the "
-                f"number of devices{', or leave these parts to the search' if fixed else ''}.",
-            )
-        return found
+        count = 0
+        for family in enumerate_layouts(model, self.cluster, self.global_batch, self.fixed, modules):
+            count += len(family)
+            if count > most:
+                raise self._too_many(most)
+            yield family
+        if not count:
+            raise self._without_layouts()
+
+    def _too_many(self, most: int) -> InvalidInput:
+        kind = " with points or for an executor" if most == MOST_LISTED else ""
+        free = [name for name in NARROWING if getattr(self.fixed, name) is None]
+        return InvalidInput.at(
+            "",
+            f"found more than {most:,} layouts of {self.cluster.devices:,} devices and a global batch of "
+            f"{self.global_batch:,}; a search{kind} takes at most {most:,}. Fix parts of the layout, such as "
+            f"{', '.join(free)}, or choose a global batch with fewer divisors.",
+        )
+
+    def _without_layouts(self) -> InvalidInput:
+        fixed = ", ".join(f"{name} {value}" for name, value in self.fixed.given())
+        others = enumerate_layouts(self.setting.model, self.cluster, self.global_batch, Fixed())
+        return InvalidInput.at(
+            "" if next(others, None) is None else "/fixed",
+            f"no layout divides {self.cluster.devices} devices, the model and a global batch of "
+            f"{self.global_batch}{f' with {fixed}' if fixed else ''}. Change the global batch or the "
+            f"number of devices{', or leave these parts to the search' if fixed else ''}.",
+        )
 
     def _check_layers(self) -> None:
         """Raise :class:`InvalidInput` if the number of recomputed layers does not fit the rest."""

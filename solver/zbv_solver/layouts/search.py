@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
+from zbv_solver.layouts.enumeration import LayoutFamily
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.first_plans import FirstPlans
 from zbv_solver.layouts.layer_costs import EVERYWHERE, recomputed
 from zbv_solver.layouts.layout import Layout
-from zbv_solver.layouts.progress import LayoutProgress, News
+from zbv_solver.layouts.progress import LayoutProgress, News, Poll
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -80,12 +81,28 @@ class PlannedLayout:
 
 
 class Waiting(NamedTuple):
-    """A layout in the queue; ``number`` makes the order of equal bounds that of the enumeration."""
+    """A layout in the queue; ``number`` makes the order of equal bounds that of the enumeration.
+
+    A family has the number of its first layout.
+    """
 
     bound: float
     number: int
-    of: Layout | EstimatedLayout | PlannedLayout
+    of: LayoutFamily | Layout | EstimatedLayout | PlannedLayout
     is_tight: bool
+
+    @property
+    def size(self) -> int:
+        """Number of layouts."""
+        return len(self.of) if isinstance(self.of, LayoutFamily) else 1
+
+    def members(self) -> Iterator[Waiting]:
+        """Every layout by itself."""
+        if not isinstance(self.of, LayoutFamily):
+            yield self
+            return
+        for number, layout in enumerate(self.of, self.number):
+            yield Waiting(self.bound, number, layout, False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +120,8 @@ class Ranking:
     unsettled
         Of these, other layouts that may have a shorter step than the best ones: the search ended before.
     no_layout_below
-        Seconds; no layout has a shorter step under the model of costs.
+        Seconds; no layout has a shorter step under the model of costs. 0 if the search ended before all
+        layouts were enumerated.
     waiting, too_large
         The other layouts: with a bound of the step, and those that do not fit.
     """
@@ -124,7 +142,7 @@ class Ranking:
 
 
 def best_layouts(
-    layouts: Iterable[Layout],
+    layouts: Iterable[Layout | LayoutFamily],
     setting: Setting,
     top: int = 1,
     options: SearchOptions | None = None,
@@ -141,8 +159,8 @@ def best_layouts(
     options
         With them, the most promising layouts get a full search in the end.
     cancelled
-        Asked between layouts. After a cancellation, the ranking has the planned layouts, best first, perhaps
-        none, and ``no_layout_below`` is that of all layouts.
+        Asked between layouts, also during the enumeration. After a cancellation, the ranking has the
+        planned layouts, best first, perhaps none, and ``no_layout_below`` is that of all layouts.
     report
         Called for every better layout, and otherwise from time to time.
     most_plans
@@ -156,31 +174,47 @@ def best_layouts(
     NoLayoutFits
         When no layout fits in memory.
     """
-    queue = [
-        Waiting(setting.least_work(layout), number, layout, False) for number, layout in enumerate(layouts)
-    ]
-    heapq.heapify(queue)
-    considered = len(queue)
+    queue, considered, is_whole = _enumerated(layouts, setting, cancelled)
     with FirstPlans(workers, processes if considered >= MANY_LAYOUTS else 1) as plans:
-        search, ended, is_cancelled = LayoutSearch(setting, cancelled, plans), 0, False
+        search, ended, is_cancelled = LayoutSearch(setting, cancelled, plans), 0, not is_whole
         while queue and ended < top and not is_cancelled:
             first = heapq.heappop(queue)
             if isinstance(first.of, PlannedLayout):
                 ended += 1
+            elif isinstance(first.of, LayoutFamily):
+                for member in first.members():
+                    heapq.heappush(queue, member)
             elif (tighter := search.pursue(first, queue)) is not None:
                 heapq.heappush(queue, tighter)
             if report is not None and queue and search.news.has(search.best):
                 report(search.progress(considered, queue, top))
             is_cancelled = (cancelled is not None and cancelled()) or len(plans.known) == most_plans
     waiting = tuple(search.waiting(queue))
-    if not search.planned and not (is_cancelled and waiting):
+    if not search.planned and is_whole and not (is_cancelled and waiting):
         raise NoLayoutFits(considered, setting.cluster.memory, len(search.unresolved))
-    below = min([*(each.lower_bound for each in search.planned), *(each.bound for each in waiting)])
+    bounds = [*(each.lower_bound for each in search.planned), *(each.bound for each in waiting)]
+    below = min(bounds) if is_whole else 0.0
     every = tuple(search.ranked(options, cancelled))
     longest = every[top - 1].step_time if len(every) >= top else math.inf
-    unsettled = sum(1 for each in waiting if each.bound < longest * (1 - OPTIMAL_GAP))
+    unsettled = sum(each.size for each in waiting if each.bound < longest * (1 - OPTIMAL_GAP))
     too_large = tuple(search.too_large)
     return Ranking(every[:top], considered, len(every), below, every, waiting, too_large, unsettled)
+
+
+def _enumerated(
+    layouts: Iterable[Layout | LayoutFamily], setting: Setting, cancelled: Cancelled | None
+) -> tuple[list[Waiting], int, bool]:
+    """The queue of all layouts, their number, and whether these are all; they are not if cancelled."""
+    queue: list[Waiting] = []
+    count, poll = 0, Poll(cancelled)
+    for of in layouts:
+        if poll():
+            return queue, count, False
+        first = of.first if isinstance(of, LayoutFamily) else of
+        queue.append(Waiting(setting.least_work(first), count, of, False))
+        count += queue[-1].size
+    heapq.heapify(queue)
+    return queue, count, True
 
 
 @dataclass
@@ -213,12 +247,13 @@ class LayoutSearch:
 
     def progress(self, considered: int, queue: Collection[Waiting], top: int) -> LayoutProgress:
         """What is known now."""
-        self.news.told(self.best)
-        steps = sorted(each.step_time for each in self.planned)
-        longest = steps[top - 1] if len(steps) >= top else math.inf
-        waiting = [each.bound for each in self.waiting(queue)]
-        left = sum(1 for bound in waiting if bound < longest)
-        below = min([*waiting, *(each.lower_bound for each in self.planned)])
+        with self.news.telling(self.best):
+            steps = sorted(each.step_time for each in self.planned)
+            longest = steps[top - 1] if len(steps) >= top else math.inf
+            left, below = 0, min((each.lower_bound for each in self.planned), default=math.inf)
+            for each in self.waiting(queue):
+                left += each.size if each.bound < longest else 0
+                below = min(below, each.bound)
         best = steps[0] if steps else None
         return LayoutProgress(considered, considered - len(steps) - left, len(steps), best, float(below))
 
@@ -254,6 +289,10 @@ class LayoutSearch:
             first = heapq.heappop(ahead)
             if isinstance(first.of, PlannedLayout) or (self.cancelled is not None and self.cancelled()):
                 return
+            if isinstance(first.of, LayoutFamily):
+                for member in first.members():
+                    heapq.heappush(ahead, member)
+                continue
             if first.is_tight and isinstance(first.of, EstimatedLayout):
                 self.plans.begin(first.of.problem)
                 continue
@@ -295,7 +334,7 @@ class LayoutSearch:
                 return None
             bound = max(bound, estimated.mean_bound, estimated.memory_bound)
             return Waiting(bound, number, estimated, False)
-        if isinstance(of, PlannedLayout):
+        if not isinstance(of, EstimatedLayout):
             return first
         bound = max(bound, of.load_bound)
         return None if bound == math.inf else Waiting(bound, number, of, True)

@@ -7,8 +7,10 @@ lack little memory. They are estimated and bounded again, and few of them are pl
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
@@ -80,27 +82,31 @@ def changes(request: Request) -> Iterator[Change]:
 
 
 def outcomes(ranking: Ranking, request: Request, cancelled: Cancelled | None = None) -> Iterator[Outcome]:
-    """The outcome of every change, one by one."""
-    candidates = nearest(ranking, request.setting)
+    """The outcome of every change, one by one, until the search is cancelled."""
+    candidates = nearest(ranking, request.setting, cancelled)
     for change in changes(request):
         if cancelled is not None and cancelled():
             return
-        yield _outcome(change, ranking.best[0].layout, candidates, change.apply(request))
+        found = _outcome(change, ranking.best[0].layout, candidates, change.apply(request), cancelled)
+        if cancelled is not None and cancelled():
+            return  # its search may have ended early
+        yield found
 
 
-def nearest(ranking: Ranking, setting: Setting) -> list[Layout]:
+def nearest(ranking: Ranking, setting: Setting, cancelled: Cancelled | None = None) -> list[Layout]:
     """The layouts with the shortest steps or least bounds, and some that need a little more memory."""
-    fitting = [(each.step_time, each.layout) for each in ranking.every]
-    for each in ranking.waiting:
-        if not isinstance(each.of, PlannedLayout):
+    first = heapq.nsmallest(AMONG, ranking.waiting, key=lambda each: each[:2])
+    fitting = [(each.step_time, -1, each.layout) for each in ranking.every]
+    for each in chain.from_iterable(each.members() for each in first):
+        if isinstance(each.of, Layout | EstimatedLayout):
             layout = each.of if isinstance(each.of, Layout) else each.of.layout
-            fitting.append((each.bound, layout))
-    found = [layout for _, layout in sorted(fitting, key=lambda each: each[0])[:AMONG]]
+            fitting.append((each.bound, each.number, layout))
+    found = [layout for _, _, layout in sorted(fitting, key=lambda each: each[:2])[:AMONG]]
     large = 0
     for each in sorted(ranking.too_large, key=lambda each: each[:2]):
-        if large == TOO_LARGE:
+        if large == TOO_LARGE or (cancelled is not None and cancelled()):
             break
-        if not isinstance(each.of, PlannedLayout):
+        if isinstance(each.of, Layout | EstimatedLayout):
             estimated = EstimatedLayout.of(each.of, setting) if isinstance(each.of, Layout) else each.of
             if least_memory(estimated) <= setting.cluster.memory * MORE_MEMORY:
                 found.append(estimated.layout)
@@ -108,30 +114,38 @@ def nearest(ranking: Ranking, setting: Setting) -> list[Layout]:
     return found
 
 
-def _outcome(change: Change, before: Layout, candidates: list[Layout], request: Request) -> Outcome:
-    same = _planned(_with_batch(before, request.global_batch), request)
+def _outcome(
+    change: Change, before: Layout, candidates: list[Layout], request: Request, cancelled: Cancelled | None
+) -> Outcome:
+    same = _planned(_with_batch(before, request.global_batch), request, cancelled)
     step = None if same is None else same.step_time
     fitting = [_with_batch(each, request.global_batch) for each in candidates]
     try:
         now = best_layouts(
-            [each for each in fitting if each is not None], request.setting, most_plans=MOST_PLANS
+            [each for each in fitting if each is not None],
+            request.setting,
+            cancelled=cancelled,
+            most_plans=MOST_PLANS,
         )
     except NoLayoutFits:
         layout = None if same is None else same.layout
         return Outcome(change, step, layout, step, True, len(candidates))
-    best = min([each for each in (same, now.best[0]) if each is not None], key=lambda each: each.step_time)
+    found = [each for each in (same, *now.best) if each is not None]
+    if not found:  # cancelled
+        return Outcome(change, step, None, None, False, len(candidates))
+    best = min(found, key=lambda each: each.step_time)
     is_proved = all(each.bound >= best.step_time for each in now.waiting)
     return Outcome(change, step, best.layout, best.step_time, is_proved, len(candidates))
 
 
-def _planned(layout: Layout | None, request: Request) -> PlannedLayout | None:
+def _planned(layout: Layout | None, request: Request, cancelled: Cancelled | None) -> PlannedLayout | None:
     if layout is None:
         return None
     estimated = EstimatedLayout.of(layout, request.setting)
     if not estimated.has_room_for_states:
         return None
     try:
-        return plan_layout(estimated)
+        return plan_layout(estimated, None, cancelled)
     except InfeasibleMemory:
         return None
 

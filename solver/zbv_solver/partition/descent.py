@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Callable
 from functools import cached_property
 from random import Random
 
@@ -37,8 +37,8 @@ class CutDescent:
         Actions that may still be timed.
     recompute
         What is recomputed; None lets moves choose the stages.
-    deadline
-        When descents end, by ``time.monotonic``.
+    is_over
+        Whether descents must end.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class CutDescent:
         self.best: Choice | None = None
         self.value = self.excess = math.inf
         self.closest: Choice | None = None
-        self.deadline = math.inf
+        self.is_over: Callable[[], bool] = lambda: False
 
     def may_go_on(self) -> bool:
         """Whether actions and time are left."""
-        return self.left > 0 and time.monotonic() < self.deadline
+        return self.left > 0 and not self.is_over()
 
     @cached_property
     def moves(self) -> list[tuple[int, int]]:

@@ -38,6 +38,7 @@ TYPES = {
     "invalid-plan": (422, "The plan cannot be executed as its problem demands"),
     "infeasible-memory": (422, "No plan fits the memory limit"),
     "too-much-memory": (422, "The answer takes more memory than the service allows"),
+    "time-limit": (422, "The time limit passed before there was a result"),
     "unknown-host": (421, "The service does not have this name"),
     "too-much-stored": (429, "The token has stored too much"),
     "too-many-searches": (429, "The token has too many unfinished searches"),

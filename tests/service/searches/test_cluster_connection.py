@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from distributed import Scheduler, Worker
@@ -84,6 +85,19 @@ async def test_a_search_that_did_not_react_before_its_worker_was_gone_crashed_un
     await site.scheduler.remove_worker(site.worker.address, stimulus_id="test", close=False)
     await site.cluster.look({computation.token: computation})
     assert type(computation.outcome.exception()) is kind
+
+
+async def test_a_search_that_was_given_up_occupies_its_thread_until_it_stops(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another search would wait behind it in a queue of Dask."""
+    deaf = SimpleNamespace(service=site.cluster._name, abandon=lambda: None)
+    monkeypatch.setitem(worker._mailboxes, "given-up", deaf)
+    await site.cluster.look({})
+    assert (site.cluster.threads, site.cluster.room) == (1, 0)
+    monkeypatch.delitem(worker._mailboxes, "given-up")
+    await site.cluster.look({})
+    assert (site.cluster.threads, site.cluster.room) == (1, 1)
 
 
 async def test_a_worker_of_another_version_is_not_used_and_the_trouble_says_why(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from support.serving import DEADLINE, Service, Serving
-from zbv_service.documents.layouts import LayoutRequest, read_layouts
+from zbv_service.documents import layouts as layout_documents
+from zbv_service.documents.layouts import LayoutRequest, count_layouts, read_layouts
+from zbv_solver.errors import InvalidInput
 from zbv_solver.layouts.answer import ranking_json
 from zbv_solver.layouts.search import best_layouts
 
@@ -136,12 +138,49 @@ async def test_a_killed_process_and_a_restart_begin_the_search_again(
     assert found["answer"]["layouts"]
 
 
-async def test_a_time_limit_counts_from_the_first_layout_on(serving: Serving) -> None:
-    async with serving("honest") as service:
-        search_id = await submitted(service, {**LONG, "options": {"time_limit": 0.001}})
-        found = await once(service, search_id, "done")
-    assert len(found["answer"]["layouts"]) == 1
-    assert found["progress"]["planned"] == 1
+@pytest.mark.parametrize("executor", ["zbv", "any"])
+async def test_a_time_limit_counts_from_the_start_also_before_the_first_layout(
+    serving: Serving, any_database_url: str, executor: str
+) -> None:
+    """The large cluster has a million layouts, whose bounds take a minute."""
+    large = {
+        "model": {"presets": ["deepseek-v3" if executor == "zbv" else "llama-3.1-405b"]},
+        "cluster": {"nodes": 256, "gpus_per_node": 8, "device": "h100"},
+        **{"global_batch": 15360 if executor == "zbv" else 2048, "sequence_length": 4096},
+        **{"executor": executor, "top": 20},
+    }
+    # The service itself would stop a search that is late by this.
+    async with serving("honest", database=any_database_url, stop_seconds=600.0) as service:
+        search_id = await submitted(service, {**large, "options": {"time_limit": 0.3}})
+        found = await once(service, search_id, "failed")
+        assert (found["attempts"], found["cancel_requested"], found["objective"]) == (1, False, None)
+        assert found["error"]["type"] == "/problems/time-limit"
+        assert "0.3 s" in found["error"]["detail"]
+        assert found["lower_bound"] == 0, "nothing is known about layouts that were not enumerated"
+        search_id = await submitted(service, large)
+        await once(service, search_id, "running")
+        await service.http.post(f"/v1/layouts/{search_id}/cancel")
+        assert (await once(service, search_id, "cancelled"))["attempts"] == 1
+
+
+async def test_too_many_layouts_are_refused_with_the_ways_to_have_fewer(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = read_layouts(LayoutRequest.model_validate(SMALL)).layouts
+    asked = LayoutRequest.model_validate(SMALL)
+    for name, request in (
+        ("MOST_LAYOUTS", asked),
+        ("MOST_LISTED", asked.model_copy(update={"points": True})),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(layout_documents, name, len(counted) - 1)
+            with pytest.raises(InvalidInput) as caught:
+                count_layouts(request, read_layouts(request))
+        detail = caught.value.issues[0].detail
+        assert f"more than {len(counted) - 1} layouts" in detail
+        assert "tensor_parallel" in detail
+        assert "zero_stage" not in detail, "it is fixed already"
+        assert count_layouts(request, read_layouts(request)) == len(counted)
 
 
 async def test_an_effort_is_that_of_the_plans_of_the_best_layouts(serving: Serving) -> None:

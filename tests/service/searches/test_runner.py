@@ -14,9 +14,11 @@ import pytest
 from support.fake_service import fake_service
 from support.processes import is_alive
 from support.serving import DEADLINE, PROBLEM, Serving
+from support.tokens import add
 from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.documents.packing import pack
 from zbv_service.records.searches import NewSearch, Update
+from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.owners import new_owner
 from zbv_service.settings import Settings
 from zbv_solver.problem.reading import parse_problem
@@ -165,15 +167,79 @@ async def test_a_search_that_was_requeued_and_claimed_again_runs_once(
     await table._database.close()
 
 
-async def test_a_search_past_its_time_limit_that_does_not_stop_is_killed(
+async def test_a_search_past_its_time_limit_that_does_not_stop_is_killed_and_its_plan_kept(
     serving: Serving, directory: Path
 ) -> None:
-    async with serving("deaf", stop_seconds=0.2, max_crashes=1) as service:
+    async with serving("deaf", stop_seconds=0.2) as service:
         ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
-        assert (ended["state"], ended["attempts"], ended["objective"]) == ("failed", 1, 9)
-        assert ended["error"]["type"] == "/problems/search-crashed"
-        assert "did not stop on request" in ended["error"]["detail"]
+        assert (ended["state"], ended["attempts"], ended["error"]) == ("done", 1, None)
+        plan = (await service.http.get(f"/v1/plans/{ended['plan_id']}")).json()
+        assert "\n".join(plan["ranks"][0]).startswith(FIRST_ACTIONS)
     await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
+
+
+async def test_a_search_that_is_killed_at_its_time_limit_without_a_plan_fails_for_this_reason(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("mute", stop_seconds=0.2) as service:
+        ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
+        assert (ended["state"], ended["attempts"], ended["plan_id"]) == ("failed", 1, None)
+        assert ended["error"]["type"] == "/problems/time-limit"
+        assert "time limit of 0.1 s" in ended["error"]["detail"]
+    assert len(started_in(directory)) == 1
+
+
+@pytest.mark.parametrize("search", ["deaf", "mute"])
+async def test_a_cancelled_search_that_does_not_stop_is_cancelled_and_not_started_again(
+    serving: Serving, directory: Path, any_database_url: str, search: str
+) -> None:
+    async with serving(search, stop_seconds=0.2, database=any_database_url) as service:
+        search_id = (await service.submit()).json()["id"]
+        await appeared(directory, "started-*")
+        if search == "deaf":
+            await service.until(search_id, lambda found: found["objective"] is not None)
+        await service.http.post(f"/v1/searches/{search_id}/cancel")
+        ended = await service.ended(search_id)
+        assert (ended["state"], ended["attempts"], ended["error"]) == ("cancelled", 1, None)
+        assert (ended["plan_id"] is None) == (search == "mute"), "the best plan is kept"
+    assert len(started_in(directory)) == 1
+
+
+async def test_a_search_that_needs_too_much_memory_fails_at_the_limit(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("greedy", search_memory=64) as service:
+        ended = await service.ended((await service.submit()).json()["id"])
+        assert (ended["state"], ended["attempts"]) == ("failed", 1), "another attempt would need as much"
+        assert ended["error"]["type"] == "/problems/too-much-memory"
+        assert "64 MiB" in ended["error"]["detail"]
+    assert os.listdir(directory / "starts") == ["0"]
+
+
+async def test_one_token_leaves_a_slot_to_others(
+    serving: Serving, directory: Path, any_database_url: str
+) -> None:
+    """Even a token alone: a search cannot be moved away once another token needs its slot."""
+    async with serving("held", auth="tokens", searches=3, database=any_database_url) as service:
+        one, other = await add(service, "search", "read", name="one"), await add(service, "search", "read")
+
+        async def submit(token: dict[str, str], seed: int) -> str:
+            body = {"problem": PROBLEM, "options": {"seed": seed}}
+            answer = await service.http.post("/v1/searches", json=body, headers=token)
+            return str(answer.json()["id"])
+
+        async def states(ids: list[str]) -> list[str]:
+            found = [await service.http.get(f"/v1/searches/{each}", headers=one) for each in ids]
+            return [each.json()["state"] for each in found]
+
+        ids = [await submit(one, seed) for seed in range(4)]
+        await appeared(directory, "started-*", 2)
+        await asyncio.sleep(1.0)  # several looks at the queue
+        assert await states(ids) == ["running", "running", "queued", "queued"]
+        late = await submit(other, 9)
+        await appeared(directory, "started-*", 3)
+        assert await states([late, *ids]) == ["running", "running", "running", "queued", "queued"]
+        (directory / "release").touch()
 
 
 async def test_a_search_without_a_time_limit_is_stopped_after_the_longest_limit(
@@ -182,6 +248,28 @@ async def test_a_search_without_a_time_limit_is_stopped_after_the_longest_limit(
     async with serving("held", max_time_limit=0.3) as service:
         ended = await service.ended((await service.submit()).json()["id"])
         assert (ended["state"], ended["method"], ended["attempts"]) == ("done", "cancelled", 1)
+
+
+async def test_one_token_leaves_a_slot_that_several_services_share(
+    serving: Serving, directory: Path, any_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the threads of a Dask cluster: each service alone would leave one of its slots."""
+    monkeypatch.setattr(LocalExecutor, "shared_slots", 3)
+    changes = {"auth": "tokens", "searches": 3, "database": any_database_url}
+    async with serving("held", **changes) as first, serving("held", **changes):
+        one = await add(first, "search", "read", name="one")
+        other = await add(first, "search", "read", name="other")
+        for seed in range(5):
+            body = {"problem": PROBLEM, "options": {"seed": seed}}
+            await first.http.post("/v1/searches", json=body, headers=one)
+        await appeared(directory, "started-*", 2)
+        await asyncio.sleep(1.0)  # several looks at the queue, by both
+        assert len(started_in(directory)) == 2
+        await first.http.post(
+            "/v1/searches", json={"problem": PROBLEM, "options": {"seed": 9}}, headers=other
+        )
+        await appeared(directory, "started-*", 3)
+        (directory / "release").touch()
 
 
 async def test_searches_get_the_cores_that_no_other_search_uses(

@@ -123,6 +123,7 @@ GIVEN = {"parameters": 1, "flops": 1.0}
         ),
         (SPARSE, {"tensor_parallel": 2}, "/parallel/sequence_parallel", "needs sequence parallelism"),
         ({"prediction_layers": 600}, {}, "/model/layers", "must be at most"),
+        ({"prediction_layers": 10**8}, {}, "/model/layers", "100000000 as prediction_layers; together"),
     ],
 )  # fmt: skip
 def test_rules_of_modern_models(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shlex
+import traceback
+from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, repeat
 from math import inf, isclose
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, request_of
 from support.titan_configuration import VERSIONS, configured
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
@@ -24,8 +29,10 @@ from zbv_solver.layouts.executor_rules import NAMES, executors_of, refusal, runs
 from zbv_solver.layouts.layout import Layout
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request
-from zbv_solver.layouts.search import best_layouts
+from zbv_solver.layouts.search import Ranking, best_layouts
 from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.search_state import Cancelled
 from zbv_solver.verify.verifier import verify
 
 PREDICTING = {**MODEL, "prediction_layers": 1}
@@ -353,6 +360,37 @@ def test_a_cancelled_search_bounds_all_layouts() -> None:
     ranking = executor_layouts(request.layouts, request.setting, "megatron", cancelled=lambda: True)
     assert ranking.best == ()
     assert 0 < ranking.no_layout_below < inf
+
+
+def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it ends, its bound holds."""
+    programs, solve = [], pywraplp.Solver.Solve
+
+    def solved(program: Any) -> Any:
+        programs.append(program)
+        return solve(program)
+
+    monkeypatch.setattr(pywraplp.Solver, "Solve", solved)
+    request = request_of(MODEL, cluster_of(1, 4), 8, microbatch_size=1, pipeline_parallel=4)
+
+    def search(cancelled: Cancelled) -> Ranking:
+        options = SearchOptions("quick")
+        return executor_layouts(request.layouts, request.setting, "megatron", 2, options, cancelled)
+
+    askers: Counter[str] = Counter()
+
+    def ask() -> bool:
+        askers.update({Path(frame.f_code.co_filename).stem for frame, _ in traceback.walk_stack(None)})
+        return False
+
+    whole = search(ask)
+    assert {"relaxation", "descent", "order_search", "executor_layouts"} <= set(askers)
+    assert askers["relaxation"] > 2 * len(programs), "also while it makes a bound of a program's solution"
+    for count in (10, 40, 160):
+        left = repeat(False, count)
+        early = search(partial(next, left, True))
+        assert early.no_layout_below <= whole.best[0].step_time * (1 + 1e-9)
+        assert early.considered == early.planned + early.pruned + early.unsettled
 
 
 @pytest.mark.parametrize("budget", [0.0, 1e9])

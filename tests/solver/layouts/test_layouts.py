@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, islice, pairwise, product
 from math import prod
 from typing import Any
 
@@ -12,13 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
+from zbv_solver.layouts import progress
 from zbv_solver.layouts.answer import ranking_json
 from zbv_solver.layouts.cluster import Cluster, equal_cluster, parse_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, _balanced
+from zbv_solver.layouts.executor_layouts import executor_layouts
 from zbv_solver.layouts.layout import Fixed, Layout, Order, Recompute
+from zbv_solver.layouts.points import points_json
 from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
-from zbv_solver.layouts.search import best_layouts, plan_layout
+from zbv_solver.layouts.search import Ranking, best_layouts, plan_layout
+from zbv_solver.layouts.sensitivity import changes, nearest, outcomes
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.options import SearchOptions
 
@@ -219,6 +224,90 @@ def test_reports_lead_to_the_ranking_and_a_stopped_search_keeps_its_plans() -> N
     assert stopped.considered == stopped.planned + stopped.pruned + stopped.unsettled
     assert stopped.unsettled > 0 == ranking.unsettled
     assert stopped.no_layout_below <= ranking.no_layout_below * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_families_have_every_layout_once_and_the_search_of_them_finds_the_same(is_mixed: bool) -> None:
+    group = {"nodes": 1, "gpus_per_node": 2, "device": "h100", "memory": 12e9}
+    slow = {**group, "device": "a100"}
+    cluster = parse_cluster({"groups": [group, slow]}) if is_mixed else cluster_of(1, 4, 12.0)
+    request = parse_request({"model": EXPERTS, "global_batch": 8}, cluster)
+    families, layouts = list(request.families()), request.layouts
+    assert list(chain.from_iterable(families)) == layouts
+    assert sum(map(len, families)) == len(layouts) == len(set(layouts)) > 2 * len(families)
+    for family in families:
+        for layout in family:
+            bound = request.setting.least_work(layout)
+            assert bound == pytest.approx(request.setting.least_work(family.first), rel=1e-12)
+    by_family = best_layouts(families, request.setting, 2)
+    one_by_one = best_layouts(layouts, request.setting, 2)
+
+    def known(ranking: Ranking) -> list[object]:
+        found = [(each.layout, each.step_time, each.lower_bound) for each in ranking.every]
+        waiting = chain.from_iterable(each.members() for each in ranking.waiting)
+        numbers = sorted((each.number, each.is_tight) for each in waiting)
+        counts = ranking.considered, ranking.planned, ranking.pruned, ranking.unsettled
+        return [found, numbers, counts, ranking.no_layout_below]
+
+    def rows(ranking: Ranking) -> dict[str, list[Any]]:
+        points = points_json(ranking, request.setting)
+        return {name: sorted(zip(*columns.values(), strict=True)) for name, columns in points.items()}
+
+    assert known(by_family) == known(one_by_one)
+    assert rows(by_family) == rows(one_by_one)
+    assert nearest(by_family, request.setting) == nearest(one_by_one, request.setting)
+
+
+def test_a_million_layouts_are_few_families() -> None:
+    cluster = parse_cluster({"nodes": 256, "gpus_per_node": 8, "device": "h100"})
+    document = {"presets": ["deepseek-v3"], "global_batch": 15360, "sequence_length": 4096}
+    sizes = list(map(len, parse_request(document, cluster).families()))
+    assert sum(sizes) > 1_000_000 > 10 * len(sizes)
+
+
+def test_a_search_that_ends_during_the_enumeration_claims_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "POLL_SECONDS", 0.0)
+    request = request_of(EXPERTS, cluster_of(2, 4), 16)
+    for executor, layouts in (("zbv", request.families()), ("megatron", iter(request.layouts))):
+        read: list[object] = []
+
+        def reading(each: Iterable[Any], seen: list[object] = read) -> Iterator[Any]:
+            for layout in each:
+                seen.append(layout)
+                yield layout
+
+        def is_over(seen: list[object] = read) -> bool:
+            return len(seen) == 5
+
+        if executor == "zbv":
+            ranking = best_layouts(reading(layouts), request.setting, cancelled=is_over)
+        else:
+            ranking = executor_layouts(reading(layouts), request.setting, executor, cancelled=is_over)
+        assert len(read) == 5, "it asks before every layout"
+        assert (ranking.best, ranking.planned, ranking.no_layout_below) == ((), 0, 0.0)
+        assert ranking.considered == ranking.unsettled < len(request.layouts)
+
+
+def test_points_and_sensitivity_end_with_the_search() -> None:
+    request = request_of(MODEL, cluster_of(1, 4), 8)
+    ranking = best_layouts(request.families(), request.setting)
+    every, few = (points_json(ranking, request.setting, lambda each=each: each) for each in (False, True))  # type: ignore[misc]
+    assert every["planned"] == few["planned"]
+    count = sum(len(of["step_time"]) for of in every.values())
+    assert count == ranking.considered > sum(len(of["step_time"]) for of in few.values())
+    assert list(outcomes(ranking, request, lambda: True)) == []
+    asked: list[None] = []
+
+    def is_over() -> bool:
+        asked.append(None)
+        return len(asked) > 40
+
+    found = list(outcomes(ranking, request, is_over))
+    whole = list(islice(outcomes(ranking, request), len(found)))
+    assert [(each.best, each.best_step_time) for each in found] == [
+        (each.best, each.best_step_time) for each in whole
+    ]
+    assert len(found) < len(list(changes(request))), "it ended in the middle"
 
 
 def test_recomputation_is_chosen_where_memory_is_scarce() -> None:

@@ -67,6 +67,10 @@ class SearchExecutor(Protocol):
         """The number of searches that can run at the same time."""
 
     @property
+    def shared_slots(self) -> int | None:
+        """The number of slots of all services together, if they share them; otherwise None."""
+
+    @property
     def trouble(self) -> str | None:
         """Why no search can be computed now; None if one can."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.search.options import SearchOptions
 
-from zbv_service.documents.layouts import LayoutRequest, read_layouts
+from zbv_service.documents.layouts import LayoutRequest, families_of, read_layouts
 from zbv_service.documents.packing import finite_or_none, pack, pack_plan, unpack
 from zbv_service.records.searches import Claim, NewRanking, Update
 
@@ -20,7 +21,7 @@ def rank_layouts(
 ) -> NewRanking:
     """Search the layouts of a claim to the end.
 
-    A time limit counts once a layout was planned. After a stop, the ranking has the layouts planned so far.
+    A time limit counts from the start. After a stop, the ranking has the layouts planned so far.
 
     Raises
     ------
@@ -29,32 +30,40 @@ def rank_layouts(
     ContradictedBound
         A plan undercuts a lower bound.
     """
+    ends = _Ends(is_stopped, claim.options["time_limit"])
+    asked = LayoutRequest.model_validate(unpack(claim.problem))
     from zbv_solver.layouts.answer import ranking_json  # late: these load the kernels
     from zbv_solver.layouts.executor_layouts import executor_layouts
     from zbv_solver.layouts.search import best_layouts
     from zbv_solver.layouts.sensitivity import outcomes
-
-    asked = LayoutRequest.model_validate(unpack(claim.problem))
-    limit, ends = claim.options["time_limit"], _Ends(is_stopped)
-
-    def tell(progress: LayoutProgress) -> None:
-        if progress.step_time is not None and limit is not None:
-            ends.at = ends.began + limit
-        report(progress)
 
     request, effort = read_layouts(asked), claim.options["effort"]
     workers = claim.options["workers"]
     options = None if effort is None else SearchOptions(effort, workers=workers)
     if asked.executor == FREE:
         ranking = best_layouts(
-            request.layouts, request.setting, asked.top, options, ends, tell, workers=workers
+            families_of(asked, request), request.setting, asked.top, options, ends, report, workers=workers
         )
     else:
         ranking = executor_layouts(
-            request.layouts, request.setting, asked.executor, asked.top, options, ends, tell, workers=workers
+            request.every(),
+            request.setting,
+            asked.executor,
+            asked.top,
+            options,
+            ends,
+            report,
+            workers=workers,
         )
     found = list(outcomes(ranking, request, ends)) if asked.sensitivity and ranking.best else None
-    document = ranking_json(ranking, request, with_plans=False, with_points=asked.points, sensitivity=found)
+    document = ranking_json(
+        ranking,
+        request,
+        with_plans=False,
+        with_points=asked.points,
+        sensitivity=found,
+        cancelled=ends,
+    )
     plans = []
     for layout, planned in zip(document["layouts"], ranking.best, strict=True):
         plans.append(pack_plan(planned.plan))
@@ -86,12 +95,11 @@ def _counts(considered: int, ruled_out: int, planned: int) -> dict[str, int]:
 
 
 class _Ends:
-    """Whether a search must end: on request, or after its time limit."""
+    """Whether a search must end: on request, or after its time limit in seconds, if it has one."""
 
-    def __init__(self, is_stopped: Callable[[], bool]):
+    def __init__(self, is_stopped: Callable[[], bool], limit: float | None):
         self._is_stopped = is_stopped
-        self.began = time.monotonic()
-        self.at: float | None = None
+        self._at = math.inf if limit is None else time.monotonic() + limit
 
     def __call__(self) -> bool:
-        return self._is_stopped() or (self.at is not None and time.monotonic() >= self.at)
+        return self._is_stopped() or time.monotonic() >= self._at

@@ -24,12 +24,14 @@ class LocalExecutor:
         Most searches at the same time.
     preload
         Whether to load the planner into the fork server at the start instead of at the first search.
+    memory
+        Bytes that a search may allocate; None for no limit.
     """
 
-    def __init__(self, slots: int, *, preload: bool = True):
+    def __init__(self, slots: int, *, preload: bool = True, memory: int | None = None):
         self._slots = slots
         self._preload = preload
-        self._processes = IsolatedProcesses()
+        self._processes = IsolatedProcesses(memory)
         self._progress = ProgressServer()
 
     async def start(self) -> None:
@@ -51,6 +53,11 @@ class LocalExecutor:
     def slots(self) -> int:
         """The number of searches that can run at the same time."""
         return self._slots
+
+    @property
+    def shared_slots(self) -> None:
+        """None: no other service has these processes."""
+        return None
 
     @property
     def trouble(self) -> str | None:

@@ -123,6 +123,49 @@ def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan
     return replace(pack_plan(plan), refusal=reporter.refusal)
 
 
+def plan_of_incumbent(claim: Claim) -> NewPlan:
+    """The plan of a claim's incumbent, without a search.
+
+    Raises
+    ------
+    InvalidPlan
+        There is none that fits the problem.
+    """
+    return compute(claim, _kept, _Nobody())
+
+
+def _kept(
+    problem: Question,
+    options: dict[str, Any],
+    on_progress: Callable[[Progress], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | Plan | None,
+) -> Plan:
+    """A search that ends at once with what it starts from."""
+    from zbv_solver.search.search import make_plan  # here for the same reason as Progress
+
+    if incumbent is None:
+        raise InvalidPlan("there is no plan to keep.")
+    if isinstance(incumbent, Plan):
+        return incumbent
+    if not isinstance(problem, Problem):
+        raise InvalidPlan("orders of layers say no cut.")
+    return make_plan(problem, incumbent, method="resumed")
+
+
+class _Nobody:
+    """The connection of a search that nobody follows."""
+
+    refusal: Refusal | None = None
+
+    def report(self, progress: Progress | LayoutProgress) -> None:
+        """Nobody reads it."""
+
+    def is_stopped(self) -> bool:
+        """It ends at once."""
+        return True
+
+
 def _incumbent(question: Question, found: Any) -> Orders | Plan:
     """A verified stored plan to start from: its orders, or the whole plan if layers were cut.
 

@@ -93,6 +93,31 @@ async def test_a_token_with_its_share_running_waits_while_other_tokens_wait(tabl
     assert await claimed(table, share=2) is None
 
 
+async def test_a_caller_without_a_turn_waits_although_nobody_else_does(table: SearchTable) -> None:
+    await queue(table, "busy", "b0")
+    await queue(table, None, "n0")
+    assert await table.claim("me", 60, full={"busy", None}) is None
+    await queue(table, "other", "o0")
+    found = await table.claim("me", 60, full={"busy", None})
+    assert found is not None
+    assert (found.id, found.created_by) == ("o0", "other")
+
+
+async def test_services_that_share_their_slots_count_the_running_searches_of_a_caller_together(
+    any_database_url: str,
+) -> None:
+    async with AsyncExitStack() as stack:
+        opened = [Database(any_database_url) for _ in range(4)]
+        for each in opened:
+            stack.push_async_callback(each.close)
+        tables = [SearchTable(each) for each in opened]
+        await queue(tables[0], "busy", *(f"b{index}" for index in range(8)))
+        claims = await asyncio.gather(*(each.claim(f"s{n}", 60, most=3) for n, each in enumerate(tables)))
+        assert len(list(filter(None, claims))) == 3
+        await queue(tables[0], "late", "l0")
+        assert await claimed(tables[1], most=3) == "l0"
+
+
 async def test_anonymous_callers_share_one_turn(table: SearchTable) -> None:
     await queue(table, None, "n0", "n1")
     await queue(table, "named", "a0")

@@ -14,7 +14,7 @@ from support.stored import a_plan, a_search
 from zbv_service.database import Database, PlanTable, SearchTable, TooManySearches
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import pack
-from zbv_service.records.searches import NewPlan, Refusal, Update
+from zbv_service.records.searches import NewPlan, NewRanking, Refusal, Update
 from zbv_solver.errors import ContradictedBound
 
 pytestmark = pytest.mark.anyio
@@ -155,6 +155,28 @@ async def test_a_search_fails_after_too_many_crashes(database: Database) -> None
         5,
     )
     assert (await table.add(a_search("b", "key")))[1], "it can be asked for again"
+
+
+@pytest.mark.parametrize(("is_cancelled", "state"), [(True, "cancelled"), (False, "failed")])
+async def test_a_killed_search_is_cancelled_only_if_somebody_cancelled_it(
+    database: Database, is_cancelled: bool, state: str
+) -> None:
+    table = SearchTable(database)
+    for name in ("killed", "unplanned"):
+        await table.add(replace(a_search(name), kind="layouts"))
+        claim = await table.claim("me", 60)
+        assert claim is not None
+        if is_cancelled:
+            await table.request_cancel(name)
+        if name == "killed":
+            assert await table.killed(name, claim.fence, {"detail": "why"})
+        else:
+            found = NewRanking((), b"answer", None, 0.0, {"considered": 5, "ruled_out": 0, "planned": 0})
+            assert await table.ranked(name, claim.fence, found, {"detail": "why"})
+        record = await table.get(name)
+        assert record is not None
+        assert record.state == state
+        assert record.error == (None if is_cancelled else {"detail": "why"})
 
 
 async def test_a_search_fails_after_too_many_evictions_without_progress(database: Database) -> None:

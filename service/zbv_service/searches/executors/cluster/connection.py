@@ -86,8 +86,12 @@ class Cluster:
     @property
     def room(self) -> int:
         """The number of searches that the usable workers have threads for."""
-        threads = sum(worker.threads for worker in self._usable.values())
-        return max(0, threads - sum(worker.others for worker in self._workers.values()))
+        return max(0, self.threads - sum(worker.others for worker in self._workers.values()))
+
+    @property
+    def threads(self) -> int:
+        """The number of threads of the usable workers."""
+        return sum(worker.threads for worker in self._usable.values())
 
     @property
     def trouble(self) -> str | None:

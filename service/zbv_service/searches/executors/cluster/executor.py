@@ -81,6 +81,11 @@ class DaskExecutor:
         return room if self._most is None else min(room, self._most)
 
     @property
+    def shared_slots(self) -> int:
+        """The number of searches that all services together can run."""
+        return 0 if self._cluster is None else self._cluster.threads
+
+    @property
     def trouble(self) -> str | None:
         """Why no search can be computed now; None if one can."""
         return self._trouble

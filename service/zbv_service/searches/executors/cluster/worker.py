@@ -101,7 +101,7 @@ class Held:
     searches
         The searches of the polling service, by token.
     others
-        The number of running searches of other services.
+        The number of other running searches: of other services, and those that their service has given up.
     is_leaving
         Whether the worker is ending and takes no more searches.
     """
@@ -215,7 +215,7 @@ async def exchange(service: str, wanted: Mapping[str, Wanted]) -> Held:
             searches[token] = await asyncio.to_thread(mailbox.newest, wanted[token].seen)
         else:
             mailbox.abandon()
-    return Held(searches, len(here) - len(mine), _leaving.is_set())
+    return Held(searches, len(here) - len(searches), _leaving.is_set())
 
 
 def welcome(dask_worker: Worker) -> dict[str, str]:

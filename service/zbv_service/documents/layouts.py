@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -12,8 +13,10 @@ from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
 from zbv_solver.estimate.transformers_config import is_transformers_config
 from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.executor_rules import FREE, layouts_of_executors
-from zbv_solver.layouts.layout import Fixed, Order, Recompute
+from zbv_solver.layouts.layout import Fixed, Layout, Order, Recompute
+from zbv_solver.layouts.profile import Profile, parse_profile
 from zbv_solver.layouts.request import Request, parse_request
+from zbv_solver.problem.layer_letters import Recomputed
 from zbv_solver.problem.limits import MAX_LAYERS
 
 from zbv_service.documents.shared import RequestDocument
@@ -22,7 +25,8 @@ MAX_DEVICES = 65_536
 MAX_BATCH = 65_536
 """Largest cluster and global batch: the number of layouts grows with their divisors."""
 MAX_TOP = 20
-STATES = ("precision", "optimizer")
+MAX_PROFILES = 20
+KEPT = ("precision", "optimizer", "recompute_modules")
 """Keys that replace those of the model's section ``parallel``."""
 Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] | None
 
@@ -77,6 +81,12 @@ class LayoutRequest(RequestDocument):
     optimizer: Optimizer | None = Field(
         None, description="Which states the optimizer has; null: as the model says."
     )
+    recompute_modules: list[Recomputed] | None = Field(
+        None, description="What selective recomputation repeats; null: as the model says, or what is best."
+    )
+    profiles: Annotated[list[dict[str, Any]], Field(max_length=MAX_PROFILES)] = Field(
+        [], description="Problems of `zbv-worker profile`: measured layers replace estimates."
+    )
     fixed: FixedParts = FixedParts()
     executor: Literal["zbv", "torch", "megatron", "torchtitan", "any"] = Field(
         "zbv", description="The program that runs the pipeline; all but zbv have fixed orders."
@@ -104,7 +114,7 @@ def read_layouts(asked: LayoutRequest) -> Request:
             asked.model,
             cluster,
             Fixed(**asked.fixed.model_dump()),
-            parallel={name: value for name in STATES if (value := getattr(asked, name)) is not None},
+            parallel={name: value for name in KEPT if (value := getattr(asked, name)) is not None},
             executor=asked.executor,
             global_batch=asked.global_batch,
             sequence_length=asked.sequence_length,
@@ -113,6 +123,7 @@ def read_layouts(asked: LayoutRequest) -> Request:
     except InvalidInput as error:
         issues = [_placed(issue, asked) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
+    found = replace(found, profiles=tuple(_profiles(asked)))
     if found.global_batch > MAX_BATCH:
         raise InvalidInput.at(
             "/model/global_batch",
@@ -128,15 +139,39 @@ def _check_executor(asked: LayoutRequest, found: Request) -> None:
         if getattr(asked, name):
             detail = f"found true and executor {asked.executor!r}; only zbv has this. Leave one of them out."
             raise InvalidInput.at(f"/{name}", detail)
-    layouts = found.layouts
+    layouts = _layouts(asked, found)
     try:
         layouts_of_executors(asked.executor, found.setting, layouts)
     except InvalidInput as error:
         raise error.below("/executor") from None
 
 
+def _profiles(asked: LayoutRequest) -> Iterator[Profile]:
+    for at, document in enumerate(asked.profiles):
+        source = f"profiles/{at}"
+        try:
+            yield parse_profile(document, source)
+        except InvalidInput as error:
+            issues = [Issue(f"/{source}{each.pointer}", each.detail) for each in error.issues]
+            raise InvalidInput(issues, error.more, error.is_partial) from None
+
+
+def _layouts(asked: LayoutRequest, found: Request) -> list[Layout]:
+    """Every layout; raises :class:`InvalidInput`, with pointers into the request."""
+    try:
+        return found.layouts
+    except InvalidInput as error:
+        issues = [
+            _placed(each, asked) if each.source or each.pointer.startswith("/parallel/") else each
+            for each in error.issues
+        ]
+        raise InvalidInput(issues, error.more, error.is_partial) from None
+
+
 def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
-    """An issue of ``model.json`` and its flags at its place in the request."""
+    """An issue of ``model.json``, its flags or a profile at its place in the request."""
+    if issue.source:
+        return Issue(f"/{issue.source}{issue.pointer}", issue.detail)
     name = issue.pointer[1:]
     if name in ("global_batch", "sequence_length", "prediction_layers") and (
         getattr(asked, name) or name not in asked.model
@@ -147,7 +182,7 @@ def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
     if issue.pointer == "/model/prediction_layers" and asked.prediction_layers is not None:
         return replace(issue, pointer="/prediction_layers")
     key = issue.pointer.removeprefix("/parallel/")
-    if key in STATES and getattr(asked, key) is not None:
+    if key in KEPT and getattr(asked, key) is not None:
         return replace(issue, pointer=f"/{key}")
     return replace(issue, pointer=f"/model{issue.pointer}")
 
@@ -163,5 +198,5 @@ def layouts_summary(asked: LayoutRequest, found: Request) -> dict[str, Any]:
         "devices": found.cluster.devices,
         "global_batch": found.global_batch,
         "sequence_length": found.config.model.sequence,
-        "layouts": len(found.layouts),
+        "layouts": len(_layouts(asked, found)),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 REPORT_SECONDS = 0.2
@@ -33,6 +34,31 @@ class LayoutProgress:
     planned: int
     step_time: float | None
     no_layout_below: float
+
+
+class Ends:
+    """Whether a search must end: on request, or after its time limit, which counts once a layout was planned.
+
+    Parameters
+    ----------
+    is_stopped
+        Whether someone asked for the end.
+    limit
+        Seconds from now; None for no limit.
+    """
+
+    def __init__(self, is_stopped: Callable[[], bool], limit: float | None = None) -> None:
+        self._is_stopped = is_stopped
+        self._at = math.inf if limit is None else time.monotonic() + limit
+        self._is_planned = False
+
+    def tell(self, progress: LayoutProgress) -> None:
+        """Take note of a report."""
+        self._is_planned = self._is_planned or progress.step_time is not None
+
+    def __call__(self) -> bool:
+        """Whether the search must end now."""
+        return self._is_stopped() or (self._is_planned and time.monotonic() >= self._at)
 
 
 class News:

@@ -16,7 +16,7 @@ from zbv_solver.layouts.answer import ranking_json
 from zbv_solver.layouts.cluster import Cluster, equal_cluster, parse_cluster
 from zbv_solver.layouts.estimated_layout import EstimatedLayout, _balanced
 from zbv_solver.layouts.layout import Fixed, Layout, Order, Recompute
-from zbv_solver.layouts.progress import LayoutProgress
+from zbv_solver.layouts.progress import Ends, LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import best_layouts, plan_layout
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -219,6 +219,20 @@ def test_reports_lead_to_the_ranking_and_a_stopped_search_keeps_its_plans() -> N
     assert stopped.considered == stopped.planned + stopped.pruned + stopped.unsettled
     assert stopped.unsettled > 0 == ranking.unsettled
     assert stopped.no_layout_below <= ranking.no_layout_below * (1 + 1e-12)
+
+
+def test_a_time_limit_counts_once_a_layout_was_planned() -> None:
+    asked: list[int] = []
+    ends = Ends(lambda: bool(asked), 0.0)
+    ends.tell(LayoutProgress(9, 4, 0, None, 0.5))
+    assert not ends()
+    ends.tell(LayoutProgress(9, 4, 1, 0.7, 0.5))
+    assert ends()
+    endless = Ends(lambda: bool(asked))
+    endless.tell(LayoutProgress(9, 4, 1, 0.7, 0.5))
+    assert not endless()
+    asked.append(1)
+    assert endless()
 
 
 def test_recomputation_is_chosen_where_memory_is_scarce() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from zbv_solver.layouts.executor_rules import FREE
-from zbv_solver.layouts.progress import LayoutProgress
+from zbv_solver.layouts.progress import Ends, LayoutProgress
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.search.options import SearchOptions
 
@@ -35,11 +34,10 @@ def rank_layouts(
     from zbv_solver.layouts.sensitivity import outcomes
 
     asked = LayoutRequest.model_validate(unpack(claim.problem))
-    limit, ends = claim.options["time_limit"], _Ends(is_stopped)
+    ends = Ends(is_stopped, claim.options["time_limit"])
 
     def tell(progress: LayoutProgress) -> None:
-        if progress.step_time is not None and limit is not None:
-            ends.at = ends.began + limit
+        ends.tell(progress)
         report(progress)
 
     request, effort = read_layouts(asked), claim.options["effort"]
@@ -83,15 +81,3 @@ def update_of_layouts(progress: LayoutProgress) -> Update:
 
 def _counts(considered: int, ruled_out: int, planned: int) -> dict[str, int]:
     return {"considered": considered, "ruled_out": ruled_out, "planned": planned}
-
-
-class _Ends:
-    """Whether a search must end: on request, or after its time limit."""
-
-    def __init__(self, is_stopped: Callable[[], bool]):
-        self._is_stopped = is_stopped
-        self.began = time.monotonic()
-        self.at: float | None = None
-
-    def __call__(self) -> bool:
-        return self._is_stopped() or (self.at is not None and time.monotonic() >= self.at)

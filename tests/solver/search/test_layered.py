@@ -57,7 +57,7 @@ def test_published_times_of_layers_can_be_planned() -> None:
     )
     found = search(problem, QUICK)
     verify(found)
-    # With 8 blocks on every rank, the one with the ends would have more work than 9 blocks; with 7, another has 9.
+    # The rank with both ends has room for 7 blocks within the time of 9, so another rank has 9.
     assert found.metrics.span == pytest.approx(16 * 9 * (4.396 + 5.0 + 3.8))
     assert found.cut is not None
     assert found.cut.lower_bound == pytest.approx(found.metrics.span)

@@ -69,6 +69,38 @@ def test_mistakes_come_back_with_the_form(look: Callable[..., Look], service: Se
     expect(page.get_by_role("alert")).to_contain_text("not JSON")
 
 
+def test_every_choice_of_the_form_comes_back_with_the_search(
+    look: Callable[..., Look], service: Service
+) -> None:
+    found = look(service.url)
+    page = found.page
+    fill(found, service.url, "8")
+    chosen = {"Precision": "mixed", "Optimizer": "lion", "Executor": "megatron", "Recompute": "full"}
+    numbers = {"Recompute layers": "1", "Prediction layers": "0", "Time limit in seconds": "90"}
+    for label, value in chosen.items():
+        page.get_by_label(label, exact=True).select_option(value)
+    for label, value in numbers.items():
+        page.get_by_label(label, exact=True).fill(value)
+    page.get_by_label("Pipeline parallel").fill("2")
+    page.get_by_label("core_attn").check()
+    found.keep("layouts-form")
+    page.get_by_role("button", name="Search layouts").click()
+    page.wait_for_url("**/layouts/*")
+    expect(page.locator("#ranking")).to_be_visible(timeout=ENDS)
+    expect(page.locator("[aria-labelledby=settings] pre")).to_contain_text("--recompute-num-layers 1")
+    page.get_by_role("link", name="Change and search again").click()
+    for label, value in (chosen | numbers).items():
+        expect(page.get_by_label(label, exact=True)).to_have_value(value)
+    expect(page.get_by_label("core_attn")).to_be_checked()
+    expect(page.get_by_label("moe_act")).not_to_be_checked()
+    assert found.complaints == []
+    page.get_by_text("Measured layers", exact=True).click()
+    page.locator("#profiles_json").fill('[{"layouts": []}]')
+    page.get_by_role("button", name="Search layouts").click()
+    expect(page.get_by_role("alert")).to_contain_text("Profiles, 0: this is no profile")
+    expect(page.locator("#profiles_json")).to_have_value('[{"layouts": []}]')
+
+
 def test_it_needs_no_javascript(look: Callable[..., Look], service: Service) -> None:
     found = look(service.url, java_script_enabled=False, color_scheme="dark")
     page = found.page

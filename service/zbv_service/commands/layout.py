@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from math import isfinite
 from typing import Any
 
-from zbv_solver.commands.layout_flags import CHOICES, FLAGS, HELP, STATES, add_prediction_layers, add_states
+from zbv_solver.commands.layout_flags import FLAGS, MODULES, STATES, add_request
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import finite, flag_of
+from zbv_service.commands.arguments import flag_of
 from zbv_service.commands.connection import connected, refused
 from zbv_service.commands.ending import DONE, EPILOG, WrongInput
 from zbv_service.commands.files import output, read_json
@@ -23,7 +24,11 @@ examples:
   zbv-service layout model.json --cluster cluster.json --tensor-parallel 8 --top 5 -o layouts.json
 
 """
-_REQUEST = ("global_batch", "sequence_length", "prediction_layers", "top", *STATES)
+_REQUEST = (
+    *("global_batch", "sequence_length", "prediction_layers", *STATES, MODULES),
+    *("top", "executor", "points", "sensitivity"),
+)
+_OPTIONS = ("effort", "time_limit")
 
 
 def add_layout(commands: Any) -> None:
@@ -37,27 +42,8 @@ def add_layout(commands: Any) -> None:
         epilog=_EXAMPLES + EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    layout.add_argument("model", nargs="?", help="model (JSON) with global_batch, or a config.json, or -")
-    layout.add_argument("--preset", action="append", default=[], metavar="NAME", help="model that zbv knows")
-    layout.add_argument("--cluster", required=True, metavar="FILE", help="cluster (JSON), or -")
+    add_request(layout)
     add_server(layout)
-    layout.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
-    layout.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
-    add_states(layout)
-    add_prediction_layers(layout)
-    layout.add_argument("--top", type=int, default=1, metavar="N", help="layouts to list (default: 1)")
-    layout.add_argument(
-        "--effort",
-        choices=("quick", "standard", "thorough"),
-        help="search better plans for the most promising layouts (default: constructed orders)",
-    )
-    layout.add_argument("--time-limit", type=finite, metavar="SECONDS", help="end the search after this time")
-    fixed = layout.add_argument_group("parts of the layout", "the search chooses those that are not given")
-    for name in FLAGS:
-        if name in CHOICES:
-            fixed.add_argument(flag_of(name), choices=CHOICES[name], help=HELP.get(name))
-        else:
-            fixed.add_argument(flag_of(name), type=int, metavar="INT", help=HELP.get(name))
     layout.add_argument(
         "-o", "--output", default="-", metavar="FILE", help="where to write (default: standard output)"
     )
@@ -99,17 +85,21 @@ def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         raise WrongInput(
             "model, --preset: found both; name the presets in the model, under the key `presets`."
         )
+    if parsed.time_limit is not None and not isfinite(parsed.time_limit):
+        raise WrongInput(f"--time-limit: found {parsed.time_limit}; must be a positive number of seconds.")
     model = {"presets": parsed.preset} if parsed.model is None else read_json(parsed.model)
     fixed = {name: getattr(parsed, name) for name in FLAGS if getattr(parsed, name) is not None}
-    options = {"effort": parsed.effort, "time_limit": parsed.time_limit}
+    options = {name: getattr(parsed, name) for name in _OPTIONS}
     body = {"model": model, "cluster": read_json(parsed.cluster), "fixed": fixed, "options": options}
     body |= {name: getattr(parsed, name) for name in _REQUEST if getattr(parsed, name) is not None}
+    body["profiles"] = [read_json(path) for path in parsed.profile]
     sources = {
         "/model": parsed.model or "--preset",
         "/cluster": parsed.cluster,
         **{f"/{name}": flag_of(name) for name in _REQUEST},
         "/fixed": ", ".join(map(flag_of, fixed)),
         **{f"/fixed/{name}": flag_of(name) for name in FLAGS},
-        **{f"/options/{name}": flag_of(name) for name in options},
+        **{f"/options/{name}": flag_of(name) for name in _OPTIONS},
+        **{f"/profiles/{at}": path for at, path in enumerate(parsed.profile)},
     }
     return body, sources

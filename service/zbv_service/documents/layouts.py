@@ -15,7 +15,9 @@ from zbv_solver.layouts.cluster import parse_cluster
 from zbv_solver.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, LayoutFamily
 from zbv_solver.layouts.executor_rules import FREE, require_runnable
 from zbv_solver.layouts.layout import Fixed, Order, Recompute
+from zbv_solver.layouts.profile import Profile, parse_profile
 from zbv_solver.layouts.request import Request, parse_request
+from zbv_solver.problem.layer_letters import Recomputed
 from zbv_solver.problem.limits import MAX_LAYERS
 
 from zbv_service.documents.shared import RequestDocument
@@ -24,7 +26,8 @@ MAX_DEVICES = 65_536
 MAX_BATCH = 65_536
 """Largest cluster and global batch: the number of layouts grows with their divisors."""
 MAX_TOP = 20
-STATES = ("precision", "optimizer")
+MAX_PROFILES = 20
+KEPT = ("precision", "optimizer", "recompute_modules")
 """Keys that replace those of the model's section ``parallel``."""
 Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] | None
 
@@ -81,6 +84,12 @@ class LayoutRequest(RequestDocument):
     optimizer: Optimizer | None = Field(
         None, description="Which states the optimizer has; null: as the model says."
     )
+    recompute_modules: list[Recomputed] | None = Field(
+        None, description="What selective recomputation repeats; null: as the model says, or what is best."
+    )
+    profiles: Annotated[list[dict[str, Any]], Field(max_length=MAX_PROFILES)] = Field(
+        [], description="Problems of `zbv-worker profile`: measured layers replace estimates."
+    )
     fixed: FixedParts = FixedParts()
     executor: Literal["zbv", "torch", "megatron", "torchtitan", "any"] = Field(
         "zbv", description="The program that runs the pipeline; all but zbv have fixed orders."
@@ -108,7 +117,7 @@ def read_layouts(asked: LayoutRequest) -> Request:
             asked.model,
             cluster,
             Fixed(**asked.fixed.model_dump()),
-            parallel={name: value for name in STATES if (value := getattr(asked, name)) is not None},
+            parallel={name: value for name in KEPT if (value := getattr(asked, name)) is not None},
             executor=asked.executor,
             global_batch=asked.global_batch,
             sequence_length=asked.sequence_length,
@@ -117,6 +126,7 @@ def read_layouts(asked: LayoutRequest) -> Request:
     except InvalidInput as error:
         issues = [_placed(issue, asked) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
+    found = replace(found, profiles=tuple(_profiles(asked)))
     if found.global_batch > MAX_BATCH:
         raise InvalidInput.at(
             "/model/global_batch",
@@ -131,9 +141,16 @@ def read_layouts(asked: LayoutRequest) -> Request:
 
 def count_layouts(asked: LayoutRequest, found: Request) -> int:
     """The number of layouts; raises :class:`InvalidInput` if there is none, or too many, or none can run."""
-    if asked.executor == FREE:
-        return sum(map(len, families_of(asked, found)))
-    layouts = found.layouts
+    try:
+        if asked.executor == FREE:
+            return sum(map(len, families_of(asked, found)))
+        layouts = found.layouts
+    except InvalidInput as error:
+        issues = [
+            _placed(each, asked) if each.source or each.pointer.startswith("/parallel/") else each
+            for each in error.issues
+        ]
+        raise InvalidInput(issues, error.more, error.is_partial) from None
     try:
         require_runnable(asked.executor, found.setting, layouts)
     except InvalidInput as error:
@@ -146,8 +163,20 @@ def families_of(asked: LayoutRequest, found: Request) -> Iterator[LayoutFamily]:
     return found.families(MOST_LISTED if asked.points else MOST_LAYOUTS)
 
 
+def _profiles(asked: LayoutRequest) -> Iterator[Profile]:
+    for at, document in enumerate(asked.profiles):
+        source = f"profiles/{at}"
+        try:
+            yield parse_profile(document, source)
+        except InvalidInput as error:
+            issues = [Issue(f"/{source}{each.pointer}", each.detail) for each in error.issues]
+            raise InvalidInput(issues, error.more, error.is_partial) from None
+
+
 def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
-    """An issue of ``model.json`` and its flags at its place in the request."""
+    """An issue of ``model.json``, its flags or a profile at its place in the request."""
+    if issue.source:
+        return Issue(f"/{issue.source}{issue.pointer}", issue.detail)
     name = issue.pointer[1:]
     if name in ("global_batch", "sequence_length", "prediction_layers") and (
         getattr(asked, name) or name not in asked.model
@@ -158,7 +187,7 @@ def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
     if issue.pointer == "/model/prediction_layers" and asked.prediction_layers is not None:
         return replace(issue, pointer="/prediction_layers")
     key = issue.pointer.removeprefix("/parallel/")
-    if key in STATES and getattr(asked, key) is not None:
+    if key in KEPT and getattr(asked, key) is not None:
         return replace(issue, pointer=f"/{key}")
     return replace(issue, pointer=f"/model{issue.pointer}")
 

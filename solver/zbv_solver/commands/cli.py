@@ -306,7 +306,8 @@ def _parser() -> argparse.ArgumentParser:
         "Enumerate every parallel layout of a model on a cluster, bound each from below, and plan the most "
         "promising until no other can be better. docs/layouts.md explains the model of costs.",
     )
-    layout_flags.add_arguments(layout)
+    layout_flags.add_request(layout)
+    layout.add_argument("-o", "--output", metavar="FILE", help="layouts with their plans (JSON), or -")
     layout.add_argument(
         "--workers",
         type=int,

@@ -35,7 +35,7 @@ from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
 from zbv_solver.layouts.executor_rules import FREE
 from zbv_solver.layouts.layout import Fixed, Layout
 from zbv_solver.layouts.profile import parse_profile
-from zbv_solver.layouts.progress import LayoutProgress
+from zbv_solver.layouts.progress import Ends, LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import PlannedLayout, Ranking, best_layouts
 from zbv_solver.layouts.sensitivity import Outcome, outcomes
@@ -58,7 +58,7 @@ def layout(arguments: argparse.Namespace) -> None:
         setting = request.setting
     top, workers = arguments.top, arguments.workers
 
-    def search(stop: Callable[[], bool]) -> Ranking:
+    def search(stop: Ends) -> Ranking:
         def tell(found: LayoutProgress) -> None:
             say(_news(found))
 
@@ -80,8 +80,12 @@ def layout(arguments: argparse.Namespace) -> None:
         except InvalidInput as error:
             raise error.found_in("--executor") from None
 
-    def answer(stop: Callable[[], bool]) -> tuple[Ranking, list[Outcome] | None]:
+    def answer(is_stopped: Callable[[], bool]) -> tuple[Ranking, list[Outcome] | None]:
+        stop = Ends(is_stopped, arguments.time_limit)
         ranking = search(stop)
+        if not ranking.best and not is_stopped():
+            detail = f"found {arguments.time_limit:g} seconds, which passed before a layout was planned."
+            raise InvalidInput.at("--time-limit", f"{detail} Give more time, or fix parts of the layout.")
         if not arguments.sensitivity:
             return ranking, None
         found = []
@@ -130,12 +134,12 @@ def _news(found: LayoutProgress) -> str:
 
 
 def _options(arguments: argparse.Namespace) -> SearchOptions | None:
-    """The options of full searches; None without --effort."""
+    """The options of full searches; None without --effort. The time limit is that of all of them together."""
     try:
-        options = SearchOptions(arguments.effort or "quick", workers=arguments.workers)
+        options = SearchOptions(arguments.effort or "quick", arguments.time_limit, workers=arguments.workers)
     except InvalidInput as error:
         raise named_flags(error) from None
-    return None if arguments.effort is None else options
+    return None if arguments.effort is None else replace(options, time_limit=None)
 
 
 def _request(arguments: argparse.Namespace) -> Request:

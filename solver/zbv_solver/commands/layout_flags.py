@@ -1,4 +1,4 @@
-"""The arguments of ``zbv layout``."""
+"""The arguments of ``zbv layout`` and ``zbv-service layout``."""
 
 from __future__ import annotations
 
@@ -32,16 +32,23 @@ HELP = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``zbv layout``."""
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """What is searched, and how hard: the flags that both commands have."""
+    known = flags("parallel")
     parser.add_argument("model", nargs="?", help="model (JSON) with global_batch, or a config.json, or -")
     parser.add_argument("--preset", action="append", default=[], metavar="NAME", help="model that zbv knows")
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster (JSON), or -")
     parser.add_argument("--global-batch", type=int, metavar="INT", help="sequences per step")
     parser.add_argument("--sequence-length", type=int, metavar="INT", help="tokens per sequence")
-    add_states(parser)
-    add_prediction_layers(parser)
-    add_words(parser, MODULES, flags("parallel")[MODULES])
+    for name in STATES:
+        parser.add_argument(flag_of(name), choices=words(known[name]), help=HELP[name])
+    parser.add_argument(
+        "--prediction-layers",
+        type=int,
+        metavar="INT",
+        help="modules of multi-token prediction; 0 drops those of the model",
+    )
+    add_words(parser, MODULES, known[MODULES])
     parser.add_argument(
         "--profile",
         action="append",
@@ -63,12 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="search better plans for the most promising layouts (default: constructed orders)",
     )
     parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="end the search after this time, once a layout was planned (default: no limit)",
+    )
+    parser.add_argument(
         "--sensitivity",
         action="store_true",
         help="also say what other devices, links, memory and batches change",
     )
     parser.add_argument(
-        "--points", action="store_true", help="write step and memory of all layouts, too (with -o)"
+        "--points", action="store_true", help="add step and memory of all layouts to the document"
     )
     fixed = parser.add_argument_group("parts of the layout", "the search chooses those that are not given")
     for name in FLAGS:
@@ -76,24 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             fixed.add_argument(flag_of(name), choices=CHOICES[name], help=HELP.get(name))
         else:
             fixed.add_argument(flag_of(name), type=int, metavar="INT", help=HELP.get(name))
-    parser.add_argument("-o", "--output", metavar="FILE", help="layouts with their plans (JSON), or -")
-
-
-def add_states(parser: argparse.ArgumentParser) -> None:
-    """The flags of what training keeps, with the words of ``zbv estimate``."""
-    known = flags("parallel")
-    for name in STATES:
-        parser.add_argument(flag_of(name), choices=words(known[name]), help=HELP[name])
-
-
-def add_prediction_layers(parser: argparse.ArgumentParser) -> None:
-    """The flag of the modules of multi-token prediction."""
-    parser.add_argument(
-        "--prediction-layers",
-        type=int,
-        metavar="INT",
-        help="modules of multi-token prediction; 0 drops those of the model",
-    )
 
 
 def given_parallel(arguments: argparse.Namespace) -> dict[str, str | list[str]]:

@@ -161,20 +161,31 @@ def _predictions(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 def _vision(vision: VisionConfig, config: ModelConfig, model: Stream) -> VisionEncoder:
-    """Its blocks attend to all patches, and keep no scores."""
+    """Its blocks keep no scores."""
     norm = 2 if vision.norm == "layernorm" else 1
     stream = Stream(vision.hidden, model.dtype_bytes, norm, vision.bias, False, model.product_dtype)
     width = vision.hidden // vision.heads
     rotary = vision.positions in ("rotary", "both")
-    attention = Attention(vision.heads, vision.heads, width, vision.bias, False, rotary, Sees(causal=False))
     ffn = 4 * vision.hidden if vision.ffn is None else vision.ffn
+
+    def halves(window: int | None) -> Halves:
+        sees = Sees(causal=False, window=window, chunked=window is not None)
+        attention = Attention(vision.heads, vision.heads, width, vision.bias, False, rotary, sees)
+        return (("attention", attention), ("mlp", Mlp(ffn, vision.gated)))
+
+    full, local = halves(None), halves(vision.window)
     inner = (config.hidden,) if vision.projector is None else vision.projector
     return VisionEncoder(
         stream,
         vision.patches,
         vision.images,
         Patches(vision.patch_values, vision.positions in ("learned", "both")),
-        (("attention", attention), ("mlp", Mlp(ffn, vision.gated))),
-        vision.layers,
-        Projector(vision.merged, (*inner, config.hidden), vision.pooled, vision.projectors),
+        tuple(full if place in vision.full_attention else local for place in range(vision.layers)),
+        Projector(
+            vision.merged,
+            (*inner, config.hidden),
+            vision.pooled,
+            vision.projector_gated,
+            vision.projectors,
+        ),
     )

@@ -46,7 +46,14 @@ class VisionConfig(ConfigSection):
     projector: tuple[Size, ...] | None = Field(
         None, description="widths between the projector's matrices; null: one of the model's width"
     )
+    projector_gated: Flag = Field(False, description="the projector's last matrix but one has a gate")
     projectors: Size = Field(1, description="projectors, of the last block and of others")
+    window: Size | None = Field(
+        None, description="patches of a piece of the image, within which patches attend; null: all"
+    )
+    full_attention: tuple[Count, ...] = Field(
+        (), description="blocks that attend to all patches in spite of a window, counted from 0"
+    )
     images: Size = Field(1, description="images per sequence")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import Issue
 from zbv_solver.estimate.config_device import DeviceConfig
-from zbv_solver.estimate.config_model import ModelConfig
+from zbv_solver.estimate.config_model import ModelConfig, VisionConfig
 from zbv_solver.estimate.config_parallel import ParallelConfig
 from zbv_solver.problem.limits import MAX_LAYERS
 
@@ -59,6 +59,21 @@ def _attention_issues(model: ModelConfig) -> Iterator[Issue]:
     if model.vision is not None and model.vision.hidden % model.vision.heads:
         rule = f"must divide its hidden ({model.vision.hidden})."
         yield Issue("/model/vision/heads", f"found {model.vision.heads}; {rule}")
+    if model.vision is not None:
+        yield from _vision_issues(model.vision)
+
+
+def _vision_issues(vision: VisionConfig) -> Iterator[Issue]:
+    places = vision.full_attention
+    if places and vision.window is None:
+        rule = "it belongs to a window. Give window, the patches of a piece, or remove it."
+        yield Issue("/model/vision/full_attention", f"found {quoted(list(places))}; {rule}")
+    elif any(place >= vision.layers for place in places):
+        rule = f"must be below the encoder's layers ({vision.layers})."
+        yield Issue("/model/vision/full_attention", f"found {max(places)}; {rule}")
+    if vision.projector_gated and vision.projector == ():
+        rule = "a projector of one matrix has no gate. Give the widths of projector, or remove it."
+        yield Issue("/model/vision/projector_gated", f"found true; {rule}")
 
 
 def _expert_issues(model: ModelConfig) -> Iterator[Issue]:

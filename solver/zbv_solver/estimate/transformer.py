@@ -71,14 +71,15 @@ class VisionEncoder:
         Tokens of an image.
     images
         Images per sequence of the model.
+    blocks
+        The halves of each block.
     """
 
     stream: Stream
     patches: int
     images: int
     embedding: Patches
-    block: tuple[tuple[str, Kind], ...]
-    blocks: int
+    blocks: tuple[tuple[tuple[str, Kind], ...], ...]
     projector: Projector
 
 
@@ -182,8 +183,12 @@ class Transformer:
 
 
 def vision_layers(vision: VisionEncoder) -> Iterator[LayerKind]:
-    """Patches, blocks and projector."""
+    """Patches, blocks and projector; blocks that differ from their neighbours are numbered by their place."""
     sees = (vision.stream, vision.patches, vision.images)
     yield LayerKind("patches", (("patches", vision.embedding),), can_recompute=False, sees=sees)
-    yield LayerKind("vision", vision.block, vision.blocks, sees=sees)
+    if len(set(vision.blocks)) == 1:
+        yield LayerKind("vision", vision.blocks[0], len(vision.blocks), sees=sees)
+    else:
+        for place, halves in enumerate(vision.blocks):
+            yield LayerKind(f"vision.{place}", halves, sees=sees)
     yield LayerKind("projector", (("projector", vision.projector),), can_recompute=False, sees=sees)

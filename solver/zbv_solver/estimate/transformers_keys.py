@@ -88,6 +88,7 @@ ENDINGS = ("_token_id", "_token_ids", "_token_index", "_eps", "_epsilon", "_plac
 """Ends of the names of further such keys: the numbers of tokens, and of norms."""
 NEVER_READ: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
+    "attention_bias": (False,),
     "cross_attention_hidden_size": (),
     "is_encoder_decoder": (False,),
     "mlp_only_layers": ([],),
@@ -150,26 +151,35 @@ class Keys:
         return any(self._document.get(name) is not None for name in names)
 
     def number(self, *names: str) -> int:
-        """A whole number above 0 that the reader computes with; raises :class:`InvalidInput` for others."""
-        value = self.get(*names)
-        if type(value) is not int or not 1 <= value <= 10**8:
-            raise self.wrong(names[0], f"found {quoted(value)}; must be a whole number above 0.")
+        """A whole number above 0; raises :class:`InvalidInput` for others, and if there is none."""
+        value = self.size(*names)
+        if value is None:
+            detail = "this key is absent, and there is no default. Add it: a whole number above 0."
+            raise self.wrong(self._name(names), detail)
         return value
 
-    def count(self, *names: str, null: int = 0) -> int:
-        """A whole number from 0; ``null`` if there is none."""
+    def size(self, *names: str) -> int | None:
+        """A whole number above 0; None if there is none."""
+        value = self.get(*names)
+        if value is not None and (type(value) is not int or not 1 <= value <= 10**8):
+            raise self.wrong(self._name(names), f"found {quoted(value)}; must be a whole number above 0.")
+        return value
+
+    def count(self, *names: str, null: int = 0, least: int = 0) -> int:
+        """A whole number from ``least``; ``null`` if there is none."""
         value = self.get(*names)
         if value is None:
             return null
-        if type(value) is not int or not 0 <= value <= 10**8:
-            raise self.wrong(names[0], f"found {quoted(value)}; must be a whole number from 0.")
+        if type(value) is not int or not least <= value <= 10**8:
+            rule = f"must be a whole number from {least}."
+            raise self.wrong(self._name(names), f"found {quoted(value)}; {rule}")
         return value
 
     def flag(self, *names: str, null: bool = False) -> bool:
         """True or false; ``null`` if there is none."""
         value = self.get(*names)
         if value is not None and not isinstance(value, bool):
-            raise self.wrong(names[0], f"found {quoted(value)}; must be true or false.")
+            raise self.wrong(self._name(names), f"found {quoted(value)}; must be true or false.")
         return null if value is None else value
 
     def listed(self, length: int, *names: str) -> list[Any]:
@@ -177,8 +187,24 @@ class Keys:
         value = self.get(*names)
         if not isinstance(value, list | str) or len(value) != length:
             found = f"{len(value)} entries" if isinstance(value, list) else quoted(value)
-            raise self.wrong(names[0], f"found {found}; must be a list of one per layer ({length}).")
+            rule = f"must be a list of one per layer ({length})."
+            raise self.wrong(self._name(names), f"found {found}; {rule}")
         return list(value)
+
+    def _name(self, names: tuple[str, ...]) -> str:
+        """The name that the file has for a key."""
+        present = [name for name in names if name in self._document]
+        return next((name for name in present if self.has(name)), (*present, *names)[0])
+
+    def places(self, count: int, name: str) -> list[int]:
+        """A list of numbers of layers from 0; empty if there is none."""
+        value = self.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or any(type(at) is not int or not 0 <= at < count for at in value):
+            rule = f"must be a list of numbers of layers, which are below {count}."
+            raise self.wrong(name, f"found {quoted(value)}; {rule}")
+        return value
 
     def wrong(self, name: str, detail: str) -> InvalidInput:
         """The error of a key."""

@@ -1,7 +1,7 @@
 """What the types of models of transformers are, as tables: what their configurations do not say.
 
-The sources are the modeling files of transformers 5 (``models/TYPE/modeling_TYPE.py``); for ``kimi_k2`` and
-``mimo`` the files in their repositories.
+The sources are the modeling files of transformers 5 (``models/TYPE/modeling_TYPE.py``); for ``kimi_k2``,
+``kimi_vl`` and ``mimo`` the files in their repositories.
 """
 
 from __future__ import annotations
@@ -90,13 +90,11 @@ TEXT_KINDS: Mapping[str, TextKind] = {
     "glm4_moe": TextKind(GLM),
     "glm4_moe_lite": TextKind(LATENT, computed={"first_k_dense_replace": 1}),
     "glm4v_moe_text": TextKind(GLM),
-    "glm4v_text": TextKind(GLM4),
+    "glm4v_text": TextKind({**GLM4, "qkv_bias": True}),
     "glm_moe_dsa": TextKind(LATENT),
     "gpt2": TextKind({**GPT, "positions": "learned"}),
     "gpt_neox": TextKind(GPT),
-    "gpt_oss": TextKind(
-        {"bias": True, "qkv_bias": True}, window=ALTERNATE, full_every=2, expert_width="intermediate_size"
-    ),
+    "gpt_oss": TextKind({"bias": True}, window=ALTERNATE, full_every=2, expert_width="intermediate_size"),
     "granite": TextKind(),
     "kimi_k2": TextKind(LATENT, defaults="deepseek_v3"),
     "llama": TextKind(),
@@ -150,17 +148,34 @@ class VisionKind:
         positions.
     defaults
         The type whose defaults it has, if these are not its own.
+    width, ffn
+        The names of the key of its width, and of that of the width of its MLPs.
     """
 
     model: Section = field(default_factory=dict)
     defaults: str = ""
+    width: tuple[str, ...] = ("hidden_size", "vt_hidden_size")
+    ffn: tuple[str, ...] = ("intermediate_size", "vt_intermediate_size")
 
 
+ROTATED: Section = {"positions": "rotary"}
+GLM4V: Section = {
+    "norm": "rmsnorm",
+    "bias": False,
+    "gated": True,
+    "positions": "both",
+    "projector_gated": True,
+}
 VISION_KINDS: Mapping[str, VisionKind] = {
     "clip_vision_model": VisionKind(),
+    "glm4v_moe_vision": VisionKind(GLM4V, ffn=("out_hidden_size",)),
+    "glm4v_vision": VisionKind(GLM4V, ffn=("out_hidden_size",)),
     "kimi_k25_vision": VisionKind({"positions": "both"}),
     "llama4_vision_model": VisionKind({"positions": "both"}),
-    "pixtral": VisionKind({"norm": "rmsnorm", "bias": False, "gated": True, "positions": "rotary"}),
+    "moonvit": VisionKind({"positions": "both"}),
+    "pixtral": VisionKind({"norm": "rmsnorm", "bias": False, "gated": True, **ROTATED}),
+    "qwen2_5_vl_vision": VisionKind({"norm": "rmsnorm", "gated": True, **ROTATED}),
+    "qwen2_vl_vision": VisionKind(ROTATED, width=("embed_dim",), ffn=("mlp_ratio",)),
     "qwen3_5_moe_vision": VisionKind({"positions": "both"}),
     "qwen3_5_vision": VisionKind({"positions": "both"}),
     "qwen3_vl_moe_vision": VisionKind({"positions": "both"}),
@@ -184,6 +199,10 @@ class Wrapper:
         of the model (``model``), or what a key says.
     pooled
         Whether merged patches are averaged.
+    flat
+        Whether files may have the language model's keys without ``text_config``, next to ``vision_config``.
+    tied
+        Which ``tie_word_embeddings`` counts where the file and its ``text_config`` differ.
     """
 
     text: str
@@ -191,22 +210,37 @@ class Wrapper:
     merged: str | None = None
     projector: tuple[str, ...] = ("model",)
     pooled: bool = False
+    flat: bool = False
+    tied: Literal["file", "text", "either"] = "file"
 
 
 SQUARE: dict[str, Any] = {"merged": "spatial_merge_size", "projector": ("merged",)}
+DOWNSAMPLED: dict[str, Any] = {
+    "merged": "spatial_merge_size",
+    "projector": ("out_hidden_size", "out_hidden_size", "intermediate_size"),
+    "flat": True,
+}
+"""A convolution that merges patches, a matrix, and an MLP with a gate."""
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper(
         "gemma3_text", "siglip_vision_model", merged="mm_tokens_per_image", projector=(), pooled=True
     ),
+    "glm46v": Wrapper("glm4v_text", "glm4v_vision", **DOWNSAMPLED),
+    "glm4v": Wrapper("glm4v_text", "glm4v_vision", **DOWNSAMPLED, tied="either"),
+    "glm4v_moe": Wrapper("glm4v_moe_text", "glm4v_moe_vision", **DOWNSAMPLED, tied="either"),
     "kimi_k25": Wrapper("deepseek_v3", "kimi_k25_vision", merged="merge_kernel_size", projector=("merged",)),
+    "kimi_vl": Wrapper("deepseek_v3", "moonvit", merged="merge_kernel_size", projector=("merged",)),
     "llama4": Wrapper(
         "llama4_text",
         "llama4_vision_model",
         merged="pixel_shuffle_ratio",
         projector=("projector_input_dim", "projector_output_dim"),
+        tied="text",
     ),
-    "llava": Wrapper("llama", "clip_vision_model"),
+    "llava": Wrapper("llama", "clip_vision_model", tied="either"),
     "mistral3": Wrapper("mistral", "pixtral", merged="spatial_merge_size", projector=("patch", "model")),
+    "qwen2_5_vl": Wrapper("qwen2_5_vl_text", "qwen2_5_vl_vision", **SQUARE, flat=True, tied="either"),
+    "qwen2_vl": Wrapper("qwen2_vl_text", "qwen2_vl_vision", **SQUARE, flat=True, tied="either"),
     "qwen3_5": Wrapper("qwen3_5_text", "qwen3_5_vision", **SQUARE),
     "qwen3_5_moe": Wrapper("qwen3_5_moe_text", "qwen3_5_moe_vision", **SQUARE),
     "qwen3_vl": Wrapper("qwen3_vl_text", "qwen3_vl_vision", **SQUARE),

@@ -45,7 +45,7 @@ def read_layers(keys: Keys, kind: TextKind) -> Section:
         return _single_layers(keys, kind)
     count = keys.number("num_hidden_layers", "n_layer")
     mixers, ffns = _mixers(keys, kind, count), _ffns(keys, count)
-    pattern = _pattern(mixers, ffns, has_experts=bool(keys.get(*EXPERTS)))
+    pattern = _pattern(mixers, ffns, has_experts=bool(keys.count(*EXPERTS)))
     model: Section = {"layers": count, **pattern, **_window(keys, kind, mixers)}
     if "M" in mixers:
         model["state_space"] = _delta_net(keys)
@@ -59,6 +59,9 @@ def _predictions(keys: Keys) -> int:
         found = quoted(keys.get("mtp_transformer_layers"))
         raise keys.wrong("mtp_transformer_layers", f"found {found}; zbv reads modules of one layer only.")
     count = keys.count(*PREDICTIONS)
+    if keys.count("mtp_num_hidden_layers") > 1:
+        rule = "layers of such a module share its projection, and zbv has a formula for one layer only."
+        raise keys.wrong("mtp_num_hidden_layers", f"found {count}; {rule} Write model.json instead.")
     return count if keys.flag("use_mtp", null=True) else 0
 
 
@@ -66,10 +69,10 @@ def _window(keys: Keys, kind: TextKind, letters: str) -> Section:
     """How many tokens a query attends to, and what chooses them."""
     if keys.get("index_topk") is not None:
         names = {"window": "index_topk", "index_heads": "index_n_heads", "index_dim": "index_head_dim"}
-        return {key: keys.get(name) for key, name in names.items()}
+        return {key: keys.size(name) for key, name in names.items()}
     if "W" not in letters:
         return {}
-    return {"window": keys.get(*_width_keys(kind)), "chunked": kind.chunked or None}
+    return {"window": keys.size(*_width_keys(kind)), "chunked": kind.chunked or None}
 
 
 def _width_keys(kind: TextKind) -> tuple[str, ...]:
@@ -115,12 +118,12 @@ def _mixers(keys: Keys, kind: TextKind, count: int) -> str:
         return _named_mixers(keys, count)
     if keys.get("index_topk") is not None:
         return _indexed(keys, count)
-    every = keys.count(*_EVERY) or kind.full_every
+    every = keys.count(*_EVERY, null=kind.full_every or 0, least=1)
     special = "M" if kind.linear else "W" if _has_window(keys, kind) else "*"
     if kind.window == "switch":
         start = keys.count("max_window_layers") if special == "W" else 0
         return "".join("*" if place < start else special for place in range(count))
-    if every is None:
+    if not every:
         return special * count
     return "".join("*" if (place + 1) % every == 0 else special for place in range(count))
 
@@ -143,7 +146,8 @@ def _named_mixers(keys: Keys, count: int) -> str:
 
 def _indexed(keys: Keys, count: int) -> str:
     """Blocks with an indexer, and blocks that use the choice of an earlier one."""
-    every, offset = keys.count("index_topk_freq") or 1, keys.count("index_skip_topk_offset", null=2)
+    every = keys.count("index_topk_freq", null=1, least=1)
+    offset = keys.count("index_skip_topk_offset", null=2)
     if keys.get("indexer_types", "index_topk_pattern") is not None:
         letters = {"full": "I", "F": "I", "shared": "W", "S": "W"}
         return _named(keys, count, letters, "indexer_types", "index_topk_pattern")
@@ -169,30 +173,26 @@ def _has_window(keys: Keys, kind: TextKind) -> bool:
         return False
     if kind.window is None:
         return False
-    return keys.get(*_width_keys(kind)) is not None
+    return keys.size(*_width_keys(kind)) is not None
 
 
 def _ffns(keys: Keys, count: int) -> str:
     """``E`` for a block with experts, ``-`` for one with an MLP."""
-    if not keys.get(*EXPERTS):
+    if not keys.count(*EXPERTS):
         return "-" * count
     if keys.has("mlp_layer_types"):
         keys.get(FIRST_DENSE), keys.get("moe_layer_freq")
         return _named(keys, count, {"sparse": "E", "dense": "-"}, "mlp_layer_types")
     if keys.has("moe_layers"):
-        places = keys.get("moe_layers")
+        places = keys.places(count, "moe_layers")
         keys.get("interleave_moe_layer_step")
-        if not isinstance(places, list):
-            raise keys.wrong("moe_layers", f"found {quoted(places)}; must be a list of numbers of layers.")
         return "".join("E" if place in places else "-" for place in range(count))
     if isinstance(keys.get("moe_layer_freq"), list):
         keys.get(FIRST_DENSE)
         return "".join("E" if each else "-" for each in keys.listed(count, "moe_layer_freq"))
-    dense, only = keys.count(FIRST_DENSE), keys.get("mlp_only_layers") or []
-    from_zero = keys.count("moe_layer_freq") or 1
-    step = keys.count("decoder_sparse_step", "interleave_moe_layer_step") or 1
-    if not isinstance(only, list):
-        raise keys.wrong("mlp_only_layers", f"found {quoted(only)}; must be a list of numbers of layers.")
+    dense, only = keys.count(FIRST_DENSE), keys.places(count, "mlp_only_layers")
+    from_zero = keys.count("moe_layer_freq", null=1, least=1)
+    step = keys.count("decoder_sparse_step", "interleave_moe_layer_step", null=1, least=1)
     return "".join(
         "E"
         if place >= dense and place not in only and place % from_zero == 0 and (place + 1) % step == 0
@@ -230,20 +230,20 @@ def _dense_first(count: int, first: int, every: int) -> str:
 
 def read_experts(keys: Keys, kind: TextKind) -> Section:
     """The sizes of experts; empty without them."""
-    if not keys.get(*EXPERTS):
+    if not keys.count(*EXPERTS):
         return {}
-    width, shared = keys.get(kind.expert_width), keys.get(*SHARED_WIDTH)
+    width, shared = keys.size(kind.expert_width), keys.count(*SHARED_WIDTH)
     count = keys.get(*SHARED)
     if kind.shared_experts or count is not None:
         count = kind.shared_experts or keys.count(*SHARED)
-        shared = (shared or count * keys.number(kind.expert_width)) if count else None
+        shared = (shared or count * keys.number(kind.expert_width)) if count else 0
     groups = keys.count("n_group", "num_expert_group")
-    nodes = keys.get("topk_group")
+    nodes = keys.size("topk_group")
     return {
-        "experts": keys.get(*EXPERTS),
-        "experts_per_token": keys.get(*CHOSEN),
+        "experts": keys.count(*EXPERTS),
+        "experts_per_token": keys.size(*CHOSEN),
         "expert_ffn": width,
-        "expert_hidden": keys.get("moe_latent_size"),
+        "expert_hidden": keys.size("moe_latent_size"),
         "shared_expert_ffn": shared or None,
         "expert_nodes": nodes if groups > 1 else None,
     }
@@ -251,16 +251,16 @@ def read_experts(keys: Keys, kind: TextKind) -> Section:
 
 def read_attention(keys: Keys) -> Section:
     """Heads and latent vectors."""
-    model: Section = {"heads": keys.get("num_attention_heads", "n_head")}
+    model: Section = {"heads": keys.number("num_attention_heads", "n_head")}
     head, groups = (
-        keys.get("head_dim", "attention_head_dim"),
-        keys.get("num_key_value_heads", "num_query_groups"),
+        keys.size("head_dim", "attention_head_dim"),
+        keys.size("num_key_value_heads", "num_query_groups"),
     )
-    if keys.get("kv_lora_rank") is None:
+    if keys.size("kv_lora_rank") is None:
         return {**model, "kv_heads": groups, "head_dim": head}
     latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     keys.get("qk_head_dim")
-    return {**model, **{name: keys.get(name) for name in latent}}
+    return {**model, **{name: keys.size(name) for name in latent}}
 
 
 def _mamba(keys: Keys) -> dict[str, Any]:

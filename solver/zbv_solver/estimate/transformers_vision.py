@@ -7,7 +7,7 @@ from typing import Any
 from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import InvalidInput
 from zbv_solver.estimate.transformers_keys import Document, Keys
-from zbv_solver.estimate.transformers_kinds import VISION_KINDS, Section, Wrapper
+from zbv_solver.estimate.transformers_kinds import VISION_KINDS, Section, VisionKind, Wrapper
 
 PROJECTOR = ("projection_hidden_size",)
 """Keys around the encoder's: the width of a projector's norm."""
@@ -42,43 +42,71 @@ def read_vision(
         raise InvalidInput.at(f"{WHERE}/model_type", detail)
     kind = VISION_KINDS[name]
     keys = Keys(document, defaults.get(kind.defaults or name, {}), WHERE)
-    hidden = keys.number("hidden_size", "vt_hidden_size")
-    patch, channels = _side(keys, "patch_size"), keys.count("num_channels", "in_channels") or 3
+    hidden = keys.number(*kind.width)
+    patch = _side(keys, "patch_size", "spatial_patch_size")
+    channels = keys.size("num_channels", "in_channels", "in_chans") or 3
     patches = _patches(keys, patch)
     merged = _merged(wrapper, keys, outside, patches)
     outside.get(*PROJECTOR)
-    levels = keys.get("deepstack_visual_indexes") or []
-    if not isinstance(levels, list):
-        detail = f"found {quoted(levels)}; must be a list of numbers of layers."
-        raise keys.wrong("deepstack_visual_indexes", detail)
+    layers = keys.number("num_hidden_layers", "depth", "vt_num_hidden_layers")
+    levels = keys.places(layers, "deepstack_visual_indexes")
     widths = {"merged": merged * hidden, "patch": hidden, "model": model.get("hidden")}
-    for key in (
-        "out_hidden_size",
-        "text_hidden_size",
-        "projection_dim",
-        "mm_hidden_size",
-        "vocab_size",
-        "head_dim",
-    ):
-        keys.get(key)  # the language model's width, or a head that is not used
+    _check_width(keys, kind, model)
+    for key in ("projection_dim", "mm_hidden_size", "vocab_size", "head_dim", "tokens_per_second"):
+        keys.get(key)  # a head that is not used, a width that others give, or the rate of videos
     return keys, {
         "hidden": hidden,
-        "layers": keys.number("num_hidden_layers", "depth", "vt_num_hidden_layers"),
+        "layers": layers,
         "heads": keys.number("num_attention_heads", "num_heads", "vt_num_attention_heads"),
-        "ffn": keys.get("intermediate_size", "vt_intermediate_size"),
+        "ffn": _ffn(keys, kind, hidden),
         "patches": patches,
         "patch_values": channels * patch**2 * _side(keys, "temporal_patch_size"),
         "merged": merged,
         "pooled": wrapper.pooled,
         "projector": [widths[each] if each in widths else keys.number(each) for each in wrapper.projector],
         "projectors": 1 + len(levels),
+        **_window(keys, layers, patch),
         **kind.model,
     }
 
 
-def _side(keys: Keys, name: str) -> int:
+def _check_width(keys: Keys, kind: VisionKind, model: Section) -> None:
+    """Raise :class:`InvalidInput` where the encoder gives tokens of another width than the model's."""
+    for name in ("out_hidden_size", "text_hidden_size", "hidden_size"):
+        if name in kind.width:
+            continue
+        width = keys.size(name)
+        if keys.has(name) and width != model.get("hidden"):
+            rule = f"must be the width of the language model ({model.get('hidden')})."
+            raise keys.wrong(name, f"found {quoted(width)}; {rule}")
+
+
+def _ffn(keys: Keys, kind: VisionKind, hidden: int) -> int | None:
+    """The width of its MLPs, which some files give as a multiple of the encoder's."""
+    if kind.ffn != ("mlp_ratio",):
+        return keys.size(*kind.ffn)
+    ratio = keys.get("mlp_ratio")
+    if ratio is None:
+        return None
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1000:
+        raise keys.wrong("mlp_ratio", f"found {quoted(ratio)}; must be a number above 0.")
+    return int(hidden * ratio)
+
+
+def _window(keys: Keys, layers: int, patch: int) -> Section:
+    """The pieces of an image within which most blocks attend (Bai et al. 2025, Qwen2.5-VL, §2.1.1)."""
+    size = keys.size("window_size")
+    if size is None:
+        return {}
+    return {
+        "window": max(1, size // patch) ** 2,
+        "full_attention": keys.places(layers, "fullatt_block_indexes"),
+    }
+
+
+def _side(keys: Keys, *names: str) -> int:
     """A size in pixels of a square, 1 if the type of encoder has none."""
-    value = keys.get(name)
+    name, value = names[0], keys.get(*names)
     if isinstance(value, list | tuple):
         if not value or list(value) != [value[0]] * len(value):
             raise keys.wrong(
@@ -100,6 +128,12 @@ def _patches(keys: Keys, patch: int) -> int:
         return keys.number("pos_emb_height", "init_pos_emb_height") * keys.number(
             "pos_emb_width", "init_pos_emb_width"
         )
+    if keys.get("image_size") is None:
+        detail = (
+            "this key is absent, and this type of encoder has no default. Add how many pixels a side of an "
+            "image has, or remove vision_config to plan the language model alone."
+        )
+        raise keys.wrong("image_size", detail)
     return max(1, _side(keys, "image_size") // patch) ** 2
 
 

@@ -61,6 +61,8 @@ class Projector:
         Widths after each matrix; the last one is that of the model.
     pooled
         Whether merged patches are averaged, instead of joined.
+    gated
+        Whether the last matrix but one has a gate, as in GLM-4.1V.
     copies
         Projectors: Qwen3-VL also has some for other blocks than the last, whose tokens are added to the
         model's first blocks (Bai et al. 2025, DeepStack).
@@ -69,6 +71,7 @@ class Projector:
     merged: int
     widths: tuple[int, ...]
     pooled: bool = False
+    gated: bool = False
     copies: int = 1
 
     def part(self, shapes: Shapes) -> Part:
@@ -77,8 +80,12 @@ class Projector:
         first = stream.hidden * (1 if self.pooled else self.merged)
         sizes = tuple(zip((first, *self.widths), self.widths, strict=False))
         inner = [int(stream.dtype_bytes * rows * width) for width in self.widths]
-        between = sum(inner[:-1])
+        between, gates = sum(inner[:-1]), 0
         traffic = Mlp(self.widths[0], gated=False).activation_traffic(between)
+        if self.gated:
+            sizes, gates = (*sizes[:-1], sizes[-2], sizes[-1]), inner[-2]
+            plain = Mlp(self.widths[0], gated=False).activation_traffic(between - gates)
+            traffic = plain + Mlp(self.widths[-2], gated=True).activation_traffic(gates)
         matrices = sum(n_in * n_out + (n_out if stream.bias else 0) for n_in, n_out in sizes)
         return Part(
             parameters=Parameters(
@@ -88,9 +95,9 @@ class Projector:
             tensors=(
                 *norm_tensors(shapes, "the encoder's last norm"),
                 Held("input of the projector's first matrix", self.copies * shapes.hidden, after_input=True),
-                Held("input of its activation", self.copies * between),
+                Held("input of its activation", self.copies * (between + gates)),
                 Held("inputs of its other matrices", self.copies * between, after_input=True),
-                gradient("gradients of its matrices", self.copies * sum(inner)),
+                gradient("gradients of its matrices", self.copies * (sum(inner) + gates)),
             ),
             moved=(PerAction(2 * shapes.hidden, 3 * shapes.hidden) + traffic).scaled(self.copies),
             exchanges=(),

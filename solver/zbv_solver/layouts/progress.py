@@ -58,6 +58,18 @@ class LayoutProgress:
     no_layout_below: float
 
 
+class Ends:
+    """Whether a search must end: on request, or after its time limit in seconds, which counts from now."""
+
+    def __init__(self, is_stopped: Callable[[], bool], limit: float | None = None) -> None:
+        self._is_stopped = is_stopped
+        self._at = math.inf if limit is None else time.monotonic() + limit
+
+    def __call__(self) -> bool:
+        """Whether the search must end now."""
+        return self._is_stopped() or time.monotonic() >= self._at
+
+
 class News:
     """When it is time for a report."""
 

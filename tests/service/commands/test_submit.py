@@ -197,6 +197,13 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
     (best,) = json.loads(answer.read_text())["layouts"]
     assert best["data_parallel"] == 1
     assert best["plan_id"] in capfd.readouterr().err
+    selective = ["--executor", "megatron", "--recompute", "selective", "--recompute-modules", "core_attn"]
+    small = [*known, "--global-batch", "2", "--microbatch-size", "1", "--time-limit", "60", "-o", str(answer)]
+    assert main([*small, "--pipeline-parallel", "2", *selective]) == 0
+    (best,) = json.loads(answer.read_text())["layouts"]
+    assert "--recompute-modules core_attn" in best["settings"]
+    assert main([*small, "--points", "--sensitivity"]) == 0
+    assert {"points", "sensitivity"} <= set(json.loads(answer.read_text()))
     assert main([*known, "--global-batch", "2", "--detach"]) == 0
     with Client(live.address) as client:
         assert client.wait_layouts(capfd.readouterr().out.strip(), timeout=DEADLINE).state == "done"
@@ -214,6 +221,19 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
             "--tensor-parallel: no layout divides",
         ),
         (["layout", str(model), *flags], 2, f"{model}: /model/layers: found 0"),
+        ([*known, "--global-batch", "2", "--profile", str(model)], 2, f"{model}: this is no profile"),
+        ([*known, "--global-batch", "2", "--time-limit", "nan"], 2, "--time-limit: found nan"),
+        ([*known, "--global-batch", "2", "--time-limit", "0"], 2, "--time-limit: found 0.0"),
+        (
+            [*known, "--global-batch", "2", "--executor", "megatron", "--points"],
+            2,
+            "--points: found true and executor 'megatron'",
+        ),
+        (
+            [*known, "--global-batch", "2", "--recompute", "selective", "--recompute-modules", "moe"],
+            2,
+            "--recompute-modules: found moe; no layer of this model has them",
+        ),
         (["layout", str(tmp_path / "none.json"), *flags], 2, "cannot read"),
     ):
         assert main(arguments) == status, arguments

@@ -18,6 +18,7 @@ from zbv_solver.problem.reading import parse_any_problem
 
 MODEL = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1000, "sequence": 128}
 OBJECTS = ("state_space", "vision")
+SEEING = {"hidden": 8, "layers": 2, "heads": 2, "patches": 4}
 """Keys without a flag."""
 PARALLEL = {"pp_degree": 2, "microbatches": 4}
 DEVICE = {"achieved_tflops": 100}
@@ -108,6 +109,19 @@ GIVEN = {"parameters": 1, "flops": 1.0}
         ({"state_space": GIVEN}, {}, "/model/state_space", "Give pattern"),
         ({"state_space": {}}, {}, "/model/state_space/flops", "required and absent"),
         ({"vision": {"hidden": 9, "layers": 1, "heads": 2, "patches": 4}}, {}, "/model/vision/heads", "(9)"),
+        ({"vision": {**SEEING, "full_attention": [0]}}, {}, "/model/vision/full_attention", "Give window"),
+        (
+            {"vision": {**SEEING, "window": 2, "full_attention": [2]}},
+            {},
+            "/model/vision/full_attention",
+            "found 2; must be below the encoder's layers (2)",
+        ),
+        (
+            {"vision": {**SEEING, "projector": [], "projector_gated": True}},
+            {},
+            "/model/vision/projector_gated",
+            "a projector of one matrix has no gate",
+        ),
         ({"product_dtype": "fp8"}, {}, "/device/fp8_tflops", "product_dtype fp8 needs it"),
         ({}, {"context_parallel": 3}, "/parallel/context_parallel", "so 6 must divide sequence (128)"),
         ({"attention": "plain"}, {"context_parallel": 2}, "/parallel/context_parallel", "Use flash"),

@@ -154,6 +154,30 @@ def test_an_encoder_may_have_gates_rotated_positions_and_another_projector() -> 
     assert several.output_bytes == 4 * layers(vision=VISION)["projector"].output_bytes
 
 
+def test_blocks_of_an_encoder_may_attend_within_pieces() -> None:
+    """Qwen2.5-VL: some blocks see all patches; every layer has a name of the encoder."""
+    found = layers(vision={**VISION, "window": 4, "full_attention": [1]})
+    assert list(found)[:4] == ["patches", "vision.0", "vision.1", "vision.2"]
+    whole, scores = layers(vision=VISION)["vision"].flops.forward, 4 * 2 * 64
+    assert found["vision.1"].flops.forward == whole
+    assert found["vision.0"].flops.forward == whole - scores * (16**2 - 16 * 4)
+    assert layers(vision={**VISION, "window": 4})["vision"].flops == found["vision.0"].flops
+
+
+def test_a_projector_may_have_a_gate() -> None:
+    """GLM-4.1V: the last matrix but one has a second one, and its activation reads both."""
+    plain, gated = (
+        layers(vision={**VISION, "bias": False, "projector": [256, 512], "projector_gated": gate})[
+            "projector"
+        ]
+        for gate in (False, True)
+    )
+    assert gated.parameters - plain.parameters == 256 * 512
+    assert gated.flops.forward - plain.flops.forward == 2 * (2 * 16 / 4) * 256 * 512
+    assert gated.plain.after_forward - plain.plain.after_forward == 2 * (2 * 16 // 4) * 512
+    assert gated.output_bytes == plain.output_bytes
+
+
 def test_clip_vit_l_has_304_million_parameters() -> None:
     """Radford et al. 2021, ViT-L/14 at 336 pixels: 303,507,456 in its checkpoint, with a class token and a
     norm before the blocks.

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 LAYERS = 6
-NOT_OF_TRANSFORMERS = {"kimi_k2", "mimo"}
+NOT_OF_TRANSFORMERS = {"kimi_k2", "kimi_vl", "mimo", "moonvit"}
 """Types whose code is in their own repositories."""
 COMPLETED: dict[str, dict[str, Any]] = {
     "dots1": {
@@ -148,6 +148,9 @@ def test_recorded_defaults_are_those_of_transformers() -> None:
 
 
 SEEN: dict[str, dict[str, Any]] = {
+    "glm46v": {},
+    "glm4v": {},
+    "glm4v_moe": {"text_config": {"num_hidden_layers": 4}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14,
                                  "vision_use_head": False}},
     "kimi_k25": {"text_config": {"model_type": "deepseek_v3", "num_hidden_layers": 4}},
@@ -156,6 +159,9 @@ SEEN: dict[str, dict[str, Any]] = {
                                  "image_size": 336, "vision_output_dim": 4096}},
     "llava": {},
     "mistral3": {},
+    "qwen2_5_vl": {"text_config": {"hidden_size": 3584, "num_hidden_layers": 8},
+                   "vision_config": {"hidden_size": 1280}},
+    "qwen2_vl": {"text_config": {"hidden_size": 3584, "num_hidden_layers": 8}},
     "qwen3_5": {"text_config": {"hidden_size": 3584, "num_hidden_layers": 8}},
     "qwen3_5_moe": {"text_config": {"hidden_size": 2048, "num_hidden_layers": 8},
                     "vision_config": {"out_hidden_size": 2048}},
@@ -164,24 +170,72 @@ SEEN: dict[str, dict[str, Any]] = {
                      "vision_config": {"out_hidden_size": 2048}},
 }  # fmt: skip
 """Wrappers with sizes that fit together."""
+WITHOUT_IMAGE_SIZE = ("qwen2_5_vl", "qwen2_vl")
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_a_model_with_a_vision_encoder_has_the_parameters_that_transformers_counts(name: str) -> None:
-    """zbv leaves out a class token, norms before the first block and single norms of projectors."""
+def wrapped(name: str) -> tuple[Any, dict[str, Any]]:
+    """The configuration of a wrapper and its file, with a size of images."""
     config = config_class(name)(**SEEN[name])
     document = as_file(config)
+    if name in WITHOUT_IMAGE_SIZE:
+        document["vision_config"]["image_size"] = 448
+    return config, document
+
+
+def file_of(name: str) -> dict[str, Any]:
+    return as_file(made(name)) if name in TEXT_KINDS else wrapped(name)[1]
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_model_with_a_vision_encoder_has_the_parameters_that_transformers_counts(name: str) -> None:
+    """zbv leaves out a class token, norms before the first block and single norms of projectors."""
+    config, document = wrapped(name)
     assert counted(document) == pytest.approx(counted_by_transformers(config), rel=1e-4)
     alone = {**document, "vision_config": None}
     assert "vision" not in from_transformers(alone)
     assert counted(alone) < counted(document)
 
 
+TIES = [(outer, inner) for outer in (None, False, True) for inner in (None, False, True)]
+UNTIED_AS_PUBLISHED = ("kimi_k25", "mistral3")
+"""Their classes tie embedding and head unless a file says no; files that say nothing are of untied models."""
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_the_tie_that_counts_is_that_of_transformers(name: str) -> None:
+    _, document = wrapped(name)
+    del document["tie_word_embeddings"]
+    document["text_config"].pop("tie_word_embeddings", None)
+    document["text_config"]["num_hidden_layers"] = 4
+    document["text_config"].pop("layer_types", None)
+    document["text_config"].pop("moe_layers", None)
+    for outer, inner in TIES:
+        if outer is None and name in UNTIED_AS_PUBLISHED:
+            continue
+        given = {} if inner is None else {"tie_word_embeddings": inner}
+        file = {**document, "text_config": {**document["text_config"], **given}}
+        file |= {} if outer is None else {"tie_word_embeddings": outer}
+        expected = counted_by_transformers(config_class(name)(**json.loads(json.dumps(file))))
+        assert counted(file) == pytest.approx(expected, rel=2e-3), (outer, inner)
+
+
+@pytest.mark.parametrize("name", [name for name in SEEN if WRAPPERS[name].flat])
+def test_the_language_model_may_have_no_section(name: str) -> None:
+    """Published files of GLM-4.1V, Qwen2-VL and Qwen2.5-VL have its keys next to ``vision_config``."""
+    _, document = wrapped(name)
+    text = {key: value for key, value in document["text_config"].items() if key != "model_type"}
+    flat = {**text, "model_type": name, "vision_config": document["vision_config"]}
+    assert built(flat) == built(document)
+    with pytest.raises(InvalidInput) as raised:
+        from_transformers({**flat, "wormholes_per_block": 3})
+    (issue,) = raised.value.issues
+    assert issue.pointer == "/wormholes_per_block"
+
+
 @pytest.mark.parametrize("name", sorted({*TEXT_KINDS, *WRAPPERS} - NOT_OF_TRANSFORMERS))
 def test_a_key_that_nobody_knows_is_refused_by_its_name(name: str) -> None:
-    config = made(name) if name in TEXT_KINDS else config_class(name)(**SEEN[name])
     with pytest.raises(InvalidInput) as raised:
-        from_transformers({**as_file(config), "wormholes_per_block": 3})
+        from_transformers({**file_of(name), "wormholes_per_block": 3})
     (issue,) = raised.value.issues
     assert issue.pointer == "/wormholes_per_block"
 
@@ -190,8 +244,9 @@ RUBBISH: list[Any] = [1.5, "x", [], {}, -1, True, [[1]], None]
 
 
 @pytest.mark.parametrize("name", sorted({*TEXT_KINDS, *WRAPPERS} - NOT_OF_TRANSFORMERS))
-def test_rubbish_in_any_key_is_no_traceback(name: str) -> None:
-    document = as_file(made(name) if name in TEXT_KINDS else config_class(name)(**SEEN[name]))
+def test_rubbish_in_any_key_is_refused_by_its_name_or_has_no_effect(name: str) -> None:
+    """Without a value, a key may make others useless or contradict them; those are named then."""
+    document = file_of(name)
     sections = [(), *((key,) for key in ("text_config", "vision_config") if key in document)]
     for section in sections:
         inner = document[section[0]] if section else document
@@ -200,6 +255,11 @@ def test_rubbish_in_any_key_is_no_traceback(name: str) -> None:
                 changed = {**inner, key: value}
                 try:
                     read = from_transformers({**document, section[0]: changed} if section else changed)
-                    validated(ModelConfig, {"sequence": 8, **read})
-                except InvalidInput:
+                except InvalidInput as error:
+                    named = {issue.pointer for issue in error.issues}
+                    assert value in (None, {}) or named == {"/".join(["", *section, key])}, (key, value)
                     continue
+                try:
+                    validated(ModelConfig, {"sequence": 8, **read})
+                except InvalidInput as error:
+                    raise AssertionError(f"{key} {value!r} reached the configuration") from error

@@ -255,6 +255,30 @@ def test_float32_gradients_are_megatrons_default() -> None:
     assert said.setting == asked(1, global_batch=8).setting
 
 
+def test_the_answer_with_megatrons_default_is_that_with_the_same_precision_by_name() -> None:
+    """Llama 3.1 70B on 64 H100, tp 4, pp 4: smaller states would have room for another order."""
+    fixed = Fixed(4, 1, pipeline_parallel=4, microbatch_size=1, zero_stage=1, recompute="none")
+    document = {"presets": ["llama-3.1-70b"], "global_batch": 256, "sequence_length": 8192}
+
+    def best(parallel: dict[str, str]) -> ExecutorLayout:
+        given = {**document, "parallel": parallel} if parallel else document
+        request = parse_request(given, cluster_of(8), fixed)
+        (found,) = executor_layouts(request.layouts, request.setting, "megatron").best
+        assert isinstance(found, ExecutorLayout)
+        return found
+
+    unnamed, named = best({}), best({"precision": "mixed-fp32-gradients"})
+    assert named.settings == unnamed.settings
+    assert named.step_time == unnamed.step_time
+    assert named.plan.metrics.peak_memory == unnamed.plan.metrics.peak_memory
+    assert (named.plan.problem.placement.n_stages, named.layout.recompute) == (4, "none")
+    assert 78e9 < max(named.plan.metrics.peak_memory) <= 80e9
+    smaller = best({"precision": "bf16-states"})
+    assert smaller.plan.problem.placement.n_stages > 4
+    assert smaller.step_time < named.step_time
+    assert "--use-precision-aware-optimizer" in (smaller.settings or "")
+
+
 def test_a_layout_that_ends_out_of_memory_in_megatron_is_not_offered() -> None:
     """Llama 3.1 70B, tp 1, cp 4, pp 8: 94 of 80 GB with gradients in float32, 76.5 with others."""
     fixed = Fixed(1, 4, pipeline_parallel=8, microbatch_size=1, zero_stage=1, recompute="none")

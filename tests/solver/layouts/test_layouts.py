@@ -20,7 +20,7 @@ from zbv_solver.layouts.estimated_layout import EstimatedLayout, _balanced
 from zbv_solver.layouts.executor_layouts import executor_layouts
 from zbv_solver.layouts.layout import Fixed, Layout, Order, Recompute
 from zbv_solver.layouts.points import points_json
-from zbv_solver.layouts.progress import LayoutProgress
+from zbv_solver.layouts.progress import Ends, LayoutProgress
 from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.layouts.search import Ranking, best_layouts, plan_layout
 from zbv_solver.layouts.sensitivity import changes, nearest, outcomes
@@ -308,6 +308,15 @@ def test_points_and_sensitivity_end_with_the_search() -> None:
         (each.best, each.best_step_time) for each in whole
     ]
     assert len(found) < len(list(changes(request))), "it ended in the middle"
+
+
+def test_a_search_ends_on_request_or_after_its_time_limit() -> None:
+    asked: list[int] = []
+    assert not Ends(lambda: bool(asked))()
+    assert not Ends(lambda: bool(asked), 1000.0)()
+    assert Ends(lambda: bool(asked), 0.0)()
+    asked.append(1)
+    assert Ends(lambda: bool(asked))()
 
 
 def test_recomputation_is_chosen_where_memory_is_scarce() -> None:

@@ -20,6 +20,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import Progress, SearchOptions, search
 from zbv_solver.verify.verifier import verify
 
@@ -34,6 +35,33 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def small() -> Plan:
     return search(layered(), QUICK)
+
+
+def test_published_times_of_layers_can_be_planned() -> None:
+    """Llama 2 7B as Galvatron measured it: 4.396 ms for F of a block, which keeps 514.6 MiB."""
+    block = {
+        **{"name": "block", "repeat": 32, "forward": 4.396, "backward_input": 5.0, "backward_weight": 3.8},
+        "memory": {"forward": 514.6, "backward_input": 0, "backward_weight": -514.6, "static": 3104},
+    }
+    problem = parse_any_problem(
+        {
+            **{"pp_degree": 4, "microbatches": 16, "placement": "auto"},
+            "layers": [
+                {"name": "embedding", "forward": 0.2, "backward_input": 0, "backward_weight": 1.3},
+                block,
+                {"name": "head", "forward": 6.09, "backward_input": 6.0, "backward_weight": 4.0},
+            ],
+            "memory": {"limit": 80000},
+            "units": {"time": "ms", "memory": "MiB"},
+        }
+    )
+    found = search(problem, QUICK)
+    verify(found)
+    # The rank with both ends has room for 7 blocks within the time of 9, so another rank has 9.
+    assert found.metrics.span == pytest.approx(16 * 9 * (4.396 + 5.0 + 3.8))
+    assert found.cut is not None
+    assert found.cut.lower_bound == pytest.approx(found.metrics.span)
+    assert max(found.metrics.peak_memory) <= 80000
 
 
 @pytest.mark.parametrize("placement", ["v", "single"])

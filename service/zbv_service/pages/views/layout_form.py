@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
 from zbv_solver.estimate.presets import preset, preset_names
+from zbv_solver.layouts.layout import Order, Recompute
+from zbv_solver.problem.layer_letters import Recomputed
 
-NUMBERS = ("global_batch", "sequence_length", "top")
+NUMBERS = ("global_batch", "sequence_length", "prediction_layers", "top")
 FIXED_NUMBERS = (
     *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
-    *("microbatch_size", "zero_stage"),
+    *("microbatch_size", "zero_stage", "recompute_layers"),
 )
-FIXED_CHOICES = {
-    "recompute": ("none", "selective", "full", "per-stage"),
-    "placement": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
+STATES: Mapping[str, tuple[str, ...]] = {
+    "precision": get_args(PrecisionName),
+    "optimizer": get_args(Optimizer),
+}
+"""What training keeps; these replace what the model says."""
+FIXED_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "recompute": get_args(Recompute),
+    "placement": get_args(Order),
 }
 EFFORTS = (
     ("", "constructed orders: seconds"),
@@ -61,7 +70,12 @@ class LayoutForm:
     @classmethod
     def parse(cls, fields: Mapping[str, Sequence[str]]) -> LayoutForm:
         """The form that a browser sent."""
-        return cls({name: given[-1].strip() for name, given in fields.items()})
+        return cls(
+            {
+                name: " ".join(given) if name == "recompute_modules" else given[-1].strip()
+                for name, given in fields.items()
+            }
+        )
 
     def value(self, name: str) -> str:
         """The value of a field."""
@@ -70,7 +84,17 @@ class LayoutForm:
     @property
     def has_fixed(self) -> bool:
         """Whether a part of the layout is given."""
-        return any(self.value(name) for name in (*FIXED_NUMBERS, *FIXED_CHOICES))
+        return any(self.value(name) for name in (*FIXED_NUMBERS, *FIXED_CHOICES, "recompute_modules"))
+
+    @property
+    def states(self) -> Mapping[str, tuple[str, ...]]:
+        """What training keeps, chosen from lists."""
+        return STATES
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What selective recomputation may repeat."""
+        return get_args(Recomputed)
 
     @property
     def models(self) -> tuple[tuple[str, str], ...]:
@@ -112,9 +136,12 @@ class LayoutForm:
             "fixed": self._numbers(FIXED_NUMBERS, issues, "/fixed")
             | {name: self.value(name) for name in FIXED_CHOICES if self.value(name)},
             "executor": executor,
+            **{name: self.value(name) for name in STATES if self.value(name)},
+            "recompute_modules": self.value("recompute_modules").split() or None,
+            "profiles": self._profiles(issues),
             "points": executor == "zbv",
             "sensitivity": executor == "zbv" and bool(self.value("sensitivity")),
-            "options": {"effort": self.value("effort") or None},
+            "options": {"effort": self.value("effort") or None, **self._time_limit(issues)},
             **self._numbers(NUMBERS, issues, ""),
         }
         if issues:
@@ -136,6 +163,32 @@ class LayoutForm:
             return self._json("cluster_json", "/cluster", issues)
         sizes = self._numbers(("nodes", "gpus_per_node"), issues, "/cluster")
         return {"device": self.value("device"), **sizes}
+
+    def _profiles(self, issues: list[Issue]) -> list[Any]:
+        """One profile, or a list of several."""
+        if not self.value("profiles_json"):
+            return []
+        try:
+            found = json.loads(self.value("profiles_json"))
+        except (ValueError, RecursionError) as error:
+            issues.append(
+                Issue("/profiles", f"not JSON: {error}. Paste a whole document, or a list of some.")
+            )
+            return []
+        return found if isinstance(found, list) else [found]
+
+    def _time_limit(self, issues: list[Issue]) -> dict[str, float]:
+        text = self.value("time_limit")
+        if not text:
+            return {}
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not math.isfinite(seconds):
+            issues.append(Issue("/options/time_limit", f"found {text[:40]!r}; must be a number of seconds."))
+            return {}
+        return {"time_limit": seconds}
 
     def _json(self, name: str, pointer: str, issues: list[Issue]) -> dict[str, Any]:
         try:
@@ -163,7 +216,11 @@ def form_of(request: Mapping[str, Any]) -> LayoutForm:
     """The form of a normalised request."""
     model, cluster = dict(request["model"]), dict(request["cluster"])
     values: dict[str, Any] = {name: request.get(name) for name in NUMBERS}
-    values |= request["fixed"]
+    values |= request["fixed"] | {name: request.get(name) for name in STATES}
+    values["recompute_modules"] = " ".join(request.get("recompute_modules") or ()) or None
+    values["profiles_json"] = json.dumps(request["profiles"], indent=2) if request.get("profiles") else None
+    limit = request["options"].get("time_limit")
+    values["time_limit"] = None if limit is None else f"{limit:.15g}"
     names = model.get("presets")
     if isinstance(names, list) and len(names) == 1 and names[0] in dict(_presets()[0]) and len(model) == 1:
         values["model"] = names[0]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
 
 from zbv_solver.layouts.executor_rules import FREE
-from zbv_solver.layouts.progress import LayoutProgress
+from zbv_solver.layouts.progress import Ends, LayoutProgress
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.search.options import SearchOptions
 
@@ -30,7 +28,7 @@ def rank_layouts(
     ContradictedBound
         A plan undercuts a lower bound.
     """
-    ends = _Ends(is_stopped, claim.options["time_limit"])
+    ends = Ends(is_stopped, claim.options["time_limit"])
     asked = LayoutRequest.model_validate(unpack(claim.problem))
     from zbv_solver.layouts.answer import ranking_json  # late: these load the kernels
     from zbv_solver.layouts.executor_layouts import executor_layouts
@@ -92,14 +90,3 @@ def update_of_layouts(progress: LayoutProgress) -> Update:
 
 def _counts(considered: int, ruled_out: int, planned: int) -> dict[str, int]:
     return {"considered": considered, "ruled_out": ruled_out, "planned": planned}
-
-
-class _Ends:
-    """Whether a search must end: on request, or after its time limit in seconds, if it has one."""
-
-    def __init__(self, is_stopped: Callable[[], bool], limit: float | None):
-        self._is_stopped = is_stopped
-        self._at = math.inf if limit is None else time.monotonic() + limit
-
-    def __call__(self) -> bool:
-        return self._is_stopped() or time.monotonic() >= self._at

@@ -1,0 +1,176 @@
+"""Flags of both commands, the request and the form of the page have the same values of a search."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zbv_service.commands.cli as service
+import zbv_solver.commands.cli as solver
+from pydantic import BaseModel
+from zbv_service.documents.layouts import LayoutRequest, layouts_summary, read_layouts
+from zbv_service.documents.parsing import parse_body
+from zbv_service.pages.shell import Shell, render
+from zbv_service.pages.views.layout_form import LayoutForm, form_of
+from zbv_solver.errors import InvalidInput
+
+OF_ZBV = {"help", "output", "workers"}
+"""Where the command writes, and how many threads of this machine search: no part of a search."""
+OF_CLIENT = {"help", "output", "server", "token_file", "tls_ca", "tls_cert", "tls_key", "detach", "quiet"}
+"""The same of the client, and how it reaches the service that searches."""
+IN_DOCUMENTS = {"preset": "model", "profile": "profiles"}
+"""Names of presets are a part of the model, and each profile is one of a list."""
+IN_FORM = {
+    **{"model_json": "model", "cluster_json": "cluster", "profiles_json": "profiles"},
+    **{"device": "cluster", "nodes": "cluster", "gpus_per_node": "cluster"},
+}
+"""Fields for a part of a document, and fields with a document as JSON."""
+ALWAYS_IN_FORM = {"points"}
+"""The page of a search shows a picture of all layouts."""
+Capture = pytest.CaptureFixture[str]
+
+
+def flags(main: Callable[[list[str]], int], capsys: Capture) -> set[str]:
+    """The names of the flags that the help of the command ``layout`` lists, and its file."""
+    with pytest.raises(SystemExit):
+        main(["layout", "--help"])
+    found = re.findall(r"^  (?:-\w(?: [A-Z]+)?, )?--([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    return {"model", *(name.replace("-", "_") for name in found)}
+
+
+def keys(document: type[BaseModel]) -> set[str]:
+    """The keys of a document, with those of its objects in place of these."""
+    found: set[str] = set()
+    for name, field in document.model_fields.items():
+        inner = field.annotation
+        is_object = isinstance(inner, type) and issubclass(inner, BaseModel)
+        found |= keys(inner) if is_object else {name}  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize(("main", "others"), [(solver.main, OF_ZBV), (service.main, OF_CLIENT)])
+def test_a_command_has_a_flag_for_every_value_of_the_request(
+    main: Callable[[list[str]], int], others: set[str], capsys: Capture
+) -> None:
+    found = flags(main, capsys)
+    assert others < found
+    assert {IN_DOCUMENTS.get(name, name) for name in found - others} == keys(LayoutRequest)
+
+
+def test_the_form_has_a_field_for_every_value_of_the_request() -> None:
+    shell = Shell(may=frozenset({"search"}))
+    html = render("layouts.html.j2", shell, form=LayoutForm(), rows=[])
+    form = html[html.index('class="layout-form"') : html.index("</form>", html.index('class="layout-form"'))]
+    fields = set(re.findall(r'<(?:input|select|textarea)[^>]* name="([a-z_]+)"', form))
+    assert {IN_FORM.get(name, name) for name in fields} | ALWAYS_IN_FORM == keys(LayoutRequest)
+
+
+MODEL = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512, "gated": True}
+FIELDS: dict[str, list[str]] = {
+    "model_json": [json.dumps({"model": MODEL})],
+    "device": ["h100"],
+    "nodes": ["1"],
+    "gpus_per_node": ["2"],
+    "global_batch": ["8"],
+    "sequence_length": ["256"],
+    "prediction_layers": ["1"],
+    "precision": ["mixed"],
+    "optimizer": ["lion"],
+    "recompute_modules": ["core_attn", "mlp"],
+    "top": ["3"],
+    "executor": ["megatron"],
+    "effort": ["quick"],
+    "time_limit": ["2.5"],
+    "recompute": ["selective"],
+    "pipeline_parallel": ["2"],
+    "profiles_json": [""],
+}
+
+
+def test_what_a_form_says_is_in_its_request_and_comes_back() -> None:
+    document = LayoutForm.parse(FIELDS).document()
+    asked = LayoutRequest.model_validate(document)
+    assert (asked.precision, asked.optimizer, asked.prediction_layers) == ("mixed", "lion", 1)
+    assert asked.recompute_modules == ["core_attn", "mlp"]
+    assert (asked.options.effort, asked.options.time_limit) == ("quick", 2.5)
+    assert form_of(asked.model_dump(mode="json")).document() == document
+    first = LayoutForm.parse({**FIELDS, "recompute": ["full"], "recompute_layers": ["1"]}).document()
+    assert first["fixed"]["recompute_layers"] == 1
+    assert read_layouts(LayoutRequest.model_validate(first)).fixed.recompute_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"time_limit": ["nan"]}, "Options, time limit"),
+        ({"time_limit": ["soon"]}, "Options, time limit"),
+        ({"recompute_layers": ["x"]}, "Fixed, recompute layers"),
+        ({"profiles_json": ["{"]}, "Profiles"),
+    ],
+)
+def test_mistakes_of_a_form_are_at_their_place(fields: dict[str, list[str]], place: str) -> None:
+    form = LayoutForm.parse({**FIELDS, **fields})
+    with pytest.raises(InvalidInput) as raised:
+        form.document()
+    assert [each for each, _ in form.with_issues(raised.value).issues] == [place]
+
+
+SMALL: dict[str, Any] = {
+    "model": {"model": MODEL},
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h100"},
+    "global_batch": 8,
+}
+
+
+def profile(*names: str) -> dict[str, Any]:
+    """Layers as ``zbv-worker profile`` writes them, 1 ms an action."""
+    times = {"forward": 1000.0, "backward_input": 1000.0, "backward_weight": 1000.0, "output_bytes": 1e6}
+    memory = {"forward": 1e6, "backward_input": 0.0, "backward_weight": -1e6, "static": 1e8, "workspace": 1e6}
+    return {
+        "pp_degree": 1,
+        "microbatches": 4,
+        "layers": [{"name": name, **times, "memory": memory} for name in names],
+        "units": {"time": "us", "memory": "bytes"},
+        "profile": {"microbatch_size": 1, "sequence_length": 512},
+    }
+
+
+def test_measured_layers_replace_estimates() -> None:
+    asked = LayoutRequest.model_validate({**SMALL, "profiles": [profile("embedding", "block", "head")]})
+    found = read_layouts(asked)
+    assert [each.microbatch_size for each in found.profiles] == [1]
+    assert found.setting.measured is not None
+    assert form_of(asked.model_dump(mode="json")).document()["profiles"] == asked.profiles
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"recompute_modules": ["everything"]}, "/recompute_modules/0"),
+        (
+            {"recompute_modules": ["moe"], "executor": "megatron", "fixed": {"recompute": "selective"}},
+            "/recompute_modules",
+        ),
+        (
+            {"model": {"model": MODEL, "parallel": {"recompute_modules": ["moe"]}}, "executor": "megatron",
+             "fixed": {"recompute": "selective"}},
+            "/model/parallel/recompute_modules",
+        ),
+        ({"fixed": {"recompute_layers": 2}}, "/fixed/recompute_layers"),
+        ({"profiles": [{"layouts": []}]}, "/profiles/0"),
+        ({"profiles": [3]}, "/profiles/0"),
+        ({"profiles": [profile("embedding", "bloc", "head")]}, "/profiles/0/layers/1/name"),
+        ({"profiles": [profile("embedding", "block", "head")] * 2}, "/profiles/1/profile"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_request_are_at_their_place(changes: dict[str, Any], pointer: str) -> None:
+    def read() -> None:
+        asked = parse_body(LayoutRequest, {**SMALL, **changes})
+        layouts_summary(asked, read_layouts(asked))
+
+    with pytest.raises(InvalidInput) as raised:
+        read()
+    assert {issue.pointer for issue in raised.value.issues} == {pointer}

@@ -19,7 +19,7 @@ import numpy as np
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, Issue
 from zbv_solver.executors.order_search import OrderSearch
 from zbv_solver.executors.rank_rules import inner_sizes, placed_on
-from zbv_solver.executors.regular_cut import regular_cut
+from zbv_solver.executors.regular_cut import Once, regular_cut
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
@@ -281,8 +281,13 @@ def _latest(problem: LayeredProblem, schedule: Schedule, late: str | None) -> di
     return {placement.n_stages - placement.pp_degree: at}
 
 
-def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) -> BestCut:
-    """The answer in the caller's units, verified; the first search has the best cut."""
+def answer_of(
+    own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool, once: Once | None = None
+) -> BestCut:
+    """The answer in the caller's units, verified; the first search has the best cut.
+
+    ``once`` is what a step needs in addition to the objective, in the units of the searches.
+    """
     results = [
         OrderResult(
             each.schedule,
@@ -299,7 +304,7 @@ def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) 
     schedule = best.schedule
     if best.best is None:
         raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
-    placed, chosen = placed_on(own.given, schedule, allow_empty), regular_cut(best)
+    placed, chosen = placed_on(own.given, schedule, allow_empty), regular_cut(best, once)
     problem = _cut_by(best, placed, chosen)
     orders = best.order.orders
     verify_orders(problem, orders)

@@ -190,7 +190,7 @@ def best_cut(
                 break
             searches.append(made)
     if not searches:
-        raise _refusal(problem, schedules, refused)
+        raise _refusal(problem, schedules, refused, allow_empty)
     for number, each in enumerate(searches):
         # Without time, simple cuts of every schedule are timed until one fits.
         if not each.is_over or all(other.best is None for other in searches[:number]):
@@ -210,16 +210,28 @@ def best_cut(
 
 
 def _refusal(
-    problem: LayeredProblem, schedules: Sequence[Schedule], refused: Mapping[Schedule, Issue]
+    problem: LayeredProblem,
+    schedules: Sequence[Schedule],
+    refused: Mapping[Schedule, Issue],
+    allow_empty: bool,
 ) -> InvalidInput:
     """The error of layers that no schedule can cut: broken rules first, else too few layers."""
     rules = dict.fromkeys(issue for issue in refused.values() if issue.pointer != "/layers")
     if rules:
         return InvalidInput([*rules])
+    fewest = min((schedule.placement for schedule in schedules), key=lambda each: each.n_stages)
+    may_be_empty = allow_empty and problem.rules.allow_empty is not False
+    advice = [
+        *(["fewer virtual stages"] if fewest.chunks > 1 else []),
+        *(["fewer ranks"] if fewest.pp_degree > 1 else []),
+        *(["empty stages (cut.allow_empty)"] if allow_empty and not may_be_empty else []),
+        "finer layers",
+    ]
     return InvalidInput.at(
         "/layers",
-        f"found {problem.n_atoms} separable layers, which none of the {len(schedules)} schedules can cut "
-        f"into its stages. Use fewer ranks or virtual stages, or give finer layers.",
+        f"found {problem.n_atoms} separable layers for {fewest.n_stages} stages; "
+        f"{'the first and the last stage need' if may_be_empty else 'every stage needs'} at least one. "
+        f"Remedies are {', '.join(advice)}.",
     )
 
 

@@ -106,9 +106,9 @@ def test_empty_stages_are_forbidden_only_if_the_problem_says_so() -> None:
 def test_too_few_layers_are_refused_with_what_the_executor_can_do(
     executor: str, cut: dict[str, bool], chunks: int, advice: set[str]
 ) -> None:
+    problem = layered(1 if cut.get("allow_empty") else 2, 4, cut)
     with pytest.raises(InvalidInput) as raised:
-        blocks = 1 if cut.get("allow_empty") else 2
-        cut_for_executor(layered(blocks, 4, cut), executor, virtual_stages=[chunks], effort="quick")
+        cut_for_executor(problem, executor, virtual_stages=[chunks], effort="quick")
     assert {word for word in ("virtual", "ranks", "allow_empty") if word in str(raised.value)} == advice
     assert "finer layers" in str(raised.value)
 

@@ -115,6 +115,9 @@ def _schedule_claims(schedule: TorchSchedule, problem: Problem) -> list[Claim]:
     if schedule.renamed:
         reason = "older versions of PyTorch write it so"
         claims.append(Claim("", f"{schedule.renamed} B with a separate W are I", False, reason))
+    if schedule.from_one:
+        reason = "PyTorch's Schedule1F1B writes them so, and its runtime cannot execute such a file"
+        claims.append(Claim("", "forwards 1, 2, … of the last rank are 0, 1, …", False, reason))
     if schedule.pairs:
         reason = "zbv times the two actions of a pair one after the other"
         claims.append(Claim("", f"{schedule.pairs} pairs of F and B overlap", False, reason))

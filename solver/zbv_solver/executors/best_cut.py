@@ -19,7 +19,7 @@ import numpy as np
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, Issue
 from zbv_solver.executors.order_search import OrderSearch
 from zbv_solver.executors.rank_rules import inner_sizes, placed_on
-from zbv_solver.executors.regular_cut import regular_cut
+from zbv_solver.executors.regular_cut import Once, regular_cut
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
@@ -190,7 +190,7 @@ def best_cut(
                 break
             searches.append(made)
     if not searches:
-        raise _refusal(problem, schedules, refused)
+        raise _refusal(problem, schedules, refused, allow_empty)
     for number, each in enumerate(searches):
         # Without time, simple cuts of every schedule are timed until one fits.
         if not each.is_over or all(other.best is None for other in searches[:number]):
@@ -210,16 +210,28 @@ def best_cut(
 
 
 def _refusal(
-    problem: LayeredProblem, schedules: Sequence[Schedule], refused: Mapping[Schedule, Issue]
+    problem: LayeredProblem,
+    schedules: Sequence[Schedule],
+    refused: Mapping[Schedule, Issue],
+    allow_empty: bool,
 ) -> InvalidInput:
     """The error of layers that no schedule can cut: broken rules first, else too few layers."""
     rules = dict.fromkeys(issue for issue in refused.values() if issue.pointer != "/layers")
     if rules:
         return InvalidInput([*rules])
+    fewest = min((schedule.placement for schedule in schedules), key=lambda each: each.n_stages)
+    may_be_empty = allow_empty and problem.rules.allow_empty is not False
+    advice = [
+        *(["fewer virtual stages"] if fewest.chunks > 1 else []),
+        *(["fewer ranks"] if fewest.pp_degree > 1 else []),
+        *(["empty stages (cut.allow_empty)"] if allow_empty and not may_be_empty else []),
+        "finer layers",
+    ]
     return InvalidInput.at(
         "/layers",
-        f"found {problem.n_atoms} separable layers, which none of the {len(schedules)} schedules can cut "
-        f"into its stages. Use fewer ranks or virtual stages, or give finer layers.",
+        f"found {problem.n_atoms} separable layers for {fewest.n_stages} stages; "
+        f"{'the first and the last stage need' if may_be_empty else 'every stage needs'} at least one. "
+        f"Remedies are {', '.join(advice)}.",
     )
 
 
@@ -281,8 +293,13 @@ def _latest(problem: LayeredProblem, schedule: Schedule, late: str | None) -> di
     return {placement.n_stages - placement.pp_degree: at}
 
 
-def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) -> BestCut:
-    """The answer in the caller's units, verified; the first search has the best cut."""
+def answer_of(
+    own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool, once: Once | None = None
+) -> BestCut:
+    """The answer in the caller's units, verified; the first search has the best cut.
+
+    ``once`` is what a step needs in addition to the objective, in the units of the searches.
+    """
     results = [
         OrderResult(
             each.schedule,
@@ -299,7 +316,7 @@ def answer_of(own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool) 
     schedule = best.schedule
     if best.best is None:
         raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
-    placed, chosen = placed_on(own.given, schedule, allow_empty), regular_cut(best)
+    placed, chosen = placed_on(own.given, schedule, allow_empty), regular_cut(best, once)
     problem = _cut_by(best, placed, chosen)
     orders = best.order.orders
     verify_orders(problem, orders)

@@ -203,11 +203,16 @@ class CountModel:
                     model.add(largest >= int(steps[1, run])).only_enforce_if(has, chosen)
         return largest
 
-    def solve(self, below: float, effort: float, seed: int, seconds: float | None = None) -> Proposal:
-        """Search the cut with the least objective under the known terms, up to ``below``."""
+    def solve(
+        self, below: float, effort: float, seed: int, seconds: float | None = None, linear: int = 2
+    ) -> Proposal:
+        """Search the cut with the least objective under the known terms, up to ``below``.
+
+        ``linear`` is CP-SAT's ``linearization_level``.
+        """
         self.model.proto.variables[self.objective.index].domain[1] = math.floor(below * self.scale)
         solver = make_solver(effort, seconds, seed)
-        solver.parameters.linearization_level = 2
+        solver.parameters.linearization_level = linear
         watch = _Watch(self)
         with stopped_when(self.cancelled, solver):
             status = solver.solve(self.model, watch)

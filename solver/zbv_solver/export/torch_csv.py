@@ -83,6 +83,8 @@ class TorchSchedule:
         Number of overlapped pairs.
     renamed
         Number of backwards ``B`` that are read as ``I``, because there is a separate ``W``.
+    from_one
+        Whether the last rank numbers its forwards from 1; they are read as numbered from 0.
     """
 
     placement: Placement
@@ -91,6 +93,7 @@ class TorchSchedule:
     communication: tuple[tuple[str, ...], ...] | None
     pairs: int
     renamed: int
+    from_one: bool
 
 
 _Entry = tuple[int, str, int]
@@ -113,7 +116,8 @@ def parse(text: str) -> TorchSchedule:
     """Read a schedule, with or without communication.
 
     In files of PyTorch before 2.6, ``B`` is the gradient of the input if the same microbatch has a ``W``, and
-    ``BW`` is the full backward.
+    ``BW`` is the full backward. ``Schedule1F1B._get_pipeline_order`` numbers the forwards of the last rank
+    from 1, up to PyTorch 2.13 at least.
 
     Raises
     ------
@@ -136,6 +140,9 @@ def parse(text: str) -> TorchSchedule:
             renamed += is_input
             if is_input or name == "BW":
                 row[at] = stage, "I" if is_input else "B", batch
+    from_one = bool(rows) and _is_from_one(rows[-1])
+    if from_one:
+        rows[-1] = [(stage, name, batch - (name == "F")) for stage, name, batch in rows[-1]]
     actions = [[entry for entry in row if entry[1] in LETTERS] for row in rows]
     # torch writes REDUCE_GRAD for 1F1B and GPipe, and no transfers.
     names = {name for row in rows for _, name, _ in row}
@@ -149,7 +156,17 @@ def parse(text: str) -> TorchSchedule:
         tuple(tuple(map(_text, row)) for row in rows) if has_communication else None,
         pairs,
         renamed,
+        from_one,
     )
+
+
+def _is_from_one(row: Sequence[_Entry]) -> bool:
+    """Whether a rank runs the forwards 1, 2, … m and the backwards 0, 1, … m-1 of one stage."""
+    forwards = [batch for _, name, batch in row if name == "F"]
+    backwards = [batch for _, name, batch in row if name == "B"]
+    m, names = len(forwards), {name for _, name, _ in row}
+    is_single = len({stage for stage, _, _ in row}) == 1 and names <= {"F", "B", "REDUCE_GRAD"}
+    return is_single and m > 0 and forwards == [*range(1, m + 1)] and backwards == [*range(m)]
 
 
 def _entries(cell: str, where: str) -> list[_Entry]:

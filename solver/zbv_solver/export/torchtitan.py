@@ -68,9 +68,15 @@ def render(plan: Plan) -> str:
 def _recomputation(model: CutModel | None, is_split: bool) -> str | None:
     """What torchtitan recomputes. Its default, ``SelectiveAC``, does not work with split backwards."""
     recomputed = set(() if model is None else model.cut.recompute)
-    if model is not None and recomputed == {True}:
+    if model is not None and recomputed == {True} and not _foreign(model):
         return "selective" if "op" in model.model.recompute_modules else "all"
     return "none" if recomputed or is_split else None
+
+
+def _foreign(model: CutModel) -> tuple[str, ...]:
+    """The modules that a plan recomputes and torchtitan cannot: those of Megatron-LM."""
+    modules = model.model.recompute_modules
+    return () if "op" in modules or not any(model.cut.recompute) else tuple(modules)
 
 
 def _parts(model: CutModel) -> list[list[str]] | None:
@@ -113,7 +119,14 @@ def _cut(model: CutModel | None, parts: list[list[str]] | None) -> list[str]:
         lines.append("# The stages by the names of the plan's layers:")
         lines += [f"#   {stage}: {json.dumps(names)}" for stage, names in enumerate(model.partition)]
     recomputed = [str(stage) for stage, is_so in enumerate(model.cut.recompute) if is_so]
-    if recomputed and len(recomputed) < len(model.partition):
+    if foreign := _foreign(model):
+        lines += [
+            "#",
+            f"# Planned to be recomputed: {', '.join(foreign)} of the stages {', '.join(recomputed)}.",
+            "# torchtitan recomputes whole blocks, or its own choice of operations: wrap these modules in",
+            "# torch.utils.checkpoint yourself, or they need more memory than planned.",
+        ]
+    elif recomputed and len(recomputed) < len(model.partition):
         lines += [
             "#",
             f"# Planned to be recomputed: {', '.join(recomputed)}.",

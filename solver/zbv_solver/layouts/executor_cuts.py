@@ -9,13 +9,15 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.best_cut import BestCut, answer_of, order_search
 from zbv_solver.executors.executor_cut import schedules_of, stage_letters
 from zbv_solver.executors.letters import Modules
 from zbv_solver.executors.megatron_layout import Stages
 from zbv_solver.executors.order_search import OrderSearch
-from zbv_solver.executors.regular_cut import TOLERANCE
+from zbv_solver.executors.regular_cut import Once
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
 from zbv_solver.layouts.executor_memory import STATES
@@ -224,14 +226,19 @@ class Scheduled:
         self.shared.search.finish(max(0.0, most), 1.0)
 
     def answer(self) -> tuple[BestCut, float]:
-        """A regular cut that is hardly longer than the best known one, verified, and its step in seconds."""
-        best = answer_of(self.own.unit, [self.shared.search], self.own.allow_empty)
+        """A regular cut with a step that is hardly longer than the best known one, and its seconds."""
+        best = answer_of(self.own.unit, [self.shared.search], self.own.allow_empty, self._once_of_parts)
         model = best.problem.model
-        step = best.objective * SECONDS + (0.0 if model is None else self._once(model.cut))
-        if step <= self.step_time * (1 + TOLERANCE):
-            return best, step
-        # The regular cut has a rank that needs more time once per step.
-        return replace(best, problem=best.shortest, objective=best.least), self.step_time
+        return best, best.objective * SECONDS + (0.0 if model is None else self._once(model.cut))
+
+    @property
+    def _once_of_parts(self) -> Once:
+        """What a step needs once, in the search's unit."""
+        estimated, unit = self.variant.estimated, self.own.unit
+        of = {name: layer.step.total for layer in estimated.estimate.layers for name in layer.names}
+        each = np.array([of[name] for name in unit.given.model.names]) / unit.length
+        fixed = (estimated.estimate.table_reduction + estimated.latency) / unit.length
+        return Once(np.add.reduceat(each, self.shared.search.problem.places[:-1]), fixed)
 
     def letters(self, best: BestCut) -> Stages | None:
         """The modules of every stage of a cut, if the executor names them."""

@@ -38,10 +38,14 @@ def megatron(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldBy
     gradient of 16 bits is copied to float32 for the update (``_copy_model_grads_to_main_grads``), but not by
     the precision-aware optimizer. That keeps of the master copy of a parameter in bfloat16 only the other 16
     bits (``OptimizerConfig.store_param_remainders``), unless a part of the states is offloaded
-    (``HybridDeviceOptimizer``). Megatron-FSDP divides gradients (ZeRO stage 2) and parameters (3), too.
+    (``HybridDeviceOptimizer``). SGD has a momentum in any case: ``FusedSGD.get_momentums`` of
+    TransformerEngine, and that of apex, make it with ``--sgd-momentum 0``, too. Megatron-FSDP divides
+    gradients (ZeRO stage 2) and parameters (3), too.
     """
     if zero_stage > 1:
         return by_zero(state, zero_stage, tables)
+    if state.optimizer == "sgd":
+        state = replace(state, optimizer="sgd-momentum")
     is_aware, optimizer = uses_aware_optimizer(state), state.updated(tables=tables)
     is_copied = state.master and state.gradients < FLOAT32 and (state.offloaded or not is_aware)
     copied = FLOAT32 * (1 - state.offloaded) if is_copied else 0.0

@@ -16,6 +16,7 @@ from zbv_solver.layouts.estimated_layout import Setting
 from zbv_solver.layouts.executor_memory import STATES, uses_aware_optimizer
 from zbv_solver.layouts.executor_rules import NAMES
 from zbv_solver.layouts.layout import Layout
+from zbv_solver.layouts.recomputed_modules import keeps_scores
 
 
 def layout_settings(
@@ -70,6 +71,9 @@ def _flags(layout: Layout, setting: Setting) -> list[str]:
         f"--global-batch-size {layout.microbatch_size * layout.microbatches * layout.data_parallel}",
     ]
     flags += (f"{flag} {value}".rstrip() for flag, value in STATES["megatron"].settings(state).items())
+    if keeps_scores(setting.model):
+        # By default, Megatron-LM chooses a backend that keeps no scores.
+        flags.append("--attention-backend unfused")
     if not setting.training.fused_gradients:
         flags.append("--no-gradient-accumulation-fusion")
     if layout.zero_stage or uses_aware_optimizer(state):

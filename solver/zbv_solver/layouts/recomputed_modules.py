@@ -55,6 +55,11 @@ def module_sets(model: Transformer) -> tuple[Modules, ...]:
     return tuple(dict.fromkeys(filter(None, found)))
 
 
-def _scores(model: Transformer) -> Modules:
+def keeps_scores(model: Transformer) -> bool:
+    """Whether any attention is plain, which keeps its scores."""
     halves = (half for kind in model.layers() for _, half in kind.halves)
-    return () if all(getattr(half, "flash", True) for half in halves) else ("core_attn",)
+    return not all(getattr(half, "flash", True) for half in halves)
+
+
+def _scores(model: Transformer) -> Modules:
+    return ("core_attn",) if keeps_scores(model) else ()

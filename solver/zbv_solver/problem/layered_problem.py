@@ -388,7 +388,8 @@ def _room_issues(problem: LayeredProblem) -> Iterator[Issue]:
     yield Issue(
         "/layers",
         f"found {problem.n_atoms} separable layers for {fewest} stages; every stage needs at least "
-        f"one{ends}. Give finer layers, fewer ranks, another placement, or cut.allow_empty.",
+        f"one{ends}. Give finer layers, fewer ranks or another placement, or set cut.allow_empty, except for "
+        f"PyTorch and torchtitan, which cannot run empty stages.",
     )
 
 

@@ -116,6 +116,35 @@ def test_a_schedule_of_pytorch_is_valid_and_has_the_times_of_its_order(
     assert bool(pairs) == (name == "DualPipeV")
 
 
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8)])
+def test_the_last_rank_of_pytorchs_own_1f1b_counts_forwards_from_1(
+    p: int, m: int, check: Callable[..., tuple[int, str]]
+) -> None:
+    stage: Any = SimpleNamespace(
+        stage_index=0, num_stages=p, group_size=p, group_rank=0, group=None, has_backward=False,
+        is_first=True, is_last=p == 1, submod=torch.nn.Identity(), device=torch.device("cpu"),
+    )  # fmt: skip
+    order = torch_schedules.Schedule1F1B(
+        stage, m, loss_fn=lambda output, target: output
+    )._get_pipeline_order()
+    assert order is not None
+    rows = [",".join("" if action is None else str(action) for action in order[rank]) for rank in range(p)]
+    assert f"{p - 1}F{m}" in rows[-1]
+    given = document(p, m, "single")
+    status, shown = check("\n".join(rows) + "\n", given, "--json")
+    assert status == 0, shown
+    found = json.loads(shown)
+    expected = evaluate(parse_problem(given), torch_schedule("1F1B", p, m).orders())
+    assert found["metrics"]["span"] == pytest.approx(expected.span)
+    assert any("1, 2, …" in claim["text"] and not claim["is_verified"] for claim in found["claims"])
+
+
+def test_other_forwards_from_1_are_refused(check: Callable[..., tuple[int, str]]) -> None:
+    """Nobody knows which microbatches they are."""
+    status, _ = check("0F0,0F1,0B0,0B1\n1F2,1B0,1F1,1B1\n", document(2, 2, "single"))
+    assert status == 2
+
+
 plans = st.builds(
     lambda problem, random: make_plan(problem, random_orders(problem, random), method="random"),
     problems(kinds=("v", "loop", "single")),

@@ -90,11 +90,27 @@ def test_empty_stages_are_forbidden_only_if_the_problem_says_so() -> None:
     assert free.least <= forbidden.least
     assert forbidden.problem.model is not None
     assert all(forbidden.problem.model.partition)
-    with pytest.raises(InvalidInput, match="none of the 1 schedules can cut"):
-        best_cut(layered(3, 4, {"allow_empty": False}), [schedule], allow_empty=True, effort="quick")
     best_cut(layered(3, 4, {"allow_empty": True}), [schedule], allow_empty=True, effort="quick")
-    with pytest.raises(InvalidInput, match="none of the 1 schedules can cut"):
-        best_cut(layered(3, 4, {"allow_empty": True}), [schedule], allow_empty=False, effort="quick")
+
+
+@pytest.mark.parametrize(
+    ("executor", "cut", "chunks", "advice"),
+    [
+        ("megatron", {"allow_empty": False}, 2, {"virtual", "ranks", "allow_empty"}),
+        ("torch", {}, 2, {"virtual", "ranks"}),
+        ("torch", {"allow_empty": True}, 2, {"virtual", "ranks"}),
+        ("torch", {"allow_empty": True}, 1, {"ranks"}),
+        ("torchtitan", {"allow_empty": True}, 1, {"ranks"}),
+    ],
+)
+def test_too_few_layers_are_refused_with_what_the_executor_can_do(
+    executor: str, cut: dict[str, bool], chunks: int, advice: set[str]
+) -> None:
+    problem = layered(1 if cut.get("allow_empty") else 2, 4, cut)
+    with pytest.raises(InvalidInput) as raised:
+        cut_for_executor(problem, executor, virtual_stages=[chunks], effort="quick")
+    assert {word for word in ("virtual", "ranks", "allow_empty") if word in str(raised.value)} == advice
+    assert "finer layers" in str(raised.value)
 
 
 @pytest.mark.parametrize("end", ["first", "last"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from support.cut_models import cut_problem
 from support.orders import random_orders
 from support.problems import problems, uniform
-from support.titan_configuration import FULL, UNTOUCHED, configured, rows_of
+from support.titan_configuration import FULL, SELECTIVE, UNTOUCHED, configured, rows_of
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
+from zbv_solver.construct.baselines import order_of
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import export
 from zbv_solver.export.torch_csv import relabelled
@@ -134,3 +136,20 @@ def test_torchtitan_recomputes_all_stages_or_none(
     text = export(cut_plan(names, (2, 2, 2, 2), recomputed), "torchtitan")
     assert configured(text, "newer").activation_checkpoint == expected
     assert ("# Planned to be recomputed: 1, 3." in text) == is_said == ("checkpoint yourself" in text)
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected", "is_said"), [(("op",), SELECTIVE, False), (("mlp", "moe_act"), None, True)]
+)
+def test_what_torchtitan_recomputes_of_a_block_are_its_own_operations(
+    modules: Any, expected: str | None, is_said: bool
+) -> None:
+    """Recomputation of whole blocks would take longer than planned."""
+    names = ["embedding", *(f"block.{copy}" for copy in range(6)), "head"]
+    cut = cut_problem(names, (4, 4), (True, True), placement="single")
+    assert cut.model is not None
+    model = replace(cut.model, model=replace(cut.model.model, recompute_modules=modules))
+    orders = order_of("1f1b", cut.placement, cut.microbatches)
+    text = export(make_plan(replace(cut, model=model), orders, method="by hand"), "torchtitan")
+    assert configured(text, "newer").activation_checkpoint == expected
+    assert (f"recomputed: {', '.join(modules)} of the stages 0, 1." in text) == is_said

@@ -26,8 +26,6 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.timing.start_times import evaluate
 
 GB = 1e9
-RESERVED_SHARE = 1.02
-"""torchtitan prints what PyTorch reserves: 1.01 to 1.21 times what tensors take (docs/benchmarks.md)."""
 
 
 def chosen(name: str, **changes: Any) -> StateBytes:
@@ -53,6 +51,9 @@ def held(kept: HeldBytes, replicas: int, *, is_shared: bool) -> float:
         (chosen("bf16-states", gradients=2), 4 + 2 + 4, (4, 6)),
         (chosen("fp8-states"), 6 + 2 + 2, (6, 4)),
         (chosen("mixed-fp32-gradients", optimizer="muon"), 14, (6, 8)),
+        # FusedSGD makes a momentum even if it is 0; SGD is not distributed.
+        (chosen("mixed-fp32-gradients", optimizer="sgd"), 14, (6, 8)),
+        (chosen("mixed-fp32-gradients", optimizer="sgd-momentum"), 14, (6, 8)),
         (chosen("mixed-fp32-gradients", offloaded=0.5), 12, (6, 6)),
         (chosen("mixed-fp32-gradients", offloaded=1.0), 6, (6, 0)),
     ],
@@ -101,14 +102,8 @@ def test_static_memory_of_a_16b_model_is_that_of_flagscale() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("order", "stages", "gibibytes"),
-    [("1f1b", (15, *(16,) * 6, 15), 82.5), ("interleaved-1f1b", (7, *(8,) * 14, 7), 72.7)],
-)
-def test_memory_of_llama_405b_is_that_of_torchtitans_table(
-    order: str, stages: tuple[int, ...], gibibytes: float
-) -> None:
-    """Table 5 of benchmarks/llama3_h100_202412_torchtitan.md, with the cuts of commit 9dec370."""
+def memory_of_405b(order: str, stages: tuple[int, ...]) -> tuple[float, EstimatedLayout]:
+    """The fullest rank of torchtitan's run, and its layers."""
     request = parse_request(
         {"presets": ["llama-3.1-405b"], "global_batch": 256, "sequence_length": 8192},
         equal_cluster({"nodes": 64, "gpus_per_node": 8, "device": "h100", "memory": 101e9}),
@@ -121,8 +116,27 @@ def test_memory_of_llama_405b_is_that_of_torchtitans_table(
     layered = replace(estimated.problem, limit=None, static=(chunks * buffers,) * 8)
     bounds = (0, *(1 + done for done in accumulate(stages[:-1])), layered.model.n_layers)
     problem, orders = baseline(order, layered.cut_into(placement, Cut.at(bounds, (False,) * len(stages))))
-    reserved = RESERVED_SHARE * max(evaluate(problem, orders).peak_memory)
-    assert reserved == pytest.approx(gibibytes * 2**30, rel=0.1)
+    return max(evaluate(problem, orders).peak_memory), estimated
+
+
+def test_memory_of_llama_405b_explains_torchtitans_table() -> None:
+    """Table 5 of benchmarks/llama3_h100_202412_torchtitan.md, with the cuts of commit 9dec370.
+
+    The account is not that of this run in two points (docs/estimates.md): FSDP gathered the parameters of
+    blocks in float8, one byte instead of two; and with eight microbatches, a rank of the interleaved schedule
+    ends all backwards of a stage, and reduces its gradients, before it begins those of the other.
+    """
+    one, estimated = memory_of_405b("1f1b", (15, *(16,) * 6, 15))
+    two, _ = memory_of_405b("interleaved-1f1b", (7, *(8,) * 14, 7))
+    # Of 6 + 16/8 bytes in all, parameters have two and gradients have four in every replica.
+    parameters = estimated.estimate.layers[1].static.total / (6 + 16 / 8)
+    one -= 16 * parameters
+    two -= 16 * parameters + 4 * 8 * parameters
+    published = 82.5 * 2**30, 72.7 * 2**30
+    assert two < one
+    # What PyTorch reserves over tensors is the same share in both; other runs have 1.01 to 1.21.
+    assert published[0] / one == pytest.approx(published[1] / two, rel=0.02)
+    assert 1.0 < published[0] / one < 1.25
 
 
 def flags_to_state(flags: dict[str, str]) -> StateBytes:
@@ -247,6 +261,15 @@ def test_muon_has_a_layout_and_its_flag() -> None:
     adam = asked(2, global_batch=16, sequence_length=8192).setting.of_executor("megatron")
     static = EstimatedLayout.of(best.layout, adam).estimate.layers[1].static
     assert best.estimated.estimate.layers[1].static.total < static.total
+
+
+@pytest.mark.parametrize("attention", ["flash", "plain"])
+def test_plain_attention_asks_megatron_for_the_backend_that_keeps_scores(attention: str) -> None:
+    fixed = Fixed(tensor_parallel=1, context_parallel=1, pipeline_parallel=4, recompute="none")
+    request = asked(2, fixed, global_batch=16, sequence_length=1024, model={"attention": attention})
+    (best,) = executor_layouts(request.layouts, request.setting, "megatron").best
+    assert isinstance(best, ExecutorLayout)
+    assert ("--attention-backend unfused" in (best.settings or "")) == (attention == "plain")
 
 
 def test_float32_gradients_are_megatrons_default() -> None:

@@ -16,7 +16,7 @@ from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.descent import CutDescent
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.partition.runs import Choice, First, Recomputed, Runs
+from zbv_solver.partition.runs import WHOLE, Choice, First, Groups, Recomputed, Runs
 from zbv_solver.partition.simple_cuts import histogram_cut, level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
@@ -59,7 +59,7 @@ class OrderSearch:
         self,
         problem: LayeredProblem,
         schedule: Schedule,
-        recompute: Recomputed | First | None,
+        recompute: Recomputed | First | Groups | None,
         latest: dict[int, int],
         effort: Effort,
         seed: int,
@@ -104,6 +104,8 @@ class OrderSearch:
         """How stages of a cut are recomputed; None if no cut is known."""
         if self.recompute is None:
             return "per-stage"
+        if isinstance(self.recompute, Groups):
+            return "all"
         if isinstance(self.recompute, tuple):
             return "all" if self.recompute[0] else "none"
         if choice is None:
@@ -112,11 +114,26 @@ class OrderSearch:
         most = int((np.diff(self.runs.counts(bounds), axis=0) @ self.runs.can_recompute).max())
         return "none" if chosen == 0 else "all" if chosen >= most and not self.recompute.others else "block"
 
+    def recompute_group(self, choice: Choice | None) -> int | None:
+        """How many layers keep one input together; None if every layer keeps its own, or no cut is known."""
+        if choice is None or not isinstance(self.recompute, Groups):
+            return None
+        return choice[1][0] // WHOLE
+
+    @property
+    def _linear(self) -> tuple[Runs, Recomputed | First | None]:
+        """Runs with linear memory, and what is recomputed: groups have at least a share of all inputs."""
+        if not isinstance(self.recompute, Groups):
+            return self.runs, self.recompute
+        most = self.recompute.numbers(int(self.runs.can_recompute @ self.runs.size))[-1]
+        return self.runs.without_inputs(1 / most), (WHOLE,) * self.space.n_stages
+
     def _mean_load(self) -> float:
         """The mean work of a rank for one microbatch, if it is known which stages are recomputed."""
-        if not isinstance(self.recompute, tuple):
+        chosen = self._linear[1]
+        if not isinstance(chosen, tuple):
             return 0.0
-        forward, inputs, weights, fused = self.runs.duration[int(bool(self.recompute[0]))]
+        forward, inputs, weights, fused = self.runs.duration[int(bool(chosen[0]))]
         work = (forward + np.minimum(inputs + weights, fused)) @ self.runs.size
         return float(work) / self.problem.pp_degree * (1 - ROUNDING)
 
@@ -139,15 +156,14 @@ class OrderSearch:
         """A better bound from the loads and the memory of ranks alone, as fractions of parts."""
         start = self.runs.repaired(self.simple[-1])
         if start is not None:
-            relaxed = relax(self.runs, self.order, self.local.at(start), 0, self.recompute, False)
-            self._take(relaxed)
+            self._take(self._relaxed(self.local.at(start), 0, False))
 
     def estimate(self) -> None:
         """A bound with little effort: few programs, and the last one's solution as a cut."""
         start = self.runs.repaired(self.simple[-1])
         if start is not None:
             rounds = max(2, min(FEW_ROUNDS, FEW_SWEPT // (len(self.order.orders) * self.problem.pp_degree)))
-            relaxed = relax(self.runs, self.order, self.local.at(start), rounds, self.recompute, False)
+            relaxed = self._relaxed(self.local.at(start), rounds, False)
             self._take(relaxed)
             if relaxed.counts is not None:
                 rounded = self.runs.repaired(tuple(np.rint(relaxed.counts.sum(axis=1)).astype(int).tolist()))
@@ -173,6 +189,10 @@ class OrderSearch:
         """Boundaries in layers."""
         return tuple(int(self.problem.places[bound]) for bound in bounds)
 
+    def _relaxed(self, start: Choice, rounds: int, does_fit: bool, deadline: float = math.inf) -> Relaxed:
+        runs, recompute = self._linear
+        return relax(runs, self.order, start, rounds, recompute, does_fit, deadline)
+
     def _take(self, relaxed: Relaxed) -> None:
         """Keep a relaxation's bound and terms."""
         self.terms |= relaxed.terms
@@ -189,8 +209,7 @@ class OrderSearch:
             return
         each = len(self.order.orders) * self.problem.pp_degree
         rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / each))
-        relaxed = relax(self.runs, self.order, self._best(), rounds, self.recompute, deadline=self.deadline)
-        self._take(relaxed)
+        self._take(self._relaxed(self._best(), rounds, True, self.deadline))
         if share >= 1 and self._target(below) > self.bound:
             self.local.left = ACTIONS[self.effort]
             self.local.run(self._best())

@@ -90,7 +90,8 @@ $(TITAN)/.installed: constraints.txt pyproject.toml
 	PIP_CONSTRAINT=$(CURDIR)/$(TITAN)/constraints.txt $(TITAN)/bin/python -m pip --disable-pip-version-check install \
 	  --quiet --no-compile hatchling editables setuptools wheel
 	PIP_CONSTRAINT=$(CURDIR)/$(TITAN)/constraints.txt $(TITAN)/bin/python -m pip --disable-pip-version-check install \
-	  --quiet --no-compile --no-build-isolation --editable '.[solver,worker]' $(or $(TORCHTITAN),torchtitan==0.3.0) triton
+	  --quiet --no-compile --no-build-isolation --editable '.[solver,worker]' $(or $(TORCHTITAN),torchtitan==0.3.0) triton \
+	  hypothesis # of tests/support/estimates.py
 	@touch $@
 
 lint: style types ## Check only style and types

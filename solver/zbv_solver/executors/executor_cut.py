@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from zbv_solver.documents.text import plain
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
+from zbv_solver.executors.best_cut import BestCut, Offer, Recompute, best_cut
 from zbv_solver.executors.even_cuts import even_cut
 from zbv_solver.executors.letters import Modules
 from zbv_solver.executors.megatron_layout import Stages, layout_flags, recompute_flags, write_layout
@@ -96,7 +96,8 @@ def cut_for_executor(
         Names of PyTorch's schedules to try; by default those with fused backwards.
     recompute
         Which stages may be recomputed. Executors cannot express ``per-stage``. None: as the executor offers;
-        Megatron-LM also recomputes as many first layers of every stage.
+        Megatron-LM also recomputes as many first layers of every stage. If it may recompute all layers, it
+        may do so in groups.
     recompute_layers
         This number of transformer layers; None lets the search choose.
     also
@@ -152,7 +153,7 @@ def cut_for_executor(
         stages,
         best.schedule,
         found.recompute,
-        found.recompute_layers,
+        found.recompute_layers or found.recompute_group,
         () if model is None else model.model.recompute_modules,
     )
     return ExecutorCut(executor, best, stages, settings, remark, about_even)
@@ -206,7 +207,7 @@ def recomputation(
     modules: Modules | None,
     asked: Recompute | None,
     layers: int | None = None,
-) -> Recompute | First:
+) -> tuple[Offer, ...]:
     """What the search may recompute; raises :class:`InvalidInput` if the executor cannot."""
     chosen, only = problem.model.recompute_modules, "only Megatron-LM does"
     is_megatron = executor == "megatron" and modules is not None
@@ -217,7 +218,9 @@ def recomputation(
         raise InvalidInput.at("/recompute_modules", detail)
     first = modules.first_blocks(problem) if is_megatron and modules is not None and not chosen else None
     if layers is None:
-        return asked or (first or "uniform" if is_offered else "none")
+        offer = asked or (first or "uniform" if is_offered else "none")
+        groups = modules.block_groups(problem) if first and modules is not None else None
+        return (offer,) if groups is None or offer in ("none", "per-stage") else (offer, groups)
     for is_kept, detail in (
         (is_megatron, f"found {layers} and executor {executor}; {only} that. Leave it out."),
         (
@@ -229,7 +232,7 @@ def recomputation(
     ):
         if not is_kept:
             raise InvalidInput.at("/recompute_layers", detail)
-    return replace(first or First(), least=layers, most=layers)
+    return (replace(first or First(), least=layers, most=layers),)
 
 
 def stage_letters(problem: Problem, modules: Modules) -> Stages:
@@ -245,14 +248,14 @@ def executor_settings(
     stages: Stages,
     schedule: Schedule,
     recompute: str,
-    recompute_layers: int | None = None,
+    layers: int | None = None,
     modules: Sequence[str] = (),
 ) -> tuple[str | None, str]:
     """The settings of an executor, or None and why there are none.
 
     Parameters
     ----------
-    recompute, recompute_layers, modules
+    recompute, layers, modules
         As :func:`~zbv_solver.executors.megatron_layout.recompute_flags` takes them.
     """
     ranks = schedule.placement.pp_degree
@@ -269,7 +272,7 @@ def executor_settings(
             return titan.text(), ""
         flags = [
             *layout_flags(stages, ranks, schedule.group),
-            *recompute_flags(recompute, recompute_layers, modules),
+            *recompute_flags(recompute, layers, modules),
         ]
         return " \\\n".join(flags) + "\n", ""
     except InvalidInput as error:
@@ -362,6 +365,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
         "group_size": best.schedule.group,
         "recompute": best.results[0].recompute,
         "recompute_layers": best.results[0].recompute_layers,
+        "recompute_group": best.results[0].recompute_group,
         "objective": best.objective,
         "lower_bound": best.lower_bound,
         "status": "optimal" if best.is_optimal else "feasible",
@@ -383,6 +387,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
                 "group_size": each.schedule.group,
                 "recompute": each.recompute,
                 "recompute_layers": each.recompute_layers,
+                "recompute_group": each.recompute_group,
                 "objective": _number(each.objective),
                 "lower_bound": _number(each.lower_bound),
                 "searched": each.is_searched,

@@ -155,14 +155,14 @@ class Keys:
         value = self.size(*names)
         if value is None:
             detail = "this key is absent, and there is no default. Add it: a whole number above 0."
-            raise self.wrong(self._name(names), detail)
+            raise self.wrong(self.name_of(names), detail)
         return value
 
     def size(self, *names: str) -> int | None:
         """A whole number above 0; None if there is none."""
         value = self.get(*names)
         if value is not None and (type(value) is not int or not 1 <= value <= 10**8):
-            raise self.wrong(self._name(names), f"found {quoted(value)}; must be a whole number above 0.")
+            raise self.wrong(self.name_of(names), f"found {quoted(value)}; must be a whole number above 0.")
         return value
 
     def count(self, *names: str, null: int = 0, least: int = 0) -> int:
@@ -172,14 +172,14 @@ class Keys:
             return null
         if type(value) is not int or not least <= value <= 10**8:
             rule = f"must be a whole number from {least}."
-            raise self.wrong(self._name(names), f"found {quoted(value)}; {rule}")
+            raise self.wrong(self.name_of(names), f"found {quoted(value)}; {rule}")
         return value
 
     def flag(self, *names: str, null: bool = False) -> bool:
         """True or false; ``null`` if there is none."""
         value = self.get(*names)
         if value is not None and not isinstance(value, bool):
-            raise self.wrong(self._name(names), f"found {quoted(value)}; must be true or false.")
+            raise self.wrong(self.name_of(names), f"found {quoted(value)}; must be true or false.")
         return null if value is None else value
 
     def listed(self, length: int, *names: str) -> list[Any]:
@@ -188,10 +188,10 @@ class Keys:
         if not isinstance(value, list | str) or len(value) != length:
             found = f"{len(value)} entries" if isinstance(value, list) else quoted(value)
             rule = f"must be a list of one per layer ({length})."
-            raise self.wrong(self._name(names), f"found {found}; {rule}")
+            raise self.wrong(self.name_of(names), f"found {found}; {rule}")
         return list(value)
 
-    def _name(self, names: tuple[str, ...]) -> str:
+    def name_of(self, names: tuple[str, ...]) -> str:
         """The name that the file has for a key."""
         present = [name for name in names if name in self._document]
         return next((name for name in present if self.has(name)), (*present, *names)[0])

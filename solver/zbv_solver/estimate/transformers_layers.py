@@ -133,26 +133,39 @@ _EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_
 
 def _named_mixers(keys: Keys, count: int) -> str:
     letters = _named(keys, count, MIXERS, "layer_types")
-    for name in (
-        *_EVERY,
-        "use_sliding_window",
-        "max_window_layers",
-        *SLIDING,
-        "attention_chunk_size",
-    ):
+    for name in ("use_sliding_window", "max_window_layers", *SLIDING, "attention_chunk_size"):
         keys.get(name)  # the list says which of them count
+    every = keys.get(*_EVERY)
+    if isinstance(every, str):  # EXAONE 4 has a period of letters: L for the window, G for all tokens
+        same = every and all((letters[at] == "*") == (every[at % len(every)] == "G") for at in range(count))
+        _require(keys, same, "layer_types", *_EVERY)
+    elif every is not None:
+        period = keys.count(*_EVERY, least=1)
+        same = all((letters[at] == "*") == ((at + 1) % period == 0) for at in range(count))
+        _require(keys, same, "layer_types", *_EVERY)
     return _indexed(keys, count) if "I" in letters else letters
+
+
+def _require(keys: Keys, same: object, listed: str, *names: str) -> None:
+    """Raise :class:`InvalidInput` where a number contradicts the list that has an entry per layer."""
+    if not same:
+        detail = f"found {quoted(keys.get(*names))}, but {listed} says otherwise. Correct one of them."
+        raise keys.wrong(keys.name_of(names), detail)
 
 
 def _indexed(keys: Keys, count: int) -> str:
     """Blocks with an indexer, and blocks that use the choice of an earlier one."""
     every = keys.count("index_topk_freq", null=1, least=1)
     offset = keys.count("index_skip_topk_offset", null=2)
-    if keys.get("indexer_types", "index_topk_pattern") is not None:
-        letters = {"full": "I", "F": "I", "shared": "W", "S": "W"}
-        return _named(keys, count, letters, "indexer_types", "index_topk_pattern")
     is_full = (max(place - offset + 1, 0) % every == 0 for place in range(count))
-    return "".join("I" if full else "W" for full in is_full)
+    by_number = "".join("I" if full else "W" for full in is_full)
+    names = ("indexer_types", "index_topk_pattern")
+    if keys.get(*names) is None:
+        return by_number
+    found = _named(keys, count, {"full": "I", "F": "I", "shared": "W", "S": "W"}, *names)
+    has_number = keys.has("index_topk_freq")
+    _require(keys, not has_number or found == by_number, keys.name_of(names), "index_topk_freq")
+    return found
 
 
 def _named(keys: Keys, count: int, letters: dict[str, str], *names: str) -> str:
@@ -180,16 +193,25 @@ def _ffns(keys: Keys, count: int) -> str:
     """``E`` for a block with experts, ``-`` for one with an MLP."""
     if not keys.count(*EXPERTS):
         return "-" * count
+    is_listed = isinstance(keys.get("moe_layer_freq"), list)
     if keys.has("mlp_layer_types"):
-        keys.get(FIRST_DENSE), keys.get("moe_layer_freq")
-        return _named(keys, count, {"sparse": "E", "dense": "-"}, "mlp_layer_types")
+        found = _named(keys, count, {"sparse": "E", "dense": "-"}, "mlp_layer_types")
+        if is_listed:
+            same = [bool(each) for each in keys.listed(count, "moe_layer_freq")] == [e == "E" for e in found]
+            _require(keys, same, "mlp_layer_types", "moe_layer_freq")
+        else:
+            keys.count("moe_layer_freq", least=1)
+        return _with_first_dense(keys, found, "mlp_layer_types")
     if keys.has("moe_layers"):
         places = keys.places(count, "moe_layers")
-        keys.get("interleave_moe_layer_step")
+        step = keys.count("interleave_moe_layer_step", null=1, least=1)
+        same = set(places) == set(range(step - 1, count, step))
+        has_step = keys.has("interleave_moe_layer_step")
+        _require(keys, same or not has_step, "moe_layers", "interleave_moe_layer_step")
         return "".join("E" if place in places else "-" for place in range(count))
-    if isinstance(keys.get("moe_layer_freq"), list):
-        keys.get(FIRST_DENSE)
-        return "".join("E" if each else "-" for each in keys.listed(count, "moe_layer_freq"))
+    if is_listed:
+        found = "".join("E" if each else "-" for each in keys.listed(count, "moe_layer_freq"))
+        return _with_first_dense(keys, found, "moe_layer_freq")
     dense, only = keys.count(FIRST_DENSE), keys.places(count, "mlp_only_layers")
     from_zero = keys.count("moe_layer_freq", null=1, least=1)
     step = keys.count("decoder_sparse_step", "interleave_moe_layer_step", null=1, least=1)
@@ -199,6 +221,13 @@ def _ffns(keys: Keys, count: int) -> str:
         else "-"
         for place in range(count)
     )
+
+
+def _with_first_dense(keys: Keys, letters: str, listed: str) -> str:
+    """The same letters; raises :class:`InvalidInput` where the file has another number of dense layers."""
+    dense, first = keys.count(FIRST_DENSE), (letters + "E").find("E")
+    _require(keys, not keys.has(FIRST_DENSE) or min(dense, len(letters)) == first, listed, FIRST_DENSE)
+    return letters
 
 
 def _pattern(mixers: str, ffns: str, *, has_experts: bool) -> Section:
@@ -259,8 +288,12 @@ def read_attention(keys: Keys) -> Section:
     if keys.size("kv_lora_rank") is None:
         return {**model, "kv_heads": groups, "head_dim": head}
     latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    keys.get("qk_head_dim")
-    return {**model, **{name: keys.size(name) for name in latent}}
+    sizes = {name: keys.size(name) for name in latent}
+    plain, rotated, both = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], keys.size("qk_head_dim")
+    if both is not None and plain is not None and rotated is not None and both != plain + rotated:
+        rule = f"must be qk_nope_head_dim + qk_rope_head_dim ({plain + rotated})."
+        raise keys.wrong("qk_head_dim", f"found {both}; {rule}")
+    return {**model, **sizes}
 
 
 def _mamba(keys: Keys) -> dict[str, Any]:

@@ -127,7 +127,13 @@ def test_keys_go_by_the_names_that_published_files_have() -> None:
     assert from_transformers(llava)["vocabulary"] == 32064
 
 
-@pytest.mark.parametrize("dense", [{"first_k_dense_replace": 61}, {"mlp_layer_types": ["dense"] * 61}])
+@pytest.mark.parametrize(
+    "dense",
+    [
+        {"first_k_dense_replace": 61},
+        {"mlp_layer_types": ["dense"] * 61, "first_k_dense_replace": None},
+    ],
+)
 def test_a_model_whose_blocks_are_all_dense_has_no_experts(dense: dict[str, Any]) -> None:
     read = from_transformers({**DEEPSEEK, "num_hidden_layers": 61, "num_nextn_predict_layers": 0, **dense})
     model = ModelConfig.model_validate({"sequence": 1024, **read})
@@ -192,6 +198,68 @@ def test_llava_has_a_vision_encoder() -> None:
             {**QWEN3_MOE, "shared_expert_intermediate_size": ""},
             "/shared_expert_intermediate_size",
             "must be a whole number from 0",
+        ),
+        (
+            {**DEEPSEEK, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 59},
+            "/first_k_dense_replace",
+            "found 3, but mlp_layer_types says otherwise",
+        ),
+        (
+            {
+                "model_type": "qwen3_next",
+                "num_hidden_layers": 2,
+                "full_attention_interval": 4,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            "/full_attention_interval",
+            "found 4, but layer_types says otherwise",
+        ),
+        (
+            {
+                "model_type": "exaone4",
+                "num_hidden_layers": 2,
+                "sliding_window_pattern": "LLLG",
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "/sliding_window_pattern",
+            "found 'LLLG', but layer_types says otherwise",
+        ),
+        (
+            {
+                "model_type": "llama4_text",
+                "num_hidden_layers": 4,
+                "moe_layers": [0, 2],
+                "interleave_moe_layer_step": 2,
+            },
+            "/interleave_moe_layer_step",
+            "found 2, but moe_layers says otherwise",
+        ),
+        (
+            {
+                "model_type": "glm_moe_dsa",
+                "num_hidden_layers": 2,
+                "index_topk_freq": 2,
+                "indexer_types": ["full", "full"],
+                "index_skip_topk_offset": 1,
+            },
+            "/index_topk_freq",
+            "found 2, but indexer_types says otherwise",
+        ),
+        (
+            {**DEEPSEEK, "qk_head_dim": 256},
+            "/qk_head_dim",
+            "must be qk_nope_head_dim + qk_rope_head_dim (192)",
+        ),
+        (
+            {
+                **DEEPSEEK,
+                "num_hidden_layers": 2,
+                "first_k_dense_replace": 1,
+                "moe_layer_freq": [1, 1],
+                "mlp_layer_types": ["dense", "sparse"],
+            },
+            "/moe_layer_freq",
+            "found [1, 1], but mlp_layer_types says otherwise",
         ),
         ({**DEEPSEEK, "num_experts_per_tok": 0.5}, "/num_experts_per_tok", "whole number above 0"),
         ({**DEEPSEEK, "mtp_use_repeated_layer": True}, "/mtp_use_repeated_layer", "does not know"),
@@ -541,6 +609,15 @@ def test_the_layers_of_a_file_become_kinds_of_blocks() -> None:
     switched = {"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True,
                 "sliding_window": 64, "max_window_layers": 2}  # fmt: skip
     assert "".join(read(switched).kinds) == "*-*-W-W-"
+
+
+def test_numbers_that_agree_with_a_list_are_read() -> None:
+    period = {"num_hidden_layers": 8, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2}
+    for every in ("LLLG", 4, None):
+        exaone = {"model_type": "exaone4", **period, "sliding_window_pattern": every, "sliding_window": 64}
+        assert "".join(read(exaone).kinds) == "W-W-W-*-" * 2
+    listed = {**DEEPSEEK, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58}
+    assert read(listed).dense_layers == 3
 
 
 def test_dropout_of_a_file_counts_outside_attention() -> None:

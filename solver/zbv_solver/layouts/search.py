@@ -175,7 +175,8 @@ def best_layouts(
         When no layout fits in memory.
     """
     queue, considered, is_whole = _enumerated(layouts, setting, cancelled)
-    with FirstPlans(workers, processes if considered >= MANY_LAYOUTS else 1) as plans:
+    has_many = is_whole and considered >= MANY_LAYOUTS
+    with FirstPlans(workers, processes if has_many else 1) as plans:
         search, ended, is_cancelled = LayoutSearch(setting, cancelled, plans), 0, not is_whole
         while queue and ended < top and not is_cancelled:
             first = heapq.heappop(queue)

@@ -20,7 +20,7 @@ from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.executors.best_cut import BestCut, OrderResult
+from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
 from zbv_solver.executors.free_order import LEAST_SECONDS, free_plan
 from zbv_solver.executors.score import score_layout
@@ -195,7 +195,7 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
             each.schedule.name,
             str(each.schedule.placement.chunks),
             str(each.schedule.group or ""),
-            _recomputed(each),
+            each.recompute if each.recompute_layers is None else f"first {each.recompute_layers}",
             _value(each.objective) if each.is_searched else UNSEARCHED,
             _value(each.lower_bound),
             UNSEARCHED if isinf(each.even) else f"{each.even:.6g}",
@@ -206,12 +206,6 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
         name = f"any order, placement {free.problem.placement.name}"
         table.add_row(name, "", "", "", f"{free.objective:.6g}", f"{bound:.6g}", "")
     return table
-
-
-def _recomputed(result: OrderResult) -> str:
-    if result.recompute_layers is not None:
-        return f"first {result.recompute_layers}"
-    return result.recompute if result.recompute_group is None else f"groups of {result.recompute_group}"
 
 
 def _value(objective: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from zbv_solver.documents.text import plain
-from zbv_solver.executors.best_cut import BestCut, OrderResult
+from zbv_solver.executors.best_cut import BestCut
 from zbv_solver.executors.executor_cut import stage_letters
 from zbv_solver.executors.megatron_layout import write_layout
 from zbv_solver.executors.score import Score
@@ -34,7 +34,6 @@ def score_json(score: Score) -> dict[str, Any]:
         "group_size": schedule.group,
         "recompute": score.recompute,
         "recompute_layers": score.recompute_layers,
-        "recompute_group": score.recompute_group,
         "objective": score.objective,
         "span": timing.span,
         "makespan": timing.makespan,
@@ -82,7 +81,6 @@ def _best_json(score: Score, best: BestCut | None) -> dict[str, Any] | None:
         "group_size": best.schedule.group,
         "recompute": best.results[0].recompute,
         "recompute_layers": best.results[0].recompute_layers,
-        "recompute_group": best.results[0].recompute_group,
         "layout": write_layout(stage_letters(best.problem, score.modules)),
         "objective": best.objective,
         "lower_bound": best.lower_bound,
@@ -114,17 +112,15 @@ def score_table(score: Score) -> Table:
 def schedule_name(score: Score) -> str:
     """The schedule with its stages, its group, and what is recomputed."""
     group = "" if score.schedule.group is None else f", groups of {score.schedule.group}"
-    return f"{score.schedule.name}{group}{_again(score)}"
+    return f"{score.schedule.name}{group}{_again(score.recompute, score.recompute_layers)}"
 
 
-def _again(of: Score | OrderResult) -> str:
+def _again(recompute: str, layers: int | None) -> str:
     """What is recomputed."""
-    if of.recompute == "block":
-        layers = of.recompute_layers
+    if recompute == "block":
         first = "transformer layer" if layers == 1 else f"{layers} transformer layers"
         return f", the first {first} of every stage recomputed"
-    groups = "" if of.recompute_group is None else f" in groups of {of.recompute_group} layers"
-    return f", all stages recomputed{groups}" if of.recompute == "all" else ""
+    return ", all stages recomputed" if recompute == "all" else ""
 
 
 def score_summary(score: Score) -> str:
@@ -182,7 +178,7 @@ def _better(score: Score) -> list[str]:
             "" if best.schedule.group is None else f", groups of {best.schedule.group}"
         )
         under = what if best is score.same else f"{what} ({name})"
-        again = _again(best.results[0])
+        again = _again(best.results[0].recompute, best.results[0].recompute_layers)
         short = "fits" if gain is None else f"{gain:.1%} shorter" if gain else "not shorter"
         lines.append(f"The best cut {under} is {layout}{again}: {found}, {short}.")
     return lines

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -23,7 +22,7 @@ from zbv_solver.executors.rank_rules import inner_sizes, placed_on
 from zbv_solver.executors.regular_cut import Once, regular_cut
 from zbv_solver.executors.schedules import Schedule
 from zbv_solver.partition.cut_space import Boundaries
-from zbv_solver.partition.runs import WHOLE, Choice, First, Groups, Recomputed
+from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -35,8 +34,6 @@ from zbv_solver.verify.verifier import verify_orders
 
 Recompute = Literal["none", "all", "uniform", "per-stage"]
 """Stages that may be recomputed: no stage, every stage, either of the two, or any."""
-Offer = Recompute | First | Groups
-"""One choice of what is recomputed."""
 
 FINALISTS = {"quick": 1, "standard": 2, "thorough": 8}
 """Searches that get the full budget."""
@@ -62,8 +59,6 @@ class OrderResult:
         Whether any cuts were tried. The time limit may end the search before.
     recompute_layers
         With ``block``, how many first layers of every stage are recomputed; None if no cut is known.
-    recompute_group
-        With ``all``, how many layers keep one input together; None if every layer keeps its own.
     """
 
     schedule: Schedule
@@ -73,7 +68,6 @@ class OrderResult:
     even: float
     is_searched: bool = True
     recompute_layers: int | None = None
-    recompute_group: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +122,7 @@ def best_cut(
     problem: LayeredProblem,
     schedules: Sequence[Schedule],
     *,
-    recompute: Offer | tuple[Offer, ...] = "none",
+    recompute: Recompute | First = "none",
     plain: Collection[Schedule] = (),
     allow_empty: bool = False,
     late: str | None = None,
@@ -147,8 +141,7 @@ def best_cut(
     schedules
         Orders to choose from.
     recompute
-        Which stages may be recomputed, how many first layers of every stage, or all in groups; or several of
-        these, of which the best is chosen.
+        Which stages may be recomputed, or how many first layers of every stage.
     plain
         Schedules under which nothing is recomputed.
     allow_empty
@@ -179,9 +172,7 @@ def best_cut(
     refused: dict[Schedule, Issue] = {}
     for schedule in schedules:
         asked = "none" if schedule in plain else recompute
-        offers = asked if isinstance(asked, tuple) else (asked,)
-        variants = [_variants(offer, schedule.placement.n_stages, problem) for offer in offers]
-        for chosen in dict.fromkeys(chain.from_iterable(variants)):
+        for chosen in _variants(asked, schedule.placement.n_stages, problem):
             try:
                 made = order_search(
                     own,
@@ -200,17 +191,10 @@ def best_cut(
             searches.append(made)
     if not searches:
         raise _refusal(problem, schedules, refused, allow_empty)
-    # Groups take as long as all layers by themselves: they help only where too little else fits.
-    searches.sort(key=lambda each: isinstance(each.recompute, Groups))
-    needless: list[OrderSearch] = []
     for number, each in enumerate(searches):
-        below = min((other.value for other in searches[:number]), default=math.inf)
-        if isinstance(each.recompute, Groups) and each.bound >= below * (1 - OPTIMAL_GAP):
-            needless.append(each)
         # Without time, simple cuts of every schedule are timed until one fits.
-        elif not each.is_over or math.isinf(below):
+        if not each.is_over or all(other.best is None for other in searches[:number]):
             each.screen(also)
-    searches = [each for each in searches if each not in needless]
     searches.sort(key=lambda each: each.value)
     for number, each in enumerate(searches):
         below = min(other.value for other in searches)
@@ -254,7 +238,7 @@ def _refusal(
 def order_search(
     own: OwnUnit,
     schedule: Schedule,
-    recompute: Recomputed | First | Groups | None,
+    recompute: Recomputed | First | None,
     *,
     allow_empty: bool,
     late: str | None,
@@ -284,16 +268,14 @@ def _behind(placed: LayeredProblem, sizes: dict[int, int]) -> dict[int, int]:
 
 
 def _variants(
-    recompute: Offer, stages: int, problem: LayeredProblem
-) -> tuple[Recomputed | First | Groups | None, ...]:
+    recompute: Recompute | First, stages: int, problem: LayeredProblem
+) -> tuple[Recomputed | First | None, ...]:
     """What is recomputed, for every search; None lets the search choose stages."""
     none, every = (0,) * stages, (WHOLE,) * stages
     if recompute == "none" or not problem.model.can_recompute:
         return (none,)
     if recompute == "per-stage":
         return (None,)
-    if isinstance(recompute, Groups):
-        return (recompute,)
     if isinstance(recompute, First):
         # All first layers are all layers, unless others can be recomputed.
         has_every = recompute.others and recompute == First(others=recompute.others)
@@ -327,7 +309,6 @@ def answer_of(
             each.even * own.length,
             each.is_searched,
             each.best[1][0] if each.best is not None and each.recompute_name(each.best) == "block" else None,
-            each.recompute_group(each.best),
         )
         for each in searches
     ]
@@ -347,7 +328,6 @@ def answer_of(
     results[0] = replace(
         results[0],
         recompute=best.recompute_name(chosen),
-        recompute_group=best.recompute_group(chosen),
         objective=shortest,
         lower_bound=min(results[0].lower_bound, shortest),
     )
@@ -357,12 +337,8 @@ def answer_of(
 
 
 def _cut_by(search: OrderSearch, placed: LayeredProblem, choice: Choice) -> Problem:
-    """The problem of a cut; if layers are recomputed alike in all stages, they have no other costs."""
+    """The problem of a cut; if first layers are recomputed, these layers have no other costs."""
     bounds, chosen = choice
-    number = search.recompute_group(choice)
-    if isinstance(search.recompute, Groups) and number is not None:
-        placed = replace(placed, model=search.recompute.model(placed, bounds, number))
-        chosen = (0,) * len(chosen)
     if isinstance(search.recompute, First) and search.recompute_name(choice) == "block":
         placed = replace(placed, model=search.recompute.model(placed, bounds, chosen[0]))
         chosen = (0,) * len(chosen)

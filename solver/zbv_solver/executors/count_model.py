@@ -14,9 +14,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from zbv_solver.improve.exact import make_solver, stopped_when
-from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
-from zbv_solver.partition.runs import WHOLE, Choice, First, Groups, Recomputed, Row, Runs
+from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Row, Runs
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 
 STEPS = 44
@@ -62,11 +61,11 @@ class CountModel:
         order: FixedOrder,
         value: float,
         bound: float,
-        recompute: Recomputed | First | Groups | None,
+        recompute: Recomputed | First | None,
     ):
         self.runs, self.is_first = runs, isinstance(recompute, First)
-        self.stages = len(runs.lower) - 1
         self.fixed = recompute if isinstance(recompute, tuple) else None
+        self.stages = len(runs.lower) - 1
         self.size = runs.size.tolist()
         self.model = cp_model.CpModel()
         self.cancelled: Callable[[], bool] | None = None
@@ -75,12 +74,8 @@ class CountModel:
         self._add_counts()
         self.again: list[list[cp_model.LinearExpr]] = []
         self.recomputed: list[cp_model.IntVar] = []
-        self.largest: list[cp_model.IntVar] = []
         if isinstance(recompute, First):
             self._add_first(recompute)
-        elif isinstance(recompute, Groups):
-            self.fixed = (WHOLE,) * self.stages
-            self._add_groups(recompute)
         elif recompute is None:
             self._add_recomputation()
         least = max(0, math.floor(bound * self.scale) - 1)
@@ -152,49 +147,13 @@ class CountModel:
                 self.again[-1].append(until - before)
                 before = until
 
-    def _add_groups(self, groups: Groups) -> None:
-        """Of every stage the first layers of groups, and how many layers its largest group has."""
-        model, able = self.model, self.runs.can_recompute > 0
-        most = int(self.runs.size[able].sum())
-        chosen = {number: model.new_bool_var(f"groups of {number}") for number in groups.numbers(most)}
-        model.add_exactly_one(chosen.values())
-        size = model.new_int_var_from_domain(cp_model.Domain.from_values([*chosen]), "group")
-        model.add(size == cp_model.LinearExpr.weighted_sum([*chosen.values()], [*chosen]))
-        self.recomputed = [size] * self.stages
-        for stage in range(self.stages):
-            self.again.append([])
-            inside = before = cp_model.LinearExpr.sum([])
-            for run, is_able in enumerate(able.tolist()):
-                until: cp_model.LinearExpr = before
-                if is_able:
-                    inside = inside + self._inside(stage, run)
-                    until = model.new_int_var(0, most, "")
-                    for number, is_chosen in chosen.items():
-                        model.add(number * until >= inside).only_enforce_if(is_chosen)
-                        model.add(number * until < inside + number).only_enforce_if(is_chosen)
-                self.again[-1].append(until - before)
-                before = until
-            self.largest.append(model.new_int_var(0, most, ""))
-            model.add_min_equality(self.largest[-1], [size, inside])
-
     def _steps(self, row: Row, scale: float) -> cp_model.LinearExpr:
         """A row in integer steps, rounded down."""
-        if self.fixed is None:
-            return self._sum_of(row, scale)
-        return self._sum_of(Row(row.fixed, row.with_stages(self.fixed), 0 * row.again), scale)
-
-    def _held(self, stages: IntArray, numbers: FloatArray, scale: float) -> cp_model.LinearExpr:
-        """What a rank holds at a moment, without workspace, in steps."""
-        row = self.runs.row_of_memory(stages, numbers)
-        if self.fixed is None or not self.largest:
-            return self._steps(row, scale)
-        without = self.runs.without_inputs().row_of_memory(stages, numbers)
-        return self._sum_of(Row(row.fixed, without.with_stages(self.fixed), row.again - without.again), scale)
-
-    def _sum_of(self, row: Row, scale: float) -> cp_model.LinearExpr:
         variables: list[cp_model.LinearExpr] = []
+        slope = row.slope if self.fixed is None else row.with_stages(self.fixed)
+        tables = [(self.counts, slope)] + ([(self.again, row.again)] if self.fixed is None else [])
         factors = []
-        for rows, values in ((self.counts, row.slope), (self.again, row.again)):
+        for rows, values in tables:
             steps = np.floor(values * scale).astype(np.int64)
             for one, other in np.argwhere(steps).tolist():
                 variables.append(rows[one][other])
@@ -215,20 +174,16 @@ class CountModel:
         for rank, numbers in zip(*order.held, strict=True):
             limit, scale = problem.limit[rank], scales[rank]
             room = limit * (1 + 2 * MEMORY_TOLERANCE) - problem.static[rank]
-            held = self._held(order.hosted[rank], numbers, scale)
+            held = self._steps(self.runs.row_of_memory(order.hosted[rank], numbers), scale)
             self.model.add(held + workspaces[rank] <= math.ceil(room * scale))
 
     def _workspace(self, rank: int, scale: float) -> cp_model.IntVar | int:
         """The largest workspace of a rank's parts, in steps."""
         model = self.model
-        needs = np.concatenate([self.runs.workspace, self.runs.outputs[None]])
-        steps = np.minimum(np.floor(needs * scale), 1 << (STEPS + 1)).astype(np.int64)
-        if not self.largest:
-            steps[2] = 0
+        steps = np.minimum(np.floor(self.runs.workspace * scale), 1 << (STEPS + 1)).astype(np.int64)
         if not steps.any():
             return 0
-        most = steps[:2].max() + steps[2].max() * self.runs.size.sum()
-        largest = model.new_int_var(0, int(most), f"workspace{rank}")
+        largest = model.new_int_var(0, int(steps.max()), f"workspace{rank}")
         for stage in self.runs.space.placement.stages_of[rank]:
             for run, size in enumerate(self.size):
                 if self.is_first:
@@ -240,11 +195,7 @@ class CountModel:
                     continue
                 has = model.new_bool_var("")
                 model.add(self._inside(stage, run) <= size * has)
-                if self.largest:
-                    others = self.largest[stage] - 1
-                    space = int(steps[1, run]) + int(steps[2, run]) * others
-                    model.add(largest >= space).only_enforce_if(has)
-                elif self.fixed is not None:
+                if self.fixed is not None:
                     model.add(largest >= int(steps[int(bool(self.fixed[stage])), run]) * has)
                 else:
                     chosen = self.recomputed[stage]
@@ -286,7 +237,7 @@ class _Watch(cp_model.CpSolverSolutionCallback):
         model = self.model
         bounds = tuple(sum(self.value(count) for count in row) for row in model.counts)
         recompute = model.fixed
-        if recompute is None or model.largest:
+        if recompute is None:
             scale = 1 if model.is_first else WHOLE
             recompute = tuple(scale * self.value(chosen) for chosen in model.recomputed)
         self.choices.append((bounds, recompute))

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from zbv_solver.documents.text import plain
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.best_cut import BestCut, Offer, Recompute, best_cut
+from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
 from zbv_solver.executors.even_cuts import even_cut
 from zbv_solver.executors.letters import Modules
 from zbv_solver.executors.megatron_layout import Stages, layout_flags, recompute_flags, write_layout
@@ -96,8 +96,7 @@ def cut_for_executor(
         Names of PyTorch's schedules to try; by default those with fused backwards.
     recompute
         Which stages may be recomputed. Executors cannot express ``per-stage``. None: as the executor offers;
-        Megatron-LM also recomputes as many first layers of every stage. If it may recompute all layers, it
-        may do so in groups.
+        Megatron-LM also recomputes as many first layers of every stage.
     recompute_layers
         This number of transformer layers; None lets the search choose.
     also
@@ -153,7 +152,7 @@ def cut_for_executor(
         stages,
         best.schedule,
         found.recompute,
-        found.recompute_layers or found.recompute_group,
+        found.recompute_layers,
         () if model is None else model.model.recompute_modules,
     )
     return ExecutorCut(executor, best, stages, settings, remark, about_even)
@@ -207,7 +206,7 @@ def recomputation(
     modules: Modules | None,
     asked: Recompute | None,
     layers: int | None = None,
-) -> tuple[Offer, ...]:
+) -> Recompute | First:
     """What the search may recompute; raises :class:`InvalidInput` if the executor cannot."""
     chosen, only = problem.model.recompute_modules, "only Megatron-LM does"
     is_megatron = executor == "megatron" and modules is not None
@@ -218,9 +217,7 @@ def recomputation(
         raise InvalidInput.at("/recompute_modules", detail)
     first = modules.first_blocks(problem) if is_megatron and modules is not None and not chosen else None
     if layers is None:
-        offer = asked or (first or "uniform" if is_offered else "none")
-        groups = modules.block_groups(problem) if first and modules is not None else None
-        return (offer,) if groups is None or offer in ("none", "per-stage") else (offer, groups)
+        return asked or (first or "uniform" if is_offered else "none")
     for is_kept, detail in (
         (is_megatron, f"found {layers} and executor {executor}; {only} that. Leave it out."),
         (
@@ -232,7 +229,7 @@ def recomputation(
     ):
         if not is_kept:
             raise InvalidInput.at("/recompute_layers", detail)
-    return (replace(first or First(), least=layers, most=layers),)
+    return replace(first or First(), least=layers, most=layers)
 
 
 def stage_letters(problem: Problem, modules: Modules) -> Stages:
@@ -248,14 +245,14 @@ def executor_settings(
     stages: Stages,
     schedule: Schedule,
     recompute: str,
-    layers: int | None = None,
+    recompute_layers: int | None = None,
     modules: Sequence[str] = (),
 ) -> tuple[str | None, str]:
     """The settings of an executor, or None and why there are none.
 
     Parameters
     ----------
-    recompute, layers, modules
+    recompute, recompute_layers, modules
         As :func:`~zbv_solver.executors.megatron_layout.recompute_flags` takes them.
     """
     ranks = schedule.placement.pp_degree
@@ -272,7 +269,7 @@ def executor_settings(
             return titan.text(), ""
         flags = [
             *layout_flags(stages, ranks, schedule.group),
-            *recompute_flags(recompute, layers, modules),
+            *recompute_flags(recompute, recompute_layers, modules),
         ]
         return " \\\n".join(flags) + "\n", ""
     except InvalidInput as error:
@@ -365,7 +362,6 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
         "group_size": best.schedule.group,
         "recompute": best.results[0].recompute,
         "recompute_layers": best.results[0].recompute_layers,
-        "recompute_group": best.results[0].recompute_group,
         "objective": best.objective,
         "lower_bound": best.lower_bound,
         "status": "optimal" if best.is_optimal else "feasible",
@@ -387,7 +383,6 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
                 "group_size": each.schedule.group,
                 "recompute": each.recompute,
                 "recompute_layers": each.recompute_layers,
-                "recompute_group": each.recompute_group,
                 "objective": _number(each.objective),
                 "lower_bound": _number(each.lower_bound),
                 "searched": each.is_searched,

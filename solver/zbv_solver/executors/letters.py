@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.partition.runs import First, Groups
+from zbv_solver.partition.runs import First
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP, PART, VISION, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -88,15 +88,6 @@ class Modules:
             return None
         of = zip(self.model.names, able, modules, strict=True)
         return First(others=frozenset(name for name, is_able, module in of if is_able and module != DECODER))
-
-    def block_groups(self, problem: LayeredProblem) -> Groups | None:
-        """Groups of transformer layers, as what is recomputed; None if these cannot be counted.
-
-        Megatron-LM refuses groups with multi-token prediction (``multi_token_prediction.py``), and does not
-        recompute other layers with them.
-        """
-        first = self.first_blocks(problem)
-        return Groups() if first == First() and problem.model.can_recompute else None
 
     def bounds(self, stages: tuple[str, ...]) -> tuple[int, ...]:
         """The boundaries, as layer indices, of stages with these letters; those of vision may be left out.

@@ -16,7 +16,7 @@ from zbv_solver.partition.cut_tables import CutTables
 from zbv_solver.partition.descent import CutDescent
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.partition.runs import WHOLE, Choice, First, Groups, Recomputed, Runs
+from zbv_solver.partition.runs import Choice, First, Recomputed, Runs
 from zbv_solver.partition.simple_cuts import histogram_cut, level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
@@ -62,7 +62,7 @@ class OrderSearch:
         self,
         problem: LayeredProblem,
         schedule: Schedule,
-        recompute: Recomputed | First | Groups | None,
+        recompute: Recomputed | First | None,
         latest: dict[int, int],
         effort: Effort,
         seed: int,
@@ -108,8 +108,6 @@ class OrderSearch:
         """How stages of a cut are recomputed; None if no cut is known."""
         if self.recompute is None:
             return "per-stage"
-        if isinstance(self.recompute, Groups):
-            return "all"
         if isinstance(self.recompute, tuple):
             return "all" if self.recompute[0] else "none"
         if choice is None:
@@ -118,26 +116,11 @@ class OrderSearch:
         most = int((np.diff(self.runs.counts(bounds), axis=0) @ self.runs.can_recompute).max())
         return "none" if chosen == 0 else "all" if chosen >= most and not self.recompute.others else "block"
 
-    def recompute_group(self, choice: Choice | None) -> int | None:
-        """How many layers keep one input together; None if every layer keeps its own, or no cut is known."""
-        if choice is None or not isinstance(self.recompute, Groups):
-            return None
-        return choice[1][0] // WHOLE
-
-    @property
-    def _linear(self) -> tuple[Runs, Recomputed | First | None]:
-        """Runs with linear memory, and what is recomputed: groups have at least a share of all inputs."""
-        if not isinstance(self.recompute, Groups):
-            return self.runs, self.recompute
-        most = self.recompute.numbers(int(self.runs.can_recompute @ self.runs.size))[-1]
-        return self.runs.without_inputs(1 / most), (WHOLE,) * self.space.n_stages
-
     def _mean_load(self) -> float:
         """The mean work of a rank for one microbatch, if it is known which stages are recomputed."""
-        chosen = self._linear[1]
-        if not isinstance(chosen, tuple):
+        if not isinstance(self.recompute, tuple):
             return 0.0
-        forward, inputs, weights, fused = self.runs.duration[int(bool(chosen[0]))]
+        forward, inputs, weights, fused = self.runs.duration[int(bool(self.recompute[0]))]
         work = (forward + np.minimum(inputs + weights, fused)) @ self.runs.size
         return float(work) / self.problem.pp_degree * (1 - ROUNDING)
 
@@ -196,8 +179,8 @@ class OrderSearch:
     def _relaxed(
         self, start: Choice, rounds: int, *, does_fit: bool = True, deadline: float = math.inf
     ) -> Relaxed:
-        runs, recompute = self._linear
-        return relax(runs, self.order, start, rounds, recompute, does_fit, deadline, self.cancelled)
+        arguments = self.runs, self.order, start, rounds, self.recompute, does_fit, deadline
+        return relax(*arguments, self.cancelled)
 
     def _take(self, relaxed: Relaxed) -> None:
         """Keep a relaxation's bound and terms."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.executors.best_cut import BestCut, Offer, Recompute, best_cut
+from zbv_solver.executors.best_cut import BestCut, Recompute, best_cut
 from zbv_solver.executors.executor_cut import (
     cut_for_executor,
     executor_settings,
@@ -26,7 +25,7 @@ from zbv_solver.executors.torchtitan_settings import module_names
 from zbv_solver.executors.user_layout import UserLayout, read_layout
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder
-from zbv_solver.partition.runs import First, Groups
+from zbv_solver.partition.runs import First
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -47,9 +46,8 @@ class Score:
         The layers in the given stages, and the executor's action lists.
     stages
         The modules of every stage as letters.
-    recompute, recompute_layers, recompute_group
-        ``none``, ``all``, with the layers of a group if they keep one input together, or ``block`` with the
-        number of first transformer layers of every stage.
+    recompute, recompute_layers
+        ``none``, ``all``, or ``block`` with the number of first transformer layers of every stage.
     settings
         What the executor takes to run this cut; None with a ``remark`` if it cannot.
     lower_bound
@@ -66,7 +64,6 @@ class Score:
     stages: Stages
     recompute: str
     recompute_layers: int | None
-    recompute_group: int | None
     settings: str | None
     remark: str
     lower_bound: float
@@ -179,15 +176,10 @@ def score_layout(
         raise error.below("/layout") from None
     schedule = schedule_of_stages(problem, executor, chunks, group or given.group, schedules)
     placed = _placed(problem, modules, schedule, given, executor)
-    offers = recomputation(problem, executor, modules, recompute, recompute_layers)
-    if given.recompute is not None:
-        if recompute is not None or recompute_layers is not None:
-            detail = "found --recompute-method, and another flag that says what is recomputed. Leave out one."
-            raise InvalidInput.at("/layout", detail)
-        offers = _offers_of_flags(problem, executor, modules, *given.recompute)
-    cut, orders, chosen, number = _cut(modules.kept_whole(placed), schedule, given, offers)
+    offered = recomputation(problem, executor, modules, recompute, recompute_layers)
+    cut, orders, chosen, layers = _cut(modules.kept_whole(placed), schedule, given, offered)
     settings, remark = executor_settings(
-        executor, stages, schedule, chosen, number, problem.model.recompute_modules
+        executor, stages, schedule, chosen, layers, problem.model.recompute_modules
     )
     search = _Comparison(problem, executor, modules, recompute, recompute_layers, effort, seed, time_limit)
     overall = search.overall(tuple(schedules))
@@ -207,8 +199,7 @@ def score_layout(
         orders,
         stages,
         chosen,
-        number if chosen == "block" else None,
-        number if chosen == "all" else None,
+        layers,
         settings,
         remark,
         bound,
@@ -318,68 +309,35 @@ def _placed(
     return placed
 
 
-def _offers_of_flags(
-    problem: LayeredProblem, executor: str, modules: Modules, method: str, layers: int
-) -> tuple[Offer, ...]:
-    """What flags of Megatron-LM recompute; raises :class:`InvalidInput` if the problem lacks its costs."""
-    if executor != "megatron":
-        detail = f"found --recompute-method and executor {executor}; it is for megatron. Leave it out."
-        raise InvalidInput.at("/layout", detail)
-    if not problem.model.can_recompute or problem.model.recompute_modules:
-        raise InvalidInput.at(
-            "/layout",
-            f"found --recompute-method {method}; the layers of the problem have no costs of full "
-            f"recomputation. Add recompute to them without recompute_modules, or leave the flag out.",
-        )
-    try:
-        if method == "block":
-            return recomputation(problem, executor, modules, None, layers)
-    except InvalidInput as error:
-        raise InvalidInput.at("/layout", f"--recompute-num-layers: {error.issues[0].detail}") from None
-    if layers == 1:
-        return ("all",)
-    groups = modules.block_groups(problem)
-    if groups is None:
-        raise InvalidInput.at(
-            "/layout",
-            f"found --recompute-num-layers {layers} with the method uniform; every transformer layer needs "
-            f"recompute, and no other layer may have it: Megatron-LM refuses groups of layers with "
-            f"multi-token prediction. Give 1, or the method block.",
-        )
-    return (replace(groups, least=layers, most=layers),)
-
-
 def _cut(
-    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offers: tuple[Offer, ...]
+    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offered: Recompute | First
 ) -> tuple[Problem, Orders, str, int | None]:
     """The problem by stages, verified but for its memory, the orders, and what is recomputed.
 
-    It is the least that fits; if nothing fits, the least. The number is that of first layers or of a group.
+    It is the least that fits; if nothing fits, the least.
     """
     orders, first = schedule.orders(), None
-    for cut, name, number in chain.from_iterable(
-        _recomputed(placed, schedule, given, offer) for offer in offers
-    ):
+    for cut, name, layers in _recomputed(placed, schedule, given, offered):
         unlimited = without_limit(cut)
         verify_orders(unlimited, orders)
-        first = first or (cut, orders, name, number)
+        first = first or (cut, orders, name, layers)
         if not ranks_above(cut, evaluate(unlimited, orders)):
-            return cut, orders, name, number
+            return cut, orders, name, layers
     if first is None:
         raise RuntimeError("no recomputation was tried; this is a bug in zbv, please report it.")
     return first
 
 
 def _recomputed(
-    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offered: Offer
+    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offered: Recompute | First
 ) -> Iterator[tuple[Problem, str, int | None]]:
-    """The cut with what may be recomputed, from nothing to all, and from small to large groups."""
+    """The cut with what may be recomputed, from nothing to all."""
 
     def cut(layers: LayeredProblem, is_all: bool = False) -> Problem:
         recompute = (is_all,) * given.n_stages
         return layers.cut_into(schedule.placement, Cut.at(given.bounds, recompute))
 
-    if not isinstance(offered, First | Groups):
+    if not isinstance(offered, First):
         if offered != "all" or not placed.model.can_recompute:
             yield cut(placed), "none", None
         if offered != "none" and placed.model.can_recompute:
@@ -387,10 +345,6 @@ def _recomputed(
         return
     bounds = tuple(np.searchsorted(placed.places, given.bounds).tolist())
     most = int(np.diff(np.array(placed.model.blocks_before)[list(given.bounds)]).max())
-    if isinstance(offered, Groups):
-        for number in offered.numbers(most):
-            yield cut(replace(placed, model=offered.model(placed, bounds, number))), "all", number
-        return
     for count in range(min(offered.least, most), min(offered.most, most) + 1):
         if count == 0:
             yield cut(placed), "none", None

@@ -11,7 +11,7 @@ import numpy as np
 
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.fixed_order import FixedOrder
-from zbv_solver.partition.runs import WHOLE, Choice, First, Groups, Recomputed, Runs
+from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Runs
 from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
 
 KICKS = 3
@@ -47,7 +47,7 @@ class CutDescent:
         order: FixedOrder,
         actions: int,
         seed: int,
-        recompute: Recomputed | First | Groups | None,
+        recompute: Recomputed | First | None,
     ):
         self.runs, self.order, self.left = runs, order, actions
         self.random, self.recompute = Random(seed), recompute
@@ -69,18 +69,13 @@ class CutDescent:
     def at(self, bounds: Boundaries) -> Choice:
         """A cut with what is recomputed: of first layers the fewest with which it fits, or else the most.
 
-        More of them take longer and hold less. Of groups, the smallest ones with which it fits, or else those
-        with the least excess; their time is the same.
+        More of them take longer and hold less.
         """
         stages, first = self.runs.space.n_stages, self.recompute
-        if not isinstance(first, First | Groups):
+        if not isinstance(first, First):
             return bounds, first or (0,) * stages
         counts = self.runs.counts(bounds)
         most = int((np.diff(counts, axis=0) @ self.runs.can_recompute).max())
-        if isinstance(first, Groups):
-            sized = [(bounds, (WHOLE * number,) * stages) for number in first.numbers(most)]
-            fitting = (choice for choice in sized if not self._excess(choice))
-            return next(fitting, None) or min(sized, key=self._excess)
         low, high = first.least, max(first.least, min(first.most, most))
         if low == high or not self._excess((bounds, (low,) * stages)):
             return bounds, (low,) * stages

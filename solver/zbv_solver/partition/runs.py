@@ -25,9 +25,7 @@ from zbv_solver.problem.problem import B, F, I
 WHOLE = MAX_LAYERS
 """More layers than any stage has: all of them are recomputed."""
 Recomputed = tuple[int, ...]
-"""(S,) how many layers of every stage are recomputed: its first ones that can be.
-
-``WHOLE * N`` are all of them, in groups of N (:class:`Groups`)."""
+"""(S,) how many layers of every stage are recomputed: its first ones that can be."""
 Choice = tuple[Boundaries, Recomputed]
 """A cut: boundaries in parts (S+1,), and what is recomputed."""
 
@@ -79,53 +77,6 @@ class First:
         return found
 
 
-@dataclass(frozen=True)
-class Groups:
-    """All layers are recomputed, in groups of ``least`` to ``most`` layers of a stage, one number for all.
-
-    A group keeps only the input of its first layer, and its backward begins with the forward of all its
-    layers. So there are at once what these hold without recomputation, and the workspace of one of them. A
-    stage's groups all count like groups of its largest layer.
-
-    Megatron-LM: ``--recompute-method uniform`` (``megatron/core/recompute.py``, ``checkpointed_forward``).
-    The last group of a stage has the layers that are left.
-    """
-
-    least: int = 2
-    most: int = WHOLE
-
-    def numbers(self, most: int) -> range:
-        """The different numbers for stages with up to ``most`` layers, or the least one."""
-        return range(self.least, max(self.least, min(self.most, most)) + 1)
-
-    def model(self, problem: LayeredProblem, bounds: Boundaries, number: int) -> Model:
-        """The layers of a cut with these boundaries in parts, recomputed in groups of ``number``.
-
-        Recomputed layers have the costs of groups as their own, and no layer has others.
-        """
-        model, layers = problem.model, list[Layer]()
-        for begin, end in pairwise(bounds):
-            parts = [model.each[slice(*at)] for at in pairwise(problem.places[begin : end + 1].tolist())]
-            able = [any(layer.recompute is not None for layer in part) for part in parts]
-            others = min(number, sum(able)) - 1
-            done = 0
-            for part, is_again in zip(parts, able, strict=True):
-                is_first = done % number == 0
-                done += is_again
-                held = sum(each.costs.memory.forward for each in part if each.recompute is not None)
-                for layer in part:
-                    costs = layer.costs_when(is_again)
-                    memory = costs.memory
-                    if is_again:
-                        memory = replace(memory, workspace=memory.workspace + others * held)
-                    if layer.recompute is not None and not is_first:
-                        memory = replace(memory, forward=0.0, backward_input=0.0, backward_weight=0.0)
-                    costs = replace(costs, memory=memory)
-                    layers.append(replace(layer, costs=costs, recompute=None, repeat=None, on=()))
-        named = zip(layers, model.names, strict=True)
-        return Model(tuple(replace(layer, name=name) for layer, name in named))
-
-
 class Row(NamedTuple):
     """``fixed + slope · counts + again · recomputed``, with counts (S+1, R) and recomputed (S, R)."""
 
@@ -160,11 +111,6 @@ class Runs:
         (2, 3, R): held after F, held between I and W, and static.
     workspace
         (2, R).
-    inputs
-        (2, R) of the recomputed memory held after F, and between I and W: what layers of a group do without,
-        except the first one.
-    outputs
-        (R,) what the forward of a recomputed layer holds.
     can_recompute
         (R,) 1 for parts that can be recomputed, 0 for others.
     first_transfer, transfer
@@ -180,8 +126,6 @@ class Runs:
     duration: FloatArray
     memory: FloatArray
     workspace: FloatArray
-    inputs: FloatArray
-    outputs: FloatArray
     can_recompute: FloatArray
     first_transfer: float
     transfer: FloatArray
@@ -225,7 +169,6 @@ class Runs:
         places = problem.places
         each = np.zeros((2, 7, problem.model.n_layers))
         workspace, able = np.zeros((2, problem.model.n_layers)), np.zeros(problem.model.n_layers)
-        of_groups = np.zeros((3, problem.model.n_layers))
         for place, (name, layer) in enumerate(zip(problem.model.names, problem.model.each, strict=True)):
             able[place] = layer.recompute is not None and name not in others
             for variant in (0, 1):
@@ -238,17 +181,12 @@ class Runs:
                     memory.static,
                 )
                 workspace[variant, place] = memory.workspace
-            if able[place]:
-                of_groups[:, place] = (*each[1, 4:6, place], each[0, 4, place])
         parts = np.add.reduceat(each, places[:-1], axis=2)
         largest = np.maximum.reduceat(workspace, places[:-1], axis=1)
-        able, of_groups = (
-            np.maximum.reduceat(able, places[:-1]),
-            np.add.reduceat(of_groups, places[:-1], axis=1),
-        )
+        able = np.maximum.reduceat(able, places[:-1])
         transfers = np.array([problem.transfer(int(place)) for place in places])
         steps = np.diff(transfers)
-        columns = np.concatenate([parts.reshape(14, -1), largest, of_groups, able[None], steps[None]])
+        columns = np.concatenate([parts.reshape(14, -1), largest, able[None], steps[None]])
         differs = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
         starts = np.append(0, np.flatnonzero(differs) + 1)
         lower, upper = (limit.copy() for limit in space.ranges)
@@ -264,8 +202,6 @@ class Runs:
             parts[:, :4, starts],
             parts[:, 4:, starts],
             largest[:, starts],
-            of_groups[:2, starts],
-            of_groups[2, starts],
             able[starts],
             float(transfers[0]),
             steps[starts],
@@ -332,31 +268,17 @@ class Runs:
         again = self.again(counts, choice[1])
         plain = np.diff(counts, axis=0) - again
         amounts = self.memory[0] @ plain.T + self.memory[1] @ again.T
-        spaces_again = self.workspace[1]
-        number = max(choice[1], default=0) // WHOLE
-        if number > 1:
-            until = np.ceil(np.cumsum(again, axis=1) / number)
-            amounts[:2] -= self.inputs @ (again - np.diff(until, axis=1, prepend=0.0)).T
-            others = np.maximum(np.minimum(again.sum(axis=1), number) - 1, 0.0)
-            spaces_again = spaces_again + others[:, None] * self.outputs
         ranks, numbers = order.held
         held = np.einsum("hkc,khc->h", numbers, amounts[:2][:, order.hosted[ranks]])
         peaks = np.zeros(len(order.hosted))
         np.maximum.at(peaks, ranks, held)
-        spaces = np.maximum(
-            np.where(plain > 0, self.workspace[0], 0.0), np.where(again > 0, spaces_again, 0.0)
-        ).max(axis=1)
+        variants = [
+            np.where(held > 0, own, 0.0) for held, own in zip((plain, again), self.workspace, strict=True)
+        ]
+        spaces = np.maximum(*variants).max(axis=1)
         static = np.array(self.space.problem.static) + amounts[2][order.hosted].sum(axis=1)
         needs: FloatArray = peaks + static + spaces[order.hosted].max(axis=1)
         return needs
-
-    def without_inputs(self, share: float = 0.0) -> Runs:
-        """Runs of which recomputed layers hold only a share of the smallest input of any layer."""
-        memory, able = self.memory.copy(), self.can_recompute > 0
-        memory[1, :2] -= self.inputs
-        if share and able.any():
-            memory[1, :2, able] += share * self.inputs[:, able].min(axis=1)
-        return replace(self, memory=memory)
 
     def most_room(self, order: FixedOrder, recompute: Recomputed | None) -> FloatArray:
         """(p,) memory of every rank for its parts, without the least workspace; inf without a limit.

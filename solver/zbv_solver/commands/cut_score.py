@@ -34,6 +34,7 @@ def score_json(score: Score) -> dict[str, Any]:
         "group_size": schedule.group,
         "recompute": score.recompute,
         "recompute_layers": score.recompute_layers,
+        "recompute_group": score.recompute_group,
         "objective": score.objective,
         "span": timing.span,
         "makespan": timing.makespan,
@@ -112,15 +113,17 @@ def score_table(score: Score) -> Table:
 def schedule_name(score: Score) -> str:
     """The schedule with its stages, its group, and what is recomputed."""
     group = "" if score.schedule.group is None else f", groups of {score.schedule.group}"
-    return f"{score.schedule.name}{group}{_again(score.recompute, score.recompute_layers)}"
+    again = _again(score.recompute, score.recompute_layers, score.recompute_group)
+    return f"{score.schedule.name}{group}{again}"
 
 
-def _again(recompute: str, layers: int | None) -> str:
+def _again(recompute: str, layers: int | None, group: int | None = None) -> str:
     """What is recomputed."""
     if recompute == "block":
         first = "transformer layer" if layers == 1 else f"{layers} transformer layers"
         return f", the first {first} of every stage recomputed"
-    return ", all stages recomputed" if recompute == "all" else ""
+    groups = "" if group is None else f" in groups of {group} layers"
+    return f", all stages recomputed{groups}" if recompute == "all" else ""
 
 
 def score_summary(score: Score) -> str:

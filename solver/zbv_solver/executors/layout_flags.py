@@ -1,5 +1,7 @@
 """Flags of Megatron-LM and torchtitan that say how many layers a stage has, and the numbers they mean.
 
+Megatron-LM's flags of full recomputation may be among them, so that a layout is scored as it runs.
+
 Megatron-LM: ``__post_init__`` in ``megatron/core/transformer/transformer_config.py`` has the rules,
 ``get_num_layers_to_build`` in ``megatron/core/transformer/transformer_block.py`` the numbers. torchtitan:
 ``_generate_llm_fqn_per_model_part`` in ``torchtitan/distributed/pipeline_parallel.py``.
@@ -21,6 +23,7 @@ _NUMBERS = {
     "--num-layers": "blocks",
     "--mtp-num-layers": "mtp",
     "--pipeline-model-parallel-size": "ranks",
+    "--recompute-num-layers": "recomputed",
     "--parallelism.pipeline_parallel_first_stage_less_layers": "input",
     "--parallelism.pipeline_parallel_last_stage_less_layers": "output",
 }
@@ -29,6 +32,8 @@ _SWITCHES = {
     "--account-for-loss-in-pipeline-split": "loss",
 }
 _LAYOUT = "--pipeline-model-parallel-layout"
+_RECOMPUTE = {"--recompute-granularity": ("full",), "--recompute-method": ("uniform", "block")}
+"""The values that are taken. Which modules selective recomputation repeats is part of the problem."""
 _PLACING = ("first", "last", "embedding", "loss", "chunks", "each", "input", "output")
 """What a layout says, too; ``megatron/training/arguments.py`` refuses most of them together with it."""
 
@@ -43,10 +48,13 @@ class Words:
         By the short names of this module; switches are 1.
     layout
         The value of ``--pipeline-model-parallel-layout``.
+    recompute
+        The method of full recomputation, and its number of layers.
     """
 
     numbers: dict[str, int]
     layout: str | None
+    recompute: tuple[str, int] | None = None
 
     @property
     def group(self) -> int | None:
@@ -74,7 +82,7 @@ def words_of(text: str) -> Words:
     except ValueError as error:
         raise InvalidInput.at("", f"found {text[:60]!r}, which a shell cannot split: {error}.") from None
     numbers: dict[str, int] = {}
-    layout = None
+    layout, named = None, dict[str, str]()
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     at = 0
     while at < len(words):
@@ -82,22 +90,44 @@ def words_of(text: str) -> Words:
         if name in _SWITCHES:
             numbers[_SWITCHES[name]] = 1
             continue
-        if name not in _NUMBERS and name != _LAYOUT:
-            known = ", ".join((_LAYOUT, *_NUMBERS, *_SWITCHES))
+        if name not in (_LAYOUT, *_NUMBERS, *_RECOMPUTE):
+            known = ", ".join((_LAYOUT, *_NUMBERS, *_SWITCHES, *_RECOMPUTE))
             raise InvalidInput.at("", f"found {name!r}; the flags of a layout are {known}. Leave it out.")
         if at == len(words):
             raise InvalidInput.at("", f"found {name} without a value.")
         value, at = words[at], at + 1
         if name == _LAYOUT:
             layout = value
+        elif name in _RECOMPUTE:
+            if value not in _RECOMPUTE[name]:
+                rule = f"must be {' or '.join(_RECOMPUTE[name])}"
+                rest = (
+                    "" if value != "selective" else "; recompute_modules of the problem says what is repeated"
+                )
+                raise InvalidInput.at("", f"found {name} {value!r}; {rule}{rest}. Leave it out.")
+            named[name] = value
         elif value.isdecimal() and len(value) < 7:
             numbers[_NUMBERS[name]] = int(value)
         else:
             raise InvalidInput.at("", f"found {name} {value!r}; must be a whole number.")
-    placed = Words(numbers, layout)
+    placed = Words(numbers, layout, _recomputed(named, numbers))
     if layout is not None and placed.has(*_PLACING):
         raise InvalidInput.at("", f"found {_LAYOUT} with flags that also place layers; give one of them.")
     return placed
+
+
+def _recomputed(named: dict[str, str], numbers: dict[str, int]) -> tuple[str, int] | None:
+    """The method of recomputation; ``TransformerConfig.__post_init__`` needs all three flags."""
+    layers = numbers.get("recomputed")
+    if not named and layers is None:
+        return None
+    if len(named) < len(_RECOMPUTE) or not layers:
+        raise InvalidInput.at(
+            "",
+            "found some flags of recomputation; Megatron-LM needs --recompute-granularity full, "
+            "--recompute-method uniform or block, and --recompute-num-layers of at least 1.",
+        )
+    return named["--recompute-method"], layers
 
 
 def counts_of_flags(words: Words, blocks: int, ranks: int, virtual_stages: int | None) -> list[int]:

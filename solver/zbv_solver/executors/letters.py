@@ -89,6 +89,13 @@ class Modules:
         of = zip(self.model.names, able, modules, strict=True)
         return First(others=frozenset(name for name, is_able, module in of if is_able and module != DECODER))
 
+    def can_group(self, problem: LayeredProblem) -> bool:
+        """Whether transformer layers, and no others, are recomputed, so that several may keep one input.
+
+        Megatron-LM refuses groups with multi-token prediction (``multi_token_prediction.py``).
+        """
+        return self.first_blocks(problem) == First() and problem.model.can_recompute
+
     def bounds(self, stages: tuple[str, ...]) -> tuple[int, ...]:
         """The boundaries, as layer indices, of stages with these letters; those of vision may be left out.
 

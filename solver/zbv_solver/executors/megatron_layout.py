@@ -145,7 +145,8 @@ def recompute_flags(recompute: str, layers: int | None = None, modules: Sequence
         ``none``, ``all`` or ``block``: Megatron-LM cannot recompute some stages and not others.
     layers
         With ``block``, the transformer layers of every virtual stage that are recomputed, its first ones. MTP
-        layers are not (``megatron/core/transformer/multi_token_prediction.py``).
+        layers are not (``megatron/core/transformer/multi_token_prediction.py``). With ``all``, those that
+        keep one input together; None for 1.
     modules
         What is repeated of every layer; all of it, if empty.
 
@@ -168,5 +169,5 @@ def recompute_flags(recompute: str, layers: int | None = None, modules: Sequence
     return [
         "--recompute-granularity full",
         f"--recompute-method {method}",
-        f"--recompute-num-layers {1 if recompute == 'all' else layers}",
+        f"--recompute-num-layers {layers or 1}",
     ]

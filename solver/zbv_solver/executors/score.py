@@ -25,7 +25,7 @@ from zbv_solver.executors.torchtitan_settings import module_names
 from zbv_solver.executors.user_layout import UserLayout, read_layout
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder
-from zbv_solver.partition.runs import First
+from zbv_solver.partition.runs import First, Groups
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -46,8 +46,9 @@ class Score:
         The layers in the given stages, and the executor's action lists.
     stages
         The modules of every stage as letters.
-    recompute, recompute_layers
-        ``none``, ``all``, or ``block`` with the number of first transformer layers of every stage.
+    recompute, recompute_layers, recompute_group
+        ``none``, ``all``, with the layers of a group if they keep one input together, or ``block`` with the
+        number of first transformer layers of every stage.
     settings
         What the executor takes to run this cut; None with a ``remark`` if it cannot.
     lower_bound
@@ -64,6 +65,7 @@ class Score:
     stages: Stages
     recompute: str
     recompute_layers: int | None
+    recompute_group: int | None
     settings: str | None
     remark: str
     lower_bound: float
@@ -176,10 +178,17 @@ def score_layout(
         raise error.below("/layout") from None
     schedule = schedule_of_stages(problem, executor, chunks, group or given.group, schedules)
     placed = _placed(problem, modules, schedule, given, executor)
-    offered = recomputation(problem, executor, modules, recompute, recompute_layers)
-    cut, orders, chosen, layers = _cut(modules.kept_whole(placed), schedule, given, offered)
+    offered: Recompute | First | Groups = recomputation(
+        problem, executor, modules, recompute, recompute_layers
+    )
+    if given.recompute is not None:
+        if recompute is not None or recompute_layers is not None:
+            detail = "found --recompute-method, and another flag that says what is recomputed. Leave out one."
+            raise InvalidInput.at("/layout", detail)
+        offered = _of_flags(problem, executor, modules, *given.recompute)
+    cut, orders, chosen, number = _cut(modules.kept_whole(placed), schedule, given, offered)
     settings, remark = executor_settings(
-        executor, stages, schedule, chosen, layers, problem.model.recompute_modules
+        executor, stages, schedule, chosen, number, problem.model.recompute_modules
     )
     search = _Comparison(problem, executor, modules, recompute, recompute_layers, effort, seed, time_limit)
     overall = search.overall(tuple(schedules))
@@ -188,7 +197,8 @@ def score_layout(
     if same is not None and (overall is None or same.objective < overall.objective):
         overall = same
     fits = not ranks_above(cut, evaluate(without_limit(cut), orders))
-    bounded = same if fits else None
+    # Groups of layers fit where the cuts that are searched do not: a bound over all cuts holds for them, too.
+    bounded = same if fits and not isinstance(offered, Groups) else None
     if bounded is None:
         bounded = replace(search, problem=replace(problem, limit=None)).under(schedule)
     bound = 0.0 if bounded is None else bounded.lower_bound
@@ -199,7 +209,8 @@ def score_layout(
         orders,
         stages,
         chosen,
-        layers,
+        number if chosen == "block" else None,
+        number if chosen == "all" else None,
         settings,
         remark,
         bound,
@@ -309,27 +320,57 @@ def _placed(
     return placed
 
 
+def _of_flags(
+    problem: LayeredProblem, executor: str, modules: Modules, method: str, layers: int
+) -> Recompute | First | Groups:
+    """What flags of Megatron-LM recompute; raises :class:`InvalidInput` if the problem lacks its costs."""
+    if executor != "megatron":
+        detail = f"found --recompute-method and executor {executor}; it is for megatron. Leave it out."
+        raise InvalidInput.at("/layout", detail)
+    if not problem.model.can_recompute or problem.model.recompute_modules:
+        raise InvalidInput.at(
+            "/layout",
+            f"found --recompute-method {method}; the layers of the problem have no costs of full "
+            f"recomputation. Add recompute to them without recompute_modules, or leave the flag out.",
+        )
+    try:
+        if method == "block":
+            return recomputation(problem, executor, modules, None, layers)
+    except InvalidInput as error:
+        raise InvalidInput.at("/layout", f"--recompute-num-layers: {error.issues[0].detail}") from None
+    if layers == 1:
+        return "all"
+    if not modules.can_group(problem):
+        raise InvalidInput.at(
+            "/layout",
+            f"found --recompute-num-layers {layers} with the method uniform; every transformer layer needs "
+            f"recompute, and no other layer may have it: Megatron-LM refuses groups of layers with "
+            f"multi-token prediction. Give 1, or the method block.",
+        )
+    return Groups(layers)
+
+
 def _cut(
-    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offered: Recompute | First
+    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offered: Recompute | First | Groups
 ) -> tuple[Problem, Orders, str, int | None]:
     """The problem by stages, verified but for its memory, the orders, and what is recomputed.
 
-    It is the least that fits; if nothing fits, the least.
+    It is the least that fits; if nothing fits, the least. The number is that of first layers or of a group.
     """
     orders, first = schedule.orders(), None
-    for cut, name, layers in _recomputed(placed, schedule, given, offered):
+    for cut, name, number in _recomputed(placed, schedule, given, offered):
         unlimited = without_limit(cut)
         verify_orders(unlimited, orders)
-        first = first or (cut, orders, name, layers)
+        first = first or (cut, orders, name, number)
         if not ranks_above(cut, evaluate(unlimited, orders)):
-            return cut, orders, name, layers
+            return cut, orders, name, number
     if first is None:
         raise RuntimeError("no recomputation was tried; this is a bug in zbv, please report it.")
     return first
 
 
 def _recomputed(
-    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offered: Recompute | First
+    placed: LayeredProblem, schedule: Schedule, given: UserLayout, offered: Recompute | First | Groups
 ) -> Iterator[tuple[Problem, str, int | None]]:
     """The cut with what may be recomputed, from nothing to all."""
 
@@ -337,7 +378,7 @@ def _recomputed(
         recompute = (is_all,) * given.n_stages
         return layers.cut_into(schedule.placement, Cut.at(given.bounds, recompute))
 
-    if not isinstance(offered, First):
+    if not isinstance(offered, First | Groups):
         if offered != "all" or not placed.model.can_recompute:
             yield cut(placed), "none", None
         if offered != "none" and placed.model.can_recompute:
@@ -345,6 +386,9 @@ def _recomputed(
         return
     bounds = tuple(np.searchsorted(placed.places, given.bounds).tolist())
     most = int(np.diff(np.array(placed.model.blocks_before)[list(given.bounds)]).max())
+    if isinstance(offered, Groups):
+        yield cut(replace(placed, model=offered.model(placed, bounds))), "all", offered.size
+        return
     for count in range(min(offered.least, most), min(offered.most, most) + 1):
         if count == 0:
             yield cut(placed), "none", None

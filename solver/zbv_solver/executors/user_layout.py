@@ -49,10 +49,13 @@ class UserLayout:
         (S+1,) boundaries as layer indices.
     group
         The group size that flags name, if any.
+    recompute
+        The method of recomputation that flags name, ``uniform`` or ``block``, and its number of layers.
     """
 
     bounds: tuple[int, ...]
     group: int | None = None
+    recompute: tuple[str, int] | None = None
 
     @property
     def n_stages(self) -> int:
@@ -76,24 +79,24 @@ def read_layout(text: str, modules: Modules, ranks: int, virtual_stages: int | N
     text = text.strip()
     if not text:
         raise InvalidInput.at("", "found nothing; give a layout such as Et*8|t*7|t*7|t*8L, or 8,7,7,8.")
-    group = None
+    group = recompute = None
     if re.match(r"-\s*\d", text):
         raise InvalidInput.at("", f"found {text[:60]!r}; numbers of layers must be at least 0.")
     if text.startswith("-"):
         words = words_of(text)
         letters = modules.letters
         words.require(blocks=letters.count(DECODER), mtp=letters.count(MTP), ranks=ranks)
-        group = words.group
+        group, recompute = words.group, words.recompute
         if words.layout is not None:
             text = words.layout
         else:
             counts = counts_of_flags(words, letters.count(DECODER), ranks, virtual_stages)
-            return UserLayout(modules.bounds(_of_counts(counts, modules)), group)
+            return UserLayout(modules.bounds(_of_counts(counts, modules)), group, recompute)
     if _COUNTS.fullmatch(text):
-        return UserLayout(modules.bounds(_of_counts(_counts(text), modules)), group)
+        return UserLayout(modules.bounds(_of_counts(_counts(text), modules)), group, recompute)
     if text.startswith("["):
-        return UserLayout(_of_names(_lists(text), modules), group)
-    return UserLayout(modules.bounds(parse_layout(text)), group)
+        return UserLayout(_of_names(_lists(text), modules), group, recompute)
+    return UserLayout(modules.bounds(parse_layout(text)), group, recompute)
 
 
 def _counts(text: str) -> list[int]:

@@ -77,6 +77,46 @@ class First:
         return found
 
 
+@dataclass(frozen=True)
+class Groups:
+    """All layers of every stage are recomputed, in groups of ``size``; the last one has what is left.
+
+    A group keeps only the input of its first layer, and its backward begins with the forward of all its
+    layers. So there are at once what these hold without recomputation, and the workspace of one of them. A
+    stage's groups all count like groups of its largest layer. The time is that of single layers.
+
+    Megatron-LM: ``--recompute-method uniform`` (``megatron/core/recompute.py``, ``checkpointed_forward``).
+    """
+
+    size: int
+
+    def model(self, problem: LayeredProblem, bounds: Boundaries) -> Model:
+        """The layers of a cut with these boundaries in parts.
+
+        Recomputed layers have the costs of groups as their own, and no layer has others.
+        """
+        model, layers = problem.model, list[Layer]()
+        for begin, end in pairwise(bounds):
+            parts = [model.each[slice(*at)] for at in pairwise(problem.places[begin : end + 1].tolist())]
+            able = [any(layer.recompute is not None for layer in part) for part in parts]
+            others, done = min(self.size, sum(able)) - 1, 0
+            for part, is_again in zip(parts, able, strict=True):
+                is_first = done % self.size == 0
+                done += is_again
+                held = sum(each.costs.memory.forward for each in part if each.recompute is not None)
+                for layer in part:
+                    costs = layer.costs_when(is_again)
+                    memory = costs.memory
+                    if is_again:
+                        memory = replace(memory, workspace=memory.workspace + others * held)
+                    if layer.recompute is not None and not is_first:
+                        memory = replace(memory, forward=0.0, backward_input=0.0, backward_weight=0.0)
+                    costs = replace(costs, memory=memory)
+                    layers.append(replace(layer, costs=costs, recompute=None, repeat=None, on=()))
+        named = zip(layers, model.names, strict=True)
+        return Model(tuple(replace(layer, name=name) for layer, name in named))
+
+
 class Row(NamedTuple):
     """``fixed + slope · counts + again · recomputed``, with counts (S+1, R) and recomputed (S, R)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from math import isclose
 from pathlib import Path
@@ -15,6 +16,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.executors.executor_cut import cut_for_executor
 from zbv_solver.executors.megatron_layout import write_layout
 from zbv_solver.executors.score import Score, score_layout
+from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
@@ -284,3 +286,56 @@ def test_the_number_of_recomputed_layers_can_be_fixed() -> None:
     assert two.busy.tolist() == (one.busy + 8 * 10).tolist()
     assert two.settings is not None
     assert "--recompute-method block" in two.settings
+
+
+def test_flags_say_what_a_given_cut_recomputes() -> None:
+    """With groups of 3, a stage of 4 blocks keeps 2 inputs, and computes 3 blocks at once."""
+    flags = "--recompute-granularity full --pipeline-model-parallel-layout Et*4|t*4L --recompute-method"
+    of = {
+        (method, count): score_layout(
+            recomputable(36), "megatron", f"{flags} {method} --recompute-num-layers {count}", effort="quick"
+        )
+        for method, count in (("uniform", 1), ("uniform", 3), ("uniform", 9), ("block", 2))
+    }
+    peaks = {key: score.timing.peak_memory[0] for key, score in of.items()}
+    static = 4 * 3
+    assert peaks["uniform", 1] == static + 2 * 4 * 1
+    assert peaks["uniform", 3] == static + 2 * 2 * 1 + 2 * 4
+    assert peaks["uniform", 9] == static + 2 * 1 * 1 + 3 * 4
+    assert peaks["block", 2] == static + 2 * (2 * 1 + 2 * 4)
+    assert [of["uniform", count].recompute_group for count in (1, 3, 9)] == [None, 3, 9]
+    assert len({of["uniform", count].objective for count in (1, 3, 9)}) == 1
+    for (method, count), score in of.items():
+        assert score.settings is not None
+        assert f"--recompute-method {method}" in score.settings
+        assert f"--recompute-num-layers {count}" in score.settings
+        assert score.lower_bound <= score.objective * (1 + 1e-9)
+        # The printed flags are a layout themselves.
+        again = score_layout(recomputable(36), "megatron", score.settings, effort="quick")
+        assert (again.objective, again.settings) == (score.objective, score.settings)
+
+
+def with_mtp() -> LayeredProblem:
+    """Blocks and a module of multi-token prediction that can be recomputed."""
+    problem = recomputable(60)
+    *before, block, head = problem.model.layers
+    model = Model((*before, block, replace(block, name="mtp", repeat=None), head))
+    return replace(problem, model=model)
+
+
+@pytest.mark.parametrize(
+    ("problem", "more", "message"),
+    [
+        (recomputable(60), {"recompute": "all"}, "another flag that says what is recomputed"),
+        (recomputable(60), {"executor": "torchtitan"}, "it is for megatron"),
+        (model_of(8, 2, 4), {}, "have no costs of full recomputation"),
+        (with_mtp(), {}, "Megatron-LM refuses groups of layers with multi-token prediction"),
+    ],
+)
+def test_flags_of_recomputation_that_do_not_fit_are_named(
+    problem: LayeredProblem, more: dict[str, Any], message: str
+) -> None:
+    flags = "--num-layers 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    asked = {"executor": "megatron", "effort": "quick", **more}
+    with pytest.raises(InvalidInput, match=message):
+        score_layout(problem, text=flags, **asked)

@@ -119,6 +119,10 @@ def test_end_stages_have_the_other_modules() -> None:
         ("--tensor-model-parallel-size 2", "found '--tensor-model-parallel-size'; the flags of a layout are"),
         ("--pipeline-model-parallel-layout Et|tL --account-for-loss-in-pipeline-split", "give one of them"),
         ("--parallelism.pipeline_parallel_first_stage_less_layers 12", "no weight may exceed"),
+        ("--recompute-method uniform --recompute-num-layers 2", "found some flags of recomputation"),
+        ("--recompute-num-layers 2", "found some flags of recomputation"),
+        ("--recompute-granularity selective", "found --recompute-granularity 'selective'; must be full"),
+        ("--recompute-method both", "must be uniform or block"),
     ],
 )
 def test_mistakes_are_named(text: str, message: str) -> None:

@@ -45,13 +45,9 @@ def memory_bytes() -> int:
 
 
 def _search_memory() -> int:
-    """MiB of a search: half of the memory for as many searches as run by default, within bounds."""
-    return max(LEAST_SEARCH_MEMORY, min(MOST_SEARCH_MEMORY, memory_bytes() // MEBIBYTE // 2 // _searches()))
-
-
-def _searches() -> int:
-    """Searches at the same time: at least two, so that one token leaves a slot to others."""
-    return max(2, cores())
+    """MiB of a search: half of the memory for the most searches by default, within bounds."""
+    share = memory_bytes() // MEBIBYTE // 2 // (cores() + 1)
+    return max(LEAST_SEARCH_MEMORY, min(MOST_SEARCH_MEMORY, share))
 
 
 class Settings(BaseSettings):
@@ -85,13 +81,13 @@ class Settings(BaseSettings):
     session_hours: float = Field(168.0, gt=0, le=400 * 24, description="How long a browser stays signed in.")
     database: str = Field("sqlite:///zbv.db", description="URL of the database that holds all state.")
     searches: int = Field(
-        default_factory=_searches,
-        json_schema_extra={"shown_default": "one per core, at least 2"},
+        default_factory=cores,
+        json_schema_extra={"shown_default": "one per core"},
         ge=1,
         le=1024,
         description="Searches that this service runs at the same time. On a Dask cluster the default is the "
-        "number of its workers' threads. One token runs at most all but one of several, so that a search of "
-        "another token starts at once.",
+        "number of its workers' threads. While one token runs all of them, a search of another token gets "
+        "one more.",
     )
     search_memory: int = Field(
         default_factory=_search_memory,

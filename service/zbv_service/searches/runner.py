@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Set
 from dataclasses import replace
 
@@ -146,29 +145,36 @@ class Runner:
         slots = self._executor.slots
         # A cancelled search only has to store its best plan, which need not wait for a free slot.
         while len(self._attempts) < 2 * slots and not self._stopped.is_set():
-            is_full = len(self._attempts) >= slots
-            claim = await self._table.claim(
-                self._owner,
-                self._settings.lease_seconds,
-                cancelled_only=is_full,
-                share=self._settings.max_running_per_token,
-                full=() if is_full else self._without_turn(slots),
-                most=None if is_full else self._most_of_all,
-            )
+            full = self._without_turn(slots)
+            claim = await self._claim(full) if len(self._attempts) < slots or full else None
+            if claim is None and len(self._attempts) >= slots:
+                claim = await self._table.claim(
+                    self._owner, self._settings.lease_seconds, cancelled_only=True
+                )
             if claim is None:
                 break
             self._begin(claim)
         await happened(self._queue_grew, POLL_SECONDS)
 
-    def _without_turn(self, slots: int) -> set[str | None]:
-        """Callers that run searches on all slots but one, which is kept for others.
+    async def _claim(self, full: Set[str | None]) -> Claim | None:
+        return await self._table.claim(
+            self._owner,
+            self._settings.lease_seconds,
+            share=self._settings.max_running_per_token,
+            full=full,
+            most=self._most_of_all,
+        )
 
-        An attempt that was cancelled or lost counts until its computation has ended.
+    def _without_turn(self, slots: int) -> Set[str | None]:
+        """The caller that runs the searches of all slots: one more slot is for others.
+
+        An attempt that was cancelled or lost counts until its computation has ended. Slots that services
+        share cannot be more, see :attr:`_most_of_all`.
         """
-        if not self._has_callers:
-            return set()
-        running = Counter(attempt.claim.created_by for attempt in self._attempts)
-        return {caller for caller, count in running.items() if count >= max(1, slots - 1)}
+        callers = {attempt.claim.created_by for attempt in self._attempts}
+        is_alone = len(callers) == 1 and len(self._attempts) == slots
+        is_own = self._executor.shared_slots is None
+        return callers if self._has_callers and is_own and is_alone else frozenset()
 
     @property
     def _most_of_all(self) -> int | None:

@@ -216,11 +216,11 @@ async def test_a_search_that_needs_too_much_memory_fails_at_the_limit(
     assert os.listdir(directory / "starts") == ["0"]
 
 
-async def test_one_token_leaves_a_slot_to_others(
+async def test_while_one_token_has_all_slots_another_one_gets_one_more(
     serving: Serving, directory: Path, any_database_url: str
 ) -> None:
-    """Even a token alone: a search cannot be moved away once another token needs its slot."""
-    async with serving("held", auth="tokens", searches=3, database=any_database_url) as service:
+    """A search cannot be moved away once another token needs its slot."""
+    async with serving("held", auth="tokens", searches=2, database=any_database_url) as service:
         one, other = await add(service, "search", "read", name="one"), await add(service, "search", "read")
 
         async def submit(token: dict[str, str], seed: int) -> str:
@@ -238,7 +238,10 @@ async def test_one_token_leaves_a_slot_to_others(
         assert await states(ids) == ["running", "running", "queued", "queued"]
         late = await submit(other, 9)
         await appeared(directory, "started-*", 3)
+        await submit(other, 10)
+        await asyncio.sleep(1.0)
         assert await states([late, *ids]) == ["running", "running", "running", "queued", "queued"]
+        assert len(started_in(directory)) == 3
         (directory / "release").touch()
 
 

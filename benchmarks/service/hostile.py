@@ -1,5 +1,7 @@
 """Sixteen clients each repeat the most expensive request that we know; measure the response times of others.
 
+Among them are all reads of the largest objects that the service accepts.
+
 The clients are a separate process. Meanwhile, this process requests health checks and ranks at a steady rate,
 as balancers and agents do. It sends the same requests to an idle server: delays of that server are caused by
 other work of the machine.
@@ -25,6 +27,7 @@ from rich.console import Console
 from zbv_service.client import Client
 
 from benchmarks.findings import Finding, at_most, quantile
+from benchmarks.service.largest import LARGEST, Stored, reads, store
 from benchmarks.service.load import Load, get, offer
 from benchmarks.service.malformed import AGENT, ID, RUN
 from benchmarks.service.served import Served, serving
@@ -80,7 +83,9 @@ def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
         alone = _findings("without hostile clients", alone_loads)
         found += alone
         memory, answers = Memory(), Counter[int]()
-        for request in worst(large_id, trace_path):
+        largest = reads(asyncio.run(_store(served)))
+        requests = [Worst("the largest", "GET", each.path) for each in largest]
+        for request in (*worst(large_id, trace_path), *requests):
             where = f"{request.method} {_short(request.path)}: {request.name}"
             if only and not any(part in where for part in only):
                 continue
@@ -115,6 +120,13 @@ def _begin_run(served: Served, plan_id: str) -> str:
         http.post("/v1/runs", json=run).raise_for_status()
         work = http.get(f"/v1/agents/{ID}/work", params={"wait": 10}).raise_for_status().json()
     return f"/v1/agents/{ID}/runs/{work['run_id']}/generations/{work['generation']}/ranks/0/trace"
+
+
+async def _store(served: Served) -> Stored:
+    """Store the largest objects of every kind."""
+    headers = {"Authorization": f"Bearer {served.token}"} if served.token else {}
+    async with httpx.AsyncClient(base_url=served.address, headers=headers, timeout=ANSWER_SECONDS) as http:
+        return await store(http, LARGEST)
 
 
 def _findings(name: str, loads: Sequence[Load]) -> list[Finding]:

@@ -6,8 +6,12 @@ A test reads each once and measures the event loop; the benchmark ``hostile`` re
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import httpx
 
@@ -32,7 +36,7 @@ class Sizes:
     Attributes
     ----------
     features, microbatches
-        Of the problem, which has two ranks.
+        Of the problem, which has one rank.
     samples
         Of the jitter of each search.
     rows
@@ -62,6 +66,7 @@ class Stored:
     run: str
     failed_run: str
     agent: str
+    worker: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ def problem(sizes: Sizes) -> dict[str, Any]:
     half = {name: -value / 2 for name, value in amount.items()}
     features = {name: [(j * (k + 3)) % 7 for j in range(sizes.microbatches)] for k, name in enumerate(names)}
     return {
-        "pp_degree": 2,
+        "pp_degree": 1,
+        "placement": "single",
         "microbatches": sizes.microbatches,
         "costs": dict.fromkeys(COSTS, amount),
         "memory": {"forward": amount, "backward_input": half, "backward_weight": half},
@@ -95,22 +101,22 @@ def jitter(sizes: Sizes) -> dict[str, Any]:
     return {"action": {"samples": samples}, "transfer": {"samples": samples}}
 
 
-def agent(digits: str, sizes: Sizes) -> dict[str, Any]:
-    """An agent that says as much about itself as it may, and allows a run of :func:`run`."""
+def agent(sizes: Sizes, models: str = "a.*") -> dict[str, Any]:
+    """An agent that says as much about itself as it may, and allows these models."""
     count = 40 if sizes.rows > 1 else 1
     return {
-        "id": digits.rjust(32, "0"),
-        "name": f"host-{digits}",
+        "id": uuid4().hex,
+        "name": "host",
         "address": "10.0.0.1",
         "port": 29500,
         "slots": SLOTS,
         "devices": [TEXT] * (4 * count),
-        "allows": {"models": ["a.*", *(f"{TEXT}{index}" for index in range(count))]},
+        "allows": {"models": [models, *(f"{TEXT}{index}" for index in range(count))]},
     }
 
 
 def run(plan: str, sizes: Sizes, nodes: int, **options: Any) -> dict[str, Any]:
-    """A run of a plan of two ranks with 256 ranks on each node, and long arguments."""
+    """A run of a plan of one rank with 256 ranks on each node, and long arguments."""
     size = 16_000 if sizes.rows > 1 else 1
     return {
         "plan_id": plan,
@@ -118,52 +124,66 @@ def run(plan: str, sizes: Sizes, nodes: int, **options: Any) -> dict[str, Any]:
         "search_options": {"jitter": jitter(sizes)},
         "nodes": nodes,
         "steps": 5,
-        "options": {"data_parallel": nodes * SLOTS // 2, **options},
+        "options": {"data_parallel": nodes * SLOTS, **options},
     }
 
 
-async def store(http: httpx.AsyncClient, sizes: Sizes) -> Stored:
-    """Store the objects, over HTTP."""
-    options = {"effort": "quick", "time_limit": 1, "jitter": jitter(sizes)}
-    search = await _post(http, "/v1/searches", {"problem": problem(sizes), "options": options})
-    layouts = await _post(http, "/v1/layouts", {**LAYOUTS, "points": True})
+Post = Callable[[str, Callable[[], dict[str, Any]]], Awaitable[dict[str, Any]]]
+Apart = Callable[[Callable[[], bytes]], Awaitable[bytes]]
+"""Calls a function in another thread."""
+
+
+async def store(http: httpx.AsyncClient, sizes: Sizes, apart: Apart = asyncio.to_thread) -> Stored:
+    """Store the objects, over HTTP; ``apart`` makes the large bodies, which takes this client long."""
+    options = {"effort": "quick", "time_limit": 1, "jitter": None}
+
+    def post(path: str, make: Callable[[], dict[str, Any]]) -> Awaitable[dict[str, Any]]:
+        return _post(http, path, lambda: json.dumps(make()).encode(), apart)
+
+    search = await post(
+        "/v1/searches", lambda: {"problem": problem(sizes), "options": {**options, "jitter": jitter(sizes)}}
+    )
+    layouts = await post("/v1/layouts", lambda: {**LAYOUTS, "points": True})
     for seed in range(sizes.rows):
-        body = {"problem": problem(SMALLEST), "options": {**options, "seed": seed}}
-        await _post(http, "/v1/searches", body)
+        varied = {**options, "seed": seed}
+        small = partial(_small_search, sizes, varied)
+        await post("/v1/searches", small)
     found = await _ended(http, f"/v1/searches/{search['id']}")
     await _ended(http, f"/v1/layouts/{layouts['id']}")
     plan = str(found["plan_id"])
-    running, failed = await _runs(http, plan, sizes)
-    for index in range(sizes.rows):
-        await _post(http, "/v1/agents", agent(f"e{index}", sizes))
-        await _post(http, "/v1/runs", {**run(plan, sizes, 1), "model": {"factory": "nobody:c"}})
-    return Stored(str(search["id"]), plan, str(layouts["id"]), running, failed, agent("e0", sizes)["id"])
+    running, failed, worker = await _runs(http, post, plan, sizes)
+    others = [agent(sizes, "nothing") for _ in range(sizes.rows)]
+    for each in others:
+        await post("/v1/agents", partial(dict, each))
+        await post("/v1/runs", lambda: {**run(plan, sizes, 1), "model": {"factory": "nobody:c"}})
+    return Stored(str(search["id"]), plan, str(layouts["id"]), running, failed, others[0]["id"], worker)
 
 
-async def _runs(http: httpx.AsyncClient, plan: str, sizes: Sizes) -> tuple[str, str]:
-    """A run that goes on, and one that failed on all nodes."""
-    agents = [agent(f"a{index:03}", sizes) for index in range(sizes.nodes)]
+async def _runs(http: httpx.AsyncClient, post: Post, plan: str, sizes: Sizes) -> tuple[str, str, str]:
+    """A run that goes on, one that failed on all nodes, and an agent of them."""
+    agents = [agent(sizes) for _ in range(sizes.nodes)]
     for each in agents:
-        await _post(http, "/v1/agents", each)
-    failed = await _post(http, "/v1/runs", run(plan, sizes, sizes.nodes, retries=0))
+        await post("/v1/agents", partial(dict, each))
+    failed = await post("/v1/runs", lambda: run(plan, sizes, sizes.nodes, retries=0))
     work = [await _work(http, each["id"]) for each in agents]
     detail = "y" * (3_800 if sizes.rows > 1 else 1)
     for each, part in zip(agents, work, strict=True):
         failures = [{"kind": "error", "rank": rank, "detail": detail} for rank in _ranks(part)]
         report = {"run_id": failed["id"], "generation": 0, "outcome": "failed", "failures": failures}
-        await _post(http, f"/v1/agents/{each['id']}/ended", report)
-    running = await _post(http, "/v1/runs", run(plan, sizes, sizes.nodes))
+        await post(f"/v1/agents/{each['id']}/ended", partial(dict, report))
+    running = await post("/v1/runs", lambda: run(plan, sizes, sizes.nodes))
     for each in agents:
         part = await _work(http, each["id"])
         ranks = [{"rank": rank, "step": 1, "action": "1F2"} for rank in _ranks(part)]
-        await _post(http, f"/v1/agents/{each['id']}/heartbeat", {"run_id": running["id"], "ranks": ranks})
+        beat = {"run_id": running["id"], "ranks": ranks}
+        await post(f"/v1/agents/{each['id']}/heartbeat", partial(dict, beat))
         address = f"/v1/agents/{each['id']}/runs/{running['id']}/generations/0/ranks/{_ranks(part)[0]}"
         log = "z" * (256 * 1024 if sizes.rows > 1 else 1)
         (await http.put(f"{address}/log", content=log)).raise_for_status()
         odd = [{"kind": "non_finite", "step": step, "what": TEXT, "value": "nan"} for step in range(100)]
         body = {"rank": _ranks(part)[0], "events": odd[: 100 if sizes.rows > 1 else 1]}
         (await http.put(f"{address}/events", json=body)).raise_for_status()
-    return str(running["id"]), str(failed["id"])
+    return str(running["id"]), str(failed["id"]), str(agents[0]["id"])
 
 
 def _ranks(work: dict[str, Any]) -> range:
@@ -176,10 +196,17 @@ async def _work(http: httpx.AsyncClient, agent_id: str) -> dict[str, Any]:
     return found
 
 
-async def _post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = (await http.post(path, json=body)).raise_for_status()
+async def _post(
+    http: httpx.AsyncClient, path: str, make: Callable[[], bytes], apart: Apart
+) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    answer = (await http.post(path, content=await apart(make), headers=headers)).raise_for_status()
     found: dict[str, Any] = answer.json() if answer.content else {}
     return found
+
+
+def _small_search(sizes: Sizes, options: dict[str, Any]) -> dict[str, Any]:
+    return {"problem": problem(SMALLEST), "options": {**options, "jitter": jitter(sizes)}}
 
 
 async def _ended(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
@@ -214,7 +241,7 @@ def reads(stored: Stored) -> list[Read]:
     add("/v1/plans/{plan_id}", f"/v1/plans{plan}")
     add("/v1/plans/{plan_id}/ranks/{rank}", f"/v1/plans{plan}/ranks/0")
     add("/v1/plans/{plan_id}/simulation", f"/v1/plans{plan}/simulation?scenarios=2")
-    add("/v1/plans/{plan_id}/export/{format_name}", f"/v1/plans{plan}/export/csv")
+    add("/v1/plans/{plan_id}/export/{format_name}", f"/v1/plans{plan}/export/torch-csv")
     add("/v1/runs", "/v1/runs?limit=1000")
     both = (stored.run, stored.failed_run)
     add("/v1/runs/{run_id}", *(f"/v1/runs/{each}" for each in both))
@@ -224,7 +251,7 @@ def reads(stored: Stored) -> list[Read]:
     add("/v1/runs/{run_id}/ranks/{rank}/log", f"/v1/runs/{stored.run}/ranks/0/log")
     add("/v1/agents", "/v1/agents?limit=10000")
     add("/v1/agents/{agent_id}", f"/v1/agents/{stored.agent}")
-    add("/v1/agents/{agent_id}/work", f"/v1/agents/{'a000'.rjust(32, '0')}/work")
+    add("/v1/agents/{agent_id}/work", f"/v1/agents/{stored.worker}/work")
     add("/metrics", "/metrics")
     add("/healthz", "/healthz")
     add("/readyz", "/readyz")

@@ -10,8 +10,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,24 +55,27 @@ def watching_threads() -> Iterator[None]:
         threading.setprofile(None)
 
 
-@contextmanager
-def measured() -> Iterator[Work]:
-    """Measure the work within the block."""
+@asynccontextmanager
+async def measured() -> AsyncIterator[Work]:
+    """Measure the work within the block, without that of the caller before and after it."""
     global _current
     _current = work = Work()
     asyncio.events.Handle._run = _measured_run  # type: ignore[method-assign,assignment]
     try:
+        await asyncio.sleep(0)
         yield work
+        await asyncio.sleep(0)
     finally:
+        _current = Work()
         asyncio.events.Handle._run = _RUN  # type: ignore[method-assign]
 
 
 def _measured_run(handle: asyncio.Handle) -> None:
-    begin = time.thread_time()
+    work, begin = _current, time.thread_time()
     _RUN(handle)
     taken = time.thread_time() - begin
-    if taken > _current.callback:
-        _current.callback, _current.callback_name = taken, repr(handle)[:300]
+    if taken > work.callback and work is _current:
+        work.callback, work.callback_name = taken, repr(handle)[:300]
 
 
 _begun = threading.local()

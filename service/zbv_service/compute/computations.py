@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.compute.waiting import happened, while_client_waits
-from zbv_service.documents.parsing import parse_json
+from zbv_service.documents.parsing import has_more_values, parse_json
 from zbv_service.errors import NOT_READY, TOO_MUCH_MEMORY, ProblemError
 from zbv_service.observability.context import CALLER
 
@@ -44,7 +44,9 @@ SHORT_LIST = 50
 """Lists of up to this many rows are read without queueing."""
 LIGHT_BYTES = 8192
 LIGHT_STAGES = 128
-"""A body of at most this size and number of stages is read faster than it could be sent to a process."""
+LIGHT_VALUES = 1024
+"""A body of at most this size, or decoded with so many values, and with so many stages is read faster than it
+could be sent to a process."""
 LARGE = 1024**2
 """From this size on, bytes are passed to and from a process in a file; a pipe would block the event loop."""
 
@@ -108,7 +110,8 @@ class Computations:
 
     async def of_document(self, function: Callable[[Any], T], document: Any) -> T:
         """As :meth:`of_body` for a decoded body."""
-        return function(document) if is_light(document) else await self.run(function, document)
+        is_small = is_light(document) and not has_more_values(document, LIGHT_VALUES)
+        return function(document) if is_small else await self.run(function, document)
 
     async def write(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread with data that is already in memory, such as the rows of a list.

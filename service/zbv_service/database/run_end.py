@@ -16,6 +16,7 @@ from typing import Any, cast
 from sqlalchemy import CursorResult, Select, select, update
 from sqlalchemy import Update as UpdateStatement
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
 
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.errors import RUN_FAILED, problem_document
@@ -29,6 +30,11 @@ from zbv_service.records.runs import (
     place_of,
 )
 
+MOST_FAILURES = 100
+"""Most failures of a generation in the run's error, which every list has; its events have all."""
+MOST_MESSAGE = 1000
+"""Most characters of a failure or refusal that a run keeps of each generation."""
+
 
 async def lock_run(session: AsyncSession, run_id: str) -> RunRow | None:
     """Lock a run until the transaction ends, and return it."""
@@ -36,10 +42,15 @@ async def lock_run(session: AsyncSession, run_id: str) -> RunRow | None:
     return await session.scalar(query.execution_options(populate_existing=True))
 
 
-async def nodes_of(session: AsyncSession, run: RunRow) -> list[NodeRow]:
-    """The nodes of a run's current generation, in the order of node ranks."""
+async def _nodes_of(session: AsyncSession, run: RunRow) -> list[NodeRow]:
+    """The nodes of a run's current generation with their failures, in the order of node ranks."""
     query = select(NodeRow).where(NodeRow.run_id == run.id, NodeRow.generation == run.generation)
-    return list(await session.scalars(query.order_by(NodeRow.node_rank)))
+    query = query.order_by(NodeRow.node_rank).options(defer(NodeRow.ranks))
+    nodes = list(await session.scalars(query))
+    for node in nodes:  # one at a time, because thousands of reports take long to decode
+        if node.outcome != "succeeded":
+            await session.refresh(node, ["failures"])
+    return nodes
 
 
 async def node_of(session: AsyncSession, run: RunRow, agent_id: str) -> NodeRow | None:
@@ -80,7 +91,7 @@ async def end_node(
     await session.flush()
     if run.state in RUN_ENDED or await _goes_on(session, run):
         return
-    _end_generation(session, run, await nodes_of(session, run))
+    _end_generation(session, run, await _nodes_of(session, run))
 
 
 async def _goes_on(session: AsyncSession, run: RunRow) -> bool:
@@ -127,9 +138,10 @@ def _end_generation(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) ->
 
 def _end_failed(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) -> None:
     """Fail a locked run, or let it wait for agents again; agents that refused it are excluded."""
-    failures = _causes_first(failure for node in nodes for failure in node.failures)
+    failed = [node for node in nodes if node.outcome != "succeeded"]
+    failures = _causes_first(failure for node in failed for failure in node.failures)
     is_final = any(failure["kind"] in FINAL_FAILURES for failure in failures)
-    refusals = [_refusal(run, node) for node in nodes if _has_refused(node)]
+    refusals = [_refusal(run, node) for node in failed if _has_refused(node)]
     if refusals and not is_final:
         run.refusals = [*run.refusals, *refusals]
         names = ", ".join(refusal["agent"] for refusal in refusals)
@@ -166,7 +178,7 @@ def _refusal(run: RunRow, node: NodeRow) -> dict[str, Any]:
         "at": datetime.now(UTC).isoformat(),
         "agent_id": node.agent_id,
         "agent": node.agent_name,
-        "message": detail,
+        "message": detail[:MOST_MESSAGE],
     }
 
 
@@ -178,7 +190,7 @@ def _cause(run: RunRow, failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "generation": run.generation,
         "at": datetime.now(UTC).isoformat(),
         **{name: first.get(name) for name in kept},
-        "message": first["detail"],
+        "message": first["detail"][:MOST_MESSAGE],
         "consequences": len(failures) - 1,
     }
 
@@ -215,4 +227,5 @@ def _causes_first(failures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def _error_of(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The run's problem document. Failures are sorted, causes first; the first one gives the detail."""
     detail = str(failures[0]["detail"]) if failures else "The nodes were stopped; no failure was reported."
-    return problem_document(RUN_FAILED, detail, failures=list(failures))
+    shown = list(failures[:MOST_FAILURES])
+    return problem_document(RUN_FAILED, detail, failures=shown, failures_left_out=len(failures) - len(shown))

@@ -114,7 +114,7 @@ class NodeRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     outcome: Mapped[str | None] = mapped_column(String(16))
     ranks: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
-    failures: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    failures: Mapped[list[dict[str, Any]]] = mapped_column(JSON, deferred=True)
     ended_at: Mapped[datetime | None]
 
     __table_args__ = (Index("ix_run_nodes_agent", "agent_id", "run_id", "generation"),)

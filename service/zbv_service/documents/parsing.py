@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -96,18 +97,18 @@ def parse_medium(body: bytes | bytearray) -> Any:
     """As :func:`parse_json`; raises :class:`InvalidInput` for a document with too many values."""
     document = parse_json(body)
     # Every value follows a comma or an opening bracket. Strings may contain more of these.
-    if sum(map(body.count, (b",", b"[", b"{"))) > MEDIUM_VALUES and _values(document) > MEDIUM_VALUES:
+    if sum(map(body.count, (b",", b"[", b"{"))) > MEDIUM_VALUES and has_more_values(document, MEDIUM_VALUES):
         raise InvalidInput.at("", f"found more than {MEDIUM_VALUES} values in one document; send fewer.")
     return document
 
 
-def _values(document: Any) -> int:
-    """Number of values in a decoded document."""
+def has_more_values(document: Any, most: int) -> bool:
+    """Whether a decoded document has more than so many values; counts no further."""
     waiting, count = [document], 0
-    while waiting:
+    while waiting and count <= most:
         count += 1
-        waiting.extend(_inside(waiting.pop()))
-    return count
+        waiting.extend(islice(_inside(waiting.pop()), most + 1))
+    return count > most
 
 
 def decompressed(body: bytes | bytearray, limit: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 from zbv_service.compute.waiting import happened
 from zbv_service.database import AgentTable, RunTable
@@ -28,6 +29,8 @@ from zbv_service.runs.heartbeats import Heartbeats
 from zbv_service.security.grants import Grant
 
 OWNERS_CACHED = 16_384
+MOST_DETAILS = 64 * 1024
+"""About the most characters of all details in the report of a node's end."""
 
 
 class Agents:
@@ -123,7 +126,7 @@ class Agents:
     async def ended(self, agent_id: str, end: NodeEnd) -> None:
         """Record how an agent's node ended; raises as :meth:`work`."""
         await self.require_present(agent_id)
-        failures = [failure.stored() for failure in end.failures]
+        failures = _shortened([failure.stored() for failure in end.failures])
         await self._runs.ended(agent_id, NodeReport(end.run_id, end.generation, end.outcome, failures))
         self._dispatcher.wake()
 
@@ -177,3 +180,13 @@ def _require_present(agent_id: str, name: str, state: AgentState | None) -> None
 
 def _unknown(agent_id: str) -> ProblemError:
     return ProblemError(NOT_FOUND, f"found no agent {agent_id}; GET /v1/agents lists them.")
+
+
+def _shortened(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Failures whose details share :data:`MOST_DETAILS`; a longer detail keeps its beginning and its end."""
+    most = MOST_DETAILS // max(1, len(failures))
+    for failure in failures:
+        detail = failure["detail"]
+        if len(detail) > most:
+            failure["detail"] = f"{detail[: most // 2]} … {detail[-most // 2 :]}"
+    return failures

@@ -144,8 +144,8 @@ class RunDocument(RecordDocument):
     members: list[NodeDocument] = Field(description="The nodes of this generation, by node rank.")
     error: ProblemDetails | None = Field(
         None,
-        description="Why it failed; `failures` has the reports of the last generation's ranks, the events "
-        "those of all generations.",
+        description="Why it failed; `failures` has the first 100 reports of the last generation's ranks, the "
+        "events all of all generations.",
     )
     failures: list[CauseDocument] = Field(description="The cause of each failed generation, oldest first.")
     refusals: list[RefusalDocument]

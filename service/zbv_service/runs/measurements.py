@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import RankTrace
@@ -15,6 +16,7 @@ from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
 from zbv_service.database import PartTable
 from zbv_service.plans.plans import Plans
+from zbv_service.plans.renderings import plan_of
 from zbv_service.records.runs import PartInfo, RunRecord
 from zbv_service.runs.measured.accounts import Account, KindTimes, account, kind_times
 from zbv_service.runs.measured.explain import Explanation, explain
@@ -33,6 +35,8 @@ MANY_ACTIONS = 100_000
 FEW_STEPS = 5
 """For plans with more than :data:`MANY_ACTIONS` actions, only so many of the newest steps are considered."""
 CACHED = 8
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,16 +96,23 @@ class Measured(TraceSource):
 
 
 class Measurements:
-    """Reads and analyses measured steps, and caches the results."""
+    """Reads and analyses measured steps in other processes, and caches what pages show of them."""
 
     def __init__(self, parts: PartTable, plans: Plans, computations: Computations):
         self._computations = computations
         self._parts = parts
         self._plans = plans
-        self._made: Cache[Measured | NothingMeasured] = Cache(CACHED)
+        self._made: Cache[Any] = Cache(CACHED)
 
-    async def of(self, run: RunRecord, chosen: Chosen) -> Measured | NothingMeasured:
-        """The requested step of a run, or why there is none."""
+    async def of(self, run: RunRecord, chosen: Chosen, show: partial[T]) -> T | NothingMeasured:
+        """What a function shows of the requested step of a run, or why there is none.
+
+        Parameters
+        ----------
+        show
+            The function of :class:`Measured`, importable in another process; its arguments are the same for
+            everyone who gets the same page.
+        """
         index = [part for part in await self._parts.index(run.id) if part.kind == "trace"]
         generations = tuple(sorted({part.generation for part in index}))
         if not generations:
@@ -120,29 +131,35 @@ class Measurements:
             generation=generation, generations=generations, replica=chosen.replica, replicas=replicas
         )
         newest = max(part.updated_at for part in parts).isoformat()
-        key = f"{run.id} {generation} {chosen.replica} {chosen.step} {newest} {len(parts)}"
-        return await self._made.get(key, lambda: self._measure(run.id, chosen.step, source, parts))
+        key = f"{run.id} {generation} {chosen.replica} {chosen.step} {newest} {len(parts)} {show.args}"
+        run_there = partial(measure_packed, chosen.step, source, show)
+        made: T | NothingMeasured = await self._made.get(key, lambda: self._measure(run.id, parts, run_there))
+        return made
 
     async def _measure(
-        self, run_id: str, step: int | None, source: TraceSource, parts: Sequence[PartInfo]
-    ) -> Measured | NothingMeasured:
-        plan = await self._plans.plan(parts[0].plan_id or "")
+        self, run_id: str, parts: Sequence[PartInfo], run_there: Callable[[PackedTraces], Any]
+    ) -> Any:
+        plan = await self._plans.packed(parts[0].plan_id or "")
         ranks = [part.rank for part in parts]
-        traces = await self._parts.read(run_id, source.generation, "trace", ranks)
+        traces = await self._parts.read(run_id, parts[0].generation, "trace", ranks)
         try:
-            return await self._computations.run(
-                partial(measure_packed, plan, step, source), [trace.body for trace in traces]
-            )
+            return await self._computations.run(run_there, (plan, [trace.body for trace in traces]))
         except InvalidInput as error:
             return NothingMeasured("foreign", f"The traces do not fit the run's plan: {error}")
 
 
+PackedTraces = tuple[bytes, list[bytes]]
+"""A plan and traces of its ranks, packed."""
+
+
 def measure_packed(
-    plan: Plan, step: int | None, source: TraceSource, packed: Sequence[bytes]
-) -> Measured | NothingMeasured:
-    """The result of :func:`measure` for the packed traces of the plan."""
-    traces = [trace for trace in parse_traces(packed) if trace.plan_id == plan.plan_id]
-    return measure(plan, traces, step, source)
+    step: int | None, source: TraceSource, show: Callable[[Measured], T], packed: PackedTraces
+) -> T | NothingMeasured:
+    """What a function shows of the result of :func:`measure`."""
+    plan = plan_of(packed[0])
+    traces = [trace for trace in parse_traces(packed[1]) if trace.plan_id == plan.plan_id]
+    found = measure(plan, traces, step, source)
+    return found if isinstance(found, NothingMeasured) else show(found)
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import parse_qs, quote
@@ -19,7 +20,7 @@ from zbv_service.pages.views.run import run_view
 from zbv_service.records.runs import RUN_ENDED
 from zbv_service.records.searches import PlanFilter
 from zbv_service.runs.documents import PlanChange
-from zbv_service.runs.measurements import Chosen, NothingMeasured
+from zbv_service.runs.measurements import Chosen, Measured, NothingMeasured, TraceSource
 from zbv_service.security.scheme import READ, needs
 
 MAX_FORM_BYTES = 1024
@@ -76,14 +77,26 @@ async def get_measured_page(
     """A measured step compared with its plan. A form without a choice sends an empty step."""
     found = state_of(request)
     run = await found.runs.get(run_id)
-    measured = await found.measurements.of(run, Chosen(generation, replica, int(step) if step else None))
+    chosen = Chosen(generation, replica, int(step) if step else None)
+    measured = await found.measurements.of(run, chosen, partial(_shown, root_of(request)))
     if isinstance(measured, NothingMeasured):
         is_early = measured.reason == "early" and run.state not in RUN_ENDED
         values: dict[str, Any] = {"nothing": measured, "is_early": is_early}
     else:
-        make = partial(measured_view, root=root_of(request))
-        values = {"found": measured, "view": await found.computations.run(make, measured)}
+        values = measured
     return await page(request, "measured.html.j2", run_id=run.id, **values)
+
+
+def _shown(root: str, found: Measured) -> dict[str, Any]:
+    """What the page shows of a measured step; runs in another process."""
+    source = TraceSource(**{each.name: getattr(found, each.name) for each in fields(TraceSource)})
+    return {
+        "found": source,
+        "plan_id": found.plan.plan_id,
+        "step": found.step.step,
+        "is_typical": found.is_typical,
+        "view": measured_view(found, root),
+    }
 
 
 def _to_run(request: Request, run_id: str) -> Response:

@@ -73,6 +73,8 @@ def layout(arguments: argparse.Namespace) -> None:
                 )
         with _naming(arguments):
             layouts = list(takewhile(lambda _: not stop(), request.every()))
+        if stop():
+            raise _too_late(arguments.time_limit)
         try:
             return executor_layouts(
                 layouts, setting, arguments.executor, top, options, stop, tell, workers=workers
@@ -83,9 +85,8 @@ def layout(arguments: argparse.Namespace) -> None:
     def answer(is_stopped: Callable[[], bool]) -> tuple[Ranking, list[Outcome] | None]:
         stop = Ends(is_stopped, arguments.time_limit)
         ranking = search(stop)
-        if not ranking.best and not is_stopped():
-            detail = f"found {arguments.time_limit:g} seconds, which passed before a layout was planned."
-            raise InvalidInput.at("--time-limit", f"{detail} Give more time, or fix parts of the layout.")
+        if not ranking.best:
+            raise _too_late(arguments.time_limit)
         if not arguments.sensitivity:
             return ranking, None
         found = []
@@ -114,6 +115,12 @@ def layout(arguments: argparse.Namespace) -> None:
         console.print(sensitivity_note(found), highlight=False)
     if isinstance(best, ExecutorLayout):
         console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
+
+
+def _too_late(limit: float | None) -> InvalidInput:
+    """The error of a search that was to end before it had planned a layout; after Ctrl-C, nobody sees it."""
+    detail = f"found {limit or 0.0:g} seconds, which passed before a layout was planned."
+    return InvalidInput.at("--time-limit", f"{detail} Give more time, or fix parts of the layout.")
 
 
 @contextmanager

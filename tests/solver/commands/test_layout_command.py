@@ -97,11 +97,15 @@ def test_a_full_search_of_the_best_is_not_worse(files: list[str], capsys: Captur
     assert steps[1] <= steps[0]
 
 
-def test_a_time_limit_ends_the_search_with_the_layouts_planned_so_far(
-    files: list[str], capsys: Capture
+@pytest.mark.parametrize("executor", ["zbv", "megatron"])
+def test_a_time_limit_before_the_first_layout_is_named(
+    executor: str, files: list[str], capsys: Capture
 ) -> None:
-    assert main(["layout", *files, "--top", "1000", "--time-limit", "1e-9"]) == 0
-    assert "The search ended before" in " ".join(capsys.readouterr().out.split())
+    assert main(["layout", *files, "--executor", executor, "--time-limit", "1e-9"]) == 2
+    assert "--time-limit: found 1e-09 seconds" in capsys.readouterr().err
+
+
+def test_a_time_limit_that_suffices_changes_nothing(files: list[str], capsys: Capture) -> None:
     assert main(["layout", *files, "--top", "1", "--time-limit", "600"]) == 0
     assert "The search ended" not in " ".join(capsys.readouterr().out.split())
     for wrong in ("0", "nan", "-1"):

@@ -79,6 +79,6 @@ def json_bytes(document: Any) -> bytes:
 
 
 def json_with(document: dict[str, Any], **texts: bytes) -> bytes:
-    """An object as compact UTF-8 JSON, in which some members are JSON texts already."""
-    members = {name: json_bytes(value) for name, value in document.items() if name not in texts} | texts
+    """An object as compact UTF-8 JSON, in which some members are JSON texts already; its order is kept."""
+    members = {name: texts.get(name) or json_bytes(value) for name, value in document.items()} | texts
     return b"{%b}" % b",".join(b"%b:%b" % (json_bytes(name), text) for name, text in members.items())

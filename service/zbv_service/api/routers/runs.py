@@ -91,7 +91,9 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
         request,
         query,
         lambda limit, after: runs.page(query.filter, limit, after),
-        lambda items, around: json_with(asdict(around), runs=b"[%b]" % b",".join(map(_text, items))),
+        lambda items, around: json_with(
+            {"runs": None, **asdict(around)}, runs=b"[%b]" % b",".join(map(_text, items))
+        ),
     )
 
 

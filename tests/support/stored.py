@@ -97,8 +97,8 @@ def counting() -> Iterator[Counts]:
     """Count while the block runs."""
     found = Counts()
 
-    def executed(*_: object) -> None:
-        found.statements += 1
+    def executed(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        found.statements += statement != "BEGIN"
 
     def loaded(row: object, _: object) -> None:
         found.loaded[type(row).__name__] += 1

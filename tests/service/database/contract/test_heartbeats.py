@@ -189,8 +189,6 @@ async def test_agents_that_wait_for_work_share_one_query(database: Database) -> 
     assignments = Assignments(runs, cast("Dispatcher", bell))
     with ExitStack() as waits:
         events = {name: waits.enter_context(assignments.expected(name)) for name in names}
-        bell.ring()
-        await asyncio.sleep(0.2)  # A new connection asks for its database's version.
         with counting() as counts:
             for _ in range(4):
                 bell.ring()

@@ -23,9 +23,12 @@ LAYOUTS: dict[str, Any] = {
     "global_batch": 8,
     "options": {"time_limit": 1},
 }
+FOUR_RANKS: dict[str, Any] = {"pp_degree": 4, "microbatches": 4, "costs": COSTS}
 ENDED = ("done", "cancelled", "failed", "infeasible", "succeeded")
 POLL_SECONDS = 0.1
 SLOTS = 256
+TALKATIVE = 4
+"""Nodes of a run that send as long reports, logs and events as they may."""
 TEXT = "x" * 190
 
 
@@ -53,7 +56,7 @@ class Sizes:
 
 
 SMALLEST = Sizes(features=1, microbatches=4, samples=1, rows=1, nodes=1)
-LARGEST = Sizes(features=16, microbatches=100_000, samples=20_000, rows=500, nodes=16)
+LARGEST = Sizes(features=16, microbatches=100_000, samples=20_000, rows=500, nodes=64)
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def agent(sizes: Sizes, models: str = "a.*") -> dict[str, Any]:
 
 
 def run(plan: str, sizes: Sizes, nodes: int, **options: Any) -> dict[str, Any]:
-    """A run of a plan of one rank with 256 ranks on each node, and long arguments."""
+    """A run of a plan of four ranks with 256 ranks on each node, and long arguments."""
     size = 16_000 if sizes.rows > 1 else 1
     return {
         "plan_id": plan,
@@ -124,7 +127,7 @@ def run(plan: str, sizes: Sizes, nodes: int, **options: Any) -> dict[str, Any]:
         "search_options": {"jitter": jitter(sizes)},
         "nodes": nodes,
         "steps": 5,
-        "options": {"data_parallel": nodes * SLOTS, **options},
+        "options": {"data_parallel": nodes * SLOTS // 4, **options},
     }
 
 
@@ -151,11 +154,13 @@ async def store(http: httpx.AsyncClient, sizes: Sizes, apart: Apart = asyncio.to
     found = await _ended(http, f"/v1/searches/{search['id']}")
     await _ended(http, f"/v1/layouts/{layouts['id']}")
     plan = str(found["plan_id"])
-    running, failed, worker = await _runs(http, post, plan, sizes)
+    short = await post("/v1/searches", lambda: {"problem": FOUR_RANKS, "options": options})
+    for_runs = str((await _ended(http, f"/v1/searches/{short['id']}"))["plan_id"])
+    running, failed, worker = await _runs(http, post, for_runs, sizes)
     others = [agent(sizes, "nothing") for _ in range(sizes.rows)]
     for each in others:
         await post("/v1/agents", partial(dict, each))
-        await post("/v1/runs", lambda: {**run(plan, sizes, 1), "model": {"factory": "nobody:c"}})
+        await post("/v1/runs", lambda: {**run(for_runs, sizes, 1), "model": {"factory": "nobody:c"}})
     return Stored(str(search["id"]), plan, str(layouts["id"]), running, failed, others[0]["id"], worker)
 
 
@@ -166,17 +171,19 @@ async def _runs(http: httpx.AsyncClient, post: Post, plan: str, sizes: Sizes) ->
         await post("/v1/agents", partial(dict, each))
     failed = await post("/v1/runs", lambda: run(plan, sizes, sizes.nodes, retries=0))
     work = [await _work(http, each["id"]) for each in agents]
-    detail = "y" * (3_800 if sizes.rows > 1 else 1)
-    for each, part in zip(agents, work, strict=True):
+    for index, (each, part) in enumerate(zip(agents, work, strict=True)):
+        detail = "y" * (3_800 if index < TALKATIVE < sizes.nodes else 1)
         failures = [{"kind": "error", "rank": rank, "detail": detail} for rank in _ranks(part)]
         report = {"run_id": failed["id"], "generation": 0, "outcome": "failed", "failures": failures}
         await post(f"/v1/agents/{each['id']}/ended", partial(dict, report))
     running = await post("/v1/runs", lambda: run(plan, sizes, sizes.nodes))
-    for each in agents:
+    for index, each in enumerate(agents):
         part = await _work(http, each["id"])
         ranks = [{"rank": rank, "step": 1, "action": "1F2"} for rank in _ranks(part)]
         beat = {"run_id": running["id"], "ranks": ranks}
         await post(f"/v1/agents/{each['id']}/heartbeat", partial(dict, beat))
+        if index >= TALKATIVE:
+            continue
         address = f"/v1/agents/{each['id']}/runs/{running['id']}/generations/0/ranks/{_ranks(part)[0]}"
         log = "z" * (256 * 1024 if sizes.rows > 1 else 1)
         (await http.put(f"{address}/log", content=log)).raise_for_status()

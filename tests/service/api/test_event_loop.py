@@ -23,7 +23,7 @@ from benchmarks.service.largest import SMALLEST, Read, Sizes, Stored, reads, sto
 
 pytestmark = pytest.mark.anyio
 
-LARGE = Sizes(features=16, microbatches=10_000, samples=20_000, rows=40, nodes=4)
+LARGE = Sizes(features=16, microbatches=10_000, samples=20_000, rows=40, nodes=64)
 MOST_UNITS = 3.0
 MIB = 1024**2
 LIMITS = {

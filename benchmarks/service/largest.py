@@ -33,7 +33,7 @@ TEXT = "x" * 190
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Amounts:
     """How many values and rows there are: those of the limits, or less in tests.
 
     Attributes
@@ -55,8 +55,8 @@ class Sizes:
     nodes: int
 
 
-SMALLEST = Sizes(features=1, microbatches=4, samples=1, rows=1, nodes=1)
-LARGEST = Sizes(features=16, microbatches=100_000, samples=20_000, rows=500, nodes=64)
+SMALLEST = Amounts(features=1, microbatches=4, samples=1, rows=1, nodes=1)
+LARGEST = Amounts(features=16, microbatches=100_000, samples=20_000, rows=500, nodes=64)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Read:
     accept: str = "application/json"
 
 
-def problem(sizes: Sizes) -> dict[str, Any]:
+def problem(sizes: Amounts) -> dict[str, Any]:
     """A problem whose microbatches differ, with as many values as its sizes say."""
     names = [f"f{index}" for index in range(sizes.features)]
     amount = {"fixed": 1, **dict.fromkeys(names, 1)}
@@ -97,14 +97,14 @@ def problem(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def jitter(sizes: Sizes) -> dict[str, Any]:
+def jitter(sizes: Amounts) -> dict[str, Any]:
     """A jitter with as many samples as its sizes say."""
     half = max(1, sizes.samples // 2)
     samples = [1 + 1 / (3 + index) for index in range(half)]
     return {"action": {"samples": samples}, "transfer": {"samples": samples}}
 
 
-def agent(sizes: Sizes, models: str = "a.*") -> dict[str, Any]:
+def agent(sizes: Amounts, models: str = "a.*") -> dict[str, Any]:
     """An agent that says as much about itself as it may, and allows these models."""
     count = 40 if sizes.rows > 1 else 1
     return {
@@ -118,7 +118,7 @@ def agent(sizes: Sizes, models: str = "a.*") -> dict[str, Any]:
     }
 
 
-def run(plan: str, sizes: Sizes, nodes: int, **options: Any) -> dict[str, Any]:
+def run(plan: str, sizes: Amounts, nodes: int, **options: Any) -> dict[str, Any]:
     """A run of a plan of four ranks with 256 ranks on each node, and long arguments."""
     size = 16_000 if sizes.rows > 1 else 1
     return {
@@ -136,7 +136,7 @@ Apart = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 """Calls a function in another thread."""
 
 
-async def store(http: httpx.AsyncClient, sizes: Sizes, apart: Apart = asyncio.to_thread) -> Stored:
+async def store(http: httpx.AsyncClient, sizes: Amounts, apart: Apart = asyncio.to_thread) -> Stored:
     """Store the objects, over HTTP; ``apart`` makes the large bodies, which takes this client long."""
     options = {"effort": "quick", "time_limit": 1, "jitter": None}
 
@@ -164,7 +164,7 @@ async def store(http: httpx.AsyncClient, sizes: Sizes, apart: Apart = asyncio.to
     return Stored(str(search["id"]), plan, str(layouts["id"]), running, failed, others[0]["id"], worker)
 
 
-async def _runs(http: httpx.AsyncClient, post: Post, plan: str, sizes: Sizes) -> tuple[str, str, str]:
+async def _runs(http: httpx.AsyncClient, post: Post, plan: str, sizes: Amounts) -> tuple[str, str, str]:
     """A run that goes on, one that failed on all nodes, and an agent of them."""
     agents = [agent(sizes) for _ in range(sizes.nodes)]
     for each in agents:
@@ -212,7 +212,7 @@ async def _post(
     return found
 
 
-def _small_search(sizes: Sizes, options: dict[str, Any]) -> dict[str, Any]:
+def _small_search(sizes: Amounts, options: dict[str, Any]) -> dict[str, Any]:
     return {"problem": problem(SMALLEST), "options": {**options, "jitter": jitter(sizes)}}
 
 

@@ -23,14 +23,17 @@ LAYOUTS: dict[str, Any] = {
     "global_batch": 8,
     "options": {"time_limit": 1},
 }
+FOUR_RANKS: dict[str, Any] = {"pp_degree": 4, "microbatches": 4, "costs": COSTS}
 ENDED = ("done", "cancelled", "failed", "infeasible", "succeeded")
 POLL_SECONDS = 0.1
 SLOTS = 256
+TALKATIVE = 4
+"""Nodes of a run that send as long reports, logs and events as they may."""
 TEXT = "x" * 190
 
 
 @dataclass(frozen=True)
-class LargestSizes:
+class Amounts:
     """How many values and rows there are: those of the limits, or less in tests.
 
     Attributes
@@ -52,8 +55,8 @@ class LargestSizes:
     nodes: int
 
 
-SMALLEST = LargestSizes(features=1, microbatches=4, samples=1, rows=1, nodes=1)
-LARGEST = LargestSizes(features=16, microbatches=100_000, samples=20_000, rows=500, nodes=16)
+SMALLEST = Amounts(features=1, microbatches=4, samples=1, rows=1, nodes=1)
+LARGEST = Amounts(features=16, microbatches=100_000, samples=20_000, rows=500, nodes=64)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Read:
     accept: str = "application/json"
 
 
-def problem(sizes: LargestSizes) -> dict[str, Any]:
+def problem(sizes: Amounts) -> dict[str, Any]:
     """A problem whose microbatches differ, with as many values as its sizes say."""
     names = [f"f{index}" for index in range(sizes.features)]
     amount = {"fixed": 1, **dict.fromkeys(names, 1)}
@@ -94,14 +97,14 @@ def problem(sizes: LargestSizes) -> dict[str, Any]:
     }
 
 
-def jitter(sizes: LargestSizes) -> dict[str, Any]:
+def jitter(sizes: Amounts) -> dict[str, Any]:
     """A jitter with as many samples as its sizes say."""
     half = max(1, sizes.samples // 2)
     samples = [1 + 1 / (3 + index) for index in range(half)]
     return {"action": {"samples": samples}, "transfer": {"samples": samples}}
 
 
-def agent(sizes: LargestSizes, models: str = "a.*") -> dict[str, Any]:
+def agent(sizes: Amounts, models: str = "a.*") -> dict[str, Any]:
     """An agent that says as much about itself as it may, and allows these models."""
     count = 40 if sizes.rows > 1 else 1
     return {
@@ -115,8 +118,8 @@ def agent(sizes: LargestSizes, models: str = "a.*") -> dict[str, Any]:
     }
 
 
-def run(plan: str, sizes: LargestSizes, nodes: int, **options: Any) -> dict[str, Any]:
-    """A run of a plan of one rank with 256 ranks on each node, and long arguments."""
+def run(plan: str, sizes: Amounts, nodes: int, **options: Any) -> dict[str, Any]:
+    """A run of a plan of four ranks with 256 ranks on each node, and long arguments."""
     size = 16_000 if sizes.rows > 1 else 1
     return {
         "plan_id": plan,
@@ -124,7 +127,7 @@ def run(plan: str, sizes: LargestSizes, nodes: int, **options: Any) -> dict[str,
         "search_options": {"jitter": jitter(sizes)},
         "nodes": nodes,
         "steps": 5,
-        "options": {"data_parallel": nodes * SLOTS, **options},
+        "options": {"data_parallel": nodes * SLOTS // 4, **options},
     }
 
 
@@ -133,7 +136,7 @@ Apart = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 """Calls a function in another thread."""
 
 
-async def store(http: httpx.AsyncClient, sizes: LargestSizes, apart: Apart = asyncio.to_thread) -> Stored:
+async def store(http: httpx.AsyncClient, sizes: Amounts, apart: Apart = asyncio.to_thread) -> Stored:
     """Store the objects, over HTTP; ``apart`` makes the large bodies, which takes this client long."""
     options = {"effort": "quick", "time_limit": 1, "jitter": None}
 
@@ -151,32 +154,36 @@ async def store(http: httpx.AsyncClient, sizes: LargestSizes, apart: Apart = asy
     found = await _ended(http, f"/v1/searches/{search['id']}")
     await _ended(http, f"/v1/layouts/{layouts['id']}")
     plan = str(found["plan_id"])
-    running, failed, worker = await _runs(http, post, plan, sizes)
+    short = await post("/v1/searches", lambda: {"problem": FOUR_RANKS, "options": options})
+    for_runs = str((await _ended(http, f"/v1/searches/{short['id']}"))["plan_id"])
+    running, failed, worker = await _runs(http, post, for_runs, sizes)
     others = [agent(sizes, "nothing") for _ in range(sizes.rows)]
     for each in others:
         await post("/v1/agents", partial(dict, each))
-        await post("/v1/runs", lambda: {**run(plan, sizes, 1), "model": {"factory": "nobody:c"}})
+        await post("/v1/runs", lambda: {**run(for_runs, sizes, 1), "model": {"factory": "nobody:c"}})
     return Stored(str(search["id"]), plan, str(layouts["id"]), running, failed, others[0]["id"], worker)
 
 
-async def _runs(http: httpx.AsyncClient, post: Post, plan: str, sizes: LargestSizes) -> tuple[str, str, str]:
+async def _runs(http: httpx.AsyncClient, post: Post, plan: str, sizes: Amounts) -> tuple[str, str, str]:
     """A run that goes on, one that failed on all nodes, and an agent of them."""
     agents = [agent(sizes) for _ in range(sizes.nodes)]
     for each in agents:
         await post("/v1/agents", partial(dict, each))
     failed = await post("/v1/runs", lambda: run(plan, sizes, sizes.nodes, retries=0))
     work = [await _work(http, each["id"]) for each in agents]
-    detail = "y" * (3_800 if sizes.rows > 1 else 1)
-    for each, part in zip(agents, work, strict=True):
+    for index, (each, part) in enumerate(zip(agents, work, strict=True)):
+        detail = "y" * (3_800 if index < TALKATIVE < sizes.nodes else 1)
         failures = [{"kind": "error", "rank": rank, "detail": detail} for rank in _ranks(part)]
         report = {"run_id": failed["id"], "generation": 0, "outcome": "failed", "failures": failures}
         await post(f"/v1/agents/{each['id']}/ended", partial(dict, report))
     running = await post("/v1/runs", lambda: run(plan, sizes, sizes.nodes))
-    for each in agents:
+    for index, each in enumerate(agents):
         part = await _work(http, each["id"])
         ranks = [{"rank": rank, "step": 1, "action": "1F2"} for rank in _ranks(part)]
         beat = {"run_id": running["id"], "ranks": ranks}
         await post(f"/v1/agents/{each['id']}/heartbeat", partial(dict, beat))
+        if index >= TALKATIVE:
+            continue
         address = f"/v1/agents/{each['id']}/runs/{running['id']}/generations/0/ranks/{_ranks(part)[0]}"
         log = "z" * (256 * 1024 if sizes.rows > 1 else 1)
         (await http.put(f"{address}/log", content=log)).raise_for_status()
@@ -205,7 +212,7 @@ async def _post(
     return found
 
 
-def _small_search(sizes: LargestSizes, options: dict[str, Any]) -> dict[str, Any]:
+def _small_search(sizes: Amounts, options: dict[str, Any]) -> dict[str, Any]:
     return {"problem": problem(SMALLEST), "options": {**options, "jitter": jitter(sizes)}}
 
 

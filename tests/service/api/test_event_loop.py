@@ -19,11 +19,11 @@ from fastapi.routing import APIRoute
 from support.loop_work import UNIT_BYTES, Work, measured, unit, watching_threads
 from support.serving import Service, Serving
 
-from benchmarks.service.largest import SMALLEST, LargestSizes, Read, Stored, reads, store
+from benchmarks.service.largest import SMALLEST, Amounts, Read, Stored, reads, store
 
 pytestmark = pytest.mark.anyio
 
-LARGE = LargestSizes(features=16, microbatches=10_000, samples=20_000, rows=40, nodes=4)
+LARGE = Amounts(features=16, microbatches=10_000, samples=20_000, rows=40, nodes=64)
 MOST_UNITS = 3.0
 MIB = 1024**2
 LIMITS = {

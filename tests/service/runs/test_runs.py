@@ -102,6 +102,21 @@ async def test_a_stream_of_a_run_that_goes_on_ends_when_the_service_stops(servin
         assert "event: end" not in answer.text
 
 
+async def test_a_failed_run_keeps_a_bounded_part_of_its_reports(serving: Serving) -> None:
+    async with serving("immediate", max_body_bytes=2**20) as service:
+        run_id, first, second = await started(service)
+        long = {"kind": "error", "rank": 0, "detail": "begin" + "x" * 3_900 + "end"}
+        for agent in (first, second):
+            await end(service, agent, run_id, "failed", *[long] * 256)
+        answer = await service.http.get(f"/v1/runs/{run_id}")
+        error = answer.json()["error"]
+        assert (len(error["failures"]), error["failures_left_out"]) == (100, 412)
+        assert all(each["detail"].startswith("begin") for each in error["failures"])
+        assert all(each["detail"].endswith("end") for each in error["failures"])
+        assert len(answer.content) < 100_000
+        assert len((await service.http.get("/v1/runs")).content) < 100_000
+
+
 async def test_a_failure_stops_other_nodes_and_the_cause_is_the_error_of_the_run(serving: Serving) -> None:
     async with serving("immediate") as service:
         run_id, first, second = await started(service)

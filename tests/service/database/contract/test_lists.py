@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import update
-from support.stored import a_plan, a_search, begin, counting
-from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
+from support.stored import a_plan, a_search, an_agent, begin, counting
+from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable, paging
 from zbv_service.database.models import SearchRow
 from zbv_service.records.runs import AgentFilter, NewAgent, NewRun, NodeReport, RunFilter
 from zbv_service.records.searches import NewSearch, Page, PlanFilter, Position, SearchFilter, SearchRecord
@@ -218,3 +218,21 @@ async def test_a_list_reads_only_its_page_and_the_nodes_on_it(database: Database
         await SearchTable(database).page(SearchFilter(), 5)
         await runs.brief("r3")
     assert counts.loaded == {"AgentRow": 5, "RunRow": 1}
+
+
+async def test_a_page_of_large_rows_ends_early_and_the_next_one_goes_on(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paging, "MOST_CHARACTERS", 5000)
+    agents = AgentTable(database)
+    for index in range(7):
+        await agents.add(an_agent(f"a{index}", devices=["x" * 1000]))
+    page, pages = await agents.page(AgentFilter(), 100), []
+    pages.append([each.id for each in page.items])
+    while page.next is not None:
+        page = await agents.page(AgentFilter(), 100, page.next)
+        pages.append([each.id for each in page.items])
+    assert [len(names) for names in pages] == [4, 3]
+    assert [name for names in pages for name in names] == [f"a{index}" for index in reversed(range(7))]
+    before = await agents.page(AgentFilter(), 100, page.previous)
+    assert [each.id for each in before.items] == pages[0]

@@ -162,7 +162,7 @@ def test_measured_layers_replace_estimates() -> None:
         ({"fixed": {"recompute_layers": 2}}, "/fixed/recompute_layers"),
         ({"profiles": [{"layouts": []}]}, "/profiles/0"),
         ({"profiles": [3]}, "/profiles/0"),
-        ({"profiles": [profile("embedding", "bloc", "head")]}, "/profiles/0/layers/1/name"),
+        ({"profiles": [profile("embedding", "blocks", "head")]}, "/profiles/0/layers/1/name"),
         ({"profiles": [profile("embedding", "block", "head")] * 2}, "/profiles/1/profile"),
     ],
 )  # fmt: skip

@@ -175,7 +175,7 @@ def test_equal_to_enumeration(
         assert min(best.values()) == inf
         return
     assert isclose(found.least, min(best.values()), rel_tol=1e-9)
-    assert found.least <= found.objective <= found.least * (1 + TOLERANCE) * (1 + 1e-9)
+    assert found.least * (1 - 1e-9) <= found.objective <= found.least * (1 + TOLERANCE) * (1 + 1e-9)
     assert found.lower_bound <= best[found.schedule] * (1 + 1e-9)
     assert found.bound_of_all <= min(best.values()) * (1 + 1e-9)
     assert found.is_optimal

@@ -39,8 +39,6 @@ def sweep_windows(
     orders: Orders,
     *,
     effort: float,
-    sizes: tuple[int, ...] | None = None,
-    begin: float = 1.0,
     seed: int = 0,
     time_limit: float | None = None,
     cancelled: Callable[[], bool] | None = None,
@@ -56,21 +54,17 @@ def sweep_windows(
         A verified order.
     effort
         CP-SAT's deterministic time for the windows of one size: the same on every machine.
-    sizes
-        Actions in a window, on average; None for :func:`usual_sizes`.
-    begin
-        Where the first window lies: 1 at the end of the order, near 0 at its beginning.
     time_limit
         Seconds; a cap on top, which makes the result depend on the machine.
     """
     search = WindowSearch(problem, orders, seed, time_limit, cancelled)
     before = search.value
-    for size in usual_sizes(problem) if sizes is None else sizes:
+    for size in usual_sizes(problem):
         window_effort = size * EFFORT_PER_ACTION
         count = max(1, math.ceil(2 * len(orders) / size))
         # ``fruitless`` counts windows since the last gain. After a full round without one, the next size
         # follows.
-        fruitless, at = 0, max(0, math.ceil(begin * count) - 1)
+        fruitless, at = 0, count - 1
         for _ in range(math.floor(effort / window_effort)):
             if fruitless >= count or search.is_over():
                 break

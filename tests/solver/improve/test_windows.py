@@ -95,7 +95,7 @@ def test_windows_improve_on_annealing_and_small_windows_on_large_ones(
     assert objective_of(problem, found) < objective_of(problem, large) < 0.9 * annealed.value
 
 
-def test_windows_begin_where_asked_and_have_the_sizes_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_go_from_the_end_to_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = uniform(2, 8)
     orders = serial(problem).orders
     begins = []
@@ -105,9 +105,10 @@ def test_windows_begin_where_asked_and_have_the_sizes_asked_for(monkeypatch: pyt
         return False
 
     monkeypatch.setattr(WindowSearch, "improve", improve)
+    monkeypatch.setattr(windows, "SIZES", (18,))
     # Eight windows of 18 actions, each twice as long as its distance from the next one.
-    assert sweep_windows(problem, orders, effort=1.0, sizes=(18,), begin=0.5) is None
+    assert sweep_windows(problem, orders, effort=1.0) is None
     place, length, effort = (np.array(column) for column in zip(*begins, strict=True))
-    assert place * 8 + 0.5 == pytest.approx([3, 2, 1, 0, 7, 6, 5, 4])
+    assert place * 8 + 0.5 == pytest.approx([7, 6, 5, 4, 3, 2, 1, 0])
     assert length == pytest.approx(2 / 8)
     assert effort == pytest.approx(18 * windows.EFFORT_PER_ACTION)

@@ -229,9 +229,10 @@ def _refusal(
     ]
     return InvalidInput.at(
         "/layers",
-        f"found {problem.n_atoms} separable layers for {fewest.n_stages} stages; "
+        f"found {problem.n_atoms} separable {'layer' if problem.n_atoms == 1 else 'layers'} for "
+        f"{fewest.n_stages} stages; "
         f"{'the first and the last stage need' if may_be_empty else 'every stage needs'} at least one. "
-        f"Remedies are {', '.join(advice)}.",
+        f"Give {' or '.join(advice)}.",
     )
 
 

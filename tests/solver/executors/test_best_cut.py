@@ -436,7 +436,7 @@ def test_impossible_requests_are_refused() -> None:
         cut_for_executor(problem, "deepspeed")
     with pytest.raises(InvalidInput, match="last group has 1"):
         cut_for_executor(problem, "megatron", virtual_stages=[2], group=3)
-    with pytest.raises(InvalidInput, match="fewer virtual stages, fewer ranks"):
+    with pytest.raises(InvalidInput, match="fewer virtual stages or fewer ranks"):
         cut_for_executor(problem, "torch", virtual_stages=[9])
     with pytest.raises(InvalidInput, match="found schedule 'zbv'"):
         cut_for_executor(problem, "torch", schedules=["zbv"])

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from zbv_models.layouts.progress import LayoutProgress
 from zbv_solver.errors import ContradictedBound, InvalidPlan
-from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem

@@ -1,4 +1,6 @@
-"""Who may import whom: worker → service's client → advisor → planner, and inside a part each folder only earlier ones.
+"""Who may import whom: worker → service's client → advisor → planner.
+
+Inside a part, each folder imports only earlier ones.
 
 Imports inside functions and under ``TYPE_CHECKING`` count like any other.
 """

@@ -20,6 +20,7 @@ from unittest.mock import patch
 from zbv_solver.search.search import STAGES, SearchOptions
 
 from benchmarks.planner.measure import Outcome
+from benchmarks.planner.suite import Instance
 from benchmarks.planner.verdicts import verdict
 
 
@@ -34,11 +35,18 @@ class Mechanism:
         the search, which the options leave out.
     modules
         Modules that nothing else needs. Without the mechanism, their lines are saved.
+    of_differing
+        Whether it works only where microbatches differ.
     """
 
     name: str
     modules: tuple[str, ...]
     replaced: dict[str, Any] = field(default_factory=dict)
+    of_differing: bool = False
+
+    def concerns(self, instance: Instance) -> bool:
+        """Whether a search of the instance may use the mechanism."""
+        return not (self.of_differing and instance.problem.is_equal)
 
     @property
     def lines(self) -> int:
@@ -81,7 +89,7 @@ _MODULES_OF_STAGES = {
     "exact": ("improve.exact_model", "improve.exact_states"),
 }
 MECHANISMS = (
-    *(Mechanism(stage, _MODULES_OF_STAGES[stage]) for stage in STAGES),
+    *(Mechanism(stage, _MODULES_OF_STAGES[stage], of_differing=stage == "overtake") for stage in STAGES),
     Mechanism("rest search", ("improve.rest_search",), {"search.pipeline:REST_SHARE": 0.0}),
     Mechanism(
         "bound: few ranks", ("bounds.few_ranks", "bounds.states"), {"bounds:few_ranks_bounds": _nothing}
@@ -91,13 +99,24 @@ MECHANISMS = (
         ("bounds.ramps", "bounds.heads", "bounds.knapsack"),
         {"bounds:ramp_bound": _zero, "bounds:machine_bound": _zero, "bounds:other_rank_bound": _zero},
     ),
-    Mechanism("bound: passing", ("bounds.overtaking",), {"bounds:passing_of_ranks": _nothing}),
+    Mechanism(
+        "bound: passing",
+        ("bounds.overtaking",),
+        {"bounds:passing_of_ranks": _nothing},
+        of_differing=True,
+    ),
     Mechanism(
         "bound: differing ramps",
         ("bounds.differing_ramps",),
         {"bounds.differing_ramps:ramp_bounds": _nothing},
+        of_differing=True,
     ),
-    Mechanism("bound: away", ("bounds.away", "bounds.away_prices"), {"bounds:away_bounds": _nothing}),
+    Mechanism(
+        "bound: away",
+        ("bounds.away", "bounds.away_prices"),
+        {"bounds:away_bounds": _nothing},
+        of_differing=True,
+    ),
 )
 """Stages first, then parts of stages, then bounds; the last three are of microbatches that differ."""
 

@@ -26,23 +26,16 @@ from benchmarks.planner.verdicts import verdict
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A mechanism that can be left out.
-
-    Attributes
-    ----------
-    replaced
-        What stands in for a function or a constant of the planner, by ``module:name``; empty for a stage of
-        the search, which the options leave out.
-    modules
-        Modules that nothing else needs. Without the mechanism, their lines are saved.
-    of_differing
-        Whether it works only where microbatches differ.
-    """
+    """A mechanism that can be left out."""
 
     name: str
     modules: tuple[str, ...]
+    """Modules that nothing else needs. Without the mechanism, their lines are saved."""
     replaced: dict[str, Any] = field(default_factory=dict)
+    """What stands in for a function or a constant of the planner, by ``module:name``; empty for a stage of
+    the search, which the options leave out."""
     of_differing: bool = False
+    """Whether it works only where microbatches differ."""
 
     def concerns(self, instance: Instance) -> bool:
         """Whether a search of the instance may use the mechanism."""
@@ -123,36 +116,26 @@ MECHANISMS = (
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a mechanism adds over a suite.
-
-    Attributes
-    ----------
-    log_ratio
-        Sum over instances of ln(value without the mechanism / value with it): positive where it helps.
-    worst
-        The largest of these logarithms: what an instance would lose.
-    better, worse, tighter
-        Instances with a better plan, a worse plan, and a better bound with the mechanism. A plan can be
-        worse because the mechanism takes time from others.
-    gap
-        Mean gap without the mechanism, less that with it.
-    proved
-        Instances proved optimal only with the mechanism, less those proved only without.
-    seconds
-        Additional time of the suite with the mechanism; negative if it ended searches early.
-    """
+    """What a mechanism adds over a suite."""
 
     mechanism: str
     suite: str
     instances: int
     log_ratio: float
+    """Sum over instances of ln(value without the mechanism / value with it): positive where it helps."""
     worst: float
+    """The largest of these logarithms: what an instance would lose."""
     better: int
     worse: int
     tighter: int
+    """Instances with a better plan, a worse plan, and a better bound with the mechanism. A plan can be
+    worse because the mechanism takes time from others."""
     gap: float
+    """Mean gap without the mechanism, less that with it."""
     proved: int
+    """Instances proved optimal only with the mechanism, less those proved only without."""
     seconds: float
+    """Additional time of the suite with the mechanism; negative if it ended searches early."""
 
 
 def contributions(

@@ -51,24 +51,16 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Prediction:
-    """What zbv predicts for a run.
-
-    Attributes
-    ----------
-    step_time
-        Seconds.
-    memory
-        Bytes, of the kind and of the rank that the run states.
-    is_too_large
-        Whether the run needs more memory than its device has.
-    recompute
-        What is recomputed, in words.
-    """
+    """What zbv predicts for a run."""
 
     step_time: float
+    """Seconds."""
     memory: float
+    """Bytes, of the kind and of the rank that the run states."""
     is_too_large: bool
+    """Whether the run needs more memory than its device has."""
     recompute: str
+    """What is recomputed, in words."""
 
 
 def predict(run: MeasuredRun) -> Prediction:

@@ -74,37 +74,27 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class LayoutsWorkload:
-    """Models, and how they are measured.
-
-    Attributes
-    ----------
-    processes_do
-        Whether processes sleep or compute.
-    processes
-        Ranks of every layout.
-    sharded
-        Whether to run layouts with `--shard`, too.
-    repeats
-        Measurements of every layer.
-    steps
-        Steps of a layout in a turn, after one that is not counted.
-    rounds
-        Measured turns, after one that warms up.
-    """
+    """Models, and how they are measured."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     processes_do: Literal["sleep", "compute"] = "sleep"
+    """Whether processes sleep or compute."""
     models: tuple[SmallModel, ...] = (
         SmallModel(6, 128, 4, 128, 8),
         SmallModel(6, 256, 4, 128, 8),
         SmallModel(6, 96, 4, 512, 8),
     )
     processes: int = 4
+    """Ranks of every layout."""
     sharded: bool = True
+    """Whether to run layouts with `--shard`, too."""
     repeats: int = 10
+    """Measurements of every layer."""
     steps: int = 4
+    """Steps of a layout in a turn, after one that is not counted."""
     rounds: int = 7
+    """Measured turns, after one that warms up."""
 
 
 @dataclass(frozen=True)

@@ -46,24 +46,17 @@ Sample = tuple[int, int]
 
 @dataclass(frozen=True)
 class OverheadWorkload:
-    """The plan, and how often it runs.
-
-    Attributes
-    ----------
-    pp_degrees
-        Numbers of ranks; one measurement each.
-    in_a_row
-        Steps per turn, as in training; together they are one sample.
-    rounds
-        Measured turns of every runtime, after ``warm_up`` turns.
-    """
+    """The plan, and how often it runs."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     pp_degrees: tuple[int, ...] = (2, 4)
+    """Numbers of ranks; one measurement each."""
     microbatches: int = 16
     in_a_row: int = 4
+    """Steps per turn, as in training; together they are one sample."""
     rounds: int = 20
+    """Measured turns of every runtime, after ``warm_up`` turns."""
     warm_up: int = 2
 
     @property

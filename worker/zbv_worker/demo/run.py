@@ -61,20 +61,14 @@ class DemoFailed(WorkerError):
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """One schedule, planned and run.
-
-    Attributes
-    ----------
-    planned
-        The plan's span, in seconds.
-    planned_busy
-        The plan's time in actions, summed over the ranks, in seconds.
-    """
+    """One schedule, planned and run."""
 
     name: str
     plan_id: str
     planned: float
+    """The plan's span, in seconds."""
     planned_busy: float
+    """The plan's time in actions, summed over the ranks, in seconds."""
     run: RunSummary
 
     @classmethod

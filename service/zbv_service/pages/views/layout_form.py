@@ -54,18 +54,12 @@ DEFAULTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class LayoutForm:
-    """The form as text.
-
-    Attributes
-    ----------
-    values
-        By the name of the field; absent fields are empty.
-    issues
-        What is wrong: the place, and a sentence.
-    """
+    """The form as text."""
 
     values: Mapping[str, str] = field(default_factory=lambda: DEFAULTS)
+    """By the name of the field; absent fields are empty."""
     issues: tuple[tuple[str, str], ...] = ()
+    """What is wrong: the place, and a sentence."""
 
     @classmethod
     def parse(cls, fields: Mapping[str, Sequence[str]]) -> LayoutForm:

@@ -42,15 +42,10 @@ cancelled.
 
 
 class Reporter(Protocol):
-    """Connects a search to the service that started it.
-
-    Attributes
-    ----------
-    refusal
-        Set if the search could not use its stored incumbent; every report carries it.
-    """
+    """Connects a search to the service that started it."""
 
     refusal: Refusal | None
+    """Set if the search could not use its stored incumbent; every report carries it."""
 
     def report(self, progress: Progress | LayoutProgress) -> None:
         """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""

@@ -30,7 +30,7 @@ LINES = {
     ),
     "solver/zbv_models": "__init__ estimate fixed_orders layouts",
     "worker/zbv_worker": (
-        "errors host values model models transport stage adapters execution tracing measure torch_runtime "
+        "errors host values model models transport stage adapters execution tracing measure "
         "training pipeline gpu_report agent commands demo __init__ __main__"
     ),
     "service/zbv_service": (

@@ -34,8 +34,6 @@ class Statement:
     channels: tuple[Channel, ...]
     traced: bool = False
     """Whether the ranks will collect their traces."""
-    runtime: str = "zbv"
-    """The runtime that executes the lists; different ones cannot communicate."""
     replicas: int = 1
     """Number of pipelines in the world."""
     options: tuple[tuple[str, str], ...] = ()

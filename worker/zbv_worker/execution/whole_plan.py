@@ -1,6 +1,6 @@
 """A whole plan with its costs, for comparing measurements with it.
 
-Training needs only the rank's own list; a rehearsal and PyTorch's runtime need the whole plan.
+Training needs only the rank's own list; a rehearsal needs the whole plan.
 """
 
 from __future__ import annotations

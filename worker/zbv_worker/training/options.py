@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -12,8 +11,6 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.progress import CurrentProgress
-from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.precision import Precision
 from zbv_worker.stage.program import Program
@@ -23,7 +20,6 @@ from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.world import Backend
 
-Runtime = Literal["zbv", "torch"]
 DEFAULT_STARTUP_TIMEOUT = 1800.0
 """Seconds. Compiling the stages of a large model takes minutes, and nodes rarely start at the same moment."""
 
@@ -108,8 +104,6 @@ class RunOptions:
     """Where reports go; with several plans, into one folder per plan id."""
     trace: Path | None = None
     """Where rank 0 writes the times of all ranks' actions, on one clock."""
-    runtime: Runtime = "zbv"
-    """What executes the lists: the worker's executor, or PyTorch's (:mod:`zbv_worker.torch_runtime`)."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     @property
@@ -141,34 +135,4 @@ def require_compilable(options: TrainingOptions) -> None:
         raise InvalidRun(
             "--compile does not support --shard: compiled layers cannot wait until a stage's parameters are "
             "gathered. Omit one of them."
-        )
-
-
-def require_plain(options: TrainingOptions, model: PipelineModel) -> None:
-    """Refuse options that PyTorch's runtime does not support."""
-    if isinstance(model, Weighted):
-        raise InvalidRun(
-            "--runtime torch averages over microbatches, but the model weights them with loss_sum. "
-            "Use --runtime zbv."
-        )
-    asked = {
-        "--data-parallel": options.replicas > 1,
-        "--shard": options.is_sharded,
-        "--precision": options.precision != "float32",
-        "--compile": options.is_compiled,
-        "--accumulate": options.parts > 1,
-        "--evaluate-every": options.evaluate_every is not None,
-        "--next-plan": options.next_plan is not None,
-    }
-    found = [flag for flag, is_asked in asked.items() if is_asked]
-    if found:
-        raise InvalidRun(f"--runtime torch does not support {', '.join(found)}; use --runtime zbv.")
-
-
-def require_kept_activations(plan: RankPlan) -> None:
-    """Refuse plans with recomputation, which PyTorch's runtime does not support."""
-    if plan.cut.recomputed:
-        raise InvalidRun(
-            f"--runtime torch keeps the activations of all stages, but the plan recomputes stages "
-            f"{', '.join(map(str, plan.cut.recomputed))}. Use --runtime zbv, or plan without recomputation."
         )

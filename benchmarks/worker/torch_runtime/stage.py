@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-
 from zbv_worker.errors import InvalidRun
 from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
@@ -112,8 +111,8 @@ class StoreStage(PipelineStage):
     def _output(self, output: Any) -> Tensor:
         if not (isinstance(output, Tensor) and is_plain(output)):
             raise InvalidRun(
-                f"stage {self.stage_index} returned a {type(output).__name__}; with --runtime torch it must "
-                f"be one floating-point tensor. Use --runtime zbv."
+                f"stage {self.stage_index} returned a {type(output).__name__}; for PyTorch's runtime it "
+                f"must be one floating-point tensor."
             )
         return output.contiguous()
 

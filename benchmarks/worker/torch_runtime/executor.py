@@ -8,7 +8,8 @@ errors in them. This module works around its known traps:
 - It matches sends and receives of two ranks by their order, and divides gradients only where the list says
   so. The lists come from :mod:`zbv_solver.export.torch_comms_csv`, and every rank checks the loaded lists
   before anything runs (:mod:`zbv_solver.verify.communication`).
-- Its split of the backward and its receive buffers are replaced: see :mod:`zbv_worker.torch_runtime.stage`.
+- Its split of the backward and its receive buffers are replaced
+  (:mod:`benchmarks.worker.torch_runtime.stage`).
 - It infers shapes by running the stages once on uninitialised memory; afterwards buffers (running statistics)
   are restored and gradients removed.
 - A compiled module cannot be split, so it is refused.
@@ -34,7 +35,6 @@ from zbv_solver.export.torch_csv import microbatch_labels, relabelled
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import LETTERS
 from zbv_solver.verify.communication import verify_comms
-
 from zbv_worker.errors import ChannelTimeout, InvalidRun, ModelError, PeerLost, WorkerError
 from zbv_worker.execution.step import Launched, StepResult
 from zbv_worker.execution.timeline import HostTimeline, Record
@@ -46,11 +46,11 @@ try:
     from torch._dynamo.eval_frame import OptimizedModule
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-    from zbv_worker.torch_runtime.stage import StoreStage
+    from benchmarks.worker.torch_runtime.stage import StoreStage
 except ImportError as error:
     raise InvalidRun(
-        f"--runtime torch: found torch {torch.__version__}, whose pipelining runtime differs ({error}); "
-        f"zbv supports the one of torch 2.13. Install that version, or use --runtime zbv."
+        f"found torch {torch.__version__}, whose pipelining runtime differs ({error}); needed is that of "
+        f"torch 2.13."
     ) from error
 
 
@@ -157,8 +157,7 @@ class TorchExecutor:
         data = [checked_microbatch(self._model.microbatch(step, j)) for j in self._original]
         if any(microbatch.keywords for microbatch in data):
             raise InvalidRun(
-                "the microbatch has keyword arguments, which --runtime torch does not pass to layers. Use "
-                "--runtime zbv."
+                "the microbatch has keyword arguments, which PyTorch's runtime does not pass to layers."
             )
         inputs = self._joined([each.input for each in data], "inputs") if self._has_first else None
         targets = self._joined([each.target for each in data], "targets") if self._has_last else None
@@ -168,14 +167,14 @@ class TorchExecutor:
         for part in parts:
             if not isinstance(part, Tensor):
                 raise InvalidRun(
-                    f"rank {self._rank}: the microbatches' {what} are a {type(part).__name__}; with "
-                    f"--runtime torch each must be one tensor. Use --runtime zbv."
+                    f"rank {self._rank}: the microbatches' {what} are a {type(part).__name__}; for "
+                    f"PyTorch's runtime each must be one tensor."
                 )
         shapes = {tuple(part.shape) for part in parts}
         if len(shapes) > 1 or () in shapes:
             raise ModelError(
-                f"rank {self._rank}: the microbatches' {what} have the shapes {sorted(shapes)}; --runtime "
-                f"torch needs equal shapes with a first dimension to join them. Use --runtime zbv."
+                f"rank {self._rank}: the microbatches' {what} have the shapes {sorted(shapes)}; "
+                f"PyTorch's runtime needs equal shapes with a first dimension to join them."
             )
         return torch.cat(parts).to(self._device)
 

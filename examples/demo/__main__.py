@@ -1,10 +1,10 @@
-"""``python -m zbv_worker.demo``."""
+"""``python -m examples.demo``."""
 
 from __future__ import annotations
 
 import sys
 
-from zbv_worker.demo.run import main
+from examples.demo.run import main
 
 if __name__ == "__main__":
     sys.exit(main())

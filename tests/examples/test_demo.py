@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from zbv_worker.demo.example import run_example
-from zbv_worker.demo.local_service import port_or_free
-from zbv_worker.demo.run import DemoFailed, ScheduleResult, check_losses, rank_count, table
 from zbv_worker.training.report import RunSummary
+
+from examples.demo.example import run_example
+from examples.demo.local_service import port_or_free
+from examples.demo.run import DemoFailed, ScheduleResult, check_losses, rank_count, table
 
 
 def outcome(name: str, planned: float, seconds: list[float], losses: list[float]) -> ScheduleResult:

@@ -1,9 +1,8 @@
-"""Profiles, plans, trains and compares on this machine: ``python -m zbv_worker.demo``.
+"""Profiles, plans, trains and compares on this machine: ``python -m examples.demo``.
 
 It measures the stages of a small GPT, a service plans them, and local ranks fetch their lists and train: in
 turns with this plan, with 1F1B and with interleaved 1F1B, all planned from the same measurements. All printed
-numbers were measured in this run. With ``--example``, as in ``make run``, a training script follows; without
-it, the demonstration needs no file but the installed packages.
+numbers were measured in this run. With ``--example``, as in ``make run``, a training script follows.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
-
 from zbv_worker.commands.arguments import positive
-from zbv_worker.demo.example import run_example
-from zbv_worker.demo.local_service import LocalService, port_or_free
 from zbv_worker.errors import WorkerError
 from zbv_worker.host.cores import usable_cores
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.training.report import RunSummary, read_reports, summarise
+
+from examples.demo.example import run_example
+from examples.demo.local_service import LocalService, port_or_free
 
 MICROBATCHES = 8
 LAYERS_PER_STAGE = 2
@@ -287,7 +286,7 @@ def _stop(number: int, _frame: object) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m zbv_worker.demo", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--exit", action="store_true", help="stop after the summary instead of keeping the service running"
     )

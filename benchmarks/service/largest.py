@@ -36,15 +36,12 @@ TEXT = "x" * 190
 class Amounts:
     """How many values and rows there are: those of the limits, or less in tests."""
 
-    features: int
+    features: int  # of the problem, which has one rank
     microbatches: int
-    """Of the problem, which has one rank."""
-    samples: int
-    """Of the jitter of each search."""
-    rows: int
-    """Searches, agents and runs in lists."""
-    nodes: int
-    """Of a run with 256 ranks on each."""
+    samples: int  # of the jitter of each search
+    rows: int  # searches, agents and runs in lists
+    nodes: int  # of a run with 256 ranks on each
+    variant: int = 0  # another one gives other searches, so the service does not know their answers
 
 
 SMALLEST = Amounts(features=1, microbatches=4, samples=1, rows=1, nodes=1)
@@ -76,7 +73,7 @@ class Read:
 def problem(sizes: Amounts) -> dict[str, Any]:
     """A problem whose microbatches differ, with as many values as its sizes say."""
     names = [f"f{index}" for index in range(sizes.features)]
-    amount = {"fixed": 1, **dict.fromkeys(names, 1)}
+    amount = {"fixed": 1 + sizes.variant, **dict.fromkeys(names, 1)}
     half = {name: -value / 2 for name, value in amount.items()}
     features = {name: [(j * (k + 3)) % 7 for j in range(sizes.microbatches)] for k, name in enumerate(names)}
     return {
@@ -124,30 +121,31 @@ def run(plan: str, sizes: Amounts, nodes: int, **options: Any) -> dict[str, Any]
 
 
 Post = Callable[[str, Callable[[], dict[str, Any]]], Awaitable[dict[str, Any]]]
-Apart = Callable[[Callable[[], bytes]], Awaitable[bytes]]
+Apart = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a function in another thread."""
 
 
 async def store(http: httpx.AsyncClient, sizes: Amounts, apart: Apart = asyncio.to_thread) -> Stored:
-    """Store the objects, over HTTP; ``apart`` makes the large bodies, which takes this client long."""
+    """Store the objects, over HTTP; ``apart`` makes and reads large bodies, which takes this client long."""
     options = {"effort": "quick", "time_limit": 1, "jitter": None}
 
     def post(path: str, make: Callable[[], dict[str, Any]]) -> Awaitable[dict[str, Any]]:
-        return _post(http, path, lambda: json.dumps(make()).encode(), apart)
+        return _post(http, path, make, apart)
 
     search = await post(
         "/v1/searches", lambda: {"problem": problem(sizes), "options": {**options, "jitter": jitter(sizes)}}
     )
     layouts = await post("/v1/layouts", lambda: {**LAYOUTS, "points": True})
     for seed in range(sizes.rows):
-        varied = {**options, "seed": seed}
+        varied = {**options, "seed": seed + sizes.variant * sizes.rows}
         small = partial(_small_search, sizes, varied)
         await post("/v1/searches", small)
-    found = await _ended(http, f"/v1/searches/{search['id']}")
-    await _ended(http, f"/v1/layouts/{layouts['id']}")
-    plan = str(found["plan_id"])
     short = await post("/v1/searches", lambda: {"problem": FOUR_RANKS, "options": options})
-    for_runs = str((await _ended(http, f"/v1/searches/{short['id']}"))["plan_id"])
+    ended = [
+        await _ended(http, f"/v1/{kind}/{some['id']}", apart)
+        for kind, some in (("searches", search), ("layouts", layouts), ("searches", short))
+    ]
+    plan, for_runs = str(ended[0]["plan_id"]), str(ended[2]["plan_id"])
     running, failed, worker = await _runs(http, post, for_runs, sizes)
     others = [agent(sizes, "nothing") for _ in range(sizes.rows)]
     for each in others:
@@ -191,28 +189,30 @@ def _ranks(work: dict[str, Any]) -> range:
 
 async def _work(http: httpx.AsyncClient, agent_id: str) -> dict[str, Any]:
     answer = (await http.get(f"/v1/agents/{agent_id}/work", params={"wait": 30})).raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
+    work: dict[str, Any] = answer.json()
+    return work
 
 
 async def _post(
-    http: httpx.AsyncClient, path: str, make: Callable[[], bytes], apart: Apart
+    http: httpx.AsyncClient, path: str, make: Callable[[], dict[str, Any]], apart: Apart
 ) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    answer = (await http.post(path, content=await apart(make), headers=headers)).raise_for_status()
-    found: dict[str, Any] = answer.json() if answer.content else {}
-    return found
+    body = await apart(lambda: json.dumps(make()).encode())
+    answer = await http.post(path, content=body, headers={"Content-Type": "application/json"})
+    answer.raise_for_status()
+    document: dict[str, Any] = await apart(answer.json) if answer.content else {}
+    return document
 
 
 def _small_search(sizes: Amounts, options: dict[str, Any]) -> dict[str, Any]:
     return {"problem": problem(SMALLEST), "options": {**options, "jitter": jitter(sizes)}}
 
 
-async def _ended(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
+async def _ended(http: httpx.AsyncClient, path: str, apart: Apart) -> dict[str, Any]:
     while True:
-        found: dict[str, Any] = (await http.get(path)).raise_for_status().json()
-        if found["state"] in ENDED:
-            return found
+        answer = (await http.get(path)).raise_for_status()
+        document: dict[str, Any] = await apart(answer.json)
+        if document["state"] in ENDED:
+            return document
         await asyncio.sleep(POLL_SECONDS)
 
 

@@ -25,10 +25,16 @@ _RUN = asyncio.events.Handle._run
 class Work:
     """The longest callback of the event loop, and the longest call of another thread, in seconds of CPU."""
 
+    what: str = ""
     callback: float = 0.0
     callback_name: str = ""
     call: float = 0.0
     call_name: str = ""
+
+    @property
+    def longest(self) -> float:
+        """The longer one of both."""
+        return max(self.callback, self.call)
 
 
 _current = Work()
@@ -56,10 +62,10 @@ def watching_threads() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def measured() -> AsyncIterator[Work]:
+async def measured(what: str) -> AsyncIterator[Work]:
     """Measure the work within the block, without that of the caller before and after it."""
     global _current
-    _current = work = Work()
+    _current = work = Work(what)
     asyncio.events.Handle._run = _measured_run  # type: ignore[method-assign,assignment]
     try:
         await asyncio.sleep(0)

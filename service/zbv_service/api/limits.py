@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from zbv_service.api.connections import CROWDED
@@ -41,7 +43,8 @@ def _in_slices(send: Send) -> Send:
     """Send large bodies in slices, each after the client has received the previous ones.
 
     The server's transport buffers a copy of everything that the client does not read at once: a hundred slow
-    clients would hold a hundred copies of a plan.
+    clients would hold a hundred copies of a plan. A client that reads fast must not delay others, so these
+    get their turn between two slices.
     """
 
     async def slicing(message: Message) -> None:
@@ -54,6 +57,7 @@ def _in_slices(send: Send) -> Send:
             is_last = begin + SLICE >= len(body)
             part = bytes(view[begin : begin + SLICE])
             await send({"type": message["type"], "body": part, "more_body": has_more or not is_last})
+            await asyncio.sleep(0)
 
     return slicing
 

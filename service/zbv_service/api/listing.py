@@ -204,7 +204,7 @@ async def list_response(
     request: Request,
     query: PageQuery,
     load: Callable[[int, Position | None], Awaitable[Page[T]]],
-    write: Callable[[Sequence[T], Neighbours], str | bytes],
+    write: Callable[[Sequence[T], Neighbours], bytes],
 ) -> Response:
     """One page of a list, with its neighbours in the header ``Link`` (RFC 8288).
 

@@ -9,14 +9,13 @@ several runs or agents in one transaction by id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from sqlalchemy import CursorResult, Select, select, update
+from sqlalchemy import ColumnElement, CursorResult, Select, insert, select, update
 from sqlalchemy import Update as UpdateStatement
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import defer
 
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.errors import RUN_FAILED, problem_document
@@ -42,15 +41,44 @@ async def lock_run(session: AsyncSession, run_id: str) -> RunRow | None:
     return await session.scalar(query.execution_options(populate_existing=True))
 
 
-async def _nodes_of(session: AsyncSession, run: RunRow) -> list[NodeRow]:
-    """The nodes of a run's current generation with their failures, in the order of node ranks."""
-    query = select(NodeRow).where(NodeRow.run_id == run.id, NodeRow.generation == run.generation)
-    query = query.order_by(NodeRow.node_rank).options(defer(NodeRow.ranks))
-    nodes = list(await session.scalars(query))
-    for node in nodes:  # one at a time, because thousands of reports take long to decode
-        if node.outcome != "succeeded":
-            await session.refresh(node, ["failures"])
-    return nodes
+@dataclass
+class _Failures:
+    """What the failed nodes of a generation have reported."""
+
+    count: int = 0
+    causes: list[dict[str, Any]] = field(default_factory=list)
+    """At most :data:`MOST_FAILURES`, causes first."""
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    is_final: bool = False
+    """Whether another generation would fail in the same way."""
+
+    def add(self, run: RunRow, agent_id: str, agent: str, failures: list[dict[str, Any]]) -> None:
+        """Add the report of an agent's node; nodes come in the order of their ranks."""
+        self.count += len(failures)
+        self.causes = sorted([*self.causes, *failures], key=_place_of_cause)[:MOST_FAILURES]
+        self.is_final |= any(failure["kind"] in FINAL_FAILURES for failure in failures)
+        refused = [failure["detail"] for failure in failures if failure["kind"] == "refused"]
+        if refused:
+            self.refusals.append(_refusal(run, agent_id, agent, refused[0]))
+
+
+async def _failures_of(session: AsyncSession, run: RunRow) -> _Failures:
+    """The failures of a run's current generation.
+
+    Thousands of ranks may have failed, so this reads one node at a time: others get their turn in between.
+    """
+    failed = _nodes_of(run, NodeRow.outcome != "succeeded").with_only_columns(NodeRow.node_rank)
+    reported = _Failures()
+    for node_rank in list(await session.scalars(failed.order_by(NodeRow.node_rank))):
+        columns = (NodeRow.agent_id, NodeRow.agent_name, NodeRow.failures)
+        report = _nodes_of(run, NodeRow.node_rank == node_rank).with_only_columns(*columns)
+        reported.add(run, *(await session.execute(report)).one())
+    return reported
+
+
+def _nodes_of(run: RunRow, *conditions: ColumnElement[bool]) -> Select[NodeRow]:
+    """A query for nodes of a run's current generation."""
+    return select(NodeRow).where(NodeRow.run_id == run.id, NodeRow.generation == run.generation, *conditions)
 
 
 async def node_of(session: AsyncSession, run: RunRow, agent_id: str) -> NodeRow | None:
@@ -60,8 +88,7 @@ async def node_of(session: AsyncSession, run: RunRow, agent_id: str) -> NodeRow 
 
 def nodes_of_agent(run: RunRow, agent_id: str) -> Select[NodeRow]:
     """A query for the node of an agent in a run's current generation."""
-    of_it = (NodeRow.agent_id == agent_id, NodeRow.run_id == run.id, NodeRow.generation == run.generation)
-    return select(NodeRow).where(*of_it).order_by(NodeRow.node_rank.desc()).limit(1)
+    return _nodes_of(run, NodeRow.agent_id == agent_id).order_by(NodeRow.node_rank.desc()).limit(1)
 
 
 async def end_node(
@@ -79,26 +106,29 @@ async def end_node(
         return
     now = datetime.now(UTC)
     node.state, node.outcome, node.ended_at = "ended", outcome, now
-    node.failures = [_placed(node, failure) for failure in failures]
+    last = {place.get("rank"): place for place in node.ranks}
+    node.failures = [_placed(node, failure, last.get(failure.get("rank"), {})) for failure in failures]
     await session.execute(
         update(AgentRow).where(AgentRow.id == node.agent_id, AgentRow.run_id == run.id).values(run_id=None)
     )
-    for failure in node.failures:
-        add_event(session, run.id, "failure", _told(failure))
+    if node.failures:
+        events = [
+            {"run_id": run.id, "at": now, "kind": "failure", "detail": _told(failure)}
+            for failure in node.failures
+        ]
+        await session.execute(insert(EventRow), events)
     if outcome != "succeeded":
         run.stop_requested = True
     run.updated_at = now
     await session.flush()
     if run.state in RUN_ENDED or await _goes_on(session, run):
         return
-    _end_generation(session, run, await _nodes_of(session, run))
+    await _end_generation(session, run)
 
 
 async def _goes_on(session: AsyncSession, run: RunRow) -> bool:
     """Whether some node of a locked run's current generation has not ended. Does not read all nodes."""
-    open_node = select(NodeRow.node_rank).where(
-        NodeRow.run_id == run.id, NodeRow.generation == run.generation, NodeRow.state != "ended"
-    )
+    open_node = _nodes_of(run, NodeRow.state != "ended").with_only_columns(NodeRow.node_rank)
     return await session.scalar(open_node.limit(1)) is not None
 
 
@@ -127,31 +157,28 @@ def change_plan(session: AsyncSession, run: RunRow, plan_id: str, detail: str) -
     add_event(session, run.id, "swapped", f"from plan {before[:12]} to {plan_id[:12]}, {detail}")
 
 
-def _end_generation(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) -> None:
-    if all(node.outcome == "succeeded" for node in nodes):
+async def _end_generation(session: AsyncSession, run: RunRow) -> None:
+    unsuccessful = _nodes_of(run, NodeRow.outcome != "succeeded").with_only_columns(NodeRow.node_rank)
+    if await session.scalar(unsuccessful.limit(1)) is None:
         end_run(session, run, "succeeded")
     elif run.cancel_requested:
         end_run(session, run, "cancelled")
     else:
-        _end_failed(session, run, nodes)
+        _end_failed(session, run, await _failures_of(session, run))
 
 
-def _end_failed(session: AsyncSession, run: RunRow, nodes: list[NodeRow]) -> None:
+def _end_failed(session: AsyncSession, run: RunRow, reported: _Failures) -> None:
     """Fail a locked run, or let it wait for agents again; agents that refused it are excluded."""
-    failed = [node for node in nodes if node.outcome != "succeeded"]
-    failures = _causes_first(failure for node in failed for failure in node.failures)
-    is_final = any(failure["kind"] in FINAL_FAILURES for failure in failures)
-    refusals = [_refusal(run, node) for node in failed if _has_refused(node)]
-    if refusals and not is_final:
-        run.refusals = [*run.refusals, *refusals]
-        names = ", ".join(refusal["agent"] for refusal in refusals)
+    if reported.refusals and not reported.is_final:
+        run.refusals = [*run.refusals, *reported.refusals]
+        names = ", ".join(refusal["agent"] for refusal in reported.refusals)
         _wait_again(session, run, "refused", f"by {names}; the run waits for other agents")
         return
-    if failures:
-        run.failures = [*run.failures, _cause(run, failures)]
-    error, retries = _error_of(failures), int(run.options.get("retries", DEFAULT_RETRIES))
+    if reported.causes:
+        run.failures = [*run.failures, _cause(run, reported)]
+    error, retries = _error_of(reported), int(run.options.get("retries", DEFAULT_RETRIES))
     tried = run.generation - len({refusal["generation"] for refusal in run.refusals})
-    if is_final or tried >= retries:
+    if reported.is_final or tried >= retries:
         end_run(session, run, "failed", error)
     else:
         _wait_again(session, run, "retry", f"retry {tried + 1} of {retries} after: {error['detail']}")
@@ -166,39 +193,32 @@ def _wait_again(session: AsyncSession, run: RunRow, kind: str, detail: str) -> N
         change_plan(session, run, run.target_plan_id, f"from the start of generation {run.generation}")
 
 
-def _has_refused(node: NodeRow) -> bool:
-    return any(failure["kind"] == "refused" for failure in node.failures)
-
-
-def _refusal(run: RunRow, node: NodeRow) -> dict[str, Any]:
+def _refusal(run: RunRow, agent_id: str, agent: str, detail: str) -> dict[str, Any]:
     """The record of an agent that refused a run."""
-    (detail, *_) = (failure["detail"] for failure in node.failures if failure["kind"] == "refused")
     return {
         "generation": run.generation,
         "at": datetime.now(UTC).isoformat(),
-        "agent_id": node.agent_id,
-        "agent": node.agent_name,
+        "agent_id": agent_id,
+        "agent": agent,
         "message": detail[:MOST_MESSAGE],
     }
 
 
-def _cause(run: RunRow, failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _cause(run: RunRow, reported: _Failures) -> dict[str, Any]:
     """The record of a failed generation: its first cause and the number of failures that followed."""
-    first = failures[0]
+    first = reported.causes[0]
     kept = ("kind", "node_rank", "agent", "rank", "step", "action", "peer", "last_step", "last_action")
     return {
         "generation": run.generation,
         "at": datetime.now(UTC).isoformat(),
         **{name: first.get(name) for name in kept},
         "message": first["detail"][:MOST_MESSAGE],
-        "consequences": len(failures) - 1,
+        "consequences": reported.count - 1,
     }
 
 
-def _placed(node: NodeRow, failure: dict[str, Any]) -> dict[str, Any]:
+def _placed(node: NodeRow, failure: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
     """A failure with its node and the last place that its rank reported, which may lag behind."""
-    rank = failure.get("rank")
-    last: dict[str, Any] = next((place for place in node.ranks if place.get("rank") == rank), {})
     return {
         "node_rank": node.node_rank,
         "agent": node.agent_name,
@@ -215,17 +235,13 @@ def _told(failure: dict[str, Any]) -> str:
     return f"{at}{', ' if where else ''}{where}: {failure['detail']}"
 
 
-def _causes_first(failures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort failures by kind, causes first; within a kind, failures with a known step come first."""
-
-    def place(failure: dict[str, Any]) -> tuple[int, bool]:
-        return FAILURE_KINDS.index(failure["kind"]), failure.get("step") is None
-
-    return sorted(failures, key=place)
+def _place_of_cause(failure: dict[str, Any]) -> tuple[int, bool]:
+    """Sorts failures by kind, causes first; within a kind, failures with a known step come first."""
+    return FAILURE_KINDS.index(failure["kind"]), failure.get("step") is None
 
 
-def _error_of(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The run's problem document. Failures are sorted, causes first; the first one gives the detail."""
-    detail = str(failures[0]["detail"]) if failures else "The nodes were stopped; no failure was reported."
-    shown = list(failures[:MOST_FAILURES])
-    return problem_document(RUN_FAILED, detail, failures=shown, failures_left_out=len(failures) - len(shown))
+def _error_of(reported: _Failures) -> dict[str, Any]:
+    """The run's problem document; the first cause gives the detail."""
+    shown = reported.causes
+    detail = str(shown[0]["detail"]) if shown else "The nodes were stopped; no failure was reported."
+    return problem_document(RUN_FAILED, detail, failures=shown, failures_left_out=reported.count - len(shown))

@@ -78,7 +78,20 @@ def json_bytes(document: Any) -> bytes:
     return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def json_with(document: dict[str, Any], **texts: bytes) -> bytes:
-    """An object as compact UTF-8 JSON, in which some members are JSON texts already; its order is kept."""
-    members = {name: texts.get(name) or json_bytes(value) for name, value in document.items()} | texts
-    return b"{%b}" % b",".join(b"%b:%b" % (json_bytes(name), text) for name, text in members.items())
+def json_with(document: dict[str, Any], **texts: bytes | list[bytes]) -> bytes:
+    """An object as compact UTF-8 JSON, in which some members are JSON texts, or lists of them, already.
+
+    The order of the members is kept. They may be large, so all are copied once.
+    """
+    pieces: list[bytes] = []
+    for name in document | texts:
+        pieces += (b"," if pieces else b"{", json_bytes(name), b":")
+        text = texts[name] if name in texts else json_bytes(document[name])
+        if isinstance(text, bytes):
+            pieces.append(text)
+        else:
+            pieces.append(b"[")
+            for number, entry in enumerate(text):
+                pieces += (b"," if number else b"", entry)
+            pieces.append(b"]")
+    return b"".join([*pieces, b"}" if pieces else b"{}"])

@@ -19,9 +19,9 @@ from zbv_service.security.grants import Grant
 NO_STORE: Mapping[str, str] = MappingProxyType({"Cache-Control": "no-store"})
 
 
-def html(text: str, status: int = 200, headers: Mapping[str, str] = NO_STORE) -> HTMLResponse:
+def html(content: bytes, status: int = 200, headers: Mapping[str, str] = NO_STORE) -> HTMLResponse:
     """A page with a policy that lets browsers load only the service's own files."""
-    return HTMLResponse(text, status, {"Content-Security-Policy": CONTENT_SECURITY_POLICY, **headers})
+    return HTMLResponse(content, status, {"Content-Security-Policy": CONTENT_SECURITY_POLICY, **headers})
 
 
 async def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
@@ -35,8 +35,8 @@ def problem_answer(document: Mapping[str, Any], request: Request, headers: Mappi
     shell = shell_of(request)
     again = f"{shell.path}?{request.url.query}" if request.url.query else shell.path
     values = problem_values(document, again if request.method == "GET" else None)
-    text = render("problem.html.j2", shell, **values)
-    return html(text, int(document["status"]), {**VARY, **NO_STORE, **headers})
+    content = render("problem.html.j2", shell, **values)
+    return html(content, int(document["status"]), {**VARY, **NO_STORE, **headers})
 
 
 def shell_of(request: Request) -> Shell:

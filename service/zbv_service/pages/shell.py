@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ CONTENT_SECURITY_POLICY = "; ".join(
 
 STATIC_DIRECTORIES: tuple[Path, ...] = (Path(__file__).parent / "static", report.STATIC)
 """Directories of files that pages load, served as one; the solver's has the picture of a plan."""
+
+_JOINED = 1000
+"""Pieces of a page that are joined at a time."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,12 @@ def assets() -> str:
     return digest.hexdigest()[:12]
 
 
-def render(template: str, shell: Shell, **values: Any) -> str:
-    """Render a template of ``templates/``, with ``shell``, ``root`` and ``static`` added."""
+def render(template: str, shell: Shell, **values: Any) -> bytes:
+    """Render a template of ``templates/``, with ``shell``, ``root`` and ``static`` added, as UTF-8.
+
+    Jinja joins all pieces of a page in one call, which keeps the interpreter from other threads; this joins
+    a few at a time.
+    """
     surroundings = {
         "shell": shell,
         "root": shell.root,
@@ -86,7 +94,11 @@ def render(template: str, shell: Shell, **values: Any) -> str:
         "assets": assets(),
         "version": __version__,
     }
-    return _environment().get_template(template).render(**surroundings, **values)
+    pieces = _environment().get_template(template).generate(**surroundings, **values)
+    content = bytearray()
+    while some := list(islice(pieces, _JOINED)):
+        content += "".join(some).encode()
+    return bytes(content)
 
 
 @cache

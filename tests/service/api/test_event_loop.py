@@ -1,7 +1,8 @@
 """Nothing whose size a client chooses keeps the event loop from answering: neither a callback of the loop,
 nor a call of another thread that keeps the GIL.
 
-Each is compared with the time in which this process decodes and encodes some JSON.
+Each is compared with the time in which this process decodes and encodes some JSON. What is late once may have
+met a busy machine: it is measured again, and only what is late every time fails.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from support.loop_work import UNIT_BYTES, Work, measured, unit, watching_threads
-from support.serving import Service, Serving
+from support.serving import DEADLINE, Serving
 
 from benchmarks.service.largest import SMALLEST, Amounts, Read, Stored, reads, store
 
 pytestmark = pytest.mark.anyio
 
-LARGE = Amounts(features=16, microbatches=10_000, samples=20_000, rows=40, nodes=64)
-MOST_UNITS = 3.0
+LARGE = Amounts(features=16, microbatches=3_000, samples=20_000, rows=20, nodes=64)
+MOST_UNITS = 1.0
+ATTEMPTS = 3
 MIB = 1024**2
 LIMITS = {
     "max_body_bytes": 8 * MIB,
@@ -35,33 +41,62 @@ LIMITS = {
 }
 
 
-async def read(service: Service, each: Read) -> Work:
-    async with measured() as work:
-        answer = await service.http.get(each.path, headers={"Accept": each.accept})
-    assert answer.status_code < 400 or each.path.endswith("/trace"), (each, answer.text[:500])
-    return work
-
-
 async def test_no_read_and_no_write_of_the_largest_objects_keeps_the_loop(
     serving: Serving, any_database_url: str
 ) -> None:
-    def apart(make: Callable[[], bytes]) -> Awaitable[bytes]:
+    def apart(make: Callable[[], Any]) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(client, make)
 
     # What this client does in its own thread is not the service's work.
     client = ThreadPoolExecutor(1, initializer=sys.setprofile, initargs=(None,))
     with client, watching_threads():
         async with serving("honest", database=any_database_url, **LIMITS) as service:
-            for each in reads(await store(service.http, SMALLEST)):
-                await read(service, each)  # imports modules, and compiles templates and queries
-            with without_garbage_collection():
-                async with measured() as writing:
-                    stored = await store(service.http, LARGE)
-                found = {"writing": writing}
-                found |= {each.path: await read(service, each) for each in reads(stored)}
-                most = MOST_UNITS * unit()
-    late = {path: work for path, work in found.items() if max(work.callback, work.call) > most}
-    assert not late, f"longer than {MOST_UNITS:g} times JSON of {UNIT_BYTES} bytes, {most:.3f} s: {late}"
+            reader = httpx.AsyncClient(
+                transport=httpx.ASGITransport(without_bodies(service.app), raise_app_exceptions=False),
+                base_url=service.http.base_url,
+                timeout=DEADLINE,
+            )
+            async with reader:
+                for each in reads(await store(service.http, SMALLEST)):
+                    await read(reader, each)  # imports modules, and compiles templates and queries
+                with without_garbage_collection():
+                    late = []
+                    for attempt in range(ATTEMPTS):
+                        async with measured("storing") as work:
+                            stored = await store(service.http, replace(LARGE, variant=attempt), apart)
+                        if not (late := lateness(work)):
+                            break
+                    for each in reads(stored):
+                        for _ in range(ATTEMPTS):
+                            if not (again := lateness(await read(reader, each))):
+                                break
+                        late += again
+    assert not late, f"longer than {MOST_UNITS:g} times JSON of {UNIT_BYTES} bytes: {late}"
+
+
+async def read(http: httpx.AsyncClient, each: Read) -> Work:
+    async with measured(each.path) as work:
+        answer = await http.get(each.path, headers={"Accept": each.accept})
+    assert answer.status_code < 400 or each.path.endswith("/trace"), (each, answer.status_code)
+    return work
+
+
+def lateness(work: Work) -> list[tuple[float, Work]]:
+    """The work with its length in units, if it is too long; the unit is measured now, beside it."""
+    length = work.longest / unit()
+    return [(round(length, 2), work)] if length > MOST_UNITS else []
+
+
+def without_bodies(app: ASGIApp) -> ASGIApp:
+    """An application without the bodies of its answers, which its client would copy in this event loop."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def forward(message: Message) -> None:
+            await send({**message, "body": b""} if "body" in message else message)
+
+        await app(scope, receive, forward)
+
+    return answer
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def record(**changes: Any) -> SearchRecord:
 
 def page_of(found: SearchRecord, question: Problem | LayeredProblem) -> str:
     view = search_view(found, question, AT)
-    return render("search.html.j2", Shell(), view=view, row=found)
+    return render("search.html.j2", Shell(), view=view, row=found).decode()
 
 
 def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() -> None:

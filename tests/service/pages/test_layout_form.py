@@ -62,7 +62,7 @@ def test_a_command_has_a_flag_for_every_value_of_the_request(
 
 def test_the_form_has_a_field_for_every_value_of_the_request() -> None:
     shell = Shell(may=frozenset({"search"}))
-    html = render("layouts.html.j2", shell, form=LayoutForm(), rows=[])
+    html = render("layouts.html.j2", shell, form=LayoutForm(), rows=[]).decode()
     form = html[html.index('class="layout-form"') : html.index("</form>", html.index('class="layout-form"'))]
     fields = set(re.findall(r'<(?:input|select|textarea)[^>]* name="([a-z_]+)"', form))
     assert {IN_FORM.get(name, name) for name in fields} | ALWAYS_IN_FORM == keys(LayoutRequest)

@@ -111,6 +111,6 @@ async def test_every_address_is_under_the_prefix_of_a_proxy(serving: Serving) ->
 def test_a_reader_without_the_scope_search_gets_no_link_to_the_form() -> None:
     view = report.plan_view(baseline_plan("1f1b", parse_problem(PROBLEM)))
     for scopes, is_invited in ((frozenset(), True), (frozenset({"read"}), False), ({"read", "search"}, True)):
-        text = plan_page(view, Shell(may=frozenset(scopes)))
+        text = plan_page(view, Shell(may=frozenset(scopes))).decode()
         assert ("Change and search again" in text) == is_invited
         assert f"/plans/{view.plan_id}/compare" in text

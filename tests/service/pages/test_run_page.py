@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from support.runs_over_http import (
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.pages.routes import runs as pages
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.run import run_view
+from zbv_service.pages.views.run import SHOWN_RANKS, run_view
 from zbv_service.runs.measurements import most_shared
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.problem.reading import parse_problem
@@ -229,7 +230,7 @@ async def test_cancelling_a_run_needs_the_scope_launch(serving: Serving) -> None
         run = await service.app.state.application.runs.get(run_id)
         for may, expected in ((("read",), False), (("launch",), True), (("admin",), True)):
             view, shell = run_view(run, None, (), ()), Shell(may=frozenset(may))
-            text = render("run.html.j2", shell, view=view, run=run, events=())
+            text = render("run.html.j2", shell, view=view, run=run, events=()).decode()
             assert ("Cancel run" in text) == expected
 
 
@@ -241,3 +242,20 @@ def test_steps_measured_by_the_most_ranks_count() -> None:
     assert most_shared([*map(parse_rank_trace, documents)]) == (1, 2)
     assert most_shared([parse_rank_trace(documents[0])]) == (0, 1, 2)
     assert most_shared([]) == ()
+
+
+async def test_a_run_of_many_ranks_shows_some_of_them_at_a_time(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        run_id = (await submit(service)).json()["id"]
+        run = await service.app.state.application.runs.get(run_id)
+    many = replace(run, nodes=1, ranks_per_node=2 * SHOWN_RANKS + 1)
+    middle = run_view(many, None, (), (), SHOWN_RANKS)
+    assert [row.rank for row in middle.ranks] == [*range(SHOWN_RANKS, 2 * SHOWN_RANKS)]
+    assert (middle.earlier_ranks, middle.later_ranks) == (0, 2 * SHOWN_RANKS)
+    first, last = run_view(many, None, (), ()), run_view(many, None, (), (), 2 * SHOWN_RANKS)
+    assert (first.earlier_ranks, last.later_ranks) == (None, None)
+    assert [row.rank for row in last.ranks] == [2 * SHOWN_RANKS]
+    text = render("run.html.j2", Shell(), view=middle, run=many, events=()).decode()
+    assert f"{2 * SHOWN_RANKS + 1} ranks" in text
+    assert 'href="?ranks=0#ranks"' in text
+    assert f'href="?ranks={2 * SHOWN_RANKS}#ranks"' in text

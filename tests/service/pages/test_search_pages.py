@@ -46,7 +46,7 @@ RECORD = SearchRecord(
 
 def page_of(record: SearchRecord, problem: Problem | None = None, **shell: Any) -> str:
     view = search_view(record, problem or uniform(2, 4, limit=3), AT + timedelta(seconds=12.5))
-    return render("search.html.j2", Shell(**shell), view=view, row=record)
+    return render("search.html.j2", Shell(**shell), view=view, row=record).decode()
 
 
 def test_a_running_search_has_numbers_and_can_be_stopped() -> None:

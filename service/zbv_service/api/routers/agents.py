@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
@@ -17,7 +18,9 @@ from zbv_service.api.negotiation import SEE_PAGE
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import decompressed, parse_body
+from zbv_service.documents.shared import json_with
 from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, INVALID_BODY, TOO_MUCH_STORED
+from zbv_service.records.runs import AgentRecord
 from zbv_service.runs.agent_documents import (
     AgentDocument,
     AgentList,
@@ -92,9 +95,7 @@ async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()
         request,
         query,
         lambda limit, after: agents.page(query.filter, limit, after),
-        lambda items, around: AgentList(
-            agents=[*map(AgentDocument.model_validate, items)], next=around.next, previous=around.previous
-        ).model_dump_json(),
+        lambda items, around: json_with({"agents": None, **asdict(around)}, agents=[*map(_text, items)]),
     )
 
 
@@ -258,3 +259,8 @@ async def remove_agent(request: Request, agent_id: str) -> Response:
     """The agent's unfinished run fails."""
     await state_of(request).agents.leave(agent_id)
     return Response(status_code=204)
+
+
+def _text(record: AgentRecord) -> bytes:
+    """An agent of a list as JSON; pydantic would keep the interpreter while it writes the whole list."""
+    return AgentDocument.model_validate(record).model_dump_json().encode()

@@ -79,9 +79,11 @@ async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()])
         request,
         query,
         lambda limit, after: plans.page(query.filter, limit, after),
-        lambda items, around: PlanList(
-            plans=[*map(PlanSummaryDocument.of, items)], next=around.next, previous=around.previous
-        ).model_dump_json(),
+        lambda items, around: (
+            PlanList(plans=[*map(PlanSummaryDocument.of, items)], next=around.next, previous=around.previous)
+            .model_dump_json()
+            .encode()
+        ),
     )
 
 

@@ -91,9 +91,7 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
         request,
         query,
         lambda limit, after: runs.page(query.filter, limit, after),
-        lambda items, around: json_with(
-            {"runs": None, **asdict(around)}, runs=b"[%b]" % b",".join(map(_text, items))
-        ),
+        lambda items, around: json_with({"runs": None, **asdict(around)}, runs=[*map(_text, items)]),
     )
 
 
@@ -236,8 +234,8 @@ def _text(record: RunRecord) -> bytes:
     """
     document = RunDocument.model_validate(replace(record, members=(), error=None)).model_dump(mode="json")
     error = None if record.error is None else located(record.error)
-    nodes = (NodeDocument.model_validate(node).model_dump(mode="json") for node in record.members)
-    return json_with({**document, "error": error}, members=b"[%b]" % b",".join(map(json_bytes, nodes)))
+    nodes = [json_bytes(NodeDocument.model_validate(node).model_dump(mode="json")) for node in record.members]
+    return json_with({**document, "error": error}, members=nodes)
 
 
 async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[bytes]:

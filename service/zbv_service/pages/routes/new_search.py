@@ -50,7 +50,7 @@ async def get_new_search_page(request: Request) -> HTMLResponse:
     return html(new_search_page(start, shell, max_effort=most))
 
 
-async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) -> str:
+async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) -> bytes:
     """The page with the problem of the search or plan with an id; rendering large ones takes long."""
     found = state_of(request)
     write = partial(new_search_page, shell=shell_of(request), max_effort=found.settings.max_effort)
@@ -60,7 +60,7 @@ async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) ->
     return await found.computations.run(partial(_of_search, write, at_smallest_limit, record), packed)
 
 
-def _of_plan(write: Callable[[Start], str], at_smallest_limit: bool, packed: bytes) -> str:
+def _of_plan(write: Callable[[Start], bytes], at_smallest_limit: bool, packed: bytes) -> bytes:
     plan = plan_of(packed)
     note = f"This is the problem of plan {plan.plan_id[:12]}."
     if plan.cut is not None:
@@ -70,8 +70,8 @@ def _of_plan(write: Callable[[Start], str], at_smallest_limit: bool, packed: byt
 
 
 def _of_search(
-    write: Callable[[Start], str], at_smallest_limit: bool, record: SearchRecord, packed: bytes
-) -> str:
+    write: Callable[[Start], bytes], at_smallest_limit: bool, record: SearchRecord, packed: bytes
+) -> bytes:
     problem, note = parse_packed(packed), f"This is the problem of search {record.id[:12]}."
     if isinstance(problem, Problem):
         return write(_start_from(problem, record.options, note, at_smallest_limit))

@@ -37,8 +37,8 @@ async def get_problem_type(request: Request, name: str) -> HTMLResponse:
     kind = kinds().get(name)
     if kind is None:
         raise ProblemError(NOT_FOUND, f"found no type of error {name!r}; there are {', '.join(kinds())}.")
-    text = render("problem_type.html.j2", shell_of(request), name=name, kind=kind, advice=ADVICE[name])
-    return html(text, headers={"Cache-Control": HOUR})
+    content = render("problem_type.html.j2", shell_of(request), name=name, kind=kind, advice=ADVICE[name])
+    return html(content, headers={"Cache-Control": HOUR})
 
 
 def as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Response]]:

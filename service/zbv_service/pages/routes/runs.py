@@ -35,8 +35,8 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/runs/{run_id}", dependencies=[READ])
-async def get_run_page(request: Request, run_id: str) -> Response:
-    """The page of a run."""
+async def get_run_page(request: Request, run_id: str, ranks: Index = None) -> Response:
+    """The page of a run, with some of its ranks, from ``ranks`` on."""
     found = state_of(request)
     run = await found.runs.get(run_id)
     events = await found.runs.newest_events(run_id, EVENTS)
@@ -46,7 +46,7 @@ async def get_run_page(request: Request, run_id: str) -> Response:
     if run.plan_id is not None:
         plans = (await found.plans.page(PlanFilter(text=run.plan_id), 1, None)).items
         plan = plans[0] if plans else None
-    view = await found.computations.write(run_view, run, plan, index, lines)
+    view = await found.computations.write(run_view, run, plan, index, lines, ranks)
     return await page(request, "run.html.j2", view=view, run=run, events=events)
 
 

@@ -146,7 +146,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
 def _sign_in_page(
     request: Request, destination: str, status: int, complaint: str = "", link: str = ""
 ) -> HTMLResponse:
-    text = render(
+    content = render(
         "sign_in.html.j2",
         shell_of(request),
         destination=_inside(destination),
@@ -155,7 +155,7 @@ def _sign_in_page(
         # A request from another site has no cookie; when the page reloads itself, the browser sends it.
         asks_again=not link and request.method == "GET" and is_from_elsewhere(request),
     )
-    return html(text, status)
+    return html(content, status)
 
 
 def _refused_page(request: Request, error: ProblemError) -> HTMLResponse:

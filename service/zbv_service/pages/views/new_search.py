@@ -91,7 +91,7 @@ def start_from_layers(
     return Start(document, dict(options), None, note)
 
 
-def new_search_page(start: Start, shell: Shell, *, max_effort: Effort) -> str:
+def new_search_page(start: Start, shell: Shell, *, max_effort: Effort) -> bytes:
     """The page with the form and its initial content."""
     data = {
         "start": asdict(start),

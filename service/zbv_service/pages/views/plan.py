@@ -9,7 +9,7 @@ from zbv_solver.export import FORMATS, report
 from zbv_service.pages.shell import Shell, assets, render
 
 
-def plan_page(view: report.PlanView, shell: Shell) -> str:
+def plan_page(view: report.PlanView, shell: Shell) -> bytes:
     """The solver's view of a plan, with links to the pages and documents of the service."""
     page, document = f"{shell.root}/plans/{view.plan_id}", f"{shell.root}/v1/plans/{view.plan_id}"
     links = [

@@ -19,6 +19,9 @@ from zbv_service.records.searches import PlanSummary
 from zbv_service.runs.options import OF_SCRIPTS
 from zbv_service.runs.steps import StepLine
 
+SHOWN_RANKS = 256
+"""Ranks on a page, which reloads itself every few seconds."""
+
 
 @dataclass(frozen=True)
 class RankRow:
@@ -60,6 +63,13 @@ class RunView:
     steps: StepChart | None
     losses: LossChart | None
     ranks: tuple[RankRow, ...]
+    """At most :data:`SHOWN_RANKS` of them."""
+    rank_count: int
+    are_ranks_open: bool
+    """Whether the reader asked for some ranks, and so wants to see them."""
+    earlier_ranks: int | None
+    """The first rank of the page of ranks before this one; None on the first page."""
+    later_ranks: int | None
     gain: str
     """The gain of the plan that is better with the measured costs; empty if there is none."""
     failures: tuple[Failure, ...]
@@ -72,7 +82,11 @@ class RunView:
 
 
 def run_view(
-    run: RunRecord, plan: PlanSummary | None, index: Sequence[PartInfo], lines: Sequence[StepLine]
+    run: RunRecord,
+    plan: PlanSummary | None,
+    index: Sequence[PartInfo],
+    lines: Sequence[StepLine],
+    first_rank: int | None = None,
 ) -> RunView:
     """A run, ready for the template.
 
@@ -84,8 +98,12 @@ def run_view(
         The logs and traces that ranks have sent.
     lines
         The newest measured steps, ascending.
+    first_rank
+        Where the page's ranks begin; None if nobody asked for some of them.
     """
     step, planned = reached_step(run), _seconds(plan)
+    count, first = run.nodes * run.ranks_per_node, first_rank or 0
+    later = first + SHOWN_RANKS
     return RunView(
         is_open=run.state not in RUN_ENDED,
         step=step,
@@ -93,7 +111,11 @@ def run_view(
         facts=tuple(_facts(run, plan, planned, lines, step)),
         steps=step_chart(lines, planned) if lines else None,
         losses=loss_chart(lines),
-        ranks=tuple(_ranks(run, index)),
+        ranks=tuple(_ranks(run, index, range(first, min(later, count)))),
+        rank_count=count,
+        are_ranks_open=first_rank is not None,
+        earlier_ranks=max(0, first - SHOWN_RANKS) if first else None,
+        later_ranks=later if later < count else None,
         gain=_gain(run),
         failures=tuple(map(_failure, (run.error or {}).get("failures") or ())),
         earlier=tuple(map(_failure, _earlier(run))),
@@ -149,15 +171,15 @@ def _facts(
         yield Card("Planned bubble", quantities.percent(plan.bubble_rate), "idle share of a span")
 
 
-def _ranks(run: RunRecord, index: Sequence[PartInfo]) -> Iterator[RankRow]:
-    """Every rank of the current generation, with its newest log and trace."""
+def _ranks(run: RunRecord, index: Sequence[PartInfo], ranks: range) -> Iterator[RankRow]:
+    """These ranks of the current generation, with their newest logs and traces."""
     newest: dict[tuple[str, int], int] = {}
     for part in index:
         key = (part.kind, part.rank)
         newest[key] = max(part.generation, newest.get(key, part.generation))
     nodes = {node.node_rank: node for node in run.members}
     places = {int(place["rank"]): place for node in run.members for place in node.ranks}
-    for rank in range(run.nodes * run.ranks_per_node):
+    for rank in ranks:
         node = nodes.get(rank // run.ranks_per_node)
         place: dict[str, Any] = places.get(rank, {})
         yield RankRow(

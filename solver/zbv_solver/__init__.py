@@ -189,7 +189,7 @@ def plan(
     ContradictedBound
         When the plan undercuts the lower bound, which is a bug in zbv.
     """
-    from zbv_solver.jitter.reading import parse_jitter
+    from zbv_solver.jitter.noise import parse_jitter
     from zbv_solver.search.options import SearchOptions
     from zbv_solver.search.search import search
 
@@ -304,7 +304,7 @@ def simulate(plan: Plan, jitter: Jitter | str, *, scenarios: int = 256, seed: in
     InvalidInput
         When the jitter is not one of this plan's ranks, or a number is out of range.
     """
-    from zbv_solver.jitter.reading import parse_jitter
+    from zbv_solver.jitter.noise import parse_jitter
     from zbv_solver.search.simulate import simulate
 
     return simulate(

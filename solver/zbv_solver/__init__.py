@@ -269,7 +269,7 @@ def pack(
     effort, time_limit, seed, workers
         As in :func:`plan`, for the search of every replica's plan.
     compare
-        Plan the packings of other methods too, with the same effort.
+        Plan the usual packing too, with the same effort.
 
     Raises
     ------
@@ -278,7 +278,7 @@ def pack(
     ContradictedBound
         When a plan undercuts a lower bound, which is a bug in zbv.
     """
-    from zbv_solver.packing.pack import pack
+    from zbv_solver.packing.packing import pack
     from zbv_solver.search.options import SearchOptions
 
     _show_plans_in_notebooks()

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from zbv_solver.construct.baselines import baseline, without_limit
-from zbv_solver.packing.arrangement import Packer, Replicas
+from zbv_solver.packing.arrange import Arrangement, Replicas, equal_tokens
 from zbv_solver.packing.batch import Batch, parse_batch
-from zbv_solver.packing.pack import pack
-from zbv_solver.packing.packing import Packing
-from zbv_solver.packing.rivals import equal_tokens
-from zbv_solver.packing.step_costs import StepCosts
+from zbv_solver.packing.packing import Packing, pack, packer_of, plans_of, step_time
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem, objective_value
@@ -27,6 +24,7 @@ from zbv_solver.timing.start_times import evaluate
 from benchmarks.errors import WrongInput
 from benchmarks.findings import Finding, at_least
 from benchmarks.lengths.instances import PackingInstance, packing_instances
+from benchmarks.planner.packers import PACKERS
 
 LEAST_GAIN_PERCENT = 15.0
 """On batches with a long tail, against what is usual."""
@@ -70,14 +68,21 @@ def packing_table(
     findings = []
     for each in chosen:
         batch = parse_batch(each.document())
-        found = pack(batch, options, compare=True)
+        found = pack(batch, options)
+        others = [plans_of(batch, each, options) for each in other_packings(batch)]
         usual = in_given_order(batch, options)
         gain = shorter(found.step_time, usual[0].step_time)
-        write(_row(each.name, found, usual))
+        write(_row(each.name, found, [*map(step_time, others)], usual))
         sys.stdout.flush()
         target = at_least(LEAST_GAIN_PERCENT) if each.law.name == "tail" else None
         findings.append(Finding(f"{each.name}: shorter than {USUAL}", gain, "%", target))
     return findings
+
+
+def other_packings(batch: Batch) -> list[Arrangement]:
+    """What the methods of :mod:`.packers` make of a batch."""
+    packer = packer_of(batch)
+    return [Arrangement.of(packer, method(packer)) for method in PACKERS.values()]
 
 
 def in_given_order(batch: Batch, options: SearchOptions) -> tuple[GivenOrder, GivenOrder]:
@@ -92,8 +97,7 @@ def in_given_order(batch: Batch, options: SearchOptions) -> tuple[GivenOrder, Gi
 
 def given_order(batch: Batch) -> Replicas:
     """Microbatches of equal tokens in the given order, dealt to the replicas in turn."""
-    packer = Packer(StepCosts.of(batch.problem), batch.sequences, batch.max_tokens, batch.replicas)
-    return equal_tokens(packer)
+    return equal_tokens(packer_of(batch))
 
 
 def _given_order(name: str, replicas: Sequence[tuple[Problem, Orders]]) -> GivenOrder:
@@ -110,11 +114,11 @@ def shorter(step: float, than: float) -> float:
     return 100 * (1 - step / than)
 
 
-def _row(name: str, found: Packing, usual: Sequence[GivenOrder]) -> str:
+def _row(name: str, found: Packing, others: Sequence[float], usual: Sequence[GivenOrder]) -> str:
     microbatches = sum(len(each.microbatches) for each in found.replicas)
-    rivals = [shorter(found.step_time, each.step_time or found.step_time) for each in found.rivals]
+    gains = [shorter(found.step_time, step) for step in others]
     given = [f"{shorter(found.step_time, each.step_time):8.1f}{' ' if each.fits else '*'}" for each in usual]
     return (
         f"{name:27}{found.step_time:10.4g}{found.gap:7.1%}{microbatches:5}{found.seconds:6.1f}"
-        f"{''.join(f'{gain:7.1f}' for gain in rivals)}{''.join(given)}\n"
+        f"{''.join(f'{gain:7.1f}' for gain in gains)}{''.join(given)}\n"
     )

@@ -181,7 +181,7 @@ def batch_of(workload: PackingWorkload, measured: Problem) -> Batch:
 def planned(batch: Batch, options: SearchOptions) -> Variants:
     """By variant, what every replica runs."""
     from zbv_solver.construct.baselines import without_limit
-    from zbv_solver.packing.pack import pack
+    from zbv_solver.packing.packing import pack
     from zbv_solver.search.assemble import make_plan
     from zbv_solver.search.baselines import baseline_plan
     from zbv_solver.search.search import search

@@ -189,7 +189,7 @@ def plan(
     ContradictedBound
         When the plan undercuts the lower bound, which is a bug in zbv.
     """
-    from zbv_solver.jitter.reading import parse_jitter
+    from zbv_solver.jitter.noise import parse_jitter
     from zbv_solver.search.options import SearchOptions
     from zbv_solver.search.search import search
 
@@ -269,7 +269,7 @@ def pack(
     effort, time_limit, seed, workers
         As in :func:`plan`, for the search of every replica's plan.
     compare
-        Plan the packings of other methods too, with the same effort.
+        Plan the usual packing too, with the same effort.
 
     Raises
     ------
@@ -278,7 +278,7 @@ def pack(
     ContradictedBound
         When a plan undercuts a lower bound, which is a bug in zbv.
     """
-    from zbv_solver.packing.pack import pack
+    from zbv_solver.packing.packing import pack
     from zbv_solver.search.options import SearchOptions
 
     _show_plans_in_notebooks()
@@ -304,7 +304,7 @@ def simulate(plan: Plan, jitter: Jitter | str, *, scenarios: int = 256, seed: in
     InvalidInput
         When the jitter is not one of this plan's ranks, or a number is out of range.
     """
-    from zbv_solver.jitter.reading import parse_jitter
+    from zbv_solver.jitter.noise import parse_jitter
     from zbv_solver.search.simulate import simulate
 
     return simulate(

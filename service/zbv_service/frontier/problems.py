@@ -129,10 +129,10 @@ def _of_stages(plan: Plan) -> dict[str, Any]:
 
 
 def _of_layers(plan: Plan) -> dict[str, Any]:
-    from zbv_solver.frontiers.by_layers import limits  # loads the solver's kernels
+    from zbv_solver.frontiers.frontier import layer_limits  # loads the solver's kernels
 
     question = asked_of(plan)
-    grid = tuple(limits(replace(question, limit=None)))
+    grid = tuple(layer_limits(replace(question, limit=None)))
     return {
         "asked": problems_of_layers(question, grid),
         "bounds_key": f"{problem_key(layered_json(replace(question, limit=None)))} {grid}",
@@ -145,7 +145,7 @@ def bounds_of(grid: Sequence[float], packed: bytes) -> tuple[float, ...]:
     """A lower bound at each limit of the frontier of a packed plan."""
     # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.bounds import lower_bound
-    from zbv_solver.frontiers.by_layers import floor
+    from zbv_solver.frontiers.frontier import floor
 
     plan = plan_of(packed)
     if plan.cut is not None:

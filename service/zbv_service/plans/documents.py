@@ -7,8 +7,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
-from zbv_solver.jitter.noise import Jitter
-from zbv_solver.jitter.reading import parse_jitter
+from zbv_solver.jitter.noise import Jitter, parse_jitter
 from zbv_solver.plans.reading import (
     BaselineDocument,
     CutDocument,

@@ -194,4 +194,4 @@ class ProblemPacking(BaseModel):
     gap: float | None = Field(description="step_time / lower_bound - 1.")
     estimate: float = Field(description="Of the step, without ramps.")
     replicas: list[PackedReplica]
-    baselines: list[OtherPacking] = Field(description="Other methods, by the same estimate.")
+    baselines: list[OtherPacking] = Field(description="The usual packing, by the same estimate.")

@@ -115,7 +115,7 @@ def estimate_of_layers(packed: bytes) -> dict[str, Any]:
     if stages > MAX_LAYERED_STAGES or stages * problem.microbatches > MAX_LAYERED_CELLS:
         bound = problem.microbatches * least_worst_load(problem, CutTables.of(problem))
         return {"lower_bound": bound, "plan": None, "baselines": []}
-    from zbv_solver.frontiers.by_layers import floor
+    from zbv_solver.frontiers.frontier import floor
 
     from zbv_service.problems.sketch import sketch
 

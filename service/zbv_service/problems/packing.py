@@ -43,8 +43,7 @@ def packing_text(body: bytes | bytearray) -> bytes:
     """Read and pack a batch; runs in another process. Errors are those of :func:`pack_body`."""
     # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.packing.batch import to_batch
-    from zbv_solver.packing.pack import pack
-    from zbv_solver.packing.packing import packing_json
+    from zbv_solver.packing.packing import pack, packing_json
     from zbv_solver.search.options import SearchOptions
 
     parsed = parse_body(PackRequest, parse_json(body)).batch

@@ -258,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
         help="packing file; without it, a summary is printed to a terminal and the packing to a pipe",
     )
     packed.add_argument(
-        "--compare", action="store_true", help="also plan the packings of other methods, with the same effort"
+        "--compare", action="store_true", help="also plan the usual packing, with the same effort"
     )
     _add_search(packed, "quick", "of every replica")
 

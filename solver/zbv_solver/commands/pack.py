@@ -16,8 +16,8 @@ from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import output
 from zbv_solver.errors import InvalidInput
 from zbv_solver.packing.batch import Batch, load_batch
-from zbv_solver.packing.pack import pack as packed
 from zbv_solver.packing.packing import Packing, packing_json
+from zbv_solver.packing.packing import pack as packed
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import SearchOptions
@@ -40,7 +40,7 @@ def pack(arguments: argparse.Namespace) -> None:
     if is_summary:
         console = Console()
         console.print(_replicas(found))
-        console.print(_rivals(found))
+        console.print(_baselines(found))
         sys.stdout.write(f"{_verdict(found)}\nThe packing is not saved. To save it, add: -o packed.json\n")
     elif path != "-":
         sys.stderr.write(f"{path}: {_verdict(found)}\n")
@@ -88,11 +88,11 @@ def _replicas(found: Packing) -> Table:
     return table
 
 
-def _rivals(found: Packing) -> Table:
-    table = Table(title="other ways to pack this batch, compared with this one")
+def _baselines(found: Packing) -> Table:
+    table = Table(title="the usual way to pack this batch, compared with this one")
     for column in ("", "microbatches", "estimate", "longer by", found.batch.problem.objective, "longer by"):
         table.add_column(column, justify="right" if column else "left")
-    for each in found.rivals:
+    for each in found.baselines:
         planned = each.step_time
         table.add_row(
             each.name,

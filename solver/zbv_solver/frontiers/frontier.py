@@ -2,48 +2,59 @@
 
 A plan that was found for one limit also fits every larger one, so the best plan within a limit may come from
 the search at a smaller limit. A lower bound that was proved for one limit also holds at every smaller one.
+
+For a problem by layers, every limit has its own cut and its own recomputed stages. The memory of 1F1B
+depends on the cut, so limits are then amounts of memory, equal on all ranks, instead of fractions. The
+smallest limit is what the leanest cut needs with everything recomputed. At the largest limits, recomputation
+no longer helps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from zbv_solver.documents.text import number
+from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers import memory_fraction
-from zbv_solver.frontiers.by_layers import limits
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, grid, tightened
+from zbv_solver.partition.cut_space import CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.floors import least_worst_load
+from zbv_solver.partition.least_memory import least_memory_cut
+from zbv_solver.partition.simple_cuts import level_cut
+from zbv_solver.partition.starts import even_bound
 from zbv_solver.plans.certificate import certify, gap_of
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem, objective_value
 
 Search = Callable[[AnyProblem], Plan]
+LAYER_STEPS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+"""Limits between the smallest one (0) and the need of 1F1B without recomputation (1)."""
+LAYER_STEPS_BEYOND = (1.25, 1.5, 2.0)
+"""Limits above that: the static memory of 1F1B and this multiple of its activations."""
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """A memory limit, the best known plan that fits it, and a lower bound at this limit.
-
-    Attributes
-    ----------
-    limit
-        The largest limit of any rank, in the problem's memory unit.
-    plan
-        Where layers are cut, the plan of any cut.
-    needs
-        The smallest limit that the plan fits: a fraction of 1F1B's memory
-        (:mod:`zbv_solver.frontiers.memory_fraction`), or for layers an amount of memory.
-    fraction
-        The limit as a fraction of 1F1B's memory; None for layers.
-    """
+    """A memory limit, the best known plan that fits it, and a lower bound at this limit."""
 
     limit: float
+    """The largest limit of any rank, in the problem's memory unit."""
     plan: Plan
+    """Where layers are cut, the plan of any cut."""
     lower_bound: float
     needs: float
+    """The smallest limit that the plan fits: a fraction of 1F1B's memory
+    (:mod:`zbv_solver.frontiers.memory_fraction`), or for layers an amount of memory."""
     fraction: float | None = None
+    """The limit as a fraction of 1F1B's memory; None for layers."""
 
     @property
     def gap(self) -> float:
@@ -92,7 +103,7 @@ def frontier_points(problem: AnyProblem, search: Search) -> tuple[FrontierPoint,
 def _limited(problem: AnyProblem) -> Iterator[_Limited]:
     """The problem at every limit of its grid, ascending."""
     if isinstance(problem, LayeredProblem):
-        yield from (_Limited(limit, at_limit(problem, limit)) for limit in limits(problem))
+        yield from (_Limited(limit, at_limit(problem, limit)) for limit in layer_limits(problem))
     else:
         for fraction in grid(problem):
             yield _Limited(fraction, memory_fraction.at_fraction(problem, fraction))
@@ -148,3 +159,74 @@ def point_json(point: FrontierPoint) -> dict[str, Any]:
         "chunks": problem.placement.chunks,
         "recomputed": recomputed_stages(plan),
     }
+
+
+def layer_limits(problem: LayeredProblem) -> tuple[float, ...]:
+    """The limits to search, ascending; the first one is the smallest that is known to be feasible.
+
+    Raises
+    ------
+    InvalidInput
+        When no layer holds memory.
+    """
+    plain = _level(replace(problem, limit=None))
+    activations = memory_fraction.one_f_one_b_memory(plain)
+    if activations == 0:
+        raise InvalidInput.at(
+            "/layers",
+            "no layer holds memory between its forward and its backward, so a limit has no effect. Give "
+            "the layers' memory.forward, memory.backward_input and memory.backward_weight.",
+        )
+    least = smallest_limit(problem)
+    static = max(plain.memory.static)
+    most = static + activations
+    above = [least + step * (most - least) for step in LAYER_STEPS] if most > least else []
+    above += [static + step * activations for step in LAYER_STEPS_BEYOND]
+    return (least, *(limit for limit in above if limit > least * (1 + MEMORY_TOLERANCE)))
+
+
+def smallest_limit(problem: LayeredProblem) -> float:
+    """The smallest limit that some cut is known to fit; the problem's own limit is ignored.
+
+    Exact for placements V and single. For loop only a heuristic is known, so loop counts only if it is the
+    only placement.
+    """
+    exact = [placement for placement in problem.placements if placement.kind != "loop"]
+    return min(_smallest(problem, placement) for placement in exact or problem.placements)
+
+
+def floor(problem: LayeredProblem) -> float:
+    """A lower bound on the objective of every cut that fits the limit, on every placement.
+
+    For V and single it uses the exact least load. If no cut fits, it is the bound without a limit.
+    """
+    tables = CutTables.of(problem)
+    least = least_worst_load(problem, tables)
+    worst = []
+    for placement in problem.placements:
+        if placement.kind == "loop":  # no exact minimum is known
+            return problem.microbatches * least
+        space = CutSpace(problem, placement, tables)
+        balanced = even_bound(space, level_cut(space))
+        if balanced is not None:
+            worst.append(max(least, balanced.worst))
+    return problem.microbatches * min(worst, default=least)
+
+
+def _level(problem: LayeredProblem) -> Problem:
+    """The problem of a cut with about even work, without recomputation, on the first placement."""
+    placement = problem.placements[0]
+    space = CutSpace(problem, placement, CutTables.of(problem))
+    cut = space.cut(level_cut(space), (False,) * placement.n_stages)
+    return problem.cut_into(placement, cut)
+
+
+def _smallest(problem: LayeredProblem, placement: Placement) -> float:
+    """The least memory that the fullest rank needs in any cut on a placement."""
+    # With the mean need as the limit no cut fits, so the excess over it is minimised.
+    mean = float(CutTables.of(problem).sums[..., 3, -1].min()) / problem.pp_degree
+    tight = at_limit(problem, max(problem.static) + mean)
+    space = CutSpace(tight, placement, CutTables.of(tight))
+    # Under loop, proving that the heuristic's cut is the smallest would take CP-SAT seconds.
+    least = least_memory_cut(space, level_cut(space), enough=np.inf)
+    return max(tight.cut_into(placement, least.cut).smallest_limit)

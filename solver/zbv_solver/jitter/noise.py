@@ -1,4 +1,4 @@
-"""A model of jitter: by which factors the durations of a problem vary from iteration to iteration.
+"""Jitter: by which factors the durations of a problem vary from iteration to iteration.
 
 In a scenario, that is one iteration, an action takes its planned duration, times its own factor, times a
 factor that all actions of its rank share; a transfer takes its planned latency times its own factor. All
@@ -8,6 +8,8 @@ mean duration stays the planned one.
 Draws are common random numbers: they depend on the seed, the chain, the iteration, the stage, the kind of
 action and the microbatch, but not on the order. So all orders of a problem meet the same scenarios, and their
 differences have little sampling error. I and B of a microbatch share their draw.
+
+docs/formats.md describes the documents of a jitter and its short form.
 """
 
 from __future__ import annotations
@@ -15,12 +17,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import Discriminator, Field, Tag
 
+from zbv_solver.documents.fields import AtMost, Document, Number
+from zbv_solver.documents.text import number
+from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.problem.limits import MAX_PP_DEGREE
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 
 MAX_DEVIATION = 10.0
@@ -28,6 +35,8 @@ MAX_DEVIATION = 10.0
 MAX_SAMPLES = 10_000
 MAX_SEED = 2**31 - 1
 MAX_FACTOR = 1e6
+SHORT_FORM = "5%, or action=5%,transfer=20% (keys: action, F, I, W, B, rank, transfer)"
+MAX_SHORT_FORM = 200
 FACTOR_BITS = 20
 """Factors are multiples of 2 ** -FACTOR_BITS. Exponential functions differ in their last bit between
 processors, and rounding keeps plans equal all the same."""
@@ -37,13 +46,6 @@ processors, and rounding keeps plans equal all the same."""
 class Spread:
     """The distribution of a factor.
 
-    Attributes
-    ----------
-    deviation
-        Relative standard deviation of a lognormal factor with mean 1; 0 for a factor that is always 1.
-    samples
-        If there are any, the factor is one of them, all with the same probability; ``deviation`` is then 0.
-
     Raises
     ------
     InvalidInput
@@ -51,7 +53,9 @@ class Spread:
     """
 
     deviation: float = 0.0
+    """Relative standard deviation of a lognormal factor with mean 1; 0 for a factor that is always 1."""
     samples: tuple[float, ...] = ()
+    """If there are any, the factor is one of them, all with the same probability; the deviation is then 0."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.deviation <= MAX_DEVIATION:
@@ -104,24 +108,17 @@ def _normal_quantiles(n: int) -> FloatArray:
 
 @dataclass(frozen=True)
 class Jitter:
-    """By how much the durations of a problem vary.
-
-    Attributes
-    ----------
-    forward, backward_input, backward_weight, backward
-        The factors of F, I, W and B, one draw per action.
-    rank
-        The factor that all actions of a rank share in an iteration: one for all ranks, or one per rank.
-    transfer
-        The factors of transfers, one draw per transfer.
-    """
+    """By how much the durations of a problem vary."""
 
     forward: Spread = NO_SPREAD
+    """The factors of F, one draw per action; likewise of I, W and B in the next three."""
     backward_input: Spread = NO_SPREAD
     backward_weight: Spread = NO_SPREAD
     backward: Spread = NO_SPREAD
     rank: tuple[Spread, ...] = (NO_SPREAD,)
+    """The factor that all actions of a rank share in an iteration: one for all ranks, or one per rank."""
     transfer: Spread = NO_SPREAD
+    """The factors of transfers, one draw per transfer."""
 
     @classmethod
     def of(cls, action: float = 0.0, transfer: float = 0.0, rank: float = 0.0) -> Jitter:
@@ -158,21 +155,14 @@ class Jitter:
 
 
 class Draws(NamedTuple):
-    """Factors of one iteration in L chains, for a problem with S stages, p ranks and m microbatches.
-
-    Attributes
-    ----------
-    action
-        (4 S m, L) by letter code, stage and microbatch.
-    rank
-        (p, L).
-    transfer
-        (2 S m, L): of the input of F by stage and microbatch, then of the input of I or B.
-    """
+    """Factors of one iteration in L chains, for a problem with S stages, p ranks and m microbatches."""
 
     action: FloatArray
+    """(4 S m, L) by letter code, stage and microbatch."""
     rank: FloatArray
+    """(p, L)."""
     transfer: FloatArray
+    """(2 S m, L): of the input of F by stage and microbatch, then of the input of I or B."""
 
 
 _PLANES = {F: 0, I: 1, W: 2, B: 1}
@@ -236,3 +226,129 @@ def action_rows(stage: IntArray, letter: IntArray, microbatch: IntArray, problem
     """Rows (n,) of :attr:`Draws.action` for actions."""
     rows: IntArray = (letter.astype(np.int64) * problem.n_stages + stage) * problem.microbatches + microbatch
     return rows
+
+
+class SamplesDocument(Document):
+    """A factor that is drawn from samples, such as those of traces."""
+
+    samples: Annotated[list[Number], AtMost(MAX_SAMPLES), Field(min_length=1)]
+
+
+def _kind(value: Any) -> str:
+    return "samples" if isinstance(value, dict | SamplesDocument) else "number"
+
+
+def _kind_of_actions(value: Any) -> str:
+    is_by_letter = isinstance(value, ActionsDocument) or (isinstance(value, dict) and "samples" not in value)
+    return "by letter" if is_by_letter else _kind(value)
+
+
+def _kind_of_rank(value: Any) -> str:
+    return "list" if isinstance(value, list) else _kind(value)
+
+
+SpreadDocument = Annotated[
+    Annotated[Number, Tag("number")] | Annotated[SamplesDocument, Tag("samples")], Discriminator(_kind)
+]
+"""A relative standard deviation, or samples of the factor."""
+
+
+class ActionsDocument(Document):
+    """A spread for every kind of action."""
+
+    F: SpreadDocument = 0.0
+    I: SpreadDocument = 0.0  # noqa: E741 - the field's own letter
+    W: SpreadDocument = 0.0
+    B: SpreadDocument = 0.0
+
+
+class JitterDocument(Document):
+    """By how much durations vary: relative standard deviations, or samples of factors."""
+
+    action: Annotated[
+        Annotated[Number, Tag("number")]
+        | Annotated[SamplesDocument, Tag("samples")]
+        | Annotated[ActionsDocument, Tag("by letter")],
+        Discriminator(_kind_of_actions),
+    ] = Field(0.0, description="Of every action: one spread, or one for each of F, I, W and B.")
+    rank: Annotated[
+        Annotated[Number, Tag("number")]
+        | Annotated[SamplesDocument, Tag("samples")]
+        | Annotated[list[SpreadDocument], AtMost(MAX_PP_DEGREE), Field(min_length=1), Tag("list")],
+        Discriminator(_kind_of_rank),
+    ] = Field(0.0, description="Of a factor that a rank's actions share in an iteration: one, or per rank.")
+    transfer: SpreadDocument = Field(0.0, description="Of every transfer.")
+
+
+def parse_jitter(document: Any) -> Jitter:
+    """Jitter from a decoded document, or from its short form such as ``action=5%,transfer=20%``.
+
+    Raises :class:`InvalidInput`.
+    """
+    if isinstance(document, str):
+        return _parse_short_form(document)
+    parsed = document if isinstance(document, JitterDocument) else validated(JitterDocument, document)
+    if isinstance(parsed.action, ActionsDocument):
+        actions = [_spread(getattr(parsed.action, each), f"/action/{each}") for each in LETTERS]
+    else:
+        actions = [_spread(parsed.action, "/action")] * len(LETTERS)
+    if isinstance(parsed.rank, list):
+        rank = tuple(_spread(each, f"/rank/{index}") for index, each in enumerate(parsed.rank))
+    else:
+        rank = (_spread(parsed.rank, "/rank"),)
+    return Jitter.by_letter(actions, rank, _spread(parsed.transfer, "/transfer"))
+
+
+def jitter_json(jitter: Jitter) -> dict[str, Any]:
+    """The document of a jitter."""
+    actions = [_plain(spread) for spread in jitter.actions]
+    by_letter = dict(zip(LETTERS, actions, strict=True))
+    ranks = [_plain(spread) for spread in jitter.rank]
+    return {
+        "action": actions[0] if all(each == actions[0] for each in actions) else by_letter,
+        "rank": ranks[0] if len(ranks) == 1 else ranks,
+        "transfer": _plain(jitter.transfer),
+    }
+
+
+def _spread(document: float | SamplesDocument, pointer: str) -> Spread:
+    try:
+        if isinstance(document, SamplesDocument):
+            return Spread(samples=tuple(document.samples))
+        return Spread(document)
+    except InvalidInput as error:
+        raise error.below(pointer) from None
+
+
+def _plain(spread: Spread) -> Any:
+    if spread.samples:
+        return {"samples": [number(sample) for sample in spread.samples]}
+    return number(spread.deviation)
+
+
+def _parse_short_form(text: str) -> Jitter:
+    found: dict[str, Spread] = {}
+    parts = [part.strip() for part in text.split(",")] if len(text) <= MAX_SHORT_FORM else [""]
+    for part in parts:
+        name, equals, value = part.rpartition("=")
+        names = [name.strip()] if equals else ["action", "transfer"]
+        spread = _of_text(value.strip())
+        if spread is None or not all(each in (*LETTERS, "action", "rank", "transfer") for each in names):
+            raise InvalidInput.at("", f"found {text[:60]!r}; jitter is written as {SHORT_FORM}.")
+        for each in names:
+            if each in found:
+                raise InvalidInput.at("", f"found {each} twice in {text[:60]!r}; give it once.")
+            found[each] = spread
+    every = found.get("action", NO_SPREAD)
+    actions = [found.get(letter, every) for letter in LETTERS]
+    return Jitter.by_letter(actions, (found.get("rank", NO_SPREAD),), found.get("transfer", NO_SPREAD))
+
+
+def _of_text(text: str) -> Spread | None:
+    """The spread of a share or percentage; None if the text is neither."""
+    digits = text.removesuffix("%")
+    try:
+        value = float(digits)
+    except ValueError:
+        return None
+    return Spread(value / 100 if text.endswith("%") else value)

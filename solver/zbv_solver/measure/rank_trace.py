@@ -1,4 +1,4 @@
-"""The trace that every rank of a run writes.
+"""The trace that every rank of a run writes, and the actions of all traces together.
 
 A trace holds the latest steps with one plan. Per action it has the times when the rank began to wait for the
 input, when the input had arrived, and when the action ended (docs/formats.md).
@@ -6,6 +6,7 @@ input, when the input had arrived, and when the action ended (docs/formats.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any
@@ -17,8 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import AtMost
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.limits import MAX_ACTIONS
+from zbv_solver.problem.problem import F, Problem, W
 
 Nanoseconds = Annotated[int, Field(strict=True, ge=-(2**62), le=2**62)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
@@ -62,23 +65,16 @@ class RankTraceDocument(_Document):
 
 @dataclass(frozen=True, eq=False)
 class StepTrace:
-    """One step of one rank, n actions.
-
-    Attributes
-    ----------
-    orders
-        The rank's actions in execution order, as the orders of one rank.
-    times
-        (n, 3) int64, nanoseconds of rank 0's clock: wait, start, end.
-    received
-        (n,) int64: bytes that came from another rank.
-    """
+    """One step of one rank, n actions."""
 
     step: int
     loss: float | None
     orders: Orders
+    """The rank's actions in execution order, as the orders of one rank."""
     times: NDArray[np.int64]
+    """(n, 3), nanoseconds of rank 0's clock: wait, start, end."""
     received: NDArray[np.int64]
+    """(n,) bytes that came from another rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,3 +129,84 @@ def _step(index: int, document: StepTraceDocument, ahead: int) -> StepTrace:
         at = f"/steps/{index}/actions/{int(np.argmax(descends))}"
         raise InvalidInput.at(at, "its times do not ascend; must be wait, start, end in nanoseconds.")
     return StepTrace(document.step, document.loss, orders, times, numbers[:, 3])
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """The n actions of all traces; ``run`` numbers the pairs of replica and step. Times are in ns."""
+
+    run: IntArray
+    stage: IntArray
+    letter: IntArray
+    microbatch: IntArray
+    times: IntArray
+
+    @property
+    def duration(self) -> FloatArray:
+        """(n,) in nanoseconds."""
+        return (self.times[:, END] - self.times[:, START]).astype(np.float64)
+
+
+def collect(problem: Problem, traces: Sequence[RankTrace]) -> Samples:
+    """The actions of all traces; raises :class:`InvalidInput` like :func:`.refit`."""
+    runs: dict[tuple[int, int], int] = {}
+    parts: list[tuple[IntArray, ...]] = []
+    for trace in traces:
+        for step in trace.steps:
+            orders = step.orders
+            _require_of(problem, trace, orders)
+            run = np.full(len(orders), runs.setdefault((trace.replica, step.step), len(runs)))
+            parts.append((run, orders.stage, orders.letter, orders.microbatch, step.times))
+    if not any(len(times) for *_, times in parts):
+        raise InvalidInput.at("/steps", "found no measured action; let the ranks finish a step first.")
+    return Samples(*(np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True)))
+
+
+def _require_of(problem: Problem, trace: RankTrace, orders: Orders) -> None:
+    p, m = problem.pp_degree, problem.microbatches
+    if trace.pp_rank >= p:
+        raise InvalidInput.at("/pp_rank", f"found {trace.pp_rank}; the problem has ranks 0 to {p - 1}.")
+    hosted = np.array(problem.placement.stages_of[trace.pp_rank])
+    for name, found, allowed in (
+        ("stage", orders.stage, hosted),
+        ("microbatch", orders.microbatch, np.arange(m)),
+    ):
+        wrong = np.setdiff1d(found, allowed)
+        if len(wrong):
+            raise InvalidInput.at(
+                "/steps",
+                f"rank {trace.rank} ran {name} {wrong[0]}, which does not belong to rank {trace.pp_rank} of "
+                f"the pipeline; use traces of a plan of this problem.",
+            )
+
+
+def grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatArray:
+    """The median of every group of values; nan for an empty group."""
+    by_group = np.argsort(group, kind="stable")
+    begins = np.searchsorted(group[by_group], np.arange(groups + 1))
+    found = np.full(groups, np.nan)
+    for index in np.flatnonzero(np.diff(begins)):
+        found[index] = np.median(values[by_group[begins[index] : begins[index + 1]]])
+    return found
+
+
+def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray, IntArray]:
+    """Boundary, latency in ns and kind of microbatch of every transfer that its receiver waited for; (k,)."""
+    n_stages, m = problem.n_stages, problem.microbatches
+    down = samples.letter == F
+    shape = (int(samples.run.max()) + 1, 2, n_stages, m)
+    done = np.full(shape, np.iinfo(np.int64).min)
+    makes = samples.letter != W
+    at = (samples.run, down.astype(np.int64), samples.stage, samples.microbatch)
+    done[tuple(index[makes] for index in at)] = samples.times[makes, END]
+    source = samples.stage + np.where(down, -1, 1)
+    boundary = np.minimum(samples.stage, source)
+    is_remote = np.zeros(n_stages + 1, dtype=bool)  # by boundary; the last entry serves -1
+    is_remote[: n_stages - 1] = [not problem.placement.is_local(b) for b in range(n_stages - 1)]
+    taken = makes & (source >= 0) & (source < n_stages) & is_remote[boundary]
+    sent = done[samples.run[taken], at[1][taken], source[taken], samples.microbatch[taken]]
+    times = samples.times[taken]
+    waited_for = (sent > np.iinfo(np.int64).min) & (times[:, WAIT] < sent)
+    latency = np.maximum(times[waited_for, START] - sent[waited_for], 0).astype(np.float64)
+    kind = problem.arrays.kind_of[samples.microbatch[taken][waited_for]]
+    return boundary[taken][waited_for], latency, kind

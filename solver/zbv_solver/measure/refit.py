@@ -1,37 +1,57 @@
-"""From traces of ranks to a problem with the costs that they measured.
+"""From traces of ranks to a problem with the costs, and to the jitter, that they measured.
 
-The cost of a stage is the median over all steps, replicas and microbatches, so that a single page fault or
-garbage collection has no effect. The latency of a transfer is the time from its producer's end to its
-consumer's start, but only if the consumer was already waiting; otherwise the input may have arrived long
+**Costs.** The cost of a stage is the median over all steps, replicas and microbatches, so that a single page
+fault or garbage collection has no effect. The latency of a transfer is the time from its producer's end to
+its consumer's start, but only if the consumer was already waiting; otherwise the input may have arrived long
 before. Costs that were not measured stay as planned. If only some of B, I and W were run, the others keep
 their planned proportion to them.
 
-If microbatches differ, the coefficients of their features are fitted
-(:mod:`zbv_solver.measure.coefficients`).
+If microbatches differ, every stage is fitted separately, by least squares over the medians of its kinds of
+microbatch. Residuals count relative to these medians, so that short microbatches count as much as long ones.
+No coefficient is negative, because a feature is an amount of work.
+
+**Jitter.** The duration of an action, divided by the median of its stage and letter, is the product of a
+factor of its rank in this step (the median of those quotients) and the action's factor. Latencies of
+transfers are divided by the median of their boundary. If microbatches differ, durations and latencies are
+first divided by the planned ones of their microbatch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
 
 import numpy as np
 
-from zbv_solver.errors import InvalidInput
+from zbv_solver.jitter.noise import MAX_FACTOR, NO_SPREAD, Jitter, Spread
 from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.measure.coefficients import fitted, regressors
-from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
-from zbv_solver.measure.stage_costs import with_stage_costs
-from zbv_solver.plans.orders import Orders
+from zbv_solver.measure.rank_trace import RankTrace, Samples, collect, grouped_medians, latencies
 from zbv_solver.problem.costs import Costs
+from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.layer import Layer, LayerCosts, Model
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
+
+Scale = Callable[[float], float]
 
 NANOSECONDS: dict[str, float] = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
 """Nanoseconds in one time unit."""
 
 _DIGITS = 6
 """Significant digits of a measured cost. More would be noise, which would change every plan."""
+MOST_SAMPLES = 1000
+"""More factors of jitter than this are replaced by as many quantiles."""
+_FACTOR_DIGITS = 4
+"""Significant digits of a factor."""
+_EPSILON = float(np.finfo(np.float64).eps)
+_NEGLIGIBLE = 1e-9
+"""A coefficient that never adds more than this share of the largest median is a rounding error. Medians below
+it count as much as this share."""
+_MOST_STEPS = 10
+"""Largest number of steps of a fit, times the number of coefficients; rounding could let it cycle."""
 
 
 def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
@@ -51,22 +71,32 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
         When a trace belongs to another problem, or no trace has a step.
     """
     samples = collect(problem, traces)
-    if problem.features:
-        return _refit_features(problem, samples)
-    medians = _medians(samples, problem.n_stages)
-    scale = _nanoseconds(problem, samples)
-    forward, inputs, weights, fused = medians / scale
-    costs = problem.costs
-    planned = np.array([costs.fused(stage) for stage in range(problem.n_stages)])
-    inputs, weights = _halves(costs, inputs, weights, fused, planned)
-    measured = Costs(
-        forward=_or_planned(forward, costs.forward),
-        backward_input=_rounded(inputs),
-        backward_weight=_rounded(weights),
-        backward=_fused(costs, inputs, weights, fused, planned),
-        p2p=_or_planned(_latencies(problem, samples) / scale, costs.p2p),
+    scale, amounts = _nanoseconds(problem, samples), regressors(problem)
+    parts = [problem.costs, *(feature.costs for feature in problem.features)]
+    tables = [np.array([getattr(part, field.name) or () for part in parts]) for field in fields(Costs)]
+    forward, inputs, weights, p2p, fused = tables
+    planned = [forward, inputs, weights, inputs + weights if problem.costs.backward is None else fused]
+    medians = _medians(problem, samples) / scale
+    measured = [fitted(amounts, table, medians[letter]) for letter, table in enumerate(planned)]
+    has_fused = problem.costs.backward is not None or not np.isnan(measured[B]).all()
+    _complete(measured, planned, problem.arrays.count @ amounts)
+    waits = fitted(amounts, p2p, _median_latencies(problem, samples) / scale)
+    fixed, *coefficients = (
+        Costs(
+            forward=_rounded(measured[F][row]),
+            backward_input=_rounded(measured[I][row]),
+            backward_weight=_rounded(measured[W][row]),
+            p2p=_rounded(np.where(np.isnan(waits), p2p, waits)[row]),
+            backward=_rounded(measured[B][row]) if has_fused else None,
+        )
+        for row in range(len(parts))
     )
-    return with_stage_costs(problem, measured)
+    features = tuple(
+        replace(feature, costs=costs) for feature, costs in zip(problem.features, coefficients, strict=True)
+    )
+    if features:
+        return replace(problem, costs=fixed, measured=(), features=features)
+    return with_stage_costs(problem, fixed)
 
 
 def largest_change(planned: Problem, measured: Problem) -> float:
@@ -89,7 +119,7 @@ def relative_residual(problem: Problem, traces: Sequence[RankTrace]) -> float:
     :class:`InvalidInput` like :func:`refit`.
     """
     samples = collect(problem, traces)
-    medians = _kind_medians(problem, samples) / _nanoseconds(problem, samples)
+    medians = _medians(problem, samples) / _nanoseconds(problem, samples)
     known = np.isfinite(medians)
     difference = (problem.arrays.duration - medians)[known]
     size = float(np.linalg.norm(medians[known]))
@@ -101,86 +131,6 @@ def relative_change(planned: float, measured: float) -> float:
     if planned == measured:
         return 0.0
     return abs(measured - planned) / planned if planned else math.inf
-
-
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """The n actions of all traces; ``run`` numbers the pairs of replica and step. Times are in ns."""
-
-    run: IntArray
-    stage: IntArray
-    letter: IntArray
-    microbatch: IntArray
-    times: IntArray
-
-    @property
-    def duration(self) -> FloatArray:
-        """(n,) in nanoseconds."""
-        return (self.times[:, END] - self.times[:, START]).astype(np.float64)
-
-
-def collect(problem: Problem, traces: Sequence[RankTrace]) -> Samples:
-    """The actions of all traces; raises :class:`InvalidInput` like :func:`refit`."""
-    runs: dict[tuple[int, int], int] = {}
-    parts: list[tuple[IntArray, ...]] = []
-    for trace in traces:
-        for step in trace.steps:
-            orders = step.orders
-            _require_of(problem, trace, orders)
-            run = np.full(len(orders), runs.setdefault((trace.replica, step.step), len(runs)))
-            parts.append((run, orders.stage, orders.letter, orders.microbatch, step.times))
-    if not any(len(times) for *_, times in parts):
-        raise InvalidInput.at("/steps", "found no measured action; let the ranks finish a step first.")
-    return Samples(*(np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True)))
-
-
-def _require_of(problem: Problem, trace: RankTrace, orders: Orders) -> None:
-    p, m = problem.pp_degree, problem.microbatches
-    if trace.pp_rank >= p:
-        raise InvalidInput.at("/pp_rank", f"found {trace.pp_rank}; the problem has ranks 0 to {p - 1}.")
-    hosted = np.array(problem.placement.stages_of[trace.pp_rank])
-    for name, found, allowed in (
-        ("stage", orders.stage, hosted),
-        ("microbatch", orders.microbatch, np.arange(m)),
-    ):
-        wrong = np.setdiff1d(found, allowed)
-        if len(wrong):
-            raise InvalidInput.at(
-                "/steps",
-                f"rank {trace.rank} ran {name} {wrong[0]}, which does not belong to rank {trace.pp_rank} of "
-                f"the pipeline; use traces of a plan of this problem.",
-            )
-
-
-def _refit_features(problem: Problem, samples: Samples) -> Problem:
-    """:func:`refit` of a problem with features: the fixed part and every coefficient, by stage."""
-    scale, amounts = _nanoseconds(problem, samples), regressors(problem)
-    parts = [problem.costs, *(each.costs for each in problem.features)]
-    tables = [np.array([getattr(part, field.name) or () for part in parts]) for field in fields(Costs)]
-    forward, inputs, weights, p2p, fused = tables
-    planned = [forward, inputs, weights, inputs + weights if problem.costs.backward is None else fused]
-    medians = _kind_medians(problem, samples) / scale
-    found = [fitted(amounts, table, medians[letter]) for letter, table in enumerate(planned)]
-    has_fused = problem.costs.backward is not None or not np.isnan(found[B]).all()
-    _complete(found, planned, problem.arrays.count @ amounts)
-    boundary, latency, kind = latencies(problem, samples)
-    shape = (max(problem.n_stages - 1, 0), problem.arrays.kinds)
-    waits = grouped_medians(boundary * shape[1] + kind, latency, math.prod(shape)).reshape(shape)
-    measured_p2p = fitted(amounts, p2p, waits / scale)
-    fixed, *coefficients = (
-        Costs(
-            forward=_rounded(found[F][row]),
-            backward_input=_rounded(found[I][row]),
-            backward_weight=_rounded(found[W][row]),
-            p2p=_rounded(np.where(np.isnan(measured_p2p), p2p, measured_p2p)[row]),
-            backward=_rounded(found[B][row]) if has_fused else None,
-        )
-        for row in range(len(parts))
-    )
-    features = (
-        replace(each, costs=costs) for each, costs in zip(problem.features, coefficients, strict=True)
-    )
-    return replace(problem, costs=fixed, measured=(), features=tuple(features))
 
 
 def _complete(found: list[FloatArray], planned: list[FloatArray], amounts: FloatArray) -> None:
@@ -202,7 +152,7 @@ def _complete(found: list[FloatArray], planned: list[FloatArray], amounts: Float
     in_proportion((B,), found[I] + found[W], planned[I] + planned[W])
 
 
-def _kind_medians(problem: Problem, samples: Samples) -> FloatArray:
+def _medians(problem: Problem, samples: Samples) -> FloatArray:
     """(4, S, K): median duration by letter, stage and kind of microbatch, in ns; nan without measurements."""
     shape = problem.arrays.duration.shape
     kind = problem.arrays.kind_of[samples.microbatch]
@@ -210,21 +160,11 @@ def _kind_medians(problem: Problem, samples: Samples) -> FloatArray:
     return grouped_medians(group, samples.duration, math.prod(shape)).reshape(shape)
 
 
-def _medians(samples: Samples, n_stages: int) -> FloatArray:
-    """(4, S): median duration by letter and stage, in nanoseconds; nan without measurements."""
-    return grouped_medians(
-        samples.letter * n_stages + samples.stage, samples.duration, len(LETTERS) * n_stages
-    ).reshape(len(LETTERS), n_stages)
-
-
-def grouped_medians(group: IntArray, values: FloatArray, groups: int) -> FloatArray:
-    """The median of every group of values; nan for an empty group."""
-    by_group = np.argsort(group, kind="stable")
-    begins = np.searchsorted(group[by_group], np.arange(groups + 1))
-    found = np.full(groups, np.nan)
-    for index in np.flatnonzero(np.diff(begins)):
-        found[index] = np.median(values[by_group[begins[index] : begins[index + 1]]])
-    return found
+def _median_latencies(problem: Problem, samples: Samples) -> FloatArray:
+    """(S - 1, K): median latency by boundary and kind of microbatch, in ns; nan without measurements."""
+    boundary, latency, kind = latencies(problem, samples)
+    shape = max(problem.n_stages - 1, 0), problem.arrays.kinds
+    return grouped_medians(boundary * shape[1] + kind, latency, math.prod(shape)).reshape(shape)
 
 
 def _nanoseconds(problem: Problem, samples: Samples) -> float:
@@ -239,74 +179,219 @@ def _fitted_unit(problem: Problem, samples: Samples) -> float:
     return float(measured / planned) if planned > 0 and measured > 0 else 1.0
 
 
-def _halves(
-    costs: Costs,
-    inputs: FloatArray,
-    weights: FloatArray,
-    fused: FloatArray,
-    planned: FloatArray,
-) -> tuple[FloatArray, FloatArray]:
-    """I and W per stage: measured, else in proportion to a measured B, else as planned."""
-    ratio = _ratio(fused, planned)
-    found = []
-    for measured, before in ((inputs, costs.backward_input), (weights, costs.backward_weight)):
-        whole = np.where(planned > 0, np.array(before) * ratio, fused / 2)
-        supposed = np.where(np.isnan(fused), before, whole)
-        found.append(np.where(np.isnan(measured), supposed, measured))
-    return found[0], found[1]
-
-
-def _fused(
-    costs: Costs,
-    inputs: FloatArray,
-    weights: FloatArray,
-    fused: FloatArray,
-    planned: FloatArray,
-) -> tuple[float, ...] | None:
-    """B per stage: measured, else in proportion to I and W; None if B is I + W as far as known."""
-    if costs.backward is None and np.isnan(fused).all():
-        return None
-    before = np.array(costs.backward_input) + np.array(costs.backward_weight)
-    supposed = np.where(before > 0, planned * _ratio(inputs + weights, before), inputs + weights)
-    return _rounded(np.where(np.isnan(fused), supposed, fused))
-
-
 def _ratio(measured: FloatArray, planned: FloatArray) -> FloatArray:
     """measured / planned; 1 where the planned value is 0."""
     return np.divide(measured, planned, out=np.ones_like(measured), where=planned > 0)
 
 
-def _latencies(problem: Problem, samples: Samples) -> FloatArray:
-    """(S-1,): median latency of every boundary in ns, over both directions; nan without measurements."""
-    boundary, latency, _ = latencies(problem, samples)
-    return grouped_medians(boundary, latency, max(problem.n_stages - 1, 0))
-
-
-def latencies(problem: Problem, samples: Samples) -> tuple[IntArray, FloatArray, IntArray]:
-    """Boundary, latency in ns and kind of microbatch of every transfer that its receiver waited for; (k,)."""
-    n_stages, m = problem.n_stages, problem.microbatches
-    down = samples.letter == F
-    shape = (int(samples.run.max()) + 1, 2, n_stages, m)
-    done = np.full(shape, np.iinfo(np.int64).min)
-    makes = samples.letter != W
-    at = (samples.run, down.astype(np.int64), samples.stage, samples.microbatch)
-    done[tuple(index[makes] for index in at)] = samples.times[makes, END]
-    source = samples.stage + np.where(down, -1, 1)
-    boundary = np.minimum(samples.stage, source)
-    is_remote = np.zeros(n_stages + 1, dtype=bool)  # by boundary; the last entry serves -1
-    is_remote[: n_stages - 1] = [not problem.placement.is_local(b) for b in range(n_stages - 1)]
-    taken = makes & (source >= 0) & (source < n_stages) & is_remote[boundary]
-    sent = done[samples.run[taken], at[1][taken], source[taken], samples.microbatch[taken]]
-    times = samples.times[taken]
-    waited_for = (sent > np.iinfo(np.int64).min) & (times[:, WAIT] < sent)
-    latency = np.maximum(times[waited_for, START] - sent[waited_for], 0).astype(np.float64)
-    kind = problem.arrays.kind_of[samples.microbatch[taken][waited_for]]
-    return boundary[taken][waited_for], latency, kind
-
-
-def _or_planned(measured: FloatArray, planned: tuple[float, ...]) -> tuple[float, ...]:
-    return _rounded(np.where(np.isnan(measured), planned, measured))
-
-
 def _rounded(values: FloatArray) -> tuple[float, ...]:
     return tuple(float(f"{value:.{_DIGITS}g}") for value in values.tolist())
+
+
+def regressors(problem: Problem) -> FloatArray:
+    """The amounts that a cost is a sum of, (K, 1 + f): 1 and the features of every kind of microbatch.
+
+    Features that nothing depends on are 0: they may differ within a kind.
+    """
+    kind_of = problem.arrays.kind_of
+    first = [int(np.argmax(kind_of == kind)) for kind in range(problem.arrays.kinds)]
+    columns = [np.ones(len(first))]
+    for each in problem.features:
+        matters = any(any(values) for values in each.coefficients.values())
+        columns.append(np.array(each.value)[first] * matters)
+    return np.stack(columns, axis=1)
+
+
+def fitted(amounts: FloatArray, planned: FloatArray, medians: FloatArray) -> FloatArray:
+    """The fixed part and the coefficients (1 + f, n) that medians (n, K) show; nan without measurements.
+
+    Parameters
+    ----------
+    amounts
+        (K, 1 + f), see :func:`regressors`.
+    planned
+        (1 + f, n). They are scaled where too few kinds were measured to tell the features apart.
+    """
+    found = np.zeros_like(planned)
+    used = amounts.any(axis=0)
+    for place, measured in enumerate(medians):
+        known = np.isfinite(measured)
+        design, target = amounts[known][:, used], measured[known]
+        if not len(target):
+            found[:, place] = np.nan
+            continue
+        size = np.abs(design).max(axis=0)
+        design = design / np.where(size > 0, size, 1.0)
+        if np.linalg.matrix_rank(design) < design.shape[1]:
+            found[:, place] = _scaled(planned[:, place], amounts[known], target)
+            continue
+        weight = 1 / np.maximum(target, _NEGLIGIBLE * target.max() or 1.0)
+        fit = non_negative_least_squares(design * weight[:, None], target * weight)
+        found[used, place] = np.where(fit > _NEGLIGIBLE * target.max(), fit / size, 0.0)
+    return found
+
+
+def _scaled(planned: FloatArray, amounts: FloatArray, measured: FloatArray) -> FloatArray:
+    """Planned coefficients that add up to the measured total; the fixed part alone if none are planned."""
+    total = float((amounts @ planned).sum())
+    if total > 0:
+        scaled: FloatArray = planned * (float(measured.sum()) / total)
+        return scaled
+    return np.append(measured.mean(), np.zeros(len(planned) - 1))
+
+
+def non_negative_least_squares(design: FloatArray, target: FloatArray) -> FloatArray:
+    """The x >= 0 (k,) with the smallest |design x - target|, for a design (n, k) of full rank.
+
+    The active-set method NNLS of Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23.
+    """
+    count = design.shape[1]
+    x, passive = np.zeros(count), np.zeros(count, dtype=np.bool_)
+    tolerance = (
+        10 * _EPSILON * float(np.abs(design).sum(axis=0).max()) * float(np.abs(target).max(initial=1.0))
+    )
+    for _ in range(_MOST_STEPS * count):
+        gradient = design.T @ (target - design @ x)
+        free = ~passive & (gradient > tolerance)
+        if not free.any():
+            break
+        passive[np.argmax(np.where(free, gradient, -np.inf))] = True
+        while passive.any():
+            trial = np.zeros(count)
+            trial[passive] = np.linalg.lstsq(design[:, passive], target, rcond=None)[0]
+            wrong = passive & (trial <= 0)
+            if not wrong.any():
+                x = trial
+                break
+            step = float((x[wrong] / (x[wrong] - trial[wrong])).min())
+            x = x + step * (trial - x)
+            passive &= x > _EPSILON * float(x.max(initial=0.0))
+            x[~passive] = 0.0
+    return x
+
+
+def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
+    """The problem with other costs of stages and transfers; cut and memory are unchanged.
+
+    ``measured`` is dropped, because it described the program with the former costs.
+
+    The layers of a problem must agree with its stages, so they are scaled: every layer keeps its share of the
+    cost of its stage, and its costs when recomputed or on other devices are scaled alike. If all planned
+    costs of a stage are 0, its layers share the cost evenly. A stage without layers costs nothing, even if a
+    cost was measured. Transfers get the given latencies instead of a link.
+    """
+    if problem.model is None:
+        return replace(problem, costs=costs, measured=())
+    cut, placement = problem.model, problem.placement
+    layered = LayeredProblem(
+        model=Model(tuple(_scaled_layers(cut, placement, costs)), cut.model.recompute_modules),
+        pp_degree=problem.pp_degree,
+        microbatches=problem.microbatches,
+        static=cut.static,
+        limit=problem.memory.limit,
+        placement=placement.kind,
+        chunks=placement.chunks if placement.kind == "loop" else None,
+        objective=problem.objective,
+        rules=cut.rules,
+        units=problem.units,
+        devices=cut.devices,
+    )
+    scaled = layered.cut_into(placement, cut.cut)
+    return replace(scaled, costs=replace(scaled.costs, p2p=costs.p2p))
+
+
+def _scaled_layers(cut: CutModel, placement: Placement, costs: Costs) -> list[Layer]:
+    """The scaled layers; every copy becomes a separate layer, because stages scale differently."""
+    names, each, found = cut.model.names, cut.model.each, []
+    for stage, (begin, end) in enumerate(pairwise(cut.cut.bounds)):
+        recomputed = cut.cut.recompute[stage]
+        device = cut.devices[placement.rank_of[stage]] if cut.devices else None
+        known = [layer.costs_when(recomputed, device) for layer in each[begin:end]]
+        scales = (
+            _scale([layer.forward for layer in known], costs.forward[stage]),
+            _scale([layer.backward_input for layer in known], costs.backward_input[stage]),
+            _scale([layer.backward_weight for layer in known], costs.backward_weight[stage]),
+            None if costs.backward is None else _scale([it.fused for it in known], costs.backward[stage]),
+        )
+        found += [_scaled_layer(names[place], each[place], *scales) for place in range(begin, end)]
+    return found
+
+
+def _scale(known: Sequence[float], total: float) -> Scale:
+    before = sum(known)
+    if before > 0:
+        return lambda value: value * total / before
+    return lambda value: total / len(known)
+
+
+def _scaled_layer(
+    name: str, layer: Layer, forward: Scale, inputs: Scale, weights: Scale, fused: Scale | None
+) -> Layer:
+    def of(costs: LayerCosts) -> LayerCosts:
+        return LayerCosts(
+            forward(costs.forward),
+            inputs(costs.backward_input),
+            weights(costs.backward_weight),
+            None if fused is None else fused(costs.fused),
+            costs.memory,
+        )
+
+    return replace(layer.with_costs(of), name=name, repeat=None)
+
+
+def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
+    """The jitter that ranks measured; I or B take the factors of the other one if only one of them was run.
+
+    Parameters
+    ----------
+    traces
+        Traces of some or all ranks, replicas and steps of a plan of this problem, on one clock.
+
+    Raises
+    ------
+    InvalidInput
+        When a trace belongs to another problem, or no trace has a step.
+    """
+    samples = collect(problem, traces)
+    n_stages, p = problem.n_stages, problem.pp_degree
+    arrays = problem.arrays
+    took = samples.duration
+    if not problem.is_equal:
+        took = _by(took, arrays.durations(samples.stage, samples.letter, samples.microbatch))
+    factor = _relative(samples.letter * n_stages + samples.stage, took)
+    rank = samples.run * p + problem.arrays.rank_of[samples.stage]
+    shared = grouped_medians(rank, factor, int(rank.max()) + 1)
+    own = factor / np.where(shared[rank] > 0, shared[rank], 1.0)
+    actions = [_spread_of(own[samples.letter == letter]) for letter in range(len(LETTERS))]
+    for letter, other in ((I, B), (B, I)):
+        if actions[letter] is NO_SPREAD:
+            actions[letter] = actions[other]
+    boundary, latency, kind = latencies(problem, samples)
+    if not problem.is_equal:
+        latency = _by(latency, arrays.latency[boundary, kind])
+    return Jitter.by_letter(
+        actions, (_spread_of(shared[np.isfinite(shared)]),), _spread_of(_relative(boundary, latency))
+    )
+
+
+def _by(measured: FloatArray, planned: FloatArray) -> FloatArray:
+    """Measured by planned numbers; only measured where none is planned."""
+    return np.divide(measured, planned, out=measured.copy(), where=planned > 0)
+
+
+def _relative(group: IntArray, values: FloatArray) -> FloatArray:
+    """Values divided by the median of their group; 1 where that is 0."""
+    if not len(values):
+        return values
+    median = grouped_medians(group, values, int(group.max()) + 1)[group]
+    return np.divide(values, median, out=np.ones_like(values), where=median > 0)
+
+
+def _spread_of(factors: FloatArray) -> Spread:
+    """The distribution of factors; none if there are fewer than two."""
+    if len(factors) < 2:
+        return NO_SPREAD
+    if len(factors) > MOST_SAMPLES:
+        factors = np.quantile(factors, (np.arange(MOST_SAMPLES) + 0.5) / MOST_SAMPLES)
+    kept = np.sort(np.minimum(factors, MAX_FACTOR)).tolist()
+    return Spread(samples=tuple(float(f"{factor:.{_FACTOR_DIGITS}g}") for factor in kept))

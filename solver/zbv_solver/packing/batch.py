@@ -44,17 +44,6 @@ class BatchDocument(Document):
 class Batch:
     """A global batch to pack.
 
-    Attributes
-    ----------
-    sequences
-        Lengths in tokens.
-    max_tokens
-        Most tokens of a microbatch.
-    replicas
-        Pipelines that share the batch.
-    problem
-        The pipeline, with one microbatch: the longest sequence alone.
-
     Raises
     ------
     InvalidInput
@@ -62,9 +51,13 @@ class Batch:
     """
 
     sequences: tuple[int, ...]
+    """Lengths in tokens."""
     max_tokens: int
+    """Most tokens of a microbatch."""
     replicas: int
+    """Pipelines that share the batch."""
     problem: Problem
+    """The pipeline, with one microbatch: the longest sequence alone."""
 
     def __post_init__(self) -> None:
         issues = [*_size_rules(self), *_problem_rules(self.problem)]

@@ -13,9 +13,10 @@ microbatches' moments, and a move changes a few numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 
@@ -32,37 +33,22 @@ _DIGITS = 12
 """Significant digits of the rates: equal packings of costs in another unit compare equally."""
 
 
-def moments(lengths: Iterable[int]) -> FloatArray:
-    """The moments (6,) of a microbatch with sequences of these lengths."""
-    listed = list(lengths)
-    t, q = float(sum(listed)), float(sum(length * length for length in listed))
-    return np.array([1.0, t, q, t * t, t * q, q * q])
-
-
 @dataclass(frozen=True, eq=False)
 class StepCosts:
-    """Costs of a pipeline's actions per feature, on the last axis: fixed, tokens, tokens_squared.
-
-    Attributes
-    ----------
-    duration
-        (4, S, 3) indexed [letter code, stage, feature].
-    delta
-        (2, S, 3) change of the rank's memory by F and I.
-    latency
-        (S - 1, 3), 0 inside one rank.
-    stages_of
-        Stages of every rank in model order.
-    static, limit
-        (p,) memory that a rank always holds, and its limit; inf when unlimited.
-    """
+    """Costs of a pipeline's actions per feature, on the last axis: fixed, tokens, tokens_squared."""
 
     duration: FloatArray
+    """(4, S, 3) indexed [letter code, stage, feature]."""
     delta: FloatArray
+    """(2, S, 3) change of the rank's memory by F and I."""
     latency: FloatArray
+    """(S - 1, 3), 0 inside one rank."""
     stages_of: tuple[tuple[int, ...], ...]
+    """Stages of every rank in model order."""
     static: FloatArray
+    """(p,) memory that a rank always holds."""
     limit: FloatArray
+    """(p,) its limit; inf when unlimited."""
 
     @classmethod
     def of(cls, problem: Problem) -> StepCosts:
@@ -93,6 +79,13 @@ class StepCosts:
             np.array(memory.static, dtype=np.float64),
             limit,
         )
+
+    @staticmethod
+    def moments(lengths: Iterable[int]) -> FloatArray:
+        """The moments (6,) of a microbatch with sequences of these lengths."""
+        listed = list(lengths)
+        t, q = float(sum(listed)), float(sum(length * length for length in listed))
+        return np.array([1.0, t, q, t * t, t * q, q * q])
 
     @cached_property
     def load(self) -> FloatArray:
@@ -171,27 +164,38 @@ class StepCosts:
         """The work of the busiest rank for a microbatch."""
         return max(fixed + linear * tokens + square * squares for fixed, linear, square in self._load_rows)
 
-    def works(self, sizes: FloatArray) -> FloatArray:
-        """:meth:`work` of microbatches (2, n): tokens and squares."""
-        rows = np.array(self._load_rows)
-        works: FloatArray = (rows[:, :1] + rows[:, 1:] @ sizes).max(axis=0)
-        return works
-
     @cached_property
     def _load_rows(self) -> list[list[float]]:
         rows: list[list[float]] = _largest(_rounded(self.load)).tolist()
         return rows
 
-    def step(self, microbatches: Sequence[Sequence[int]]) -> float:
-        """The estimate of a replica's step.
-
-        Parameters
-        ----------
-        microbatches
-            Lengths of the sequences of every microbatch.
-        """
-        each = np.array([moments(lengths) for lengths in microbatches])
+    def step(self, each: FloatArray) -> float:
+        """The estimate of a replica's step, from the moments (m, 6) of its microbatches."""
         return max(float((self.rates @ each.sum(axis=0)).max()), float((each @ self.longest_path).max()))
+
+
+def packing_bound(costs: StepCosts, lengths: Sequence[int], capacity: int, replicas: int) -> float:
+    """The step of every packing and plan is at least this: Lemma 42.
+
+    The largest of three: the sums of all sequences, divided by the replicas; the sums of those long sequences
+    of which one replica must run several (pigeonhole); and the path of the longest sequence.
+    """
+    each = np.array([costs.moments([length]) for length in sorted(lengths, reverse=True)])
+    total = each.sum(axis=0)
+    total[0] = max(replicas, ceil(sum(lengths) / capacity))
+    path = float(each[0] @ costs.longest_path)
+    sums = np.array([total / replicas, *_several(each, replicas)])
+    return max(path, float((sums @ costs.rates.T).max()))
+
+
+def _several(each: FloatArray, replicas: int) -> Iterator[FloatArray]:
+    """Sums of the moments of k + 1 sequences: the shortest of the longest k · replicas + 1, for every k."""
+    sums = np.concatenate([np.zeros((1, MOMENTS)), np.cumsum(each, axis=0)])
+    for k in range((len(each) - 1) // replicas + 1):
+        last = k * replicas + 1
+        together = sums[last] - sums[last - k - 1]
+        together[0] = 1.0
+        yield together
 
 
 def _largest(rows: FloatArray) -> FloatArray:

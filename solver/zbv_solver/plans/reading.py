@@ -15,7 +15,7 @@ from zbv_solver.documents.files import load
 from zbv_solver.documents.text import plain
 from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.reading import JitterDocument, parse_jitter
+from zbv_solver.jitter.noise import JitterDocument, parse_jitter
 from zbv_solver.plans.certificate import Status, gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, CutCertificate, Metrics, Plan, Provenance, identity

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbv_solver.documents.text import plain
-from zbv_solver.jitter.noise import Jitter
-from zbv_solver.jitter.reading import jitter_json
+from zbv_solver.jitter.noise import Jitter, jitter_json
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from itertools import chain
 import numpy as np
 
 from zbv_solver.improve.useless_splits import without_useless_splits
-from zbv_solver.jitter.noise import Jitter
-from zbv_solver.jitter.reading import jitter_json
+from zbv_solver.jitter.noise import Jitter, jitter_json
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import Plan

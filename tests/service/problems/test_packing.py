@@ -33,7 +33,7 @@ async def test_a_packing_has_the_problem_of_every_replica(serving: Serving) -> N
         assert answer.status_code == 200, answer.text
         found = answer.json()
         assert found["lower_bound"] <= found["step_time"] == max(r["step_time"] for r in found["replicas"])
-        assert found["baselines"][0]["name"] == "first-fit"
+        assert found["baselines"][0]["name"] == "equal-tokens"
         indices = [i for r in found["replicas"] for contents in r["microbatches"] for i in contents]
         assert sorted(indices) == [0, 1, 2, 3, 4]
         for replica in found["replicas"]:

@@ -8,7 +8,7 @@ import pytest
 from support.layered import LAYERED, RECOMPUTED
 from zbv_service.problems.sketch import sketch
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.frontiers.by_layers import floor
+from zbv_solver.frontiers.frontier import floor
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import SearchOptions, search

@@ -16,7 +16,7 @@ from zbv_service.runs.replanner import measure
 from zbv_service.searches.searches import new_search
 from zbv_service.settings import Settings
 from zbv_solver.measure.rank_trace import parse_rank_trace
-from zbv_solver.measure.stage_costs import with_stage_costs
+from zbv_solver.measure.refit import with_stage_costs
 from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem

@@ -112,7 +112,7 @@ async def test_a_stored_plan_below_the_bound_of_its_problem_is_not_compared(
 
 
 def test_an_estimate_below_the_bound_over_all_cuts_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zbv_solver.frontiers.by_layers.floor", lambda _problem: 1e9)
+    monkeypatch.setattr("zbv_solver.frontiers.frontier.floor", lambda _problem: 1e9)
     with pytest.raises(ContradictedBound, match="the bound of every cut"):
         estimate_of_layers(pack(question_json(parse_any_problem(LAYERED))))
 

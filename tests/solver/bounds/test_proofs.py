@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from zbv_models.fixed_orders import count_model, relaxation
 from zbv_solver import bounds
-from zbv_solver.packing import floor
+from zbv_solver.packing import step_costs
 from zbv_solver.partition import balance, floors, least_memory
 
 TEXT = (Path(bounds.__file__).parent / "PROOFS.md").read_text()
@@ -29,7 +29,7 @@ MODULES = [
         for each in pkgutil.iter_modules(bounds.__path__)
     ),
     balance,
-    floor,
+    step_costs,
     floors,
     least_memory,
     count_model,

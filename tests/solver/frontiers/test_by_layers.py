@@ -13,8 +13,13 @@ from support.fake_searches import orders_of
 from support.layered import LAYERED, RECOMPUTED
 from zbv_solver.commands.cli import main
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.frontiers.by_layers import floor, limits, smallest_limit
-from zbv_solver.frontiers.frontier import frontier_points, recomputed_stages
+from zbv_solver.frontiers.frontier import (
+    floor,
+    frontier_points,
+    layer_limits,
+    recomputed_stages,
+    smallest_limit,
+)
 from zbv_solver.frontiers.limits import at_limit
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.cut import Cut
@@ -48,7 +53,7 @@ def every_need(problem: LayeredProblem) -> list[float]:
 def test_more_memory_never_costs_time_and_recomputes_no_more_than_it_must() -> None:
     problem = layered()
     points = frontier_points(problem, quick)
-    assert [point.limit for point in points] == list(limits(problem))
+    assert [point.limit for point in points] == list(layer_limits(problem))
     values = [point.plan.objective for point in points]
     assert values == sorted(values, reverse=True)
     assert values[0] > values[-1]
@@ -99,7 +104,7 @@ def test_the_smallest_limit_is_that_of_the_best_of_all_cuts(document: dict[str, 
     wanted = problem if not exact or placement != "auto" else replace(problem, placement="v")
     least = smallest_limit(problem)
     assert least == pytest.approx(min(every_need(wanted)))
-    assert limits(problem)[0] == least
+    assert layer_limits(problem)[0] == least
     quick(at_limit(problem, least))
     if placement != "auto":  # which may have interleaved stages that need less
         with pytest.raises(InfeasibleMemory):
@@ -122,7 +127,7 @@ def test_a_bound_of_all_cuts_is_exact_in_the_loads_of_v_and_knows_the_limit() ->
 def test_layers_that_hold_nothing_have_no_frontier() -> None:
     bare = [{name: value for name, value in layer.items() if name != "memory"} for layer in LAYERED["layers"]]
     with pytest.raises(InvalidInput) as refused:
-        limits(layered(LAYERED, layers=bare))
+        layer_limits(layered(LAYERED, layers=bare))
     assert refused.value.issues[0].pointer == "/layers"
 
 
@@ -136,7 +141,7 @@ def test_the_command_prints_it_as_a_table_and_as_json(
     document = json.loads(capsys.readouterr().out)
     assert document["objective"] == "span"
     points = document["points"]
-    assert [point["limit"] for point in points] == pytest.approx(list(limits(layered(**changes))))
+    assert [point["limit"] for point in points] == pytest.approx(list(layer_limits(layered(**changes))))
     assert all(point["peak_memory"] <= point["limit"] * (1 + 1e-9) for point in points)
     assert (points[0]["placement"], points[0]["chunks"]) == ("single", 1)
     assert points[0]["recomputed"] > points[-1]["recomputed"] == 0

@@ -13,10 +13,15 @@ import pytest
 from support.plans import write_plan
 from support.rank_traces import mixed_orders, trace_documents
 from zbv_solver.commands.cli import main
-from zbv_solver.measure.coefficients import fitted, non_negative_least_squares
 from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
-from zbv_solver.measure.refit import largest_change, refit, relative_residual
-from zbv_solver.measure.residuals import jitter_of_traces
+from zbv_solver.measure.refit import (
+    fitted,
+    jitter_of_traces,
+    largest_change,
+    non_negative_least_squares,
+    refit,
+    relative_residual,
+)
 from zbv_solver.plans.plan import identity
 from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import B, Problem

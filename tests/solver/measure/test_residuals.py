@@ -11,7 +11,7 @@ from support.orders import random_orders
 from support.rank_traces import trace_documents
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import parse_rank_trace
-from zbv_solver.measure.residuals import jitter_of_traces
+from zbv_solver.measure.refit import jitter_of_traces
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 

@@ -10,8 +10,7 @@ from support.cut_models import cut_problem
 from support.layered import RECOMPUTED
 from support.rank_traces import mixed_orders, trace_documents
 from zbv_solver.measure.rank_trace import parse_rank_trace
-from zbv_solver.measure.refit import refit
-from zbv_solver.measure.stage_costs import with_stage_costs
+from zbv_solver.measure.refit import refit, with_stage_costs
 from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem

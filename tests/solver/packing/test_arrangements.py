@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import batch_document
-from zbv_solver.packing.arrange import arranged, arrangements, rival_packings
-from zbv_solver.packing.arrangement import Packer
+from zbv_solver.packing.arrange import Arrangement, Packer, arrangements, equal_tokens, improved
 from zbv_solver.packing.batch import parse_batch
-from zbv_solver.packing.floor import packing_bound
-from zbv_solver.packing.rivals import RIVALS
-from zbv_solver.packing.step_costs import StepCosts
+from zbv_solver.packing.packing import packer_of
+from zbv_solver.packing.step_costs import StepCosts, packing_bound
 
 BATCHES = st.tuples(st.lists(st.integers(1, 64), min_size=3, max_size=24), st.integers(1, 3), st.booleans())
 
 
-def packer_of(document: dict[str, Any]) -> Packer:
-    batch = parse_batch(document)
-    return Packer(StepCosts.of(batch.problem), batch.sequences, batch.max_tokens, batch.replicas)
+def bound_of(packer: Packer) -> float:
+    return packing_bound(packer.costs, packer.lengths, packer.capacity, packer.replicas)
+
+
+def step(costs: StepCosts, microbatches: list[list[int]]) -> float:
+    """The estimate of a replica's step, from the lengths of every microbatch's sequences."""
+    return costs.step(np.array([costs.moments(lengths) for lengths in microbatches]))
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -41,14 +43,14 @@ def smallest_estimate(packer: Packer) -> float:
     """By trying all microbatches and all distributions."""
     best = float("inf")
     for made in partitions(list(range(len(packer.lengths)))):
-        if not all(packer.fits_all(contents) for contents in made):
+        if not all(packer.fits(contents) for contents in made):
             continue
         lengths = [[packer.lengths[index] for index in contents] for contents in made]
         for where in product(range(packer.replicas), repeat=len(made)):
             if len(set(where)) < packer.replicas:
                 continue
             steps = [
-                packer.costs.step([own for own, on in zip(lengths, where, strict=True) if on == replica])
+                step(packer.costs, [own for own, on in zip(lengths, where, strict=True) if on == replica])
                 for replica in range(packer.replicas)
             ]
             best = min(best, max(steps))
@@ -59,10 +61,12 @@ def smallest_estimate(packer: Packer) -> float:
 @given(BATCHES)
 def test_every_sequence_is_packed_once_within_the_capacity(drawn: tuple[list[int], int, bool]) -> None:
     sequences, replicas, is_tight = drawn
-    packer = packer_of(batch_document(sequences, replicas=replicas, limit=300 if is_tight else None))
-    rivals = rival_packings(packer)
-    found = arrangements(packer, rivals, seed=0)
-    for packing in (*rivals.values(), *(each.contents for each in found)):
+    packer = packer_of(
+        parse_batch(batch_document(sequences, replicas=replicas, limit=300 if is_tight else None))
+    )
+    found = arrangements(packer, seed=0)
+    usual = equal_tokens(packer)
+    for packing in (usual, *(each.contents for each in found)):
         assert sorted(index for replica in packing for own in replica for index in own) == list(
             range(len(sequences))
         )
@@ -71,9 +75,9 @@ def test_every_sequence_is_packed_once_within_the_capacity(drawn: tuple[list[int
         for contents in (own for replica in packing for own in replica):
             assert contents
             assert sum(sequences[index] for index in contents) <= 64
-    best_rival = min(arranged(packer, each).estimate for each in rivals.values())
-    assert found[0].estimate <= best_rival
-    assert packing_bound(packer) <= found[0].estimate * (1 + 1e-9)
+    start = Arrangement.of(packer, usual)
+    assert improved(start, seed=0).estimate <= start.estimate
+    assert bound_of(packer) <= found[0].estimate * (1 + 1e-9)
 
 
 @settings(max_examples=5)
@@ -83,12 +87,10 @@ def test_arrangements_do_not_depend_on_the_unit_of_time(
 ) -> None:
     sequences, replicas, _ = drawn
     one, other = (
-        packer_of(batch_document(sequences, replicas=replicas, scale=each)) for each in (1.0, scale)
+        packer_of(parse_batch(batch_document(sequences, replicas=replicas, scale=each)))
+        for each in (1.0, scale)
     )
-    first, second = (
-        [each.contents for each in arrangements(packer, rival_packings(packer), seed=1)]
-        for packer in (one, other)
-    )
+    first, second = ([each.contents for each in arrangements(packer, seed=1)] for packer in (one, other))
     assert first == second
 
 
@@ -97,34 +99,18 @@ def test_arrangements_do_not_depend_on_the_unit_of_time(
     "sequences", [[60, 9, 8, 7, 5], [33, 32, 20, 13, 12], [10, 10, 10, 10, 50], [64, 1, 1, 1]]
 )
 def test_small_batches_are_arranged_optimally(sequences: list[int], limit: float | None) -> None:
-    packer = packer_of(batch_document(sequences, limit=limit))
-    best = arrangements(packer, rival_packings(packer), seed=0)[0].estimate
+    packer = packer_of(parse_batch(batch_document(sequences, limit=limit)))
+    best = arrangements(packer, seed=0)[0].estimate
     optimum = smallest_estimate(packer)
-    assert packing_bound(packer) <= optimum * (1 + 1e-9)
+    assert bound_of(packer) <= optimum * (1 + 1e-9)
     assert best == pytest.approx(optimum, rel=1e-9)
-
-
-def test_every_rival_packs_as_its_paper_says() -> None:
-    packer = packer_of(batch_document([30, 40, 30, 20, 4, 60], max_tokens=64, replicas=1, limit=None))
-    packed = {name: [list(own) for own in method(packer)[0]] for name, method in RIVALS.items()}
-    assert packed["first-fit"] == [[0, 2, 4], [1, 3], [5]]
-    assert packed["equal-tokens"] == [[0], [1], [2, 3, 4], [5]]
-    # The longest first: 60, 40, 30 and 30 open the four microbatches; 20 joins a 30, and 4 the other.
-    assert sorted(map(sorted, packed["balanced-work"])) == [[0, 4], [1], [2, 3], [5]]
-    lengths = [30, 40, 30, 20, 4, 60]
-    ordered = sorted(([lengths[index] for index in own] for own in packed["dynamic-program"]), key=max)
-    assert [length for own in ordered for length in own] == sorted(lengths)
-
-
-def test_the_dynamic_program_stays_small_for_many_short_sequences() -> None:
-    packer = packer_of(batch_document([1] * 1100, max_tokens=1100, replicas=1, limit=None))
-    assert max(map(len, RIVALS["dynamic-program"](packer)[0])) <= 512
 
 
 def test_large_microbatches_cost_more_where_memory_is_tight() -> None:
     roomy, tight = (
-        packer_of(batch_document([16] * 16, replicas=1, limit=limit, p2p=40)).costs for limit in (None, 260.0)
+        packer_of(parse_batch(batch_document([16] * 16, replicas=1, limit=limit, p2p=40))).costs
+        for limit in (None, 260.0)
     )
     large, small = [[16] * 4] * 4, [[16]] * 16
-    assert roomy.step(large) < roomy.step(small)
-    assert tight.step(large) > tight.step(small)
+    assert step(roomy, large) < step(roomy, small)
+    assert step(tight, large) > step(tight, small)

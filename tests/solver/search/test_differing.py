@@ -18,7 +18,7 @@ from zbv_solver.construct.entry_orders import changed, mountain, sizes
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.jitter.reading import parse_jitter
+from zbv_solver.jitter.noise import parse_jitter
 from zbv_solver.plans.orders import in_entry_order
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from zbv_solver.export.quantities import percent
-from zbv_solver.measure.refit import grouped_medians
+from zbv_solver.measure.rank_trace import grouped_medians
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, F, Problem
 

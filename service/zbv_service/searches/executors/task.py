@@ -62,7 +62,7 @@ def solver_search(
     incumbent: Orders | Plan | None,
 ) -> Plan:
     """The solver's own search."""
-    from zbv_solver.jitter.reading import parse_jitter  # here for the same reason as Progress
+    from zbv_solver.jitter.noise import parse_jitter  # here for the same reason as Progress
     from zbv_solver.search.search import SearchOptions, search
 
     jitter = options.get("jitter")

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import Jitter, draw, drawn_costs
-from zbv_solver.jitter.reading import jitter_json
+from zbv_solver.jitter.noise import Jitter, draw, drawn_costs, jitter_json
 from zbv_solver.problem.problem import LETTERS
 
 from zbv_worker.errors import InvalidRun

@@ -1,6 +1,6 @@
-"""Packings as others make them, to compare with: written from their papers.
+"""Packings as others make them: written from their papers.
 
-Each takes a whole batch, so nothing may wait for a later step. Where a method leaves the distribution over
+All take a whole batch, so nothing may wait for a later step. Where a method leaves the distribution over
 replicas open, the microbatches go to the replicas in turn, as data loaders do.
 """
 
@@ -12,9 +12,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
-
 from zbv_solver.kernels.arrays import FloatArray
-from zbv_solver.packing.arrangement import Packer, Replicas
+from zbv_solver.packing.arrange import Packer, Replicas, dealt, equal_tokens
 
 Contents = list[list[int]]
 _MOST_LIMITS = 48
@@ -29,26 +28,13 @@ def first_fit(packer: Packer) -> Replicas:
     sums: list[tuple[int, int]] = []
     for index, length in enumerate(packer.lengths):
         grown = ((tokens + length, squares + length * length) for tokens, squares in sums)
-        place = next((place for place, each in enumerate(grown) if packer.fits(*each)), len(made))
+        place = next((place for place, each in enumerate(grown) if packer.fits_sums(*each)), len(made))
         if place == len(made):
             made.append([])
             sums.append((0, 0))
         made[place].append(index)
         sums[place] = sums[place][0] + length, sums[place][1] + length * length
-    return in_turn(packer, made)
-
-
-def equal_tokens(packer: Packer) -> Replicas:
-    """Consecutive sequences until the next one would exceed the largest microbatch, in the given order.
-
-    This is what a loader does that packs to a fixed number of tokens without cutting sequences.
-    """
-    made: Contents = [[]]
-    for index in range(len(packer.lengths)):
-        if made[-1] and not packer.fits_all([*made[-1], index]):
-            made.append([])
-        made[-1].append(index)
-    return in_turn(packer, made)
+    return dealt(packer, made)
 
 
 def balanced_work(packer: Packer) -> Replicas:
@@ -67,7 +53,7 @@ def balanced_work(packer: Packer) -> Replicas:
         shortest = min(range(len(made)), key=lambda place: (sums[place], place))
         for place in (lightest, shortest):
             tokens, squares = sums[place][0] + length, sums[place][1] + length * length
-            if not made[place] or packer.fits(tokens, squares):
+            if not made[place] or packer.fits_sums(tokens, squares):
                 break
         else:
             place, tokens, squares = len(made), length, length * length
@@ -76,7 +62,7 @@ def balanced_work(packer: Packer) -> Replicas:
             work.append(0.0)
         made[place].append(index)
         sums[place], work[place] = (tokens, squares), packer.costs.work(tokens, squares)
-    return in_turn(packer, [contents for contents in made if contents])
+    return dealt(packer, [contents for contents in made if contents])
 
 
 def dynamic_program(packer: Packer) -> Replicas:
@@ -111,9 +97,18 @@ def _times(packer: Packer, order: Sequence[int]) -> list[FloatArray]:
         last = int(np.searchsorted(tokens, tokens[first] + packer.capacity, side="right")) - 1
         last = max(first + 1, min(last, first + _MOST_SEQUENCES))
         own = sums[:, first + 1 : last + 1] - sums[:, first : first + 1]
-        fitting = bisect_left(range(1, own.shape[1]), True, key=lambda place: not packer.fits(*own[:, place]))
-        times.append(packer.costs.works(own[:, : 1 + fitting]))
+        fitting = bisect_left(
+            range(1, own.shape[1]), True, key=lambda place: not packer.fits_sums(*own[:, place])
+        )
+        times.append(_works(packer, own[:, : 1 + fitting]))
     return times
+
+
+def _works(packer: Packer, sums: FloatArray) -> FloatArray:
+    """The work of the busiest rank for microbatches (2, n): tokens and squares."""
+    load = packer.costs.load
+    works: FloatArray = (load[:, :1] + load[:, 1:] @ sums).max(axis=0)
+    return works
 
 
 def _limits(times: Sequence[FloatArray]) -> list[float]:
@@ -152,10 +147,10 @@ def largest_differencing(packer: Packer, made: Contents) -> Replicas:
     Partial partitions wait in a heap, by the difference between their largest and smallest sum; the two with
     the largest differences are joined, the largest set of one with the smallest of the other.
     """
-    made = _at_least(packer, made)
+    made = [list(contents) for replica in dealt(packer, made) for contents in replica]
     heap: list[tuple[float, int, list[tuple[float, Contents]]]] = []
     for place, contents in enumerate(made):
-        work = packer.work(contents)
+        work = packer.costs.work(*_sums(packer, contents))
         others: list[tuple[float, Contents]] = [(0.0, []) for _ in range(packer.replicas - 1)]
         heapq.heappush(heap, (-work, place, [*others, (work, [contents])]))
     place = len(made)
@@ -170,8 +165,14 @@ def largest_differencing(packer: Packer, made: Contents) -> Replicas:
         place += 1
     sets = heap[0][2]
     if not all(each for _, each in sets):
-        return in_turn(packer, made)  # microbatches that cost nothing may leave a replica without any
+        return dealt(packer, made)  # microbatches that cost nothing may leave a replica without any
     return tuple(tuple(tuple(contents) for contents in each) for _, each in sets)
+
+
+def _sums(packer: Packer, contents: Sequence[int]) -> tuple[int, int]:
+    """Tokens and squares."""
+    lengths = [packer.lengths[index] for index in contents]
+    return sum(lengths), sum(length * length for length in lengths)
 
 
 def by_length(lengths: Sequence[int]) -> list[int]:
@@ -179,26 +180,7 @@ def by_length(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: (lengths[index], index), reverse=True)
 
 
-def in_turn(packer: Packer, made: Contents) -> Replicas:
-    """Microbatch j on replica j modulo the number of replicas."""
-    made = _at_least(packer, made)
-    return tuple(
-        tuple(tuple(contents) for contents in made[replica :: packer.replicas])
-        for replica in range(packer.replicas)
-    )
-
-
-def _at_least(packer: Packer, made: Contents) -> Contents:
-    """As many microbatches as there are replicas: the one with the most sequences is halved until then."""
-    made = [list(contents) for contents in made]
-    while len(made) < packer.replicas:
-        place = max(range(len(made)), key=lambda place: (len(made[place]), -place))
-        half = len(made[place]) // 2
-        made[place : place + 1] = [made[place][:half], made[place][half:]]
-    return made
-
-
-RIVALS: dict[str, Callable[[Packer], Replicas]] = {
+PACKERS: dict[str, Callable[[Packer], Replicas]] = {
     "first-fit": first_fit,
     "equal-tokens": equal_tokens,
     "balanced-work": balanced_work,

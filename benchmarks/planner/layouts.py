@@ -34,7 +34,7 @@ def layouts_table(cases: int, seed: int, write: Callable[[str], object]) -> list
     request = parse_request({"presets": [name], "global_batch": batch}, cluster)
     began = time.perf_counter()
     workers = useful_workers()
-    found = best_layouts(request.layouts, request.setting, workers=workers, processes=workers)
+    found = best_layouts(request.layouts, request.setting, workers=workers)
     seconds = time.perf_counter() - began
     best = found.best[0]
     write(f"{name}, {cluster.devices} devices: {best.layout}\n")

@@ -22,9 +22,10 @@ from zbv_models.estimate.states import StateBytes
 from zbv_models.estimate.transformer import Transformer
 from zbv_models.fixed_orders.even_cuts import dealt
 from zbv_models.layouts.cluster import Cluster
-from zbv_models.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
+from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_memory import megatron
 from zbv_models.layouts.layout import Layout
+from zbv_models.layouts.setting import SECONDS, Setting
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
@@ -153,7 +154,7 @@ def _estimated(
         estimate = replace(estimate, layers=tuple(parts))
     if "gradients" in run.hides:
         estimate = replace(estimate, layers=tuple(map(_reducing_behind_compute, estimate.layers)))
-    return EstimatedLayout(layout, estimate, Setting(model, training, cluster))
+    return EstimatedLayout(layout, Setting(model, training, cluster), (estimate,))
 
 
 def _reducing_behind_compute(layer: LayerEstimate) -> LayerEstimate:

@@ -15,13 +15,14 @@ from typing import Any
 
 from zbv_models.fixed_orders.regular_cut import TOLERANCE
 from zbv_models.layouts.cluster import parse_cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout, Setting
-from zbv_models.layouts.executor_cuts import ExecutorCandidate, Scheduled, ScheduleSource
-from zbv_models.layouts.executor_layouts import executor_layouts
+from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_rules import FREE, NAMES, layouts_of_executors, runs_layout
+from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.scheduled_layout import ScheduledLayout, ScheduledLayouts
 from zbv_models.layouts.search import Ranking, best_layouts, plan_layout
+from zbv_models.layouts.setting import Setting
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 
@@ -195,18 +196,19 @@ def _every_executor_step(request: Request, executor: str, coverage: Coverage) ->
     setting = replace(request.setting, has_loops=True)
     for layout in request.layouts:
         if runs_layout(executor, setting.model, layout):
-            source = ScheduleSource(setting, "quick")
-            variants = source.variants(ExecutorCandidate(0, executor, layout))
-            orders = chain.from_iterable(map(source.scheduled, variants))
+            source = ScheduledLayouts(setting, "quick")
+            estimates = source.estimated(executor, layout)
+            orders = chain.from_iterable(source.scheduled(executor, each) for each in estimates)
             steps = [step for each in orders if (step := _searched_step(each, coverage)) < inf]
             yield from sorted(steps)[:1]
 
 
-def _searched_step(scheduled: Scheduled, coverage: Coverage) -> float:
+def _searched_step(scheduled: ScheduledLayout, coverage: Coverage) -> float:
     """The step of a layout under one schedule; inf if no cut fits."""
-    scheduled.advanced().advanced()
+    scheduled.bound_loads()
+    scheduled.bound_paths(inf)
     scheduled.finish(inf)
-    estimated, step = scheduled.variant.estimated, scheduled.step_time
+    estimated, step = scheduled.estimated, scheduled.step_time
     if step < inf:
         _check_bounds(estimated, estimated.setting, step, coverage)
     return step

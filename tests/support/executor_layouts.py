@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zbv_models.layouts.cluster import Cluster, equal_cluster
-from zbv_models.layouts.executor_layouts import ExecutorLayout, executor_layouts
+from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
 

@@ -10,9 +10,8 @@ from pydantic import Field
 from zbv_models.estimate.config_parallel import Optimizer, PrecisionName
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.cluster import parse_cluster
-from zbv_models.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, LayoutFamily
 from zbv_models.layouts.executor_rules import FREE, require_runnable
-from zbv_models.layouts.layout import Fixed, Order, Recompute
+from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, Fixed, LayoutFamily, Order, Recompute
 from zbv_models.layouts.profile import Profile, parse_profile
 from zbv_models.layouts.request import Request, parse_request
 from zbv_solver.documents.fields import MAX_NAME, Number

@@ -1,22 +1,32 @@
-"""A ranking of layouts as a document (docs/formats.md, Layouts)."""
+"""A ranking of layouts as a document (docs/formats.md, Layouts), and what a step consists of."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from zbv_solver.plans.plan import plan_json
+from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.layered_problem import uncut
 from zbv_solver.search.search_state import Cancelled
+from zbv_solver.timing.start_times import evaluate
 
-from zbv_models.layouts.composition import composition
-from zbv_models.layouts.executor_answer import executor_json
-from zbv_models.layouts.layout import Layout
+from zbv_models.estimate.layers import LayerEstimate
+from zbv_models.estimate.times import TimeShares
+from zbv_models.layouts.estimated_layout import EstimatedLayout, least_memory, recomputed
+from zbv_models.layouts.executor_rules import FREE
+from zbv_models.layouts.executor_search import ExecutorLayout
+from zbv_models.layouts.layout import PARTS, Layout
 from zbv_models.layouts.measured_layers import ORIGINS, Origin, Origins
-from zbv_models.layouts.points import points_json
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import PlannedLayout, Ranking
 from zbv_models.layouts.sensitivity import Outcome, sensitivity_json
+from zbv_models.layouts.setting import SECONDS, Setting
 
 FLOPS_PER_TFLOP = 1e12
+EXCHANGES = ("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel")
 
 
 def ranking_json(
@@ -56,6 +66,36 @@ def ranking_json(
     return document
 
 
+def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[str, Any]:
+    layout, plan, model = planned.layout, planned.plan, planned.plan.problem.model
+    document: dict[str, Any] = {
+        "tensor_parallel": layout.tensor_parallel,
+        "context_parallel": layout.context_parallel,
+        "expert_parallel": layout.expert_parallel,
+        "data_parallel": layout.data_parallel,
+        "pipeline_parallel": layout.pipeline_parallel,
+        "microbatch_size": layout.microbatch_size,
+        "microbatches": layout.microbatches,
+        "zero_stage": layout.zero_stage,
+        "recompute": recomputation(planned),
+        **_recomputed_json(layout),
+        "placement": layout.placement,
+        **_executor_json(planned),
+        "step_time": planned.step_time,
+        "lower_bound": planned.lower_bound,
+        "model_flops_utilisation": utilisation(planned, request),
+        "peak_memory": max(plan.metrics.peak_memory),
+        "composition": composition(planned).parts(),
+        "costs": costs_of(planned),
+        "partition": [] if model is None else [list(stage) for stage in model.partition],
+    }
+    if layout.groups:
+        document |= {"groups": list(layout.groups), "devices": layout.devices}
+    if with_plan:
+        document["plan"] = plan_json(plan)
+    return document
+
+
 def utilisation(planned: PlannedLayout, request: Request) -> float:
     """Share of the used devices' peak that the model's operations use, without recomputation."""
     cluster = request.cluster
@@ -74,30 +114,6 @@ def recomputation(planned: PlannedLayout) -> str:
     return "per-stage" if len(chosen) > 1 else "full" if True in chosen else "none"
 
 
-def costs_of(planned: PlannedLayout) -> dict[Origin, dict[str, int]]:
-    """Where the costs of a plan's layers come from: by origin, the number of layers of each kind.
-
-    Layers of recomputed stages have names such as ``block (recomputed)``.
-    """
-    cut_model = planned.plan.problem.model
-    found: dict[Origin, dict[str, int]] = {origin: {} for origin in ORIGINS}
-    if cut_model is None:
-        return found
-    layers, asked = planned.estimated.estimate.layers, planned.layout.recompute
-    repeated = planned.recomputed
-    of_layers = planned.estimated.origins or (Origins(),) * len(layers)
-    for kind, origins in zip(layers, of_layers, strict=True):
-        for name in kind.names:
-            again = name in repeated
-            shown = f"{kind.name} (recomputed)" if again else kind.name
-            origin = origins.recomputed if again else origins.plain
-            if again and asked == "selective":  # profiles measure full recomputation
-                origin = "estimated" if origins.plain == "estimated" else "scaled"
-            counts = found[origin]
-            counts[shown] = counts.get(shown, 0) + 1
-    return found
-
-
 def _recomputed_json(layout: Layout) -> dict[str, Any]:
     """What ``recompute`` does not say: how many layers of every stage, or which modules."""
     if layout.recompute_layers is not None:
@@ -105,41 +121,167 @@ def _recomputed_json(layout: Layout) -> dict[str, Any]:
     return {"recompute_modules": list(layout.recompute_modules)} if layout.recompute_modules else {}
 
 
-def recomputation_text(planned: PlannedLayout) -> str:
-    """What the plan recomputes, in words."""
-    layout, kind = planned.layout, recomputation(planned)
-    if layout.recompute_layers is not None:
-        return f"{kind}, first {layout.recompute_layers} of a stage"
-    modules = ", ".join(layout.recompute_modules)
-    return f"{kind}: {modules}" if modules else kind
-
-
-def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[str, Any]:
-    layout, plan = planned.layout, planned.plan
-    model = plan.problem.model
-    document: dict[str, Any] = {
-        "tensor_parallel": layout.tensor_parallel,
-        "context_parallel": layout.context_parallel,
-        "expert_parallel": layout.expert_parallel,
-        "data_parallel": layout.data_parallel,
-        "pipeline_parallel": layout.pipeline_parallel,
-        "microbatch_size": layout.microbatch_size,
-        "microbatches": layout.microbatches,
-        "zero_stage": layout.zero_stage,
-        "recompute": recomputation(planned),
-        **_recomputed_json(layout),
-        "placement": layout.placement,
-        **executor_json(planned),
-        "step_time": planned.step_time,
-        "lower_bound": planned.lower_bound,
-        "model_flops_utilisation": utilisation(planned, request),
-        "peak_memory": max(plan.metrics.peak_memory),
-        "composition": composition(planned).parts(),
-        "costs": costs_of(planned),
-        "partition": [] if model is None else [list(stage) for stage in model.partition],
+def _executor_json(planned: PlannedLayout) -> dict[str, Any]:
+    """The keys of a layout that depend on its executor."""
+    if not isinstance(planned, ExecutorLayout):
+        return {"executor": FREE}
+    schedule, free = planned.best.schedule, planned.free
+    return {
+        "executor": planned.executor,
+        "schedule": schedule.name,
+        "virtual_stages": schedule.placement.chunks,
+        "group_size": schedule.group,
+        "settings": planned.settings,
+        "remark": planned.remark,
+        "free_order": free and {"step_time": free.step_time, "lower_bound": free.lower_bound},
     }
-    if layout.groups:
-        document |= {"groups": list(layout.groups), "devices": layout.devices}
-    if with_plan:
-        document["plan"] = plan_json(plan)
-    return document
+
+
+def costs_of(planned: PlannedLayout) -> dict[Origin, dict[str, int]]:
+    """Where the costs of a plan's layers come from: by origin, the number of layers of each kind.
+
+    Layers of recomputed stages have names such as ``block (recomputed)``.
+    """
+    counts: dict[Origin, dict[str, int]] = {origin: {} for origin in ORIGINS}
+    if planned.plan.problem.model is None:
+        return counts
+    layers, repeated = planned.estimated.estimate.layers, planned.recomputed
+    of_layers = planned.estimated.origins or (Origins(),) * len(layers)
+    for kind, origins in zip(layers, of_layers, strict=True):
+        for name in kind.names:
+            is_again = name in repeated
+            shown = f"{kind.name} (recomputed)" if is_again else kind.name
+            origin = origins.recomputed if is_again else origins.plain
+            if is_again and planned.layout.recompute == "selective":  # profiles measure full recomputation
+                origin = "estimated" if origins.plain == "estimated" else "scaled"
+            counts[origin][shown] = counts[origin].get(shown, 0) + 1
+    return counts
+
+
+def points_json(ranking: Ranking, setting: Setting, cancelled: Cancelled | None = None) -> dict[str, Any]:
+    """All layouts in columns: those planned, those with bounds, and those that do not fit in memory.
+
+    Steps and memory are lower bounds, except those of planned layouts. Numbers have four digits, so that some
+    thousand layouts stay a small document. After a cancellation, layouts that were not estimated before are
+    left out.
+    """
+    planned = [(each.layout, each.step_time, max(each.plan.metrics.peak_memory)) for each in ranking.every]
+    bounded: list[tuple[Layout, float, float]] = []
+    too_large: list[tuple[Layout, float, float]] = []
+    proved = {node.number for node in ranking.too_large}
+    for node in chain(ranking.waiting, ranking.too_large):
+        for number, layout in node.members():
+            if isinstance(node.of, EstimatedLayout):
+                estimated = node.of
+            elif cancelled is not None and cancelled():
+                continue
+            else:
+                estimated = EstimatedLayout.of(layout, setting)
+            memory = least_memory(estimated)
+            is_too_large = number in proved or memory > setting.cluster.memory
+            row = layout, max(node.bound, estimated.mean_bound), memory
+            (too_large if is_too_large else bounded).append(row)
+    return {"planned": _columns(planned), "bounded": _columns(bounded), "too_large": _columns(too_large)}
+
+
+def _columns(rows: list[tuple[Layout, float, float]]) -> dict[str, list[Any]]:
+    parts = [asdict(layout) for layout, _, _ in rows]
+    return {
+        **{name: [part[name] for part in parts] for name in PARTS},
+        "step_time": [float(f"{step:.4g}") for _, step, _ in rows],
+        "peak_memory": [int(float(f"{memory:.4g}")) for _, _, memory in rows],
+    }
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Seconds that add up to the step.
+
+    The parts up to ``idle`` are those of the rank that computes longest in the pipeline. The last four are
+    those of the rank that needs longest for them.
+    """
+
+    forward: float
+    """Compute of F, I and W, without exchanges."""
+    backward_input: float
+    backward_weight: float
+    recomputation: float
+    """All that recomputed stages add, with their exchanges."""
+    tensor_parallel: float
+    """Exchanges in every microbatch that compute does not hide."""
+    context_parallel: float
+    expert_parallel: float
+    data_parallel: float
+    transfers: float
+    """How much shorter the step would be in the same order if transfers between ranks took no time."""
+    idle: float
+    """The rank waits even so, for another rank to compute: the bubble."""
+    gradient_reduction: float
+    """Work once per step."""
+    parameter_gathering: float
+    optimizer: float
+    table_reduction: float
+    """Sums the gradients of a shared embedding."""
+
+    @property
+    def total(self) -> float:
+        """The step in seconds."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def composition(planned: PlannedLayout) -> Composition:
+    """Attribute the step of a layout to its parts."""
+    plan, estimated = planned.plan, planned.estimated
+    model = plan.problem.model
+    if model is None:  # for type checkers: the plan of a layout has layers
+        raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
+    layers = replace(uncut(plan.problem), p2p=0.0, link=None, links=(), blocking=False, limit=None)
+    at_once = layers.cut_into(plan.problem.placement, model.cut)
+    on_ranks = [_layers_on(planned, model, rank) for rank in range(at_once.pp_degree)]
+    rank = max(range(at_once.pp_degree), key=at_once.busy_time)
+    compute, again, exchanges = np.zeros(3), 0.0, TimeShares()
+    for name, layer in on_ranks[rank].items():
+        plain, waits = layer.plain.times, layer.exchanged
+        compute += (plain.forward, plain.backward_input, plain.backward_weight)
+        compute -= (waits.forward, waits.backward_input, waits.backward_weight)
+        exchanges += layer.shares
+        if name in planned.recomputed:
+            again += (recomputed(layer, planned.layout.recompute) or layer.plain).times.total - plain.total
+    scale = at_once.microbatches * SECONDS
+    shares = {name: getattr(exchanges, name) * scale for name in EXCHANGES}
+    forward, inputs, weights = (compute * scale).tolist()
+    part = plan.orders.slice_of(rank)
+    actions = (plan.orders.stage[part], plan.orders.letter[part], plan.orders.microbatch[part])
+    busy = float(at_once.arrays.durations(*actions).sum()) * SECONDS
+    # Fused backwards may be shorter than I and W.
+    saved = forward + inputs + weights + again * scale + sum(shares.values()) - busy
+    kept = 1 - saved / (inputs + weights) if inputs + weights > 0 else 1.0
+    transfers = (plan.metrics.span - evaluate(at_once, plan.orders).span) * SECONDS
+    steps = [[layer.step for layer in own.values()] for own in on_ranks]
+    busiest = max(steps, key=lambda own: sum(each.total for each in own))
+    reduction = sum(each.gradient_reduction for each in busiest) + estimated.latency
+    return Composition(
+        forward,
+        inputs * kept,
+        weights * kept,
+        again * scale,
+        **shares,
+        transfers=transfers,
+        idle=max(0.0, plan.metrics.span * SECONDS - busy - transfers),
+        gradient_reduction=reduction * SECONDS,
+        parameter_gathering=sum(each.parameter_gathering for each in busiest) * SECONDS,
+        optimizer=sum(each.optimizer for each in busiest) * SECONDS,
+        table_reduction=estimated.estimate.table_reduction * SECONDS,
+    )
+
+
+def _layers_on(planned: PlannedLayout, model: CutModel, rank: int) -> dict[str, LayerEstimate]:
+    """The estimate of every layer that a rank has on its devices, by name."""
+    kind = planned.estimated.kind_of[rank]
+    of = {name: layers[kind] for layers in planned.estimated.layers for name in layers[kind].names}
+    stages = planned.plan.problem.placement.stages_of[rank]
+    return {name: of[name] for stage in stages for name in model.partition[stage]}

@@ -4,128 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.cut_tables import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking
-from zbv_solver.problem.layer import Model
+from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Units
 
-from zbv_models.estimate.device import GroupLink, GroupLinks
-from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running, Training
-from zbv_models.estimate.shapes import Degrees
-from zbv_models.estimate.transformer import Transformer
-from zbv_models.layouts.cluster import AnyCluster, Cluster, transfer
-from zbv_models.layouts.executor_memory import STATES
-from zbv_models.layouts.layer_costs import EVERYWHERE, least_work_of, problem_layer, recomputed, row_of
+from zbv_models.estimate.device import GroupLink
+from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running
+from zbv_models.layouts.cluster import AnyCluster, transfer
 from zbv_models.layouts.layout import Layout
-from zbv_models.layouts.measured_layers import LayerConditions, Measured, Origins
-from zbv_models.layouts.recomputed_modules import OP, Modules
+from zbv_models.layouts.measured_layers import LayerConditions, Origins
+from zbv_models.layouts.setting import SECONDS, Modules, Setting, SourcedCosts, least_work_of
 
-SECONDS = 1e-6
-"""In a microsecond."""
 UNITS = Units("us", "bytes")
-KINDS = ("tp", "cp", "dp", "pp")
-
-
-class SourcedCosts(NamedTuple):
-    """An estimate, and where the costs of every layer come from; no origins if all are estimated."""
-
-    estimate: ModelEstimate
-    origins: tuple[Origins, ...] = ()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all layouts of a search have in common.
-
-    Attributes
-    ----------
-    measured
-        What profiles measured, which replaces estimates.
-    has_loops
-        Whether an executor chooses the placement: stages in a loop.
-    module_sets
-        What executors with selective recomputation of modules may repeat; torchtitan has ``op`` instead.
-    """
-
-    model: Transformer
-    training: Training
-    cluster: AnyCluster
-    measured: Measured | None = None
-    has_loops: bool = False
-    module_sets: tuple[Modules, ...] = ()
-
-    def __hash__(self) -> int:
-        return self._hash  # caches of costs ask for it for every layout
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, each.name) for each in fields(self)))
-
-    def is_v(self, ranks: int) -> bool:
-        """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
-        if self.has_loops and ranks > 1:
-            return False
-        return self.model.tied and 2 * ranks <= self.model.n_layers
-
-    def modules_of(self, executor: str) -> tuple[Modules, ...]:
-        """What an executor's selective recomputation may repeat."""
-        return (OP,) if executor == "torchtitan" else self.module_sets
-
-    def of_executor(self, executor: str) -> Setting:
-        """The same with what a device holds under an executor."""
-        states = STATES[executor]
-        training = replace(
-            self.training,
-            account=states.account,
-            fused_gradients=self.training.fused_gradients and not states.is_autograd,
-            keeps_gathered=states.is_autograd,
-        )
-        return replace(self, training=training)
-
-    def estimate(self, at: LayerConditions) -> SourcedCosts:
-        """Layers under these conditions, with measured costs where a profile has them."""
-        found = at.estimate()
-        return (
-            SourcedCosts(found) if self.measured is None else SourcedCosts(*self.measured.applied(found, at))
-        )
-
-    def links(self, layout: Layout, group: int = 0) -> tuple[GroupLinks, float]:
-        """The links on a group of nodes, measured ones where a profile has them, and a latency once per step.
-
-        Buckets join the gradients of layers, so the latency of measured all-reduces counts once.
-        """
-        nodes, measured = self.cluster.groups[group], self.measured
-        links = layout.links(nodes)
-        if measured is None:
-            return links, 0.0
-        is_near = {kind: nodes.is_in_node(layout.stride(kind), layout.size(kind)) for kind in KINDS}
-        pipeline = measured.pipeline_link() if is_near["pp"] else None
-        replicas = layout.data_parallel * layout.context_parallel
-        data = measured.data_link(replicas, layout.zero_stage) if is_near["cp"] and is_near["dp"] else None
-        latency = 0.0
-        if data is not None:
-            latency = data.latency if replicas > 1 else 0.0
-            data = GroupLink(data.bandwidth, 0.0, links.data.overlap)
-            links = replace(links, data=data, expert_data=data)
-        return replace(links, pipeline=pipeline or links.pipeline), latency
-
-    def least_work(self, layout: Layout) -> float:
-        """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas.
-
-        Lemma 56 of bounds/PROOFS.md.
-        """
-        sizes = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
-        work, speeds = _least_work_of_all(self, layout.used_groups, *sizes, layout.microbatch_size)
-        speed = sum(map(speeds.__getitem__, layout.group_of)) if layout.groups else layout.pipeline_parallel
-        return work * layout.microbatches / speed * SECONDS
+EVERYWHERE = ("selective", "full")
+"""Kinds of recomputation that every stage has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,20 +37,14 @@ class EstimatedLayout:
 
     Bounds with ranks of several groups of nodes count every rank by the speed of its group: Lemma 56 of
     bounds/PROOFS.md.
-
-    Attributes
-    ----------
-    estimate, others
-        The layers on the first of the groups that the layout uses, and on its other groups.
-    origins
-        Where the costs of every layer come from; empty if all are estimated.
     """
 
     layout: Layout
-    estimate: ModelEstimate
     setting: Setting
-    others: tuple[ModelEstimate, ...] = ()
+    estimates: tuple[ModelEstimate, ...]
+    """The layers on each of the groups of nodes that the layout uses."""
     origins: tuple[Origins, ...] = ()
+    """Where the costs of every layer come from; empty if all are estimated."""
 
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
@@ -160,24 +54,24 @@ class EstimatedLayout:
         shared = replace(layout, recompute="per-stage", recompute_layers=None, recompute_modules=())
         if not layout.groups:
             costs = _known_costs(of_setting, shared, 0, None)
-            return cls(layout, costs.estimate, setting, (), costs.origins)
+            return cls(layout, setting, (costs.estimate,), costs.origins)
         # The ranks of a group cost the same wherever they are in the pipeline, except for what both ends sum.
         ends = _link_between(layout, setting.cluster, 0, layout.pipeline_parallel - 1)
-        estimate, *others = (
+        estimates = (
             _known_costs(of_setting, shared.in_group(group), group, ends).estimate
             for group in layout.used_groups
         )
-        return cls(layout, estimate, setting, tuple(others))
-
-    @cached_property
-    def links(self) -> tuple[GroupLinks, float]:
-        """The links of all groups, and microseconds once per step for the latency of the replicas' link."""
-        return self.setting.links(self.layout)
+        return cls(layout, setting, tuple(estimates))
 
     @property
+    def estimate(self) -> ModelEstimate:
+        """The layers on the first of the groups."""
+        return self.estimates[0]
+
+    @cached_property
     def latency(self) -> float:
         """Microseconds once per step, of the replicas' exchanges."""
-        return 0.0 if self.setting.measured is None else self.links[1]
+        return 0.0 if self.setting.measured is None else self.setting.links(self.layout)[1]
 
     @cached_property
     def room(self) -> float:
@@ -189,7 +83,7 @@ class EstimatedLayout:
     @cached_property
     def layers(self) -> tuple[tuple[LayerEstimate, ...], ...]:
         """Every layer on each of the groups in use."""
-        return tuple(zip(*(each.layers for each in (self.estimate, *self.others)), strict=True))
+        return tuple(zip(*(each.layers for each in self.estimates), strict=True))
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
@@ -277,7 +171,7 @@ class EstimatedLayout:
         layout, cluster = self.layout, self.setting.cluster
         ranks = layout.pipeline_parallel
         groups = [cluster.groups[group] for group in layout.group_of]
-        is_mixed, first = bool(self.others), layout.used_groups[0]
+        is_mixed, first = len(self.estimates) > 1, layout.used_groups[0]
         links = [_link_between(layout, cluster, rank, (rank + 1) % ranks) for rank in range(ranks)]
         own = self.setting.links(layout.in_group(first), first)[0].pipeline
         names = [f"{cluster.groups[each].preset or 'group'}-{each}" for each in layout.used_groups]
@@ -332,46 +226,6 @@ def _link_between(layout: Layout, cluster: AnyCluster, rank: int, other: int) ->
     return cluster.groups[group].link(own.stride("pp"), own.pipeline_parallel)
 
 
-@lru_cache(maxsize=4096)
-def _least_work_of_all(
-    setting: Setting, groups: tuple[int, ...], tensor: int, context: int, expert: int, size: int
-) -> tuple[float, dict[int, float]]:
-    """Microseconds of a microbatch of ``size`` sequences on all layers, and speeds of the groups.
-
-    Of every layer, the least of its time multiplied by speed counts.
-    """
-    works = [
-        _least_works(setting, setting.cluster.groups[each], tensor, context, expert, size) for each in groups
-    ]
-    speeds = speeds_of(np.array([sum(each) for each in works]))
-    shared = (
-        min(each * speed for each, speed in zip(layer, speeds, strict=True))
-        for layer in zip(*works, strict=True)
-    )
-    return float(sum(shared)), dict(zip(groups, speeds.tolist(), strict=True))
-
-
-def _least_works(
-    setting: Setting, cluster: Cluster, tensor: int, context: int, expert: int, size: int
-) -> list[float]:
-    """Microseconds of a microbatch on every layer with its copies, on equal nodes."""
-    # Steps of rings take no time: links between nodes have none.
-    links = cluster.in_node, cluster.between_nodes
-    fastest = GroupLink(max(link.bandwidth or 0.0 for link in links), min(link.latency for link in links))
-
-    def group(overlap: float) -> GroupLink:
-        return replace(fastest, overlap=overlap)
-
-    experts = group(cluster.expert_overlap)
-    degrees = Degrees(tensor, tensor > 1, context, expert=expert, expert_in_node=expert)
-    links_of_groups = GroupLinks(
-        group(cluster.tensor_overlap), group(cluster.context_overlap), experts, experts
-    )
-    at = (setting.model, degrees, cluster.device, links_of_groups, setting.training, size)
-    estimated = setting.estimate(LayerConditions(*at)).estimate
-    return [least_work_of(layer) * layer.copies for layer in estimated.layers]
-
-
 def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) -> float:
     """The least T with T >= load + sum(x * extra) and T >= wanted - sum(x * saved), for 0 <= x <= 1.
 
@@ -384,3 +238,72 @@ def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) 
         share = min(1.0, (wanted - load) / (extra[item] + saved[item]))
         load, wanted = load + share * extra[item], wanted - share * saved[item]
     return max(load, wanted)
+
+
+def recomputed(layer: LayerEstimate, recompute: str) -> Running | None:
+    """A layer's costs where its stage is recomputed; None if it then has no other costs."""
+    return layer.selective if recompute == "selective" else layer.recomputed
+
+
+def problem_layer(layers: tuple[LayerEstimate, ...], devices: list[str], recompute: str) -> Layer:
+    """A layer, from its estimates on several devices."""
+    layer, costs = layers[0], [_both_costs(each, recompute) for each in layers]
+    return Layer(
+        layer.name,
+        *costs[0],
+        layer.static.parameters,
+        layer.output_bytes,
+        layer.repeat,
+        tuple(OnDevice(device, *each) for device, each in zip(devices[1:], costs[1:], strict=True)),
+    )
+
+
+def _both_costs(layer: LayerEstimate, recompute: str) -> tuple[LayerCosts, LayerCosts | None]:
+    plain, again = layer.plain, recomputed(layer, recompute)
+    if recompute in EVERYWHERE and again is not None:
+        plain, again = again, None
+    return _costs(plain, layer), None if again is None or recompute == "none" else _costs(again, layer)
+
+
+def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:
+    times = running.times
+    return LayerCosts(
+        times.forward,
+        times.backward_input,
+        times.backward_weight,
+        running.fused,
+        LayerMemory(
+            running.after_forward,
+            running.after_input - running.after_forward,
+            -running.after_input,
+            layer.static.total,
+            running.workspace,
+        ),
+    )
+
+
+def row_of(running: Running) -> tuple[float, float, float, float]:
+    """Least times of F, I and W, and the memory held after F."""
+    times = running.shortest
+    return times.forward, times.backward_input, times.backward_weight, running.after_forward
+
+
+def least_memory(estimated: EstimatedLayout) -> float:
+    """Lower bound of the fullest rank's memory in bytes: the mean of all ranks.
+
+    When the last stage has computed F of a microbatch, all stages hold what this F keeps.
+    """
+    layout, groups = estimated.layout, estimated.setting.cluster.groups
+    held = sum(
+        min(_held(layer, layout.recompute) for layer in layers) * layers[0].copies
+        for layers in estimated.layers
+    )
+    return held / layout.pipeline_parallel + min(groups[each].reserve for each in layout.used_groups)
+
+
+def _held(layer: LayerEstimate, recompute: str) -> float:
+    """Bytes of a layer's states, and what F of a microbatch keeps at least."""
+    kept, again = layer.plain.after_forward, recomputed(layer, recompute)
+    if again is not None and recompute != "none":
+        kept = min(kept, again.after_forward)
+    return layer.static.total + kept

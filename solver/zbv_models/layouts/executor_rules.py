@@ -14,10 +14,9 @@ from zbv_solver.errors import InvalidInput
 from zbv_models.estimate.given import GivenCosts
 from zbv_models.estimate.transformer import Transformer
 from zbv_models.layouts.cluster import Cluster
-from zbv_models.layouts.estimated_layout import Setting
 from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layout import Layout
-from zbv_models.layouts.recomputed_modules import has_operations
+from zbv_models.layouts.setting import Setting, has_operations
 
 ANY, FREE = "any", "zbv"
 """All executors, and the one that runs any order."""
@@ -25,24 +24,16 @@ ANY, FREE = "any", "zbv"
 
 @dataclass(frozen=True)
 class ExecutorRule:
-    """What an executor requires.
-
-    Attributes
-    ----------
-    is_kept
-        Whether a layout of a model is allowed. A rule of models ignores the layout.
-    text
-        The rule, to complete "… requires".
-    source
-        Where the executor has this rule.
-    parts
-        The parts of a layout that it is about.
-    """
+    """What an executor requires."""
 
     is_kept: Callable[[Transformer, Layout], bool]
+    """Whether a layout of a model is allowed. A rule of models ignores the layout."""
     text: str
+    """The rule, to complete "… requires"."""
     source: str
+    """Where the executor has this rule."""
     parts: tuple[str, ...] = ()
+    """The parts of a layout that it is about."""
 
 
 def _has_no_state_space(model: Transformer) -> bool:
@@ -250,8 +241,8 @@ def runs_layout(executor: str, model: Transformer, layout: Layout) -> bool:
 
 def layouts_of_executors(
     executor: str, setting: Setting, layouts: Sequence[Layout], is_over: Callable[[], bool] = lambda: False
-) -> list[tuple[int, str, Layout]]:
-    """Every pair of a layout and an executor that can run it; the numbers are those of the layouts.
+) -> list[tuple[str, Layout]]:
+    """Every pair of an executor and a layout that it can run.
 
     Without those that were not looked at when ``is_over`` first returned True.
 
@@ -274,16 +265,16 @@ def require_runnable(executor: str, setting: Setting, layouts: Sequence[Layout])
 
 def _pairs(
     executor: str, setting: Setting, layouts: Sequence[Layout], is_over: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[int, str, Layout]]:
+) -> Iterator[tuple[str, Layout]]:
     if not isinstance(setting.cluster, Cluster):
         detail = f"found {executor!r}, but the cluster has groups of nodes; this needs equal devices."
         raise InvalidInput.at("", f"{detail} Give one group of nodes, or executor {FREE}.")
     for name in executors_of(executor, setting):
-        for number, layout in enumerate(layouts):
+        for layout in layouts:
             if is_over():
                 return
             if runs_layout(name, setting.model, layout) and not _has_other_stage(name, setting, layout):
-                yield number, name, layout
+                yield name, layout
 
 
 def _without_pairs(executor: str, setting: Setting, layouts: Sequence[Layout]) -> InvalidInput:

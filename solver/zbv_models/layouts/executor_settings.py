@@ -13,11 +13,10 @@ from zbv_solver.export.torchtitan_settings import StepSizes, TitanSettings, modu
 
 from zbv_models.fixed_orders.megatron_layout import Stages, layout_flags, recompute_flags
 from zbv_models.fixed_orders.schedules import Schedule
-from zbv_models.layouts.estimated_layout import Setting
 from zbv_models.layouts.executor_memory import STATES, uses_aware_optimizer
 from zbv_models.layouts.executor_rules import NAMES
 from zbv_models.layouts.layout import Layout
-from zbv_models.layouts.recomputed_modules import keeps_scores
+from zbv_models.layouts.setting import Setting, keeps_scores
 
 
 def layout_settings(

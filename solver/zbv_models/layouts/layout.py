@@ -1,15 +1,21 @@
-"""Parallel layouts: how a cluster's devices share the work of a step."""
+"""Parallel layouts: how a cluster's devices share the work of a step, and all ways to do so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from math import gcd, prod
+from functools import cache, lru_cache
+from itertools import chain, combinations, permutations, product
+from math import factorial, gcd, isqrt, prod
 from typing import Literal, get_args
 
+from zbv_solver.problem.limits import MAX_PP_DEGREE
+
 from zbv_models.estimate.device import GroupLink, GroupLinks
+from zbv_models.estimate.fit import fits
 from zbv_models.estimate.shapes import Degrees
-from zbv_models.layouts.cluster import Cluster
+from zbv_models.estimate.transformer import Transformer
+from zbv_models.layouts.cluster import AnyCluster, Cluster
 
 Order = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
 """Kinds of groups from neighbouring devices to the farthest.
@@ -20,48 +26,47 @@ Megatron-LM). ``tp-cp-pp-dp``: a pipeline has neighbouring devices, and replicas
 """
 ORDERS: tuple[Order, ...] = get_args(Order)
 Recompute = Literal["none", "selective", "full", "per-stage"]
+PARTS = (
+    *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
+    *("microbatch_size", "zero_stage", "placement"),
+)
+"""What tells layouts apart."""
+ZERO_STAGES = (0, 1, 2, 3)
+MOST_LAYOUTS = 2_000_000
+"""Most layouts of a search."""
+MOST_LISTED = 400_000
+"""Most layouts of a search that holds every single one: for executors, and for points of all layouts."""
+MOST_ARRANGEMENTS = 24
+"""Most orders of the groups along the pipeline for which all orders are enumerated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to share a step.
-
-    Attributes
-    ----------
-    tensor_parallel, context_parallel, data_parallel, pipeline_parallel
-        Degrees; their product is the number of devices.
-    expert_parallel
-        Devices that share the experts of a block, out of all but pipeline ranks.
-    microbatch_size
-        Sequences per microbatch.
-    microbatches
-        Per step and replica.
-    recompute
-        What every stage recomputes; with ``per-stage`` the plan chooses nothing or everything for each.
-    recompute_layers
-        With ``full``, how many transformer layers of every stage are recomputed, its first ones; None: all.
-        Until the search has a cut, ``recompute`` is ``per-stage``.
-    recompute_modules
-        What ``selective`` repeats; empty: what the search's setting says.
-    placement
-        How devices are numbered.
-    groups
-        (pipeline_parallel,) group of nodes of every pipeline rank; empty in a cluster of equal nodes.
-    """
+    """One way to share a step."""
 
     tensor_parallel: int
     context_parallel: int
     expert_parallel: int
+    """Devices that share the experts of a block, out of all but pipeline ranks."""
     data_parallel: int
     pipeline_parallel: int
+    """The product with the degrees of tensors, contexts and data is the number of devices."""
     microbatch_size: int
+    """Sequences."""
     microbatches: int
+    """Per step and replica."""
     zero_stage: int
     recompute: Recompute
+    """What every stage recomputes; with ``per-stage`` the plan chooses nothing or everything for each."""
     placement: Order
+    """How devices are numbered."""
     groups: tuple[int, ...] = ()
+    """(pipeline_parallel,) group of nodes of every pipeline rank; empty in a cluster of equal nodes."""
     recompute_layers: int | None = None
+    """With ``full``, how many transformer layers of every stage are recomputed, its first ones; None: all.
+    Until the search has a cut, ``recompute`` is ``per-stage``."""
     recompute_modules: tuple[str, ...] = ()
+    """What ``selective`` repeats; empty: what the search's setting says."""
 
     @property
     def group_of(self) -> tuple[int, ...]:
@@ -190,3 +195,163 @@ class Fixed:
             value = getattr(self, each.name)
             if value is not None:
                 yield each.name, value
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFamily:
+    """Layouts that differ only in parts that no microbatch's work depends on.
+
+    A large cluster has a million layouts, and a search looks at few of them one by one.
+    """
+
+    first: Layout
+    """The first of them, which has all the parts that they share."""
+    zero_stages: tuple[int, ...]
+    """What follows differs: any combination is a layout."""
+    orders: tuple[Order, ...]
+    groups: tuple[tuple[int, ...], ...]
+    kinds: tuple[Recompute, ...]
+    """Of recomputation."""
+    modules: tuple[str, ...]
+    """What those with selective recomputation repeat."""
+
+    def __len__(self) -> int:
+        return len(self.zero_stages) * len(self.orders) * len(self.groups) * len(self.kinds)
+
+    def __iter__(self) -> Iterator[Layout]:
+        for stage, order, groups, kind in product(self.zero_stages, self.orders, self.groups, self.kinds):
+            yield replace(
+                self.first,
+                zero_stage=stage,
+                placement=order,
+                groups=groups,
+                recompute=kind,
+                recompute_modules=self.modules if kind == "selective" else (),
+            )
+
+
+def enumerate_layouts(
+    model: Transformer,
+    cluster: AnyCluster,
+    global_batch: int,
+    fixed: Fixed,
+    modules: tuple[str, ...] = (),
+) -> Iterator[LayoutFamily]:
+    """Every layout whose degrees divide the cluster, the model and the global batch, in families.
+
+    Two layouts that cost the same are one: without replicas there is nothing for ZeRO to share, and the
+    order of groups matters only with several replicas and several pipeline ranks in a group of nodes.
+
+    A cluster of several groups of nodes has the layouts of every set of its groups that use all of their
+    devices. A pipeline rank has the same number of devices everywhere, and all of them are in one group.
+
+    ``none`` and ``full`` are plans of ``per-stage``. Selective recomputation of ``modules`` is another
+    choice, if there are any.
+    """
+    kinds: tuple[Recompute, ...] = ("per-stage", "selective") if modules else ("per-stage",)
+    if fixed.recompute_layers is not None:
+        kinds = ("per-stage",)
+    elif fixed.recompute is not None:
+        kinds = (fixed.recompute,)
+    for used in _sets(len(cluster.groups)):
+        sizes = [cluster.groups[group].devices for group in used]
+        for degrees, pipeline in _degrees(model, sum(sizes), global_batch, fixed):
+            if any(size * pipeline % sum(sizes) for size in sizes):
+                continue
+            ranks = [size * pipeline // sum(sizes) for size in sizes]
+            arranged = arrangements(used, tuple(ranks)) if len(cluster.groups) > 1 else ((),)
+            stages = _zero_stages(degrees.replicas, fixed)
+            orders = _orders(degrees.data, max(ranks), fixed)
+            for size in _divisors(global_batch // degrees.data, fixed.microbatch_size):
+                first = Layout(
+                    degrees.tensor,
+                    degrees.context,
+                    degrees.expert,
+                    degrees.data,
+                    pipeline,
+                    size,
+                    global_batch // degrees.data // size,
+                    stages[0],
+                    kinds[0],
+                    orders[0],
+                    arranged[0],
+                    fixed.recompute_layers,
+                    modules if kinds[0] == "selective" else (),
+                )
+                yield LayoutFamily(first, stages, orders, arranged, kinds, modules)
+
+
+def _sets(groups: int) -> Iterator[tuple[int, ...]]:
+    """All sets of groups, the largest first."""
+    for size in range(groups, 0, -1):
+        yield from combinations(range(groups), size)
+
+
+@cache
+def arrangements(groups: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The group of every pipeline rank, in every order, for the number of ranks of each group.
+
+    If there are more than `MOST_ARRANGEMENTS`, the ranks of a group are neighbours, and the groups have every
+    order.
+    """
+    each = [factorial(count) for count in ranks]
+    if factorial(sum(ranks)) // prod(each) <= MOST_ARRANGEMENTS:
+        return tuple(_orders_of(dict(zip(groups, ranks, strict=True))))
+    blocks = [(group,) * count for group, count in zip(groups, ranks, strict=True)]
+    return tuple(tuple(chain(*order)) for order in permutations(blocks))
+
+
+def _orders_of(left: dict[int, int]) -> Iterator[tuple[int, ...]]:
+    """The different orders of items, given by the number of each kind."""
+    if not any(left.values()):
+        yield ()
+    for kind, count in left.items():
+        if count:
+            for rest in _orders_of({**left, kind: count - 1}):
+                yield (kind, *rest)
+
+
+def _degrees(
+    model: Transformer, devices: int, global_batch: int, fixed: Fixed
+) -> Iterator[tuple[Degrees, int]]:
+    """Degrees that fit the model, and pipeline ranks."""
+    ranks = min(MAX_PP_DEGREE, model.n_layers)
+    experts = model.experts
+    for tensor in _divisors(devices, fixed.tensor_parallel):
+        if not fits(model, Degrees(tensor, tensor > 1)):
+            continue
+        for context in _divisors(devices // tensor, fixed.context_parallel):
+            if not fits(model, Degrees(tensor, tensor > 1, context)):
+                continue
+            for pipeline in _divisors(devices // tensor // context, fixed.pipeline_parallel):
+                data = devices // tensor // context // pipeline
+                if pipeline > ranks or fixed.data_parallel not in (None, data) or global_batch % data:
+                    continue
+                for expert in _divisors(experts, fixed.expert_parallel):
+                    if tensor * context * data % expert == 0:
+                        yield Degrees(tensor, tensor > 1, context, expert=expert, data=data), pipeline
+
+
+def _zero_stages(replicas: int, fixed: Fixed) -> tuple[int, ...]:
+    if fixed.zero_stage is not None:
+        return (fixed.zero_stage,)
+    return ZERO_STAGES if replicas > 1 else ZERO_STAGES[:1]
+
+
+def _orders(data: int, pipeline: int, fixed: Fixed) -> tuple[Order, ...]:
+    if fixed.placement is not None:
+        return (fixed.placement,)
+    return ORDERS if data > 1 and pipeline > 1 else ORDERS[:1]
+
+
+def _divisors(number: int, fixed: int | None = None) -> tuple[int, ...]:
+    """The divisors in ascending order, or the fixed one if it divides."""
+    if fixed is not None:
+        return (fixed,) if number % fixed == 0 else ()
+    return _all_divisors(number)
+
+
+@lru_cache(maxsize=4096)
+def _all_divisors(number: int) -> tuple[int, ...]:
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))

@@ -17,13 +17,18 @@ from zbv_models.estimate.config_fields import ConfigSection, Count, Size
 from zbv_models.estimate.presets import model_presets, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_models.layouts.cluster import AnyCluster, Cluster
-from zbv_models.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, LayoutFamily, enumerate_layouts
-from zbv_models.layouts.estimated_layout import Setting
 from zbv_models.layouts.executor_rules import FREE
-from zbv_models.layouts.layout import Fixed, Layout
+from zbv_models.layouts.layout import (
+    MOST_LAYOUTS,
+    MOST_LISTED,
+    Fixed,
+    Layout,
+    LayoutFamily,
+    enumerate_layouts,
+)
 from zbv_models.layouts.measured_layers import Measured
 from zbv_models.layouts.profile import Profile
-from zbv_models.layouts.recomputed_modules import OP, Modules, cheap_modules, droppable, module_sets
+from zbv_models.layouts.setting import OP, Modules, Setting, cheap_modules, droppable, module_sets
 
 KEPT = (
     *("optimizer", "precision", "offloaded_states"),
@@ -47,24 +52,17 @@ class BatchConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class Request:
-    """A valid question.
-
-    Attributes
-    ----------
-    global_batch
-        Sequences per step.
-    profiles
-        Measured layers, which replace estimates.
-    executor
-        The program that runs the pipeline.
-    """
+    """A valid question."""
 
     config: EstimateConfig
     cluster: AnyCluster
     global_batch: int
+    """Sequences per step."""
     fixed: Fixed
     profiles: tuple[Profile, ...] = ()
+    """Measured layers, which replace estimates."""
     executor: str = FREE
+    """The program that runs the pipeline."""
 
     @property
     def setting(self) -> Setting:

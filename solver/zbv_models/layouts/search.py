@@ -3,16 +3,17 @@
 Every layout has a lower bound of its step. The layout with the least bound comes first: if its bound can be
 made tighter, it is, and the layout waits again; otherwise its pipeline is planned. When the layout with the
 least bound is a planned one, no other can be better (branch and bound with best-first order; Land and Doig
-1960).
+1960). :mod:`zbv_models.layouts.executor_search` adds what differs for executors with fixed orders.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.plans.plan import Plan
@@ -22,36 +23,30 @@ from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search_state import Cancelled
 
-from zbv_models.layouts.enumeration import LayoutFamily
-from zbv_models.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
-from zbv_models.layouts.first_plans import FirstPlans
-from zbv_models.layouts.layer_costs import EVERYWHERE, recomputed
-from zbv_models.layouts.layout import Layout
-from zbv_models.layouts.progress import LayoutProgress, News, Poll
+from zbv_models.layouts.estimated_layout import EVERYWHERE, EstimatedLayout, recomputed
+from zbv_models.layouts.layout import Layout, LayoutFamily
+from zbv_models.layouts.progress import LayoutProgress, Poll
+from zbv_models.layouts.setting import SECONDS, Setting
 
 PROMISING = 0.05
 """Layouts whose first plan is longer than the best by at most this share get a full search."""
 MOST_PROMISING = 4
-MANY_LAYOUTS = 1_000
-"""Layouts for which it is worthwhile to start processes."""
+REPORT_SECONDS = 0.2
+"""Least time between two reports, except those of a better layout: a report counts the layouts that wait."""
+REPORTS_SHARE = 0.05
+"""Most of the time that reports of very many layouts take."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedLayout:
-    """A layout with the plan of its pipeline.
-
-    Attributes
-    ----------
-    step_time
-        Seconds.
-    lower_bound
-        Of the step, over all cuts, placements and orders of this layout.
-    """
+    """A layout with the plan of its pipeline."""
 
     estimated: EstimatedLayout
     plan: Plan
     step_time: float
+    """Seconds."""
     lower_bound: float
+    """Of the step, over all cuts, placements and orders of this layout."""
 
     @property
     def layout(self) -> Layout:
@@ -72,69 +67,65 @@ class PlannedLayout:
         }
         # Modules of multi-token prediction are not counted among the layers of a stage.
         blocks = {name for name in able if not name.startswith("prediction")}
-        found: set[str] = set()
+        names: set[str] = set()
         for stage, is_again in zip(model.partition, model.cut.recompute, strict=True):
             if layout.recompute_layers is not None:
-                found.update([name for name in stage if name in blocks][: layout.recompute_layers])
+                names.update([name for name in stage if name in blocks][: layout.recompute_layers])
             elif is_again or layout.recompute in EVERYWHERE:
-                found.update(stage)
-        return frozenset(found & able)
+                names.update(stage)
+        return frozenset(names & able)
 
 
-class Waiting(NamedTuple):
-    """A layout in the queue; ``number`` makes the order of equal bounds that of the enumeration.
-
-    A family has the number of its first layout.
-    """
+class Node(NamedTuple):
+    """A layout in the queue, or a family of layouts."""
 
     bound: float
+    """Lower bound of the step in seconds; the step itself, if the layout is planned."""
     number: int
-    of: LayoutFamily | Layout | EstimatedLayout | PlannedLayout
-    is_tight: bool
+    """That of the layout in the enumeration, or of the first one of a family."""
+    made: int
+    """What makes the order of equal nodes that of their creation."""
+    of: Any
+    """What is known of it: a :class:`LayoutFamily`, :class:`Layout`, :class:`EstimatedLayout` or
+    :class:`PlannedLayout`; or one under the schedule of an executor."""
+    is_tight: bool = False
+    """Whether the bound is the best one without a plan."""
+    is_planned: bool = False
 
     @property
     def size(self) -> int:
         """Number of layouts."""
         return len(self.of) if isinstance(self.of, LayoutFamily) else 1
 
-    def members(self) -> Iterator[Waiting]:
-        """Every layout by itself."""
-        if not isinstance(self.of, LayoutFamily):
-            yield self
-            return
-        for number, layout in enumerate(self.of, self.number):
-            yield Waiting(self.bound, number, layout, False)
+    def members(self) -> Iterator[tuple[int, Layout]]:
+        """Number and degrees of every layout."""
+        if isinstance(self.of, LayoutFamily):
+            yield from enumerate(self.of, self.number)
+        else:
+            yield self.number, self.of if isinstance(self.of, Layout) else self.of.layout
 
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """The best layouts, and what is known about the others.
-
-    Attributes
-    ----------
-    best
-        Best first; the first ones of ``every``, which are all planned layouts.
-    considered
-        Number of layouts that were enumerated.
-    planned
-        Of these, layouts whose pipeline was planned.
-    unsettled
-        Of these, other layouts that may have a shorter step than the best ones: the search ended before.
-    no_layout_below
-        Seconds; no layout has a shorter step under the model of costs. 0 if the search ended before all
-        layouts were enumerated.
-    waiting, too_large
-        The other layouts: with a bound of the step, and those that do not fit.
-    """
+    """The best layouts, and what is known about the others."""
 
     best: tuple[PlannedLayout, ...]
+    """Best first."""
     considered: int
+    """Number of layouts that were enumerated."""
     planned: int
+    """Of these, layouts whose pipeline was planned."""
+    unsettled: int
+    """Of these, other layouts that may have a shorter step than the best ones: the search ended before."""
     no_layout_below: float
+    """Seconds; no layout has a shorter step under the model of costs. 0 if the search ended before all
+    layouts were enumerated."""
     every: tuple[PlannedLayout, ...] = ()
-    waiting: tuple[Waiting, ...] = ()
-    too_large: tuple[Waiting, ...] = ()
-    unsettled: int = 0
+    """All planned layouts in free orders, best first."""
+    waiting: tuple[Node, ...] = ()
+    """Other layouts with a bound of the step."""
+    too_large: tuple[Node, ...] = ()
+    """Those that do not fit."""
 
     @property
     def pruned(self) -> int:
@@ -151,7 +142,6 @@ def best_layouts(
     report: Callable[[LayoutProgress], None] | None = None,
     most_plans: int | None = None,
     workers: int = 1,
-    processes: int = 1,
 ) -> Ranking:
     """The ``top`` layouts with the shortest steps, proved.
 
@@ -166,205 +156,231 @@ def best_layouts(
         Called for every better layout, and otherwise from time to time.
     most_plans
         Different pipelines to plan; the search then ends like a cancelled one.
-    workers, processes
-        Threads for the plan of a pipeline; processes that plan pipelines, if there are many layouts. With
-        these, a script needs ``if __name__ == "__main__"``.
+    workers
+        Threads for the plan of a pipeline.
 
     Raises
     ------
     NoLayoutFits
         When no layout fits in memory.
     """
-    queue, considered, is_whole = _enumerated(layouts, setting, cancelled)
-    has_many = is_whole and considered >= MANY_LAYOUTS
-    with FirstPlans(workers, processes if has_many else 1) as plans:
-        search, ended, is_cancelled = LayoutSearch(setting, cancelled, plans), 0, not is_whole
-        while queue and ended < top and not is_cancelled:
-            first = heapq.heappop(queue)
-            if isinstance(first.of, PlannedLayout):
-                ended += 1
-            elif isinstance(first.of, LayoutFamily):
-                for member in first.members():
-                    heapq.heappush(queue, member)
-            elif (tighter := search.pursue(first, queue)) is not None:
-                heapq.heappush(queue, tighter)
-            if report is not None and queue and search.news.has(search.best):
-                report(search.progress(considered, queue, top))
-            is_cancelled = (cancelled is not None and cancelled()) or len(plans.known) == most_plans
-    waiting = tuple(search.waiting(queue))
-    if not search.planned and is_whole and not (is_cancelled and waiting):
-        raise NoLayoutFits(considered, setting.cluster.memory, len(search.unresolved))
-    bounds = [*(each.lower_bound for each in search.planned), *(each.bound for each in waiting)]
-    below = min(bounds) if is_whole else 0.0
-    every = tuple(search.ranked(options, cancelled))
-    longest = every[top - 1].step_time if len(every) >= top else math.inf
-    unsettled = sum(each.size for each in waiting if each.bound < longest * (1 - OPTIMAL_GAP))
-    too_large = tuple(search.too_large)
-    return Ranking(every[:top], considered, len(every), below, every, waiting, too_large, unsettled)
-
-
-def _enumerated(
-    layouts: Iterable[Layout | LayoutFamily], setting: Setting, cancelled: Cancelled | None
-) -> tuple[list[Waiting], int, bool]:
-    """The queue of all layouts, their number, and whether these are all; they are not if cancelled."""
-    queue: list[Waiting] = []
-    count, poll = 0, Poll(cancelled)
+    search, poll = (
+        LayoutSearch(setting, top, options, cancelled, report, most_plans, workers),
+        Poll(cancelled),
+    )
     for of in layouts:
         if poll():
-            return queue, count, False
-        first = of.first if isinstance(of, LayoutFamily) else of
-        queue.append(Waiting(setting.least_work(first), count, of, False))
-        count += queue[-1].size
-    heapq.heapify(queue)
-    return queue, count, True
+            return search.unfinished()
+        search.add(of)
+    search.run()
+    return search.ranking()
 
 
-@dataclass
+@dataclass(eq=False)
 class LayoutSearch:
-    """The state of a search.
-
-    Attributes
-    ----------
-    plans
-        Makes the plans of pipelines.
-    planned
-        Layouts with plans.
-    too_large, unresolved
-        Layouts that do not fit, and those without a cut that fits and without a proof that there is none.
-    ahead
-        What looking ahead computed, by a layout's number and whether it was not estimated before.
-    best
-        Seconds of the shortest step.
-    """
+    """The state of a search."""
 
     setting: Setting
+    top: int = 1
+    options: SearchOptions | None = None
     cancelled: Cancelled | None = None
-    plans: FirstPlans = field(default_factory=FirstPlans)
-    planned: list[PlannedLayout] = field(default_factory=list)
-    too_large: list[Waiting] = field(default_factory=list)
-    unresolved: list[Waiting] = field(default_factory=list)
-    ahead: dict[tuple[int, bool], Waiting | None] = field(default_factory=dict)
-    best: float = math.inf
-    news: News = field(default_factory=News)
+    report: Callable[[LayoutProgress], None] | None = None
+    most_plans: int | None = None
+    workers: int = 1
+    considered: int = 0
+    queue: list[Node] = field(default_factory=list)
+    """A heap by bounds; planned layouts wait in it, too."""
+    planned: list[Node] = field(default_factory=list)
+    """With lower bounds."""
+    too_large: list[Node] = field(default_factory=list)
+    unresolved: list[Node] = field(default_factory=list)
+    """Without a cut that fits, and without a proof that there is none."""
+    plans: dict[LayeredProblem, Plan] = field(default_factory=dict)
+    """Layouts often differ only in what they exchange once per step, so they share pipelines."""
+    best: float = inf
+    """Seconds of the shortest step."""
+    _made: int = 0
+    _reported: tuple[float, float] = inf, -inf
+    """The shortest step of the last report, and when the next one is due."""
 
-    def progress(self, considered: int, queue: Collection[Waiting], top: int) -> LayoutProgress:
-        """What is known now."""
-        with self.news.telling(self.best):
-            steps = sorted(each.step_time for each in self.planned)
-            longest = steps[top - 1] if len(steps) >= top else math.inf
-            left, below = 0, min((each.lower_bound for each in self.planned), default=math.inf)
-            for each in self.waiting(queue):
-                left += each.size if each.bound < longest else 0
-                below = min(below, each.bound)
-        best = steps[0] if steps else None
-        return LayoutProgress(considered, considered - len(steps) - left, len(steps), best, float(below))
+    def add(self, of: Layout | LayoutFamily) -> None:
+        """Queue a layout, or a family, that the enumeration has next."""
+        first = of.first if isinstance(of, LayoutFamily) else of
+        self.push(self.setting.least_work(first), self.considered, of)
+        self.considered += len(of) if isinstance(of, LayoutFamily) else 1
 
-    def waiting(self, queue: Iterable[Waiting]) -> Iterator[Waiting]:
-        """The layouts without plans, other than those that are too large."""
-        yield from (each for each in queue if not isinstance(each.of, PlannedLayout))
-        yield from self.unresolved
+    def push(self, bound: float, number: int, of: Any, is_tight: bool = False) -> None:
+        """Queue what is known of a layout."""
+        heapq.heappush(self.queue, self.node(bound, number, of, is_tight))
 
-    def pursue(self, first: Waiting, queue: list[Waiting] | None = None) -> Waiting | None:
-        """A layout with a better bound, or planned; None if it leaves the queue.
+    def node(self, bound: float, number: int, of: Any, is_tight: bool, is_planned: bool = False) -> Node:
+        """A new node."""
+        self._made += 1
+        return Node(bound, number, self._made, of, is_tight, is_planned)
 
-        Before it is planned, plans of the next ones in the queue begin.
+    def run(self) -> None:
+        """Bound and plan, best first, until the best ``top`` layouts are planned.
+
+        Raises :class:`NoLayoutFits` when no layout fits in memory.
         """
-        if first.is_tight and queue is not None and isinstance(first.of, EstimatedLayout):
-            self.plans.begin(first.of.problem)
-            self._look_ahead(queue)
-        try:
-            tighter = self.tighter(first)
-        except InfeasibleMemory:
-            self.unresolved.append(first)
-            return None
-        if tighter is None:
-            self.too_large.append(first)
-        return tighter
+        ended: set[int] = set()
+        while len(ended) < self.top and not self.is_over() and (node := self.next()) is not None:
+            if node.is_planned:
+                ended.add(node.number)
+            else:
+                self.refine(node)
+            self.tell()
+        if not self.planned and not any(self.waiting(is_unresolved=False)):
+            raise NoLayoutFits(self.considered, self.setting.cluster.memory, len(self.bounds()))
+        self.finish()
 
-    def _look_ahead(self, queue: list[Waiting]) -> None:
-        """Begin plans of the layouts that are probably next, once their bounds are tight.
+    def is_over(self) -> bool:
+        """Whether the search should end."""
+        return self.is_cancelled() or len(self.plans) == self.most_plans
 
-        The queue stays as it is, so a search with other processes finds the same bounds.
-        """
-        ahead = list(queue)
-        while self.plans.can_begin and ahead and ahead[0].bound < self.best:
-            first = heapq.heappop(ahead)
-            if isinstance(first.of, PlannedLayout) or (self.cancelled is not None and self.cancelled()):
-                return
-            if isinstance(first.of, LayoutFamily):
-                for member in first.members():
-                    heapq.heappush(ahead, member)
-                continue
-            if first.is_tight and isinstance(first.of, EstimatedLayout):
-                self.plans.begin(first.of.problem)
-                continue
-            key = first.number, isinstance(first.of, Layout)
-            if key not in self.ahead:
-                self.ahead[key] = self._bounded(first)
-            tighter = self.ahead[key]
-            if tighter is not None:
-                heapq.heappush(ahead, tighter)
+    def is_cancelled(self) -> bool:
+        """Whether the search was cancelled."""
+        return self.cancelled is not None and self.cancelled()
 
-    def tighter(self, first: Waiting) -> Waiting | None:
-        """A layout with a better bound, or planned; None if it does not fit.
+    def next(self) -> Node | None:
+        """Take the node with the least bound out of the queue."""
+        return heapq.heappop(self.queue) if self.queue else None
 
-        Raises :class:`InfeasibleMemory` when no cut was found that fits, without a proof that there is none.
-        """
-        bound, number, of, is_tight = first
-        if not is_tight:
-            key = number, isinstance(of, Layout)
-            return self.ahead.pop(key) if key in self.ahead else self._bounded(first)
-        if not isinstance(of, EstimatedLayout):
-            return first
-        try:
-            found = self._planned(of)
-        except InfeasibleMemory as error:
-            if error.is_proved:
-                return None
-            raise
-        found = replace(found, lower_bound=max(bound, found.lower_bound))
-        self.planned.append(found)
-        self.best = min(self.best, found.step_time)
-        return Waiting(found.step_time, number, found, True)
-
-    def _bounded(self, first: Waiting) -> Waiting | None:
-        """A layout with the next better bound; None if it does not fit."""
-        bound, number, of, _ = first
-        if isinstance(of, Layout):
+    def refine(self, node: Node) -> None:
+        """Replace a node by others with tighter bounds, or by a plan."""
+        bound, number, of = node.bound, node.number, node.of
+        if isinstance(of, LayoutFamily):
+            for member, layout in node.members():
+                self.push(bound, member, layout)
+        elif isinstance(of, Layout):
             estimated = EstimatedLayout.of(of, self.setting)
-            if not estimated.has_room_for_states:
-                return None
-            bound = max(bound, estimated.mean_bound, estimated.memory_bound)
-            return Waiting(bound, number, estimated, False)
-        if not isinstance(of, EstimatedLayout):
-            return first
-        bound = max(bound, of.load_bound)
-        return None if bound == math.inf else Waiting(bound, number, of, True)
+            if estimated.has_room_for_states:
+                self.push(max(bound, estimated.mean_bound, estimated.memory_bound), number, estimated)
+            else:
+                self.too_large.append(node)
+        elif not node.is_tight:
+            bound = max(bound, of.load_bound)
+            if bound < inf:
+                self.push(bound, number, of, is_tight=True)
+            else:
+                self.too_large.append(node)
+        else:
+            try:
+                planned = with_plan(of, self._plan_of(of.problem))
+            except InfeasibleMemory as error:
+                (self.too_large if error.is_proved else self.unresolved).append(node)
+                return
+            planned = replace(planned, lower_bound=max(bound, planned.lower_bound))
+            self.keep(node._replace(bound=planned.lower_bound, of=planned))
 
-    def _planned(self, estimated: EstimatedLayout) -> PlannedLayout:
-        return with_plan(estimated, self.plans.plan(estimated.problem, self.cancelled))
+    def keep(self, planned: Node) -> None:
+        """Queue a planned layout by its step; the node has its lower bound."""
+        step = planned.of.step_time
+        self.planned.append(planned)
+        self.best = min(self.best, step)
+        heapq.heappush(self.queue, self.node(step, planned.number, planned.of, True, is_planned=True))
 
-    def ranked(self, options: SearchOptions | None, cancelled: Cancelled | None) -> list[PlannedLayout]:
-        """The planned layouts, best first; with options, the most promising ones are planned again."""
-        ranked = sorted(self.planned, key=lambda each: each.step_time)
-        if options is None or not ranked:
-            return ranked
-        longest = ranked[0].step_time * (1 + PROMISING)
+    def _plan_of(self, problem: LayeredProblem) -> Plan:
+        if problem not in self.plans:
+            self.plans[problem] = first_plan(problem, self.cancelled, self.workers)
+        return self.plans[problem]
+
+    def tell(self) -> None:
+        """Report what is known, if it is time."""
+        best, due = self._reported
+        began = time.monotonic()
+        if self.report is None or (self.best == best and began < due):
+            return
+        bounds, steps, longest = self.bounds(), self.steps(), self.longest()
+        if not bounds:
+            return
+        planned = {node.number for _, node in steps}
+        left = sum(
+            size for number, (bound, size) in bounds.items() if bound < longest and number not in planned
+        )
+        below = min(bound for bound, _ in bounds.values())
+        now = time.monotonic()
+        self._reported = self.best, now + max(REPORT_SECONDS, (now - began) / REPORTS_SHARE)
+        counts = self.considered, self.considered - len(steps) - left, len(steps)
+        self.report(LayoutProgress(*counts, steps[0][0] if steps else None, below))
+
+    def waiting(self, is_unresolved: bool = True) -> Iterator[Node]:
+        """The layouts without plans, other than those that are too large."""
+        yield from (node for node in self.queue if not node.is_planned)
+        if is_unresolved:
+            yield from self.unresolved
+
+    def bounds(self) -> dict[int, tuple[float, int]]:
+        """By number, the lower bound of every layout or family that may fit, and how many layouts it has."""
+        bounds: dict[int, tuple[float, int]] = {}
+        for nodes in (self.planned, self.waiting()):
+            for node in nodes:
+                bound = self.bound_of(node)
+                if node.number not in bounds or bound < bounds[node.number][0]:
+                    bounds[node.number] = bound, node.size
+        return bounds
+
+    def bound_of(self, node: Node) -> float:
+        """The lower bound of a node."""
+        return node.bound
+
+    def steps(self) -> list[tuple[float, Node]]:
+        """Step and best node of every planned layout, best first."""
+        best: dict[int, tuple[float, Node]] = {}
+        for node in self.planned:
+            step = node.of.step_time
+            if node.number not in best or step < best[node.number][0]:
+                best[node.number] = step, node
+        return sorted(best.values(), key=lambda each: each[0])
+
+    def longest(self) -> float:
+        """The longest step that an answer would list now."""
+        steps = self.steps()
+        return steps[self.top - 1][0] if len(steps) >= self.top else inf
+
+    def finish(self) -> None:
+        """Plan the most promising layouts again, if there are options."""
+        free = [node for node in self.planned if isinstance(node.of, PlannedLayout)]
+        if self.options is None or not free:
+            return
+        longest = min(node.of.step_time for node in free) * (1 + PROMISING)
         again: dict[LayeredProblem, Plan] = {}
-        for each in ranked:
-            if each.step_time > longest or len(again) == MOST_PROMISING or (cancelled and cancelled()):
+        for node in sorted(free, key=lambda each: each.of.step_time):
+            if node.of.step_time > longest or len(again) == MOST_PROMISING or self.is_cancelled():
                 break
-            problem = each.estimated.problem
+            problem = node.of.estimated.problem
             if problem not in again:
-                again[problem] = plan_layers(problem, options, None, cancelled)
-        found = [_better(each, again.get(each.estimated.problem)) for each in ranked]
-        return sorted(found, key=lambda each: each.step_time)
+                again[problem] = plan_layers(problem, self.options, None, self.cancelled)
+        for at, node in enumerate(self.planned):
+            if isinstance(node.of, PlannedLayout) and node.of.estimated.problem in again:
+                better = _better(node.of, again[node.of.estimated.problem])
+                self.planned[at] = node._replace(bound=better.lower_bound, of=better)
 
+    def ranking(self) -> Ranking:
+        """What is known in the end."""
+        steps, bounds = self.steps(), self.bounds()
+        best = sorted((self.answer(node) for _, node in steps[: self.top]), key=lambda each: each.step_time)
+        below = min([*(bound for bound, _ in bounds.values()), *(each.step_time for each in best)])
+        planned, shortest = {node.number for _, node in steps}, self.longest() * (1 - OPTIMAL_GAP)
+        unsettled = sum(
+            size for number, (bound, size) in bounds.items() if number not in planned and bound < shortest
+        )
+        every = tuple(node.of for _, node in steps if isinstance(node.of, PlannedLayout))
+        others = tuple(self.waiting()), tuple(self.too_large)
+        return Ranking(tuple(best), self.considered, len(steps), unsettled, below, every, *others)
 
-def _better(planned: PlannedLayout, plan: Plan | None) -> PlannedLayout:
-    """A layout with the plan of a fuller search; every bound that was proved holds."""
-    if plan is None:
+    def unfinished(self) -> Ranking:
+        """The answer of a search that ended before all layouts were enumerated."""
+        return Ranking((), self.considered, 0, self.considered, 0.0, waiting=tuple(self.queue))
+
+    def answer(self, node: Node) -> PlannedLayout:
+        """A planned layout with all that an answer lists."""
+        planned: PlannedLayout = node.of
         return planned
+
+
+def _better(planned: PlannedLayout, plan: Plan) -> PlannedLayout:
+    """A layout with the plan of a fuller search; every bound that was proved holds."""
     again = with_plan(planned.estimated, plan)
     bound = max(planned.lower_bound, again.lower_bound)
     return replace(min(planned, again, key=lambda each: each.step_time), lower_bound=bound)
@@ -377,11 +393,9 @@ def plan_layout(
 
     Raises :class:`InfeasibleMemory` when no cut fits.
     """
-    problem = estimated.problem
-    plan = (
-        first_plan(problem, cancelled) if options is None else plan_layers(problem, options, None, cancelled)
-    )
-    return with_plan(estimated, plan)
+    if options is None:
+        return with_plan(estimated, first_plan(estimated.problem, cancelled))
+    return with_plan(estimated, plan_layers(estimated.problem, options, None, cancelled))
 
 
 def with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
@@ -389,7 +403,6 @@ def with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
     model, placement = plan.problem.model, plan.problem.placement
     if model is None or plan.cut is None:  # for type checkers: layers have both
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
-    partition = model.partition
-    own = [tuple(name for s in stages for name in partition[s]) for stages in placement.stages_of]
+    of_ranks = [tuple(name for s in stages for name in model.partition[s]) for stages in placement.stages_of]
     bound = max(plan.cut.lower_bound * SECONDS + estimated.least_once, estimated.memory_bound)
-    return PlannedLayout(estimated, plan, plan.objective * SECONDS + estimated.once(own), bound)
+    return PlannedLayout(estimated, plan, plan.objective * SECONDS + estimated.once(of_ranks), bound)

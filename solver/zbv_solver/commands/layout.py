@@ -13,26 +13,18 @@ from itertools import groupby, takewhile
 from rich.console import Console
 from rich.table import Table
 from zbv_models.estimate.transformers_config import is_transformers_config
-from zbv_models.layouts.answer import costs_of, ranking_json, recomputation_text, utilisation
+from zbv_models.layouts.answer import composition, costs_of, ranking_json, recomputation, utilisation
 from zbv_models.layouts.cluster import AnyCluster, parse_cluster
-from zbv_models.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES
-from zbv_models.layouts.executor_answer import free_step, schedule_name
-from zbv_models.layouts.executor_layouts import ExecutorLayout, executor_layouts
 from zbv_models.layouts.executor_rules import FREE
-from zbv_models.layouts.layout import Fixed, Layout
+from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
+from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES, Fixed, Layout
 from zbv_models.layouts.profile import parse_profile
 from zbv_models.layouts.progress import Ends, LayoutProgress
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import PlannedLayout, Ranking, best_layouts
-from zbv_models.layouts.sensitivity import Outcome, outcomes
+from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome, outcomes
 
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
-from zbv_solver.commands.layout_details import (
-    change_text,
-    composition_table,
-    sensitivity_note,
-    sensitivity_table,
-)
 from zbv_solver.commands.layout_flags import FLAGS, given_parallel
 from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
@@ -48,6 +40,17 @@ ROWS = (
 )
 
 EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
+LEAST_SHARE = 5e-5
+"""Parts below this share of the step are not shown."""
+SHORT = {
+    "tensor_parallel": "tp",
+    "context_parallel": "cp",
+    "expert_parallel": "ep",
+    "data_parallel": "dp",
+    "pipeline_parallel": "pp",
+    "microbatch_size": "microbatch",
+    "zero_stage": "ZeRO",
+}
 
 
 def layout(arguments: argparse.Namespace) -> None:
@@ -69,7 +72,6 @@ def layout(arguments: argparse.Namespace) -> None:
                     request.families(most),
                     *(setting, top, options, stop, tell),
                     workers=workers,
-                    processes=workers,
                 )
         with _naming(arguments):
             layouts = list(takewhile(lambda _: not stop(), request.every()))
@@ -92,7 +94,7 @@ def layout(arguments: argparse.Namespace) -> None:
         found = []
         for each in outcomes(ranking, request, stop):
             found.append(each)
-            say(f"sensitivity: {change_text(each.change)}")
+            say(f"sensitivity: {_change_text(each)}")
         return ranking, found
 
     with terminated_like_interrupted(), spinner("searching layouts") as say:
@@ -109,10 +111,10 @@ def layout(arguments: argparse.Namespace) -> None:
     best = ranking.best[0]
     if request.profiles:
         console.print(_origins(ranking), highlight=False)
-    console.print(composition_table(best))
+    console.print(_composition_table(best))
     if found:
-        console.print(sensitivity_table(ranking, found))
-        console.print(sensitivity_note(found), highlight=False)
+        console.print(_sensitivity_table(ranking, found))
+        console.print(_sensitivity_note(found), highlight=False)
     if isinstance(best, ExecutorLayout):
         console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
 
@@ -245,7 +247,7 @@ def _table(ranking: Ranking, request: Request) -> Table:
                 f"{placement.n_stages}, {placement.kind}",
                 f"{layout.microbatches} of {layout.microbatch_size}",
                 str(layout.zero_stage),
-                recomputation_text(each),
+                _recomputation_text(each),
                 layout.placement,
                 f"{each.step_time:.4g} s",
                 f"{each.lower_bound:.4g} s",
@@ -286,9 +288,26 @@ def _origins(ranking: Ranking) -> str:
     return f"Costs of the best layout: {'; '.join(said)}."
 
 
+def _recomputation_text(planned: PlannedLayout) -> str:
+    """What the plan recomputes, in words."""
+    layout, kind = planned.layout, recomputation(planned)
+    if layout.recompute_layers is not None:
+        return f"{kind}, first {layout.recompute_layers} of a stage"
+    modules = ", ".join(layout.recompute_modules)
+    return f"{kind}: {modules}" if modules else kind
+
+
 def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
-    name = planned.executor if isinstance(planned, ExecutorLayout) else FREE
-    return name, schedule_name(planned), free_step(planned)
+    """Executor, schedule, and the step in a free order with how much shorter it is."""
+    if not isinstance(planned, ExecutorLayout):
+        return FREE, "searched", f"{planned.step_time:.4g} s"
+    schedule = planned.best.schedule
+    name = schedule.name if schedule.group is None else f"{schedule.name}, groups of {schedule.group}"
+    if planned.free is None:
+        return planned.executor, name, "does not fit"
+    gain = 1 - planned.free.step_time / planned.step_time
+    shorter = f" (-{gain:.1%})" if gain >= 0.0005 else ""
+    return planned.executor, name, f"{planned.free.step_time:.4g} s{shorter}"
 
 
 def _verdict(ranking: Ranking) -> str:
@@ -302,3 +321,61 @@ def _verdict(ranking: Ranking) -> str:
         f"bounds ({ranking.pruned / ranking.considered:.1%}).{open_ones} No layout has a step below "
         f"{ranking.no_layout_below:.4g} s."
     )
+
+
+def _composition_table(planned: PlannedLayout) -> Table:
+    """The parts of a step, and their shares."""
+    table = Table(title="the best step consists of", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    for name, seconds in composition(planned).parts().items():
+        share = seconds / planned.step_time
+        if share >= LEAST_SHARE:
+            table.add_row(name.replace("_", " "), f"{seconds:.4g} s", f"{share:.1%}")
+    return table
+
+
+def _sensitivity_table(ranking: Ranking, outcomes: list[Outcome]) -> Table:
+    """A row per change."""
+    base = ranking.best[0]
+    table = Table(title="if these were different", title_justify="left")
+    for name in ("change", "step of the best layout", "best layout then", "its step"):
+        table.add_column(name, justify="left" if name in ("change", "best layout then") else "right")
+    for each in outcomes:
+        step = "does not fit" if each.step_time is None else f"{each.step_time:.4g} s"
+        if each.best is None or each.best_step_time is None:
+            table.add_row(_change_text(each), step, "none fits", "")
+            continue
+        is_same = each.best_step_time == each.step_time
+        layout = "the same" if is_same else _difference(each.best, base.layout)
+        mark = "" if each.is_proved else " *"
+        table.add_row(_change_text(each), step, layout, f"{each.best_step_time:.4g} s{mark}")
+    return table
+
+
+def _sensitivity_note(outcomes: list[Outcome]) -> str:
+    """What the table compares."""
+    return (
+        f"Among {max(each.among for each in outcomes)} layouts: those with the shortest steps or least "
+        "bounds, and some that lack little memory. For each change, at most "
+        f"{MOST_PLANS} pipelines are planned (* a layout that was not planned may be better)."
+    )
+
+
+def _change_text(change: Outcome) -> str:
+    """A change in a few words."""
+    name = {"device_flops": "device FLOP/s"}.get(change.of, change.of.replace("_", " "))
+    return f"{name} x {change.factor:g}"
+
+
+def _difference(layout: Layout, before: Layout) -> str:
+    """The parts of a layout that differ from another one's."""
+    parts = [
+        f"{short} {getattr(layout, name)}"
+        for name, short in SHORT.items()
+        if getattr(layout, name) != getattr(before, name)
+    ]
+    if layout.placement != before.placement:
+        parts.append(layout.placement)
+    return ", ".join(parts) or "the same"

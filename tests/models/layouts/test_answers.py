@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zbv_models.layouts.answer import ranking_json
+from zbv_models.layouts.answer import composition, points_json, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster
-from zbv_models.layouts.composition import composition
-from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, least_memory
 from zbv_models.layouts.layout import Fixed
-from zbv_models.layouts.points import least_memory, points_json
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import best_layouts, plan_layout
 from zbv_models.layouts.sensitivity import AMONG, TOO_LARGE, changes, nearest, outcomes, sensitivity_json
@@ -106,7 +104,7 @@ def test_changes_move_the_step_in_the_right_direction() -> None:
     request = request_of(MODEL, cluster_of(2, 1), **FEW)
     ranking = best_layouts(request.layouts, request.setting)
     found = list(outcomes(ranking, request))
-    steps = {(each.change.of, each.change.factor): each.step_time for each in found}
+    steps = {(each.of, each.factor): each.step_time for each in found}
     base = ranking.best[0].step_time
     for (of, factor), step in steps.items():
         assert step is not None
@@ -114,6 +112,7 @@ def test_changes_move_the_step_in_the_right_direction() -> None:
             assert (step > base) == (factor > 1)
         else:
             assert step >= base * (1 - 1e-9) if factor < 1 else step <= base * (1 + 1e-9)
+    changed = {(of, factor): request for of, factor, request in changes(request)}
     slower, faster = steps["device_flops", 0.8], steps["device_flops", 1.2]
     assert slower is not None
     assert faster is not None
@@ -123,10 +122,7 @@ def test_changes_move_the_step_in_the_right_direction() -> None:
         assert each.best_step_time is not None
         assert each.step_time is not None
         assert each.best_step_time <= each.step_time
-        (changed,) = [change for change in changes(request) if change.of == each.change.of][
-            each.change.factor > 1 :
-        ][:1]
-        again = changed.apply(request)
+        again = changed[each.of, each.factor]
         if each.is_proved and len(request.layouts) == each.among:
             whole = best_layouts(again.layouts, again.setting)
             assert each.best_step_time == pytest.approx(whole.best[0].step_time)
@@ -136,10 +132,7 @@ def test_layouts_that_are_compared_include_those_that_fit() -> None:
     request = request_of(MODEL, cluster_of(1, 4, 0.2))
     ranking = best_layouts(request.layouts, request.setting)
     found = nearest(ranking, request.setting)
-    large = {
-        (each.of if not isinstance(each.of, EstimatedLayout) else each.of.layout)
-        for each in ranking.too_large
-    }
+    large = {layout for node in ranking.too_large for _, layout in node.members()}
     assert found[0] == ranking.best[0].layout
     assert len(set(found)) == len(found) <= AMONG + TOO_LARGE
     assert large

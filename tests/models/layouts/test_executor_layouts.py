@@ -20,15 +20,16 @@ from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, reques
 from support.titan_configuration import VERSIONS, configured
 from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor
 from zbv_models.fixed_orders.megatron_layout import parse_layout
-from zbv_models.layouts import executor_layouts as executor_module
+from zbv_models.layouts import executor_search as executor_module
 from zbv_models.layouts.answer import ranking_json, recomputation
-from zbv_models.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
-from zbv_models.layouts.executor_layouts import ExecutorLayout, executor_layouts
+from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout, sources
+from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Layout
 from zbv_models.layouts.progress import LayoutProgress
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import Ranking, best_layouts
+from zbv_models.layouts.setting import SECONDS, Setting
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
@@ -384,7 +385,7 @@ def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end(monkeypatch: p
         return False
 
     whole = search(ask)
-    assert {"relaxation", "descent", "order_search", "executor_layouts"} <= set(askers)
+    assert {"relaxation", "descent", "order_search", "executor_search"} <= set(askers)
     assert askers["relaxation"] > 2 * len(programs), "also while it makes a bound of a program's solution"
     for count in (10, 40, 160):
         left = repeat(False, count)

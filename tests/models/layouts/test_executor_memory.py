@@ -14,9 +14,9 @@ from zbv_models.estimate.problem_document import estimate_layers
 from zbv_models.estimate.states import OPTIMIZER_STATES, HeldBytes, StateBytes
 from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
-from zbv_models.layouts.executor_layouts import ExecutorLayout, executor_layouts
 from zbv_models.layouts.executor_memory import STATES, fsdp, megatron, torch, worker
 from zbv_models.layouts.executor_rules import executors_of, layouts_of_executors
+from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Fixed, Layout
 from zbv_models.layouts.request import Request, parse_request
 from zbv_solver.construct.baselines import baseline
@@ -232,7 +232,7 @@ def test_the_precision_aware_optimizer_is_distributed() -> None:
     given = {"precision": "bf16-states"}
     request = asked(1, global_batch=8, parallel=given)
     found = layouts_of_executors("megatron", request.setting, request.layouts)
-    assert {layout.zero_stage for _, _, layout in found if layout.data_parallel > 1} == {1}
+    assert {layout.zero_stage for _, layout in found if layout.data_parallel > 1} == {1}
     whole = asked(1, Fixed(zero_stage=0, data_parallel=2), global_batch=8, parallel=given)
     with pytest.raises(InvalidInput, match="requires ZeRO stage 1 for these optimizer states"):
         layouts_of_executors("megatron", whole.setting, whole.layouts)
@@ -244,7 +244,7 @@ def test_the_distributed_optimizer_has_no_sgd(optimizer: str) -> None:
     given = {"optimizer": optimizer}
     request = asked(1, global_batch=8, parallel=given)
     found = layouts_of_executors("megatron", request.setting, request.layouts)
-    assert {layout.zero_stage for _, _, layout in found} == {0}
+    assert {layout.zero_stage for _, layout in found} == {0}
     for replicas in (1, 2):
         fixed = Fixed(zero_stage=1, data_parallel=replicas, context_parallel=1)
         shared = asked(1, fixed, global_batch=8, parallel=given)

@@ -10,10 +10,10 @@ from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, flags_
 from support.paths import ROOT
 from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.cluster import parse_cluster
-from zbv_models.layouts.executor_layouts import ExecutorLayout, executor_layouts
+from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Fixed
-from zbv_models.layouts.recomputed_modules import module_sets
 from zbv_models.layouts.request import parse_request
+from zbv_models.layouts.setting import module_sets
 from zbv_solver.errors import InvalidInput
 from zbv_solver.verify.verifier import verify
 

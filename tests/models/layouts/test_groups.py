@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from support.paths import ROOT
 from zbv_models.layouts.answer import ranking_json, utilisation
 from zbv_models.layouts.cluster import MixedCluster, parse_cluster
-from zbv_models.layouts.enumeration import MOST_ARRANGEMENTS, arrangements
 from zbv_models.layouts.estimated_layout import EstimatedLayout
-from zbv_models.layouts.layout import Fixed, Layout
+from zbv_models.layouts.layout import MOST_ARRANGEMENTS, Fixed, Layout, arrangements
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import best_layouts, plan_layout
 from zbv_models.layouts.sensitivity import outcomes
@@ -154,7 +153,7 @@ def test_a_slow_group_gets_fewer_layers_or_none() -> None:
     assert sorted(row["groups"]) == [0, 1]
     assert row["devices"] == 2
     assert sum(row["composition"].values()) == pytest.approx(row["step_time"], rel=1e-9)
-    steps = {(each.change.of, each.change.factor): each.step_time for each in outcomes(ranking, request)}
+    steps = {(each.of, each.factor): each.step_time for each in outcomes(ranking, request)}
     slower, faster = steps["device_flops", 0.8], steps["device_flops", 1.2]
     assert slower is not None
     assert faster is not None

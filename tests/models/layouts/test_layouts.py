@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zbv_models.layouts import progress
-from zbv_models.layouts.answer import ranking_json
+from zbv_models.layouts.answer import points_json, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster, parse_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, _balanced
-from zbv_models.layouts.executor_layouts import executor_layouts
+from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.layout import Fixed, Layout, Order, Recompute
-from zbv_models.layouts.points import points_json
 from zbv_models.layouts.progress import Ends, LayoutProgress
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import Ranking, best_layouts, plan_layout
@@ -244,8 +243,7 @@ def test_families_have_every_layout_once_and_the_search_of_them_finds_the_same(i
 
     def known(ranking: Ranking) -> list[object]:
         found = [(each.layout, each.step_time, each.lower_bound) for each in ranking.every]
-        waiting = chain.from_iterable(each.members() for each in ranking.waiting)
-        numbers = sorted((each.number, each.is_tight) for each in waiting)
+        numbers = sorted((number, each.is_tight) for each in ranking.waiting for number, _ in each.members())
         counts = ranking.considered, ranking.planned, ranking.pruned, ranking.unsettled
         return [found, numbers, counts, ranking.no_layout_below]
 

@@ -23,7 +23,7 @@ from support.databases import PostgresDatabases
 from support.paths import TESTS
 from support.serving import DEADLINE, PROBLEM
 from zbv_models.layouts.answer import ranking_json
-from zbv_models.layouts.executor_layouts import executor_layouts
+from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.search import best_layouts
 from zbv_service.client import Client, LayoutSearch, Search
 from zbv_service.database.url import async_url

@@ -31,7 +31,7 @@ def rank_layouts(
     ends = Ends(is_stopped, claim.options["time_limit"])
     asked = LayoutRequest.model_validate(unpack(claim.problem))
     from zbv_models.layouts.answer import ranking_json  # late: these load the kernels
-    from zbv_models.layouts.executor_layouts import executor_layouts
+    from zbv_models.layouts.executor_search import executor_layouts
     from zbv_models.layouts.search import best_layouts
     from zbv_models.layouts.sensitivity import outcomes
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from zbv_solver.problem.layer_letters import Recomputed
 
-from zbv_models.estimate.operations import is_known
 from zbv_models.estimate.shapes import Degrees
+from zbv_models.estimate.times import is_known
 from zbv_models.estimate.transformer import Transformer
 
 Modules = tuple[Recomputed, ...]

@@ -10,7 +10,7 @@ from zbv_models.estimate.build import transformer
 from zbv_models.estimate.config import EstimateConfig, parse_config
 from zbv_models.estimate.config_model import ModelConfig
 from zbv_models.estimate.part import Part
-from zbv_models.estimate.presets import with_presets
+from zbv_models.estimate.sections import with_presets
 from zbv_models.estimate.shapes import Degrees
 
 Config = TypeVar("Config", bound=BaseModel)

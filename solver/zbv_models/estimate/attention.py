@@ -1,54 +1,244 @@
-"""First half of a block: norm, projections, scores, residual."""
+"""First half of a block with attention: norm, projections, scores, residual."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
-from zbv_models.estimate.amounts import PerAction
-from zbv_models.estimate.indexer import Indexer
-from zbv_models.estimate.parameters import Parameters
 from zbv_models.estimate.part import (
+    Exchange,
     Held,
     Linear,
+    Module,
     Part,
     Product,
     around,
     dropout_tensors,
+    dropout_traffic,
     gradient,
     half_exchange,
     half_norms,
 )
-from zbv_models.estimate.scores import ALL, Scores, Sees
-from zbv_models.estimate.shapes import Shapes
+from zbv_models.estimate.shapes import STATISTIC_BYTES, Parameters, PerAction, Shapes
+
+ALIGNED_BYTES = 16
+"""Tensor cores need this alignment for full speed (NVIDIA, Matrix Multiplication Background, §3)."""
+
+
+@dataclass(frozen=True)
+class Sees:
+    """Which pairs of queries and keys are computed, and how."""
+
+    flash: bool = True
+    """Flash attention keeps no scores; plain attention keeps them."""
+    causal: bool = True
+    """Whether flash attention leaves out the half of the scores that is masked."""
+    window: int | None = None
+    """Most tokens that a query attends to; None for all."""
+    chunked: bool = False
+    """Whether the window is a piece of the sequence, within which queries attend."""
+
+    def pairs(self, sequence: int) -> float:
+        """Queries times keys of a sequence: s²; flash attention with a window of w computes 2sw - w².
+
+        Pieces of w tokens have w² each. Of all these, it computes half where the mask is causal (Dao 2023,
+        §4.1). Plain attention computes s².
+        """
+        if not self.flash:
+            return float(sequence**2)
+        window = sequence if self.window is None else min(self.window, sequence)
+        if self.chunked:
+            pairs = float(sequence // window * window**2 + (sequence % window) ** 2)
+        else:
+            pairs = float(2 * sequence * window - window**2)
+        return pairs / 2 if self.causal else pairs
+
+
+ALL = Sees()
+"""Flash attention under a causal mask, without a window."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Attention's products of activations in one layer: scores, and their product with the values.
+
+    They have no weight, so both products of the backward belong to I (Qi et al. 2023, table 1).
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    """Widths of a head's queries and keys, and of its values."""
+    key_width: int
+    value_width: int
+    """Widths of all keys and of all values, which fewer heads may have (Ainslie et al. 2023, §2)."""
+    sees: Sees = ALL
+    shared_keys: bool = False
+    """Whether all heads share keys and values, so that tensor parallelism does not divide them."""
+
+    @property
+    def flash(self) -> bool:
+        """Whether it is flash attention."""
+        return self.sees.flash
+
+    def flops(self, shapes: Shapes) -> PerAction:
+        """Operations on one device.
+
+        2 for every pair, head and dimension of keys, and of values. I of plain attention has twice as many.
+        I of flash attention computes the scores again, which makes three products as wide as keys and two as
+        wide as values: 2.5 times F if both are equal (Dao 2023, §4.1). Context parallelism divides the pairs
+        evenly, because every device has an early and a late piece of each sequence (Grattafiori et al. 2024,
+        §3.3.2; Megatron-LM, ``get_batch_on_this_cp_rank``).
+        """
+        devices = shapes.tensor * shapes.degrees.context
+        once = 2.0 * self.sees.pairs(shapes.sequence) * shapes.sequences * self.heads / devices
+        keys, values = once * self.key_dim, once * self.value_dim
+        again = 3 * keys + 2 * values if self.flash else 2 * (keys + values)
+        return PerAction(keys + values, again, 0.0)
+
+    def is_misaligned(self, shapes: Shapes) -> bool:
+        """Whether heads of plain attention are not aligned: their width in bytes is no multiple of 16."""
+        return not self.flash and any(
+            width * shapes.stream.dtype_bytes % ALIGNED_BYTES for width in (self.key_dim, self.value_dim)
+        )
+
+    def bytes(self, shapes: Shapes) -> int:
+        """Size of the scores of plain attention."""
+        heads = self.heads // shapes.tensor
+        return shapes.stream.dtype_bytes * heads * shapes.tokens * shapes.sequence
+
+    def traffic(self, shapes: Shapes) -> PerAction:
+        """Softmax of plain scores, and its dropout. Flash attention keeps scores on chip."""
+        if self.flash:
+            return PerAction()
+        size = self.bytes(shapes)
+        return PerAction(2 * size, 3 * size) + dropout_traffic(shapes, size)
+
+    def tensors(self, shapes: Shapes) -> list[Held]:
+        """Softmax and its dropout (Korthikanti et al. 2022, §4.1: 5 a s² b in 16 bits).
+
+        Flash attention keeps the normaliser of every row instead (Dao et al. 2022, §3.1).
+        """
+        if self.flash:
+            rows = self.heads // shapes.tensor * shapes.tokens
+            return [Held("softmax normalisers", STATISTIC_BYTES * rows, modules=("core_attn",))]
+        size = self.bytes(shapes)
+        held = [Held("softmax", size, modules=("core_attn",))]
+        if shapes.stream.dropout:
+            held.append(Held("mask of the softmax", shapes.mask(size), modules=("core_attn",)))
+            held.append(Held("softmax after dropout", size, modules=("core_attn",)))
+        return held
+
+    def saved(self, shapes: Shapes) -> int | None:
+        """Bytes of the outputs of flash attention; None with plain attention, which torchtitan lacks."""
+        if not self.flash:
+            return None
+        outputs = shapes.divided(self.heads * self.value_dim)
+        return outputs + sum(tensor.bytes for tensor in self.tensors(shapes))
+
+    def module(self, shapes: Shapes) -> Module:
+        """Selective recomputation of the scores."""
+        return Module("core_attn", moved=self.traffic(shapes).forward, has_core=True)
+
+    def exchange(self, shapes: Shapes) -> Exchange:
+        """Keys and values between the devices that share a sequence.
+
+        A device sends its own c - 1 times in F, and again together with their gradients in I: around a ring
+        (Liu et al. 2023, §3), or in an all-gather in F, and another one and a reduce-scatter in I
+        (Transformer Engine, ``AttnFuncWithCPAndKVAllGather``). A window does not make it less.
+        """
+        others = shapes.degrees.context - 1
+        sent = float(others * self.piece(shapes))
+        if shapes.degrees.gathers_context:
+            calls = PerAction(1, 2) if others else PerAction()
+        else:
+            calls = PerAction(others, others)
+        return Exchange("context", PerAction(sent, 2 * sent), calls)
+
+    def piece(self, shapes: Shapes) -> int:
+        """Size of a device's keys and values."""
+        width = self.key_width + self.value_width
+        return shapes.divided(width) * (shapes.tensor if self.shared_keys else 1)
+
+    def workspace(self, shapes: Shapes) -> int:
+        """What I needs of keys and values of other devices, with their gradients.
+
+        A ring holds one piece that it computes with and one that arrives; an all-gather holds all of them.
+        """
+        context = shapes.degrees.context
+        if context == 1:
+            return 0
+        return 2 * self.piece(shapes) * (context if shapes.degrees.gathers_context else 2)
+
+
+CHOICE_BYTES = 4
+"""Size of the index of a chosen token."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Heads that choose the tokens that a query attends to (DeepSeek-AI 2025b, DeepSeek-V3.2, §2.1).
+
+    They compare every query with all keys, which they share, and attention uses the best ones. A device
+    computes them for its own tokens, with all heads (Megatron-LM, ``DSAIndexer``).
+    """
+
+    heads: int
+    dim: int
+    """Width of a head."""
+
+    def products(self, shapes: Shapes, width: int) -> tuple[Product, ...]:
+        """Queries from a vector of a width; keys and weights of heads from the block's input."""
+        rows, h = shapes.own_tokens, shapes.stream.hidden
+        return (
+            Product(rows, width, self.heads * self.dim, is_narrow=False),
+            Product(rows, h, self.dim + self.heads, is_narrow=False),
+        )
+
+    def parameters(self, shapes: Shapes, width: int) -> int:
+        """Its matrices, and the LayerNorm of its keys."""
+        return width * self.heads * self.dim + shapes.stream.hidden * (self.dim + self.heads) + 2 * self.dim
+
+    def flops(self, shapes: Shapes, pairs: float) -> PerAction:
+        """Operations of its scores for all pairs of a sequence; I has two products, for queries and keys."""
+        whole = shapes.tokens // shapes.own_tokens * shapes.degrees.context
+        once = 2.0 * pairs * shapes.sequences * self.heads * self.dim / whole
+        return PerAction(once, 2 * once, 0.0)
+
+    def tensors(self, shapes: Shapes, chosen: int) -> list[Held]:
+        """Its queries, keys and weights, and what it chooses; the scores are not kept."""
+        widths = self.heads * self.dim + self.dim + self.heads
+        return [
+            Held("queries, keys and weights of the indexer", shapes.own(widths)),
+            Held("chosen tokens", CHOICE_BYTES * shapes.own_tokens * min(chosen, shapes.sequence)),
+            gradient("gradients of the indexer's queries, keys and weights", shapes.own(widths)),
+        ]
+
+    def traffic(self, shapes: Shapes, chosen: int) -> PerAction:
+        """Norm and rotation of queries and keys, and the choice."""
+        moved = 2.0 * shapes.own((self.heads + 1) * self.dim)
+        choice = CHOICE_BYTES * shapes.own_tokens * min(chosen, shapes.sequence)
+        return PerAction(moved + choice, moved + choice)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Multi-head attention; with fewer key and value heads, grouped-query attention.
-
-    Attributes
-    ----------
-    qkv_bias
-        Whether the projection to queries, keys and values has a bias.
-    qk_norm
-        Whether queries and keys are normalised per head.
-    output_gate
-        Whether a product with the block's input, after a sigmoid, scales the heads' output (Qiu et al. 2025,
-        Gated Attention).
-    indexer
-        What chooses the tokens of the window; None if these are the nearest ones.
-    """
+    """Multi-head attention; with fewer key and value heads, grouped-query attention."""
 
     heads: int
     kv_heads: int
     head_dim: int
     qkv_bias: bool = False
+    """Whether the projection to queries, keys and values has a bias."""
     qk_norm: bool = False
+    """Whether queries and keys are normalised per head."""
     rotary: bool = True
     sees: Sees = ALL
     output_gate: bool = False
+    """Whether a product with the block's input, after a sigmoid, scales the heads' output (Qiu et al.
+    2025, Gated Attention)."""
     indexer: Indexer | None = None
+    """What chooses the tokens of the window; None if these are the nearest ones."""
 
     @property
     def query(self) -> int:

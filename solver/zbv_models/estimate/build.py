@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from zbv_models.estimate.attention import Attention
+from zbv_models.estimate.attention import Attention, Indexer, Sees
 from zbv_models.estimate.config_model import ModelConfig, VisionConfig
-from zbv_models.estimate.experts import Experts
-from zbv_models.estimate.given import GivenCosts
-from zbv_models.estimate.indexer import Indexer
+from zbv_models.estimate.ends import Patches, Projector
+from zbv_models.estimate.feed_forward import Experts, Mlp
 from zbv_models.estimate.latent_attention import LatentAttention
-from zbv_models.estimate.mlp import Mlp
-from zbv_models.estimate.scores import Sees
 from zbv_models.estimate.shapes import Stream
+from zbv_models.estimate.state_space import GivenCosts
 from zbv_models.estimate.transformer import Kind, LayerKind, Transformer, VisionEncoder
-from zbv_models.estimate.vision import Patches, Projector
 
 Halves = tuple[tuple[str, Kind], ...]
 

@@ -11,12 +11,12 @@ from typing import Any
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 
-from zbv_models.estimate.config_device import DeviceConfig
-from zbv_models.estimate.config_fields import ConfigSection
 from zbv_models.estimate.config_model import ModelConfig
 from zbv_models.estimate.config_parallel import PRECISION_OF, PRECISIONS, ParallelConfig, Precision
 from zbv_models.estimate.config_rules import broken_rules
+from zbv_models.estimate.device import DeviceConfig
 from zbv_models.estimate.layers import Training
+from zbv_models.estimate.sections import ConfigSection
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.states import StateBytes
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zbv_models.estimate.config_fields import Amount, ConfigSection, Count, Flag, Rate, Size, Total
+from zbv_models.estimate.sections import Amount, ConfigSection, Count, Flag, Rate, Size, Total
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAYER = r"[BMWI*E-]|\([MWI*][E-]\)"

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag
 from zbv_solver.problem.layer_letters import Recomputed
 from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
 
-from zbv_models.estimate.config_fields import Amount, ConfigSection, Flag, Share, Size
+from zbv_models.estimate.sections import Amount, ConfigSection, Flag, Share, Size
 
 
 class Precision(ConfigSection):

@@ -8,9 +8,9 @@ from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import Issue
 from zbv_solver.problem.limits import MAX_LAYERS
 
-from zbv_models.estimate.config_device import DeviceConfig
 from zbv_models.estimate.config_model import ModelConfig, VisionConfig
 from zbv_models.estimate.config_parallel import ParallelConfig
+from zbv_models.estimate.device import DeviceConfig
 
 LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 

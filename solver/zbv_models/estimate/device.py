@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from zbv_models.estimate.amounts import PerAction
+from pydantic import Field
+
+from zbv_models.estimate.sections import Amount, ConfigSection, Rate, Share, Size
+from zbv_models.estimate.shapes import PerAction
 
 MICROSECONDS = 1e6
 GIGA = 1e9
@@ -14,24 +18,16 @@ NO_STEPS = PerAction()
 
 @dataclass(frozen=True)
 class GroupLink:
-    """The link of a group of devices.
-
-    Attributes
-    ----------
-    bandwidth
-        GB/s that a device sends; None: the group's exchanges take no time.
-    latency
-        Microseconds of every call.
-    overlap
-        Share of the exchanges that compute hides, 0 to 1.
-    step_latency
-        Microseconds of every step of a ring, in addition.
-    """
+    """The link of a group of devices."""
 
     bandwidth: float | None = None
+    """GB/s that a device sends; None: the group's exchanges take no time."""
     latency: float = 0.0
+    """Microseconds of every call."""
     overlap: float = 0.0
+    """Share of the exchanges that compute hides, 0 to 1."""
     step_latency: float = 0.0
+    """Microseconds of every step of a ring, in addition."""
 
     def exposed(self, sent: PerAction, calls: PerAction, steps: PerAction = NO_STEPS) -> PerAction:
         """Time that compute does not hide, of calls with these steps together."""
@@ -67,39 +63,27 @@ class GroupLinks:
 
 @dataclass(frozen=True)
 class Device:
-    """Achieved rates of a device.
-
-    Attributes
-    ----------
-    tflops
-        Matrix products; large ones, if there is a ``kernel_latency``.
-    memory_bandwidth
-        GB/s; None: memory traffic takes no time.
-    kernel_latency
-        Microseconds of every product in addition to its operations; None: products of all sizes have the same
-        rate.
-    attention_share
-        Rate of flash attention as a share of ``tflops``.
-    fp8_tflops, fp4_tflops
-        Products of narrow operands; None: the device has none.
-    product_bandwidth
-        GB/s of the matrices of products, of adding gradients, and of the optimizer; None:
-        ``memory_bandwidth``.
-    processors
-        Streaming multiprocessors or compute units; None: products fill all of them.
-    launch_time
-        Microseconds that the host adds to every kernel, if each launch waits for the kernel's end.
-    """
+    """Achieved rates of a device."""
 
     tflops: float
+    """Matrix products; large ones, if there is a ``kernel_latency``."""
     memory_bandwidth: float | None = None
+    """GB/s; None: memory traffic takes no time."""
     kernel_latency: float | None = None
+    """Microseconds of every product in addition to its operations; None: products of all sizes have the
+    same rate."""
     attention_share: float = 1.0
+    """Rate of flash attention as a share of ``tflops``."""
     fp8_tflops: float | None = None
     fp4_tflops: float | None = None
+    """Products of narrow operands; None: the device has none."""
     product_bandwidth: float | None = None
+    """GB/s of the matrices of products, of adding gradients, and of the optimizer; None:
+    ``memory_bandwidth``."""
     processors: int | None = None
+    """Streaming multiprocessors or compute units; None: products fill all of them."""
     launch_time: float = 0.0
+    """Microseconds that the host adds to every kernel, if each launch waits for the kernel's end."""
 
     def rate(self, product_dtype: str | None) -> float:
         """TFLOP/s of linear layers with operands of a type."""
@@ -116,3 +100,110 @@ class Device:
         """Time to move bytes of large tensors through memory: matrices of products, and the optimizer."""
         bandwidth = self.product_bandwidth or self.memory_bandwidth
         return 0.0 if bandwidth is None else size * MICROSECONDS / (bandwidth * GIGA)
+
+
+class DeviceConfig(ConfigSection):
+    """What a device and its links achieve in practice, as opposed to their specifications."""
+
+    achieved_tflops: Rate = Field(
+        description="TFLOP/s of matrix products; of large ones, with a kernel_latency"
+    )
+    peak_tflops: Rate | None = Field(None, description="TFLOP/s of the data sheet, for utilisation only")
+    fp8_tflops: Rate | None = Field(None, description="achieved TFLOP/s with product_dtype fp8")
+    fp4_tflops: Rate | None = Field(None, description="achieved TFLOP/s with product_dtype fp4")
+    product_bandwidth: Rate | None = Field(
+        None, description="GB/s of the matrices of products, and of the optimizer; null: memory_bandwidth"
+    )
+    kernel_latency: Amount | None = Field(
+        None, description="us of a product in addition to its operations; null: one rate for all sizes"
+    )
+    processors: Size | None = Field(
+        None, description="streaming multiprocessors, which products fill in waves; null: without waves"
+    )
+    launch_time: Amount = Field(
+        0.0, description="us that the host adds to every kernel, if each launch waits for the kernel's end"
+    )
+    attention_share: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
+        1.0, description="rate of flash attention as a share of achieved_tflops"
+    )
+    memory_bandwidth: Rate | None = Field(
+        None, description="GB/s of norms, softmax and other memory traffic; null: it takes no time"
+    )
+    link_bandwidth: Rate | None = Field(None, description="GB/s between pipeline ranks; null: no limit")
+    link_latency: Amount = Field(0.0, description="us, of every transfer between pipeline ranks")
+    tensor_parallel_bandwidth: Rate | None = Field(
+        None, description="GB/s that a device sends within its tensor-parallel group"
+    )
+    tensor_parallel_latency: Amount = Field(0.0, description="us, of every collective of that group")
+    tensor_parallel_step_latency: Amount = Field(
+        0.0, description="us, of every step of those collectives around a ring, in addition"
+    )
+    tensor_parallel_overlap: Share = Field(0.0, description="share of those collectives that compute hides")
+    context_parallel_bandwidth: Rate | None = Field(
+        None, description="GB/s that a device sends to devices of its sequence; null: link_bandwidth"
+    )
+    context_parallel_latency: Amount | None = Field(
+        None, description="us, of each of its calls; null: link_latency"
+    )
+    context_parallel_overlap: Share = Field(0.0, description="share of them that compute hides")
+    expert_parallel_bandwidth: Rate | None = Field(
+        None, description="GB/s that a device sends to devices with other experts; null: link_bandwidth"
+    )
+    expert_parallel_latency: Amount | None = Field(
+        None, description="us, of each of its calls; null: link_latency"
+    )
+    expert_parallel_overlap: Share = Field(0.0, description="share of them that compute hides")
+    data_parallel_bandwidth: Rate | None = Field(
+        None, description="GB/s that a device sends to its replicas; null: these exchanges are left out"
+    )
+    data_parallel_latency: Amount = Field(0.0, description="us, of each collective of replicas")
+    data_parallel_overlap: Share = Field(0.0, description="share of them that compute hides")
+    memory_limit: Amount | None = Field(None, description="bytes; null: no limit")
+    reserved: Amount = Field(0.0, description="bytes that a device needs in addition to the layers")
+
+    @property
+    def rates(self) -> Device:
+        """What estimates use of it."""
+        return Device(
+            self.achieved_tflops,
+            self.memory_bandwidth,
+            self.kernel_latency,
+            self.attention_share,
+            self.fp8_tflops,
+            self.fp4_tflops,
+            self.product_bandwidth,
+            self.processors,
+            self.launch_time,
+        )
+
+    @property
+    def links(self) -> GroupLinks:
+        """The links of a device's groups."""
+        pipeline = GroupLink(self.link_bandwidth, self.link_latency)
+
+        def group(bandwidth: float | None, latency: float | None, overlap: float) -> GroupLink:
+            return GroupLink(
+                self.link_bandwidth if bandwidth is None else bandwidth,
+                self.link_latency if latency is None else latency,
+                overlap,
+            )
+
+        data = GroupLink(self.data_parallel_bandwidth, self.data_parallel_latency, self.data_parallel_overlap)
+        return GroupLinks(
+            GroupLink(
+                self.tensor_parallel_bandwidth,
+                self.tensor_parallel_latency,
+                self.tensor_parallel_overlap,
+                self.tensor_parallel_step_latency,
+            ),
+            group(
+                self.context_parallel_bandwidth, self.context_parallel_latency, self.context_parallel_overlap
+            ),
+            group(self.expert_parallel_bandwidth, self.expert_parallel_latency, self.expert_parallel_overlap),
+            GroupLink(
+                self.tensor_parallel_bandwidth, self.tensor_parallel_latency, self.expert_parallel_overlap
+            ),
+            data,
+            data,
+            pipeline,
+        )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbv_models.estimate.attention import Attention
-from zbv_models.estimate.experts import Experts
+from zbv_models.estimate.feed_forward import Experts, Mlp
 from zbv_models.estimate.latent_attention import LatentAttention
-from zbv_models.estimate.mlp import Mlp
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.transformer import Kind, Transformer
 

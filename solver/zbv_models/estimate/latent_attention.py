@@ -11,10 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from zbv_models.estimate.amounts import PerAction
-from zbv_models.estimate.attention import projection_back
-from zbv_models.estimate.indexer import Indexer
-from zbv_models.estimate.parameters import Parameters
+from zbv_models.estimate.attention import ALL, Indexer, Scores, Sees, projection_back
 from zbv_models.estimate.part import (
     Exchange,
     Held,
@@ -29,41 +26,30 @@ from zbv_models.estimate.part import (
     half_norms,
     norm_module,
 )
-from zbv_models.estimate.scores import ALL, Scores, Sees
-from zbv_models.estimate.shapes import Shapes
+from zbv_models.estimate.shapes import Parameters, PerAction, Shapes
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention.
-
-    Attributes
-    ----------
-    query_rank
-        Width of the queries' latent vector; None if queries are projected directly.
-    kv_rank
-        Width of the latent vector of keys and values.
-    plain_dim, rotated_dim
-        Widths of a head's queries and keys: computed from the latent vector, and rotated.
-    value_dim
-        Width of a head's values.
-    indexer
-        What chooses the tokens of the window; None if these are the nearest ones.
-    absorbed
-        Whether scores are computed with the latent vector of keys and values, which all heads share: queries
-        and outputs are as wide as it (DeepSeek-AI 2025b, DeepSeek-V3.2, §2.1; Megatron-LM,
-        ``_run_sparse_attention``).
-    """
+    """Multi-head latent attention."""
 
     heads: int
     query_rank: int | None
+    """Width of the queries' latent vector; None if queries are projected directly."""
     kv_rank: int
+    """Width of the latent vector of keys and values."""
     plain_dim: int
     rotated_dim: int
+    """Widths of a head's queries and keys: computed from the latent vector, and rotated."""
     value_dim: int
+    """Width of a head's values."""
     sees: Sees = ALL
     indexer: Indexer | None = None
+    """What chooses the tokens of the window; None if these are the nearest ones."""
     absorbed: bool = False
+    """Whether scores are computed with the latent vector of keys and values, which all heads share:
+    queries and outputs are as wide as it (DeepSeek-AI 2025b, DeepSeek-V3.2, §2.1; Megatron-LM,
+    ``_run_sparse_attention``)."""
 
     @property
     def flash(self) -> bool:

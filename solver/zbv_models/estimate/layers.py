@@ -9,12 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from zbv_models.estimate.amounts import PerAction
 from zbv_models.estimate.device import Device, GroupLink, GroupLinks
-from zbv_models.estimate.operations import OPERATIONS, is_known, saved_bytes, saved_time
-from zbv_models.estimate.parameters import Parameters
 from zbv_models.estimate.part import Part
-from zbv_models.estimate.shapes import Degrees, Shapes, Stream
+from zbv_models.estimate.shapes import Degrees, Parameters, PerAction, Shapes, Stream
 from zbv_models.estimate.states import (
     Account,
     HeldBytes,
@@ -25,14 +22,21 @@ from zbv_models.estimate.states import (
     shares_of,
     static_of,
 )
-from zbv_models.estimate.step import StepTimes, buffer_bytes, microbatch_times, step_times
 from zbv_models.estimate.times import (
+    OPERATIONS,
+    StepTimes,
     TimeShares,
     accumulated_bytes,
     adding_time,
+    buffer_bytes,
     compute_times,
     exchange_times,
+    is_known,
+    microbatch_times,
     repeated_time,
+    saved_bytes,
+    saved_time,
+    step_times,
 )
 from zbv_models.estimate.transformer import Kind, LayerKind, Transformer
 
@@ -47,25 +51,17 @@ MIXED = StateBytes()
 
 @dataclass(frozen=True)
 class Running:
-    """Costs and memory of a layer, with or without recomputation.
-
-    Attributes
-    ----------
-    times
-        Microseconds of F, I and W.
-    after_forward, after_input
-        Bytes that a microbatch holds after F and after I; after W it holds none.
-    workspace
-        Additional bytes while an action runs.
-    fused
-        Microseconds of B, which may be shorter than I and W, if it was measured; None for I + W.
-    """
+    """Costs and memory of a layer, with or without recomputation."""
 
     times: PerAction
+    """Microseconds of F, I and W."""
     after_forward: int
     after_input: int
+    """Bytes that a microbatch holds after F and after I; after W it holds none."""
     workspace: int
+    """Additional bytes while an action runs."""
     fused: float | None = None
+    """Microseconds of B, which may be shorter than I and W, if it was measured; None for I + W."""
 
     @property
     def shortest(self) -> PerAction:
@@ -79,44 +75,30 @@ class Running:
 
 @dataclass(frozen=True)
 class LayerEstimate:
-    """One layer, on one device.
-
-    Attributes
-    ----------
-    flops
-        Operations of its matrix products.
-    recomputed
-        Its costs when its stage is recomputed; None if it cannot be recomputed.
-    selective
-        Those with selective recomputation, where ``recomputed`` is full recomputation.
-    parameters
-        Number of parameters.
-    static
-        Bytes of parameters, gradients and optimizer, as a whole number.
-    output_bytes
-        Size of the output, and of its gradient.
-    repeat
-        Number of copies; None for a single layer, which keeps its name.
-    step
-        What one copy costs per step.
-    shares
-        What its times consist of, without recomputation.
-    exchanged
-        Microseconds of F, I and W in which compute waits for exchanges, without recomputation.
-    """
+    """One layer, on one device."""
 
     name: str
     flops: PerAction
+    """Operations of its matrix products."""
     plain: Running
     recomputed: Running | None
+    """Its costs when its stage is recomputed; None if it cannot be recomputed."""
     parameters: int
+    """Number of parameters."""
     static: StaticBytes
+    """Bytes of parameters, gradients and optimizer, as a whole number."""
     output_bytes: int
+    """Size of the output, and of its gradient."""
     repeat: int | None = None
+    """Number of copies; None for a single layer, which keeps its name."""
     step: StepTimes = NO_STEP
+    """What one copy costs per step."""
     shares: TimeShares = NO_TIME
+    """What its times consist of, without recomputation."""
     exchanged: PerAction = NO_TIMES
+    """Microseconds of F, I and W in which compute waits for exchanges, without recomputation."""
     selective: Running | None = None
+    """Those with selective recomputation, where ``recomputed`` is full recomputation."""
 
     @property
     def copies(self) -> int:
@@ -133,39 +115,27 @@ class LayerEstimate:
 
 @dataclass(frozen=True)
 class Training:
-    """What training keeps, and how it is planned.
-
-    Attributes
-    ----------
-    state
-        The states that the program chooses.
-    account
-        What a device keeps of them.
-    recompute
-        The alternatives that layers carry: ``none``, ``selective``, ``full`` or ``both``.
-    modules
-        What selective recomputation repeats, of Megatron-LM's names: ``core_attn``, ``layernorm``,
-        ``mla_up_proj``, ``mlp``, ``moe_act``, ``shared_experts``, ``moe``. Or ``op`` alone, which is that of
-        torchtitan (:mod:`zbv_models.estimate.operations`).
-    ends_share_rank
-        Whether the first and the last stage are on one rank, which then holds shared tables once.
-    by_halves
-        Whether the halves of a block are layers.
-    fused_gradients
-        Whether W's products add their results to the accumulated gradients, as in Megatron-LM
-        (``gradient_accumulation_fusion``); otherwise W has a kernel for that.
-    keeps_gathered
-        As in :class:`~zbv_models.estimate.shapes.Degrees`.
-    """
+    """What training keeps, and how it is planned."""
 
     state: StateBytes = MIXED
+    """The states that the program chooses."""
     account: Account = by_zero
+    """What a device keeps of them."""
     recompute: str = "full"
+    """The alternatives that layers carry: ``none``, ``selective``, ``full`` or ``both``."""
     modules: frozenset[str] = CORE
+    """What selective recomputation repeats, of Megatron-LM's names: ``core_attn``, ``layernorm``,
+    ``mla_up_proj``, ``mlp``, ``moe_act``, ``shared_experts``, ``moe``. Or ``op`` alone, which is that of
+    torchtitan (:mod:`zbv_models.estimate.times`)."""
     ends_share_rank: bool = False
+    """Whether the first and the last stage are on one rank, which then holds shared tables once."""
     by_halves: bool = False
+    """Whether the halves of a block are layers."""
     fused_gradients: bool = True
+    """Whether W's products add their results to the accumulated gradients, as in Megatron-LM
+    (``gradient_accumulation_fusion``); otherwise W has a kernel for that."""
     keeps_gathered: bool = False
+    """As in :class:`~zbv_models.estimate.shapes.Degrees`."""
 
     def shares(self, parameters: Parameters, degrees: Degrees) -> tuple[Share, ...]:
         """The parameters of a layer by their replicas and states."""
@@ -178,18 +148,13 @@ class Training:
 
 @dataclass(frozen=True)
 class ModelEstimate:
-    """The layers of a model on one device of each rank, and what a step costs in addition.
-
-    Attributes
-    ----------
-    layers
-        In model order.
-    table_reduction
-        Microseconds per step, on the ranks that hold a copy of the embedding's table: they sum its gradients.
-    """
+    """The layers of a model on one device of each rank, and what a step costs in addition."""
 
     layers: tuple[LayerEstimate, ...]
+    """In model order."""
     table_reduction: float
+    """Microseconds per step, on the ranks that hold a copy of the embedding's table: they sum its
+    gradients."""
 
 
 def estimate_model(
@@ -235,45 +200,31 @@ def estimate_model(
 
 @dataclass(frozen=True)
 class Inside:
-    """What the time of a part depends on, besides its shapes.
-
-    Attributes
-    ----------
-    links
-        Those inside a stage of a replica.
-    modules
-        What selective recomputation repeats.
-    gradient_bytes, fused_gradients
-        As in :class:`Training`.
-    """
+    """What the time of a part depends on, besides its shapes."""
 
     device: Device
     links: GroupLinks
+    """Those inside a stage of a replica."""
     modules: frozenset[str]
+    """What selective recomputation repeats."""
     gradient_bytes: float
     fused_gradients: bool
+    """As in :class:`Training`."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A part, and what does not depend on other parts or on replicas.
-
-    Attributes
-    ----------
-    times
-        Compute and exchanges.
-    exchanged
-        Of these, exchanges.
-    dropped, again
-        Bytes that selective recomputation drops, and how much longer I takes.
-    """
+    """A part, and what does not depend on other parts or on replicas."""
 
     part: Part
     times: PerAction
+    """Compute and exchanges."""
     exchanged: PerAction
+    """Of these, exchanges."""
     shares: TimeShares
     dropped: int
     again: float
+    """Bytes that selective recomputation drops, and how much longer I takes."""
 
 
 @lru_cache(maxsize=8192)

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from zbv_models.estimate.amounts import PerAction
-from zbv_models.estimate.parameters import Parameters
-from zbv_models.estimate.shapes import Shapes
+from zbv_models.estimate.shapes import Parameters, PerAction, Shapes
 
 NONE = PerAction()
 Group = Literal["tensor", "context", "expert", "expert_in_node"]
@@ -22,24 +20,17 @@ Group = Literal["tensor", "context", "expert", "expert_in_node"]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor that is kept.
-
-    Attributes
-    ----------
-    after_forward, after_input
-        Whether it is kept after F, and after I.
-    modules
-        The modules whose selective recomputation drops it.
-    is_input
-        Whether it is the layer's input, which full recomputation keeps.
-    """
+    """A tensor that is kept."""
 
     name: str
     bytes: int
     after_forward: bool = True
     after_input: bool = False
+    """Whether it is kept after F, and after I."""
     modules: tuple[str, ...] = ()
+    """The modules whose selective recomputation drops it."""
     is_input: bool = False
+    """Whether it is the layer's input, which full recomputation keeps."""
 
 
 def after_forward(tensors: Iterable[Held]) -> int:
@@ -95,20 +86,15 @@ class Product:
     """A linear layer on one device: a matrix product in each of F, I and W.
 
     Each has 2 · rows · n_in · n_out operations (Narayanan et al. 2021, §5.1; Qi et al. 2023, §2.3).
-
-    Attributes
-    ----------
-    groups
-        Products of this size that run as one kernel, as those of experts do.
-    is_narrow
-        Whether it takes the narrow operands of ``Stream.product_dtype``.
     """
 
     rows: float
     n_in: int
     n_out: int
     groups: int = 1
+    """Products of this size that run as one kernel, as those of experts do."""
     is_narrow: bool = True
+    """Whether it takes the narrow operands of ``Stream.product_dtype``."""
 
     @property
     def flops(self) -> float:
@@ -118,39 +104,26 @@ class Product:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer as torchtitan runs it, which is what its selective recomputation counts.
-
-    Attributes
-    ----------
-    output_bytes
-        Size of its output on one device.
-    has_bias
-        Whether it adds a bias, which makes it another operation (``addmm`` instead of ``mm``).
-    """
+    """A linear layer as torchtitan runs it, which is what its selective recomputation counts."""
 
     product: Product
     output_bytes: int
+    """Size of its output on one device."""
     has_bias: bool = False
+    """Whether it adds a bias, which makes it another operation (``addmm`` instead of ``mm``)."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives or transfers within a group of devices, for each action.
-
-    Attributes
-    ----------
-    sent
-        Bytes that a device sends.
-    calls
-        Number of collectives, each of which has the link's latency.
-    steps
-        Number of their steps around a ring, each of which has the link's latency of a step.
-    """
+    """Collectives or transfers within a group of devices, for each action."""
 
     group: Group
     sent: PerAction
+    """Bytes that a device sends."""
     calls: PerAction
+    """Number of collectives, each of which has the link's latency."""
     steps: PerAction = NONE
+    """Number of their steps around a ring, each of which has the link's latency of a step."""
 
 
 @dataclass(frozen=True)
@@ -158,78 +131,53 @@ class Module:
     """A part of a part that selective recomputation repeats in I (Korthikanti et al. 2022, §5).
 
     The names, and what they repeat and drop, are those of Megatron-LM's ``--recompute-modules``.
-
-    Attributes
-    ----------
-    products
-        Linear layers that are computed again.
-    moved
-        Bytes of memory traffic of F that is repeated.
-    has_core
-        Whether attention's products of activations are repeated.
-    exchanges
-        Exchanges whose F is repeated.
-    within
-        A module that repeats this one, too.
     """
 
     name: str
     products: tuple[Product, ...] = ()
+    """Linear layers that are computed again."""
     moved: float = 0.0
+    """Bytes of memory traffic of F that is repeated."""
     has_core: bool = False
+    """Whether attention's products of activations are repeated."""
     exchanges: tuple[Exchange, ...] = ()
+    """Exchanges whose F is repeated."""
     within: str = ""
+    """A module that repeats this one, too."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Half a block, or an end of the model, on one device.
-
-    Attributes
-    ----------
-    parameters
-        Those of the whole model.
-    products
-        Linear layers, on this device.
-    core
-        Operations of attention's products of activations, on this device.
-    tensors
-        Tensors that are kept.
-    moved
-        Memory traffic of everything but matrix products, in bytes.
-    streamed
-        The same of large tensors, which reaches more of the memory's bandwidth.
-    modules
-        What selective recomputation may repeat.
-    is_flash
-        Whether flash attention computes the core.
-    is_misaligned
-        Whether rows of the core's operands do not start at multiples of 16 bytes.
-    linears
-        Its linear layers in torchtitan's order, without the router and routed experts.
-    saved
-        Bytes of other outputs that torchtitan's selective recomputation saves; None if torchtitan has no such
-        part.
-    workspace
-        Most bytes that an action needs in addition to kept tensors.
-    output_bytes
-        Size of the output, and of its gradient.
-    """
+    """Half a block, or an end of the model, on one device."""
 
     parameters: Parameters
+    """Those of the whole model."""
     products: tuple[Product, ...]
+    """Linear layers, on this device."""
     tensors: tuple[Held, ...]
+    """Tensors that are kept."""
     moved: PerAction
+    """Memory traffic of everything but matrix products, in bytes."""
     exchanges: tuple[Exchange, ...]
     workspace: int
+    """Most bytes that an action needs in addition to kept tensors."""
     output_bytes: int
+    """Size of the output, and of its gradient."""
     core: PerAction = NONE
+    """Operations of attention's products of activations, on this device."""
     streamed: PerAction = NONE
+    """The same of large tensors, which reaches more of the memory's bandwidth."""
     modules: tuple[Module, ...] = ()
+    """What selective recomputation may repeat."""
     is_flash: bool = False
+    """Whether flash attention computes the core."""
     is_misaligned: bool = False
+    """Whether rows of the core's operands do not start at multiples of 16 bytes."""
     linears: tuple[Linear, ...] = ()
+    """Its linear layers in torchtitan's order, without the router and routed experts."""
     saved: int | None = None
+    """Bytes of other outputs that torchtitan's selective recomputation saves; None if torchtitan has no
+    such part."""
 
     @cached_property
     def after_forward(self) -> int:

@@ -1,9 +1,52 @@
-"""The sizes of a microbatch's tensors on one device."""
+"""Sizes: records of numbers, parameter counts, degrees of parallelism, and a microbatch's tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Base class of records that are added field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(first + second for first, second in pairs))
+
+    def scaled(self, factor: float) -> Self:
+        """All numbers multiplied by a factor."""
+        return type(self)(*(value * factor for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class PerAction:
+    """One number for each of F, I and W."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    def __add__(self, other: PerAction) -> PerAction:
+        return PerAction(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+        )
+
+    def scaled(self, factor: float) -> PerAction:
+        """All numbers multiplied by a factor."""
+        return PerAction(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
+
+    def __truediv__(self, parts: int) -> PerAction:
+        return PerAction(self.forward / parts, self.backward_input / parts, self.backward_weight / parts)
+
+    @property
+    def total(self) -> float:
+        """F, I and W together."""
+        return self.forward + self.backward_input + self.backward_weight
+
 
 INDEX_BYTES = 8
 """Size of a token index, and of a target."""
@@ -16,29 +59,20 @@ PRODUCT_BYTES = {None: 0.0, "fp8": 1.0, "fp4": 0.5}
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream: the properties that all layers share.
-
-    Attributes
-    ----------
-    hidden
-        Width, h.
-    dtype_bytes
-        Size of a value, e.
-    norm_values
-        Parameters of a norm per value, and statistics per token: 2 for LayerNorm, 1 for RMSNorm.
-    product_dtype
-        Type of the operands of linear layers: ``fp8``, ``fp4``, or None for that of the stream.
-    post_norms
-        Whether each half of a block also has a norm of what it gives (Gemma Team 2024, Gemma 2, §2).
-    """
+    """The residual stream: the properties that all layers share."""
 
     hidden: int
+    """Width, h."""
     dtype_bytes: int = 2
+    """Size of a value, e."""
     norm_values: int = 1
+    """Parameters of a norm per value, and statistics per token: 2 for LayerNorm, 1 for RMSNorm."""
     bias: bool = False
     dropout: bool = False
     product_dtype: str | None = None
+    """Type of the operands of linear layers: ``fp8``, ``fp4``, or None for that of the stream."""
     post_norms: bool = False
+    """Whether each half of a block also has a norm of what it gives (Gemma Team 2024, Gemma 2, §2)."""
 
     @property
     def norms(self) -> int:
@@ -53,40 +87,28 @@ class Stream:
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many devices share what.
-
-    Attributes
-    ----------
-    tensor
-        Devices that share every layer, t.
-    sequence_parallel
-        Whether they divide norms and dropout, too, by sequence (Korthikanti et al. 2022, §4.2).
-    context
-        Devices that share every sequence, c (Liu et al. 2023; Grattafiori et al. 2024, §3.3.2).
-    gathers_context
-        Whether keys and values are gathered, instead of passed around a ring.
-    expert
-        Devices that share the experts of a layer, out of t · c · d devices; each expert is whole on a device.
-    expert_in_node
-        Devices of an expert-parallel group that are on one node.
-    data
-        Replicas of the pipeline, d.
-    zero_stage
-        What replicas share: optimizer states (1), also gradients (2), also parameters (3).
-    keeps_gathered
-        Whether a linear layer keeps the input that sequence parallelism gathered for it, as autograd does;
-        otherwise it gathers the input again for W (Korthikanti et al. 2022, §4.2.2).
-    """
+    """How many devices share what."""
 
     tensor: int = 1
+    """Devices that share every layer, t."""
     sequence_parallel: bool = False
+    """Whether they divide norms and dropout, too, by sequence (Korthikanti et al. 2022, §4.2)."""
     context: int = 1
+    """Devices that share every sequence, c (Liu et al. 2023; Grattafiori et al. 2024, §3.3.2)."""
     gathers_context: bool = False
+    """Whether keys and values are gathered, instead of passed around a ring."""
     expert: int = 1
+    """Devices that share the experts of a layer, out of t · c · d devices; each expert is whole on a
+    device."""
     expert_in_node: int = 1
+    """Devices of an expert-parallel group that are on one node."""
     data: int = 1
+    """Replicas of the pipeline, d."""
     zero_stage: int = 0
+    """What replicas share: optimizer states (1), also gradients (2), also parameters (3)."""
     keeps_gathered: bool = False
+    """Whether a linear layer keeps the input that sequence parallelism gathered for it, as autograd does;
+    otherwise it gathers the input again for W (Korthikanti et al. 2022, §4.2.2)."""
 
     @property
     def replicas(self) -> int:
@@ -101,19 +123,13 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of a microbatch's tensors on one device, in bytes.
-
-    Attributes
-    ----------
-    sequence
-        Tokens per sequence, s.
-    sequences
-        Sequences per microbatch, b.
-    """
+    """Sizes of a microbatch's tensors on one device, in bytes."""
 
     stream: Stream
     sequence: int
+    """Tokens per sequence, s."""
     sequences: int = 1
+    """Sequences per microbatch, b."""
     degrees: Degrees = Degrees()
 
     @cached_property
@@ -177,3 +193,55 @@ class Shapes:
     def statistics(self) -> int:
         """Statistics of a norm, per token."""
         return STATISTIC_BYTES * self.stream.norm_values
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A parameter count, split by how parallelism treats the parameters."""
+
+    shared: int
+    """Parameters of matrices that a tensor-parallel group divides."""
+    replicated: int
+    """Parameters that every device has whole: norms, positions, biases after a sum over the group,
+    routers."""
+    experts: int = 0
+    """Parameters of routed experts, which an expert-parallel group divides."""
+    chosen: int = 0
+    """Parameters of the routed experts that one token uses."""
+    tables: int = 0
+    """Those of ``shared`` that are tables of the vocabulary: embedding and output."""
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            self.shared + other.shared,
+            self.replicated + other.replicated,
+            self.experts + other.experts,
+            self.chosen + other.chosen,
+            self.tables + other.tables,
+        )
+
+    @property
+    def total(self) -> int:
+        """Count in the whole model."""
+        return self.shared + self.replicated + self.experts
+
+    @property
+    def active(self) -> int:
+        """Count of those that one token uses."""
+        return self.shared + self.replicated + self.chosen
+
+    def dense_on(self, degrees: Degrees) -> int:
+        """Count on a device, without routed experts."""
+        return self.shared // degrees.tensor + self.replicated
+
+    def tables_on(self, degrees: Degrees) -> int:
+        """Count of tables' parameters on a device; :meth:`dense_on` includes them."""
+        return self.tables // degrees.tensor
+
+    def experts_on(self, degrees: Degrees) -> int:
+        """Count of routed experts' parameters on a device."""
+        return self.experts // degrees.expert
+
+    def on_device(self, degrees: Degrees) -> int:
+        """Count on each device."""
+        return self.dense_on(degrees) + self.experts_on(degrees)

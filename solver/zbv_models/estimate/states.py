@@ -12,9 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from zbv_models.estimate.amounts import Summed
-from zbv_models.estimate.parameters import Parameters
-from zbv_models.estimate.shapes import Degrees
+from zbv_models.estimate.shapes import Degrees, Parameters, Summed
 
 FLOAT32_BYTES = 4
 OPTIMIZER_STATES = {"adam": (2, 2), "muon": (1, 2), "lion": (1, 1), "sgd-momentum": (1, 1), "sgd": (0, 0)}

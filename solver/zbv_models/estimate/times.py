@@ -1,27 +1,42 @@
-"""Times of F, I and W of a part on a device, in microseconds.
+"""Times of a part on a device, in microseconds, per microbatch and per step.
 
-The time of a part is the sum of three: its matrix products, the memory traffic of all other operations, and
-the exchanges with other devices that compute does not hide.
+The time of F, I or W of a part is the sum of three: its matrix products, the memory traffic of all other
+operations, and the exchanges with other devices that compute does not hide.
 
 A product takes the longer of its operations at the device's rate and of its matrices through memory (the
 roofline of Williams et al. 2009, §3), and a constant that does not depend on its size: launch and first
 loads. Its output is computed in tiles, as many at once as the device has processors, and the last wave of
 tiles is rarely full (NVIDIA, Matrix Multiplication Background, §4). One constant for all devices and shapes
 describes the 58 shapes of a public table of H100 products with a mean error of 6 % (OpenXLA,
-``xla/service/gpu/model/matmul_interpolator_data.h``, bfloat16, from 256 x 512 x 256 to 4 x 4096³): 6 us, 0.80
-of the data sheet's rate and 2500 GB/s. The best rates of other devices are 0.5 to 0.87 of their data sheets
-(Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS").
+``xla/service/gpu/model/matmul_interpolator_data.h``, bfloat16, from 256 x 512 x 256 to 4 x 4096³): 6 us,
+0.80 of the data sheet's rate and 2500 GB/s. The best rates of other devices are 0.5 to 0.87 of their data
+sheets (Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS").
+
+torchtitan's selective recomputation saves single operations of a block, and computes the rest again:
+``torchtitan/distributed/activation_checkpoint.py``, ``SelectiveAC``: F keeps the block's input and outputs
+of some operations. These are every second product (``aten.mm``: the first, the third and so on of a block),
+products with a bias (``aten.addmm``), flash attention and the choice of experts (``topk``). The router's
+product and those of routed experts (``aten._grouped_mm``) are computed again. So are exchanges:
+``SelectiveAC`` saves functional collectives, but the default ``spmd_backend``, ``spmd_types``, has others.
+
+Per step, a layer costs the exchange of gradients and parameters, and the optimizer. Replicas sum gradients
+with an all-reduce, in which a device sends 2 (d - 1) / d of them. With ZeRO stage 1 they reduce and scatter
+gradients, and gather updated parameters, each (d - 1) / d (Rajbhandari et al. 2020, §7). A replica that
+holds only a share of the gradients between microbatches (stage 2) must reduce those of every microbatch in
+W. One that holds only a share of the parameters (stage 3; FSDP, Zhao et al. 2023, §3) also gathers them in
+F and again in I.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from zbv_models.estimate.amounts import PerAction, Summed
-from zbv_models.estimate.device import MICROSECONDS, TERA, Device, GroupLinks
-from zbv_models.estimate.part import NONE, Exchange, Part, Product
-from zbv_models.estimate.shapes import PRODUCT_BYTES, Stream
+from zbv_models.estimate.device import GIGA, MICROSECONDS, TERA, Device, GroupLink, GroupLinks
+from zbv_models.estimate.part import NONE, Exchange, Linear, Part, Product
+from zbv_models.estimate.shapes import PRODUCT_BYTES, PerAction, Stream, Summed
+from zbv_models.estimate.states import HeldBytes, Share
 
 KERNEL_LATENCY = 6.0
 """Microseconds of a product in addition to its operations; see above."""
@@ -196,3 +211,107 @@ def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> tuple[
         tensor_parallel=tensor.total, context_parallel=context.total, expert_parallel=experts.total
     )
     return tensor + context + experts, shares
+
+
+OPERATIONS = frozenset(("op",))
+"""The name of this recomputation among modules."""
+
+
+def is_known(parts: Iterable[Part]) -> bool:
+    """Whether torchtitan has such a block."""
+    return all(part.saved is not None for part in parts)
+
+
+def saved_bytes(parts: list[Part]) -> int:
+    """Bytes that F keeps of a block."""
+    kept = parts[0].input_bytes + sum(part.saved or 0 for part in parts)
+    return kept + sum(linear.output_bytes for linear in _saved(parts))
+
+
+def saved_time(parts: list[Part], stream: Stream, device: Device) -> float:
+    """Microseconds of F that are not repeated."""
+    cores = sum(core_times(part, device).forward for part in parts)
+    return cores + sum(product_times(linear.product, stream, device).forward for linear in _saved(parts))
+
+
+def _saved(parts: list[Part]) -> Iterator[Linear]:
+    """The linear layers whose output is saved."""
+    counted = 0
+    for linear in (each for part in parts for each in part.linears):
+        counted += not linear.has_bias
+        if linear.has_bias or counted % 2 == 1:
+            yield linear
+
+
+HOST_BANDWIDTH = 38.0
+"""GB/s of a device's share of its host's memory, for states that the host updates; assumed: half of 614 GB/s,
+16 channels of DDR5-4800, for 8 devices."""
+
+
+@dataclass(frozen=True)
+class StepTimes(Summed):
+    """Microseconds per step of one layer on one device."""
+
+    gradient_reduction: float = 0.0
+    parameter_gathering: float = 0.0
+    """What the replicas exchange once per step and compute does not hide."""
+    optimizer: float = 0.0
+    """Memory traffic of the norm of gradients, of the update, and of setting gradients to zero."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all kinds."""
+        return self.gradient_reduction + self.parameter_gathering + self.optimizer
+
+
+def step_times(shares: tuple[Share, ...], zero_stage: int, device: Device, links: GroupLinks) -> StepTimes:
+    """What a layer costs per step."""
+    reduction = gathering = moved = hosted = 0.0
+    for each in shares:
+        kept, link = each.kept, _link(each, links)
+        steps = each.replicas - 1
+        sent, exposed = steps / each.replicas * each.count, 1 - link.overlap
+        if zero_stage < 2:
+            passes = 1 if zero_stage else 2
+            reduction += exposed * link.time(passes * sent * kept.reduced, passes * steps)
+        if 0 < zero_stage < 3:
+            gathering += exposed * link.time(sent * kept.gathered, steps)
+        updated = each.count / (each.replicas if zero_stage else 1)
+        moved += updated * kept.updated + kept.of(each.count, each.replicas).gradients
+        hosted += updated * kept.hosted
+    on_host = hosted * MICROSECONDS / (HOST_BANDWIDTH * GIGA)
+    return StepTimes(reduction, gathering, device.streaming(moved) + on_host)
+
+
+def _link(share: Share, links: GroupLinks) -> GroupLink:
+    return links.expert_data if share.is_expert else links.data
+
+
+def microbatch_times(
+    shares: tuple[Share, ...], zero_stage: int, compute: PerAction, links: GroupLinks
+) -> PerAction:
+    """Time of the replicas' exchanges in each F, I and W; compute hides at most its own duration."""
+    if zero_stage < 2:
+        return PerAction()
+
+    def exposed(size_of: Callable[[HeldBytes], float], hiding: float) -> float:
+        found = 0.0
+        for each in shares:
+            link, steps = _link(each, links), each.replicas - 1
+            time = link.time(steps / each.replicas * each.count * size_of(each.kept), steps)
+            found += max(time * (1 - link.overlap), time - hiding)
+        return found
+
+    def gathered(kept: HeldBytes) -> float:
+        return kept.gathered if zero_stage == 3 else 0.0
+
+    return PerAction(
+        exposed(gathered, compute.forward),
+        exposed(gathered, compute.backward_input),
+        exposed(lambda kept: kept.reduced, compute.backward_weight),
+    )
+
+
+def buffer_bytes(shares: tuple[Share, ...]) -> int:
+    """Workspace of a layer while replicas exchange its parameters or gradients."""
+    return int(sum(each.count * each.kept.buffers for each in shares if each.replicas > 1))

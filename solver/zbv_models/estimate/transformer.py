@@ -11,13 +11,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Protocol
 
-from zbv_models.estimate.ends import Embedding, Head
-from zbv_models.estimate.experts import Experts
-from zbv_models.estimate.parameters import Parameters
+from zbv_models.estimate.ends import Embedding, Head, Joining, Patches, Projector
+from zbv_models.estimate.feed_forward import Experts
 from zbv_models.estimate.part import Part
-from zbv_models.estimate.prediction import Joining
-from zbv_models.estimate.shapes import Degrees, Shapes, Stream
-from zbv_models.estimate.vision import Patches, Projector
+from zbv_models.estimate.shapes import Degrees, Parameters, Shapes, Stream
 
 
 class Kind(Protocol):
@@ -32,28 +29,20 @@ class Kind(Protocol):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Equal layers of a model.
-
-    Attributes
-    ----------
-    halves
-        Its parts in order, with their names.
-    copies
-        Number of copies; None for a single layer, which keeps its name.
-    can_recompute
-        Whether full recomputation applies.
-    sees
-        Stream, tokens per sequence, and sequences per sequence of the model, where they are not the model's.
-    streams
-        Number of outputs, each as large as the stream, that the next layer receives.
-    """
+    """Equal layers of a model."""
 
     name: str
     halves: tuple[tuple[str, Kind], ...]
+    """Its parts in order, with their names."""
     copies: int | None = None
+    """Number of copies; None for a single layer, which keeps its name."""
     can_recompute: bool = True
+    """Whether full recomputation applies."""
     sees: tuple[Stream, int, int] | None = None
+    """Stream, tokens per sequence, and sequences per sequence of the model, where they are not the
+    model's."""
     streams: int = 1
+    """Number of outputs, each as large as the stream, that the next layer receives."""
 
     @property
     def count(self) -> int:
@@ -63,50 +52,35 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class VisionEncoder:
-    """A ViT in front of the model (:mod:`zbv_models.estimate.vision`).
-
-    Attributes
-    ----------
-    patches
-        Tokens of an image.
-    images
-        Images per sequence of the model.
-    blocks
-        The halves of each block.
-    """
+    """A ViT in front of the model (:mod:`zbv_models.estimate.ends`)."""
 
     stream: Stream
     patches: int
+    """Tokens of an image."""
     images: int
+    """Images per sequence of the model."""
     embedding: Patches
     blocks: tuple[tuple[tuple[str, Kind], ...], ...]
+    """The halves of each block."""
     projector: Projector
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder-only model.
-
-    Attributes
-    ----------
-    sequence
-        Tokens per sequence, s.
-    blocks
-        Equal neighbours as one layer with copies.
-    predictions
-        Modules of multi-token prediction, as one layer with copies: what follows the projection of their
-        inputs; empty if there are none.
-    tied
-        Whether the head has the weights of the embedding.
-    """
+    """A decoder-only model."""
 
     stream: Stream
     sequence: int
+    """Tokens per sequence, s."""
     vocabulary: int
     blocks: tuple[LayerKind, ...]
+    """Equal neighbours as one layer with copies."""
     tied: bool = False
+    """Whether the head has the weights of the embedding."""
     learned_positions: bool = False
     predictions: tuple[LayerKind, ...] = ()
+    """Modules of multi-token prediction, as one layer with copies: what follows the projection of their
+    inputs; empty if there are none."""
     vision: VisionEncoder | None = None
     fused_loss: bool = False
 

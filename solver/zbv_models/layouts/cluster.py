@@ -10,10 +10,8 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Link
 
-from zbv_models.estimate.config_device import DeviceConfig
-from zbv_models.estimate.config_fields import Amount, ConfigSection, Rate, Size
-from zbv_models.estimate.device import Device, GroupLink
-from zbv_models.estimate.presets import preset
+from zbv_models.estimate.device import Device, DeviceConfig, GroupLink
+from zbv_models.estimate.sections import Amount, ConfigSection, Rate, Size, preset
 
 MAX_GROUPS = 4
 MAX_DEVICES = 1_000_000

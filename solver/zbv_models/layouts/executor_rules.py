@@ -11,7 +11,7 @@ from itertools import combinations
 
 from zbv_solver.errors import InvalidInput
 
-from zbv_models.estimate.given import GivenCosts
+from zbv_models.estimate.state_space import GivenCosts
 from zbv_models.estimate.transformer import Transformer
 from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.executor_memory import STATES

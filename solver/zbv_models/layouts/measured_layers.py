@@ -19,10 +19,9 @@ from typing import Literal
 
 from zbv_solver.errors import InvalidInput, Issue
 
-from zbv_models.estimate.amounts import PerAction
 from zbv_models.estimate.device import Device, GroupLink, GroupLinks
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running, Training, estimate_model
-from zbv_models.estimate.shapes import Degrees
+from zbv_models.estimate.shapes import Degrees, PerAction
 from zbv_models.estimate.states import StaticBytes
 from zbv_models.estimate.transformer import Transformer
 from zbv_models.layouts.profile import MeasuredLayer, Profile

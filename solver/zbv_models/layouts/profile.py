@@ -15,9 +15,9 @@ from zbv_solver.problem.documents import AllReduceDocument, LayeredProblemDocume
 from zbv_solver.problem.layer import Layer, LayerCosts
 from zbv_solver.problem.reading import to_layered
 
-from zbv_models.estimate.amounts import PerAction
 from zbv_models.estimate.device import GroupLink
 from zbv_models.estimate.layers import Running
+from zbv_models.estimate.shapes import PerAction
 from zbv_models.layouts.cluster import BYTES_PER_MICROSECOND
 
 UNITS = {"time": "us", "memory": "bytes"}

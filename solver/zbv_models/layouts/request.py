@@ -13,8 +13,7 @@ from zbv_solver.errors import InvalidInput
 
 from zbv_models.estimate.build import transformer
 from zbv_models.estimate.config import EstimateConfig, parse_config
-from zbv_models.estimate.config_fields import ConfigSection, Count, Size
-from zbv_models.estimate.presets import model_presets, with_presets
+from zbv_models.estimate.sections import ConfigSection, Count, Size, model_presets, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_models.layouts.cluster import AnyCluster, Cluster
 from zbv_models.layouts.executor_rules import FREE

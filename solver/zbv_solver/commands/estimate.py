@@ -14,8 +14,8 @@ from rich.table import Table
 from zbv_models.estimate.build import transformer
 from zbv_models.estimate.config import EstimateConfig, parse_config
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
-from zbv_models.estimate.presets import preset, preset_names, with_presets
 from zbv_models.estimate.problem_document import estimate_config, problem_document
+from zbv_models.estimate.sections import preset, preset_names, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 
 from zbv_solver.commands.estimate_flags import SECTIONS, flags

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.estimates import but, gpt, llama, parts, preset_config
 from zbv_models.estimate.config_model import ModelConfig
 from zbv_models.estimate.part import Held, after_forward, after_input
-from zbv_models.estimate.presets import preset
 from zbv_models.estimate.problem_document import estimate_layers
+from zbv_models.estimate.sections import preset
 
 ZERO_BUBBLE = ("gpt-1.5b", "gpt-6.2b", "gpt-14.6b", "gpt-28.3b")
 SMALL = gpt(hidden=64, heads=4, sequence=32, vocabulary=400)

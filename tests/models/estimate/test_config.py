@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zbv_models.estimate.presets
+import zbv_models.estimate.sections
 from support.paths import ROOT
 from zbv_models.estimate.config import EstimateConfig, parse_config
 from zbv_models.estimate.config_parallel import Precision
-from zbv_models.estimate.presets import preset, preset_names, with_presets
 from zbv_models.estimate.problem_document import problem_document
+from zbv_models.estimate.sections import preset, preset_names, with_presets
 from zbv_solver.commands.estimate_flags import SECTIONS, flags
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.reading import parse_any_problem
@@ -220,7 +220,7 @@ def test_all_documented_presets_exist() -> None:
 
 def test_presets_are_files_of_the_package() -> None:
     """A wheel contains all files in a package's folder."""
-    folder = Path(zbv_models.estimate.presets.__file__).parent / "presets"
+    folder = Path(zbv_models.estimate.sections.__file__).parent / "presets"
     assert {f"{name}.json" for name in preset_names()} == {path.name for path in folder.iterdir()}
 
 

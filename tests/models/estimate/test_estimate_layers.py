@@ -12,8 +12,8 @@ from support.estimates import but, estimate_config, estimate_configs, gpt, llama
 from zbv_models.estimate.config import EstimateConfig
 from zbv_models.estimate.config_model import ModelConfig
 from zbv_models.estimate.layers import LayerEstimate, Running
-from zbv_models.estimate.presets import preset
 from zbv_models.estimate.problem_document import estimate_layers, problem_document
+from zbv_models.estimate.sections import preset
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import gpt, llama, parts
-from zbv_models.estimate.amounts import PerAction
 from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.shapes import PerAction
 
 gpts = st.builds(
     lambda width, layers, vocabulary, sequence, b: gpt(

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from support.estimates import but, estimate_config, llama, modern_configs, parts
 from zbv_models.estimate.build import transformer
 from zbv_models.estimate.config import EstimateConfig, parse_config
-from zbv_models.estimate.delta_rule import DeltaNet
 from zbv_models.estimate.fit import fits
 from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
 from zbv_models.estimate.problem_document import estimate_layers, problem_document
 from zbv_models.estimate.shapes import Degrees
-from zbv_models.estimate.state_space import Mamba
+from zbv_models.estimate.state_space import DeltaNet, Mamba
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem

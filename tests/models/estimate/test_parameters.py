@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from support.estimates import but, gpt, llama, parts, preset_config
 from zbv_models.estimate.build import transformer
 from zbv_models.estimate.config_model import ModelConfig
-from zbv_models.estimate.parameters import Parameters
 from zbv_models.estimate.problem_document import estimate_layers
-from zbv_models.estimate.shapes import Degrees
+from zbv_models.estimate.shapes import Degrees, Parameters
 
 LLAMA_3 = {"vocabulary": 128256, "kv_heads": 8, "sequence": 8192}
 

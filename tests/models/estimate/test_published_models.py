@@ -8,8 +8,8 @@ import pytest
 from support.estimates import but, estimate_config, llama, preset_config
 from zbv_models.estimate.build import transformer
 from zbv_models.estimate.config_model import ModelConfig
-from zbv_models.estimate.presets import preset, preset_names
 from zbv_models.estimate.problem_document import estimate_layers
+from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.estimate.transformer import Transformer
 
 MODELS = [name for name in preset_names() if preset(name).model]

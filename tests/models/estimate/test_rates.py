@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 from support.estimates import but, estimate_config, llama, parts, preset_config
-from zbv_models.estimate.config_device import DeviceConfig
-from zbv_models.estimate.device import Device
+from zbv_models.estimate.device import Device, DeviceConfig
 from zbv_models.estimate.part import Product
-from zbv_models.estimate.presets import preset, preset_names
 from zbv_models.estimate.problem_document import estimate_layers
+from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.estimate.shapes import Stream
 from zbv_models.estimate.times import (
     ATTENTION_SHARE,

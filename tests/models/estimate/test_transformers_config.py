@@ -10,8 +10,8 @@ import pytest
 from support.paths import ROOT
 from zbv_models.estimate.build import transformer
 from zbv_models.estimate.config_model import ModelConfig
-from zbv_models.estimate.transformers_config import from_transformers
-from zbv_models.estimate.transformers_kinds import TEXT_KINDS, WRAPPERS
+from zbv_models.estimate.transformers_config import WRAPPERS, from_transformers
+from zbv_models.estimate.transformers_text import TEXT_KINDS
 from zbv_solver.commands.cli import main
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput

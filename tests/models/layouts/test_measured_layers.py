@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from zbv_models.estimate.amounts import PerAction
 from zbv_models.estimate.device import GroupLinks
 from zbv_models.estimate.layers import Running, estimate_model
-from zbv_models.estimate.shapes import Degrees
+from zbv_models.estimate.shapes import Degrees, PerAction
 from zbv_models.layouts.answer import costs_of, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout

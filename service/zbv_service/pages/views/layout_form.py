@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, get_args
 
 from zbv_models.estimate.config_parallel import Optimizer, PrecisionName
-from zbv_models.estimate.presets import preset, preset_names
+from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.layouts.layout import Order, Recompute
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.layer_letters import Recomputed

@@ -1,19 +1,9 @@
-"""Second half of a block with a mixture of experts: norm, router, routed and shared experts, residual.
-
-Every token goes to the k experts that its router prefers (Shazeer et al. 2017; Fedus et al. 2021, §2.1), and
-to all shared experts (Dai et al. 2024, DeepSeekMoE, §3.2). Devices of an expert-parallel group hold different
-experts: an all-to-all sends tokens to their experts, and another one sends results back (Lepikhin et al.
-2020, GShard, §3). Routing is taken as balanced. An expert is whole on its device, also under tensor
-parallelism, whose devices route their own tokens (Megatron-LM with expert tensor parallelism 1).
-"""
+"""Second half of a block: norm, MLP or mixture of experts, residual."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zbv_models.estimate.amounts import PerAction
-from zbv_models.estimate.mlp import Mlp
-from zbv_models.estimate.parameters import Parameters
 from zbv_models.estimate.part import (
     Exchange,
     Group,
@@ -29,7 +19,120 @@ from zbv_models.estimate.part import (
     half_norms,
     norm_module,
 )
-from zbv_models.estimate.shapes import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, Shapes
+from zbv_models.estimate.shapes import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, Parameters, PerAction, Shapes
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """An MLP of two matrices, or of three with a gate (Shazeer 2020, §2)."""
+
+    ffn: int
+    """Width between its matrices, f."""
+    gated: bool = True
+    fused_activation: bool = True
+    """Whether gate and activation are one kernel, which keeps its inputs alone."""
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of the activation."""
+        return 2 if self.gated else 1
+
+    def part(self, shapes: Shapes) -> Part:
+        """Costs and memory on one device.
+
+        The norm is part of the first product, so it is computed again with the MLP.
+        """
+        h, ffn = shapes.stream.hidden, self.ffn // shapes.tensor
+        products = (Product(shapes.tokens, h, self.inputs * ffn), Product(shapes.tokens, ffn, h))
+        activation, exchanges = self.activation_traffic(shapes.divided(self.ffn)), (half_exchange(shapes),)
+        return Part(
+            parameters=self.parameters(shapes),
+            products=products,
+            tensors=tuple(self.tensors(shapes)),
+            moved=around(shapes) + activation,
+            modules=(Module("mlp", products, activation.forward + 2 * shapes.hidden, exchanges=exchanges),),
+            exchanges=exchanges,
+            workspace=self.workspace(shapes),
+            output_bytes=shapes.hidden,
+            linears=self.linears(shapes),
+            saved=0,
+        )
+
+    def linears(self, shapes: Shapes) -> tuple[Linear, ...]:
+        """Gate, first and last matrix (torchtitan, ``FeedForward.forward``)."""
+        h, ffn, has_bias = shapes.stream.hidden, self.ffn // shapes.tensor, shapes.stream.bias
+        first = Linear(Product(shapes.tokens, h, ffn), shapes.divided(self.ffn), has_bias)
+        return (*[first] * self.inputs, Linear(Product(shapes.tokens, ffn, h), shapes.whole, has_bias))
+
+    def activation_traffic(self, size: int) -> PerAction:
+        """Memory traffic of the activation; ``size`` is that of a tensor as wide as the MLP."""
+        into = self.inputs * size
+        moved = PerAction(into + size, 2 * into + size)
+        if self.gated and not self.fused_activation:
+            moved += PerAction(2 * size, 2 * size)
+        return moved
+
+    def parameters(self, shapes: Shapes) -> Parameters:
+        """Norm and matrices, with their biases."""
+        stream, into = shapes.stream, self.inputs * self.ffn
+        h = stream.hidden
+        return Parameters(
+            shared=h * into + self.ffn * h + (into if stream.bias else 0),
+            replicated=stream.norm_parameters + (h if stream.bias else 0),
+        )
+
+    def tensors(self, shapes: Shapes) -> list[Held]:
+        """21 s b h with dropout in 16 bits (Korthikanti et al. 2022, §4.1).
+
+        With a gate the activation reads two tensors; unfused, the activated gate is kept as well.
+        """
+        ffn = shapes.divided(self.ffn)
+        held = [
+            *half_norms(shapes, "MLP's norm"),
+            Held(
+                "input of the MLP's first matrix",
+                shapes.operand(shapes.kept_input),
+                after_input=True,
+                modules=("mlp",),
+            ),
+            *self.inner_tensors(shapes, ffn, "mlp"),
+            gradient("gradient of the MLP's last matrix", shapes.operand(shapes.whole)),
+        ]
+        return held + dropout_tensors(shapes, "MLP's dropout mask")
+
+    def inner_tensors(self, shapes: Shapes, ffn: int, *modules: str) -> list[Held]:
+        """What is kept between the matrices; ``ffn`` is the size of a tensor as wide as the MLP.
+
+        Recomputation of all ``modules`` drops it; that of experts' activations only what they compute.
+        """
+        of_activation = ("moe_act", *modules) if "moe" in modules else modules
+        into = self.inputs * ffn
+        held = [
+            gradient("gradient of the MLP's first matrix", shapes.operand(into)),
+            Held("input of the activation", into, modules=modules),
+            Held(
+                "input of the MLP's last matrix", shapes.operand(ffn), after_input=True, modules=of_activation
+            ),
+        ]
+        if self.gated and not self.fused_activation:
+            held.append(Held("activated gate", ffn, modules=of_activation))
+        return held
+
+    def workspace(self, shapes: Shapes) -> int:
+        """Most memory in addition to kept tensors, in I or B."""
+        h, ffn, whole = shapes.stream.hidden, shapes.divided(self.ffn), shapes.whole
+        # I: the gradients of the residual stream, of the last matrix's input, and of the activation's inputs.
+        gradients = whole + (1 + self.inputs) * ffn
+        if shapes.degrees.keeps_gathered:
+            # Gate and first matrix are apart, so each computes a gradient of the residual stream.
+            gradients = max(gradients, self.inputs * (whole + ffn))
+        # B also computes the gradients of weights. For the last matrix, everything that F kept is still
+        # there. For the first one, the activation's inputs (whose gradients are as large) and the input of
+        # the last matrix are released.
+        last = whole + ffn + shapes.weight(self.ffn, h)
+        released = (2 if self.gated and not self.fused_activation else 1) * ffn
+        first = shapes.weight(h, self.inputs * self.ffn) + whole + shapes.hidden - released
+        return max(gradients, last, first)
 
 
 def _exchange(group: Group, sent: float) -> Exchange:
@@ -39,39 +142,35 @@ def _exchange(group: Group, sent: float) -> Exchange:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts.
+    """A mixture of experts: router, routed and shared experts.
 
-    Attributes
-    ----------
-    experts
-        Routed experts, E.
-    chosen
-        Experts per token, k.
-    expert
-        One routed expert.
-    shared
-        All shared experts as one MLP; None if there are none.
-    shared_gate
-        Whether a product of the token with a vector scales their output, as in Qwen2-MoE.
-    capacity
-        Factor of the balanced load that each expert computes, padded or dropped (Fedus et al. 2021, §2.2);
-        None: no token is dropped, and none is padded (Gale et al. 2022, MegaBlocks).
-    most_nodes
-        Most nodes that a token is sent to; None: no limit.
-    latent
-        Width of the vector to which a token is projected before it is sent to experts, and from which their
-        sum is projected back (NVIDIA 2025, Nemotron 3, LatentMoE; Megatron-LM, ``moe_latent_size``); None:
-        the token itself is sent.
+    Every token goes to the k experts that its router prefers (Shazeer et al. 2017; Fedus et al. 2021, §2.1),
+    and to all shared experts (Dai et al. 2024, DeepSeekMoE, §3.2). Devices of an expert-parallel group hold
+    different experts: an all-to-all sends tokens to their experts, and another one sends results back
+    (Lepikhin et al. 2020, GShard, §3). Routing is taken as balanced. An expert is whole on its device, also
+    under tensor parallelism, whose devices route their own tokens (Megatron-LM with expert tensor
+    parallelism 1).
     """
 
     experts: int
+    """Routed experts, E."""
     chosen: int
+    """Experts per token, k."""
     expert: Mlp
+    """One routed expert."""
     shared: Mlp | None = None
+    """All shared experts as one MLP; None if there are none."""
     shared_gate: bool = False
+    """Whether a product of the token with a vector scales their output, as in Qwen2-MoE."""
     capacity: float | None = None
+    """Factor of the balanced load that each expert computes, padded or dropped (Fedus et al. 2021, §2.2);
+    None: no token is dropped, and none is padded (Gale et al. 2022, MegaBlocks)."""
     most_nodes: int | None = None
+    """Most nodes that a token is sent to; None: no limit."""
     latent: int | None = None
+    """Width of the vector to which a token is projected before it is sent to experts, and from which their
+    sum is projected back (NVIDIA 2025, Nemotron 3, LatentMoE; Megatron-LM, ``moe_latent_size``); None: the
+    token itself is sent."""
 
     def width(self, shapes: Shapes) -> int:
         """Width of what experts compute with."""

@@ -1,8 +1,8 @@
-"""Configurations that ship with the package: well-known models and devices.
+"""Sections of a configuration: the types of their numbers, and the presets that ship with the package.
 
-A preset is a JSON file in ``presets/`` with some of the sections ``model``, ``parallel`` and ``device``, the
-``presets`` that it extends, ``about`` (one line), ``source`` (the source of its numbers) and ``published``
-(figures from its source, for tests).
+A preset is a configuration of a well-known model or device: a JSON file in ``presets/`` with some of the
+sections ``model``, ``parallel`` and ``device``, the ``presets`` that it extends, ``about`` (one line),
+``source`` (the source of its numbers) and ``published`` (figures from its source, for tests).
 """
 
 from __future__ import annotations
@@ -15,6 +15,21 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import InvalidInput
+
+Size = Annotated[int, Field(strict=True, ge=1, le=100_000_000)]
+Count = Annotated[int, Field(strict=True, ge=0, le=100_000_000)]
+Total = Annotated[int, Field(strict=True, ge=0, le=10**12)]
+Flag = Annotated[bool, Field(strict=True)]
+Amount = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+
+
+class ConfigSection(BaseModel):
+    """A section of a configuration: frozen, and without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
 
 MAX_PRESETS = 8
 """Presets that a document may name."""

@@ -1,16 +1,133 @@
-"""The layers of a language model from the keys of its ``config.json``: attention, experts, pattern."""
+"""A language model from the keys of its ``config.json``: its type, layers, attention and experts.
+
+What configurations do not say about a type is in :data:`TEXT_KINDS`. The sources are the modeling files of
+transformers 5 (``models/TYPE/modeling_TYPE.py``); for ``kimi_k2``, ``kimi_vl`` and ``mimo`` the files in
+their repositories.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from zbv_solver.documents.validation import quoted
 
-from zbv_models.estimate.delta_rule import DeltaNet
-from zbv_models.estimate.state_space import Mamba
+from zbv_models.estimate.sections import Section
+from zbv_models.estimate.state_space import DeltaNet, Mamba
 from zbv_models.estimate.transformers_keys import Keys
-from zbv_models.estimate.transformers_kinds import Section, TextKind
+
+Window = Literal["all", "alternate", "switch"]
+
+
+@dataclass(frozen=True)
+class TextKind:
+    """A type of language model."""
+
+    model: Section = field(default_factory=dict)
+    """Values of the section ``model`` that are not those of Llama: RMSNorm, a gate, rotary positions, no
+    biases."""
+    window: Window | None = None
+    """Which blocks have the window: ``all``, ``alternate`` (all but every n-th; ``full_every``),
+    ``switch`` (with ``use_sliding_window``, those from ``max_window_layers``), or none."""
+    linear: bool = False
+    """Whether the blocks that are not full attention are gated delta nets."""
+    chunked: bool = False
+    """Whether the window is a piece of the sequence."""
+    halves: bool = False
+    """Whether a layer is half a block."""
+    full_every: int | None = None
+    """Every n-th block attends to all tokens, unless the file says so."""
+    expert_width: str = "moe_intermediate_size"
+    dense_width: str = "intermediate_size"
+    """The keys of the widths of experts, and of MLPs."""
+    shared_experts: int = 0
+    """Shared experts that the file does not count."""
+    defaults: str = ""
+    """The type whose defaults it has, if these are not its own."""
+    computed: Section = field(default_factory=dict)
+    """Defaults that transformers computes."""
+
+
+PLAIN: Section = {"bias": False, "qkv_bias": False}
+QWEN2: Section = {"bias": False, "qkv_bias": True}
+QWEN3: Section = {"qk_norm": True}
+GPT: Section = {"gated": False, "norm": "layernorm", "bias": True, "qkv_bias": True}
+GEMMA2: Section = {"post_norms": True}
+GEMMA3: Section = {"post_norms": True, "qk_norm": True}
+GLM: Section = {"bias": False}
+GLM4: Section = {"bias": False, "post_norms": True}
+GATED: Section = {"qk_norm": True, "output_gate": True, "shared_expert_gate": True}
+LATENT: Section = {"bias": False, "qkv_bias": False}
+ALL: Window = "all"
+ALTERNATE: Window = "alternate"
+SWITCH: Window = "switch"
+
+TEXT_KINDS: Mapping[str, TextKind] = {
+    "arcee": TextKind({"gated": False}),
+    "bloom": TextKind({**GPT, "positions": "none"}),
+    "cohere": TextKind(),
+    "cohere2": TextKind(window=ALTERNATE, full_every=4),
+    "deepseek_v2": TextKind(LATENT),
+    "deepseek_v3": TextKind(LATENT),
+    "deepseek_v32": TextKind(LATENT),
+    "dots1": TextKind(QWEN3, window=SWITCH),
+    "ernie4_5": TextKind(),
+    "exaone4": TextKind(QWEN3, window=ALTERNATE, full_every=4),
+    "gemma": TextKind(),
+    "gemma2": TextKind(GEMMA2, window=ALTERNATE, full_every=2),
+    "gemma3_text": TextKind(GEMMA3, window=ALTERNATE, full_every=6),
+    "glm": TextKind(GLM),
+    "glm4": TextKind(GLM4),
+    "glm4_moe": TextKind(GLM),
+    "glm4_moe_lite": TextKind(LATENT, computed={"first_k_dense_replace": 1}),
+    "glm4v_moe_text": TextKind(GLM),
+    "glm4v_text": TextKind({**GLM4, "qkv_bias": True}),
+    "glm_moe_dsa": TextKind(LATENT),
+    "gpt2": TextKind({**GPT, "positions": "learned"}),
+    "gpt_neox": TextKind(GPT),
+    "gpt_oss": TextKind({"bias": True}, window=ALTERNATE, full_every=2, expert_width="intermediate_size"),
+    "granite": TextKind(),
+    "kimi_k2": TextKind(LATENT, defaults="deepseek_v3"),
+    "llama": TextKind(),
+    "llama4_text": TextKind(
+        window=ALTERNATE,
+        chunked=True,
+        full_every=4,
+        expert_width="intermediate_size",
+        dense_width="intermediate_size_mlp",
+        shared_experts=1,
+    ),
+    "mimo": TextKind({"bias": False}, window=SWITCH, defaults="qwen2"),
+    "minimax_m2": TextKind({**PLAIN, **QWEN3}, expert_width="intermediate_size"),
+    "ministral": TextKind(PLAIN, window=ALL),
+    "ministral3": TextKind(PLAIN, window=ALL),
+    "mistral": TextKind(PLAIN, window=ALL),
+    "mixtral": TextKind(PLAIN, window=ALL, expert_width="intermediate_size"),
+    "nemotron": TextKind({"gated": False, "norm": "layernorm"}),
+    "nemotron_h": TextKind({"gated": False, "positions": "none"}, window=ALL, halves=True),
+    "olmo2": TextKind(QWEN3),
+    "olmo3": TextKind(QWEN3, window=ALTERNATE, full_every=4),
+    "olmoe": TextKind(QWEN3, expert_width="intermediate_size"),
+    "phi": TextKind(GPT),
+    "phi3": TextKind(PLAIN, window=ALL),
+    "qwen2": TextKind(QWEN2, window=SWITCH),
+    "qwen2_5_vl_text": TextKind(QWEN2, window=SWITCH),
+    "qwen2_moe": TextKind({**QWEN2, "shared_expert_gate": True}, window=SWITCH),
+    "qwen2_vl_text": TextKind(QWEN2, window=SWITCH),
+    "qwen3": TextKind(QWEN3, window=SWITCH),
+    "qwen3_5_moe_text": TextKind(GATED, linear=True, full_every=4),
+    "qwen3_5_text": TextKind(GATED, linear=True, full_every=4),
+    "qwen3_moe": TextKind(QWEN3, window=SWITCH),
+    "qwen3_next": TextKind(GATED, linear=True, full_every=4),
+    "qwen3_vl_moe_text": TextKind(QWEN3),
+    "qwen3_vl_text": TextKind(QWEN3),
+    "seed_oss": TextKind(GLM),
+    "smollm3": TextKind(window=SWITCH),
+    "stablelm": TextKind({"norm": "layernorm", "bias": False}),
+    "starcoder2": TextKind({"norm": "layernorm", "gated": False}, window=ALL),
+}
 
 MIXERS = {
     "attention": "*",

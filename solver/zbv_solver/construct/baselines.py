@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from zbv_solver.construct import torch_schedules
 from zbv_solver.construct.controllable_memory import v_half, v_min
 from zbv_solver.construct.cyclic import dynapipe
-from zbv_solver.construct.entry_orders import practice_order
+from zbv_solver.construct.rules import practice_order
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.costs import Costs, Deltas, Memory

@@ -16,7 +16,7 @@ from itertools import permutations
 
 import numpy as np
 
-from zbv_solver.construct.entry_orders import sizes
+from zbv_solver.construct.tables import sizes
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import SEARCH_MEMORY

@@ -16,10 +16,12 @@ from zbv_solver.construct.baselines import (
     BASELINES,
     baseline,
     baseline_names,
+    clustered,
+    cyclic,
+    dynapipe,
     merge_stages,
     without_limit,
 )
-from zbv_solver.construct.cyclic import clustered, cyclic, dynapipe
 from zbv_solver.construct.rules import practice_order
 from zbv_solver.construct.tables import sizes
 from zbv_solver.errors import InvalidInput

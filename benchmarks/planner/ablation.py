@@ -69,7 +69,7 @@ def _zero(*_: object) -> float:
 
 _MODULES_OF_STAGES = {
     "tune": ("improve.parameter_search",),
-    "inject": ("improve.injection_search", "construct.injection", "construct.injection_state"),
+    "inject": ("improve.injection_search",),
     "overtake": ("improve.overtaking_search", "construct.overtaking"),
     "anneal": (
         "improve.annealing",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from zbv_solver.construct.dispatch import ListScheduler
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import ListScheduler
 from zbv_solver.construct.rules import simple_rule
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.problem.problem import Problem

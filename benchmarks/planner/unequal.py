@@ -16,7 +16,7 @@ from itertools import product
 from typing import get_args
 
 from zbv_solver.construct.baselines import PRACTICE, without_limit
-from zbv_solver.construct.entry_orders import practice_order
+from zbv_solver.construct.rules import practice_order
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline

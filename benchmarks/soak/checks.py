@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from zbv_solver import bounds
 from zbv_solver.bounds.directions import may_fuse
-from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.exact import refine
 from zbv_solver.partition.balance import balanced_cut

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from zbv_solver.construct import baselines, torch_schedules
-from zbv_solver.construct.baselines import Rows
+from zbv_solver.construct import classical
+from zbv_solver.construct.classical import Actions, Rows
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.placement import Placement, PlacementKind
@@ -56,21 +56,21 @@ class Schedule:
             return self.read
         p, m, chunks = self.placement.pp_degree, self.microbatches, self.placement.chunks
         if self.group is not None:
-            rows = [baselines.interleaved_1f1b(rank, p, m, chunks, self.group) for rank in range(p)]
+            rows = [classical.interleaved_1f1b(rank, p, m, chunks, self.group) for rank in range(p)]
         else:
             make = _MAKERS[self.name]
             rows = [_rows(make(rank, p, m, chunks)) for rank in range(p)]
         return Orders.of_rows(rows)
 
 
-_MAKERS: dict[str, Callable[[int, int, int, int], Rows | torch_schedules.Actions]] = {
-    "GPipe": lambda rank, p, m, chunks: baselines.gpipe(rank, p, m),
-    "1F1B": lambda rank, p, m, chunks: baselines.one_f_one_b(rank, p, m),
-    "Interleaved1F1B": baselines.interleaved_1f1b,
-    "LoopedBFS": torch_schedules.looped_bfs,
-    "InterleavedZeroBubble": baselines.interleaved_zb_h1,
-    "ZBVZeroBubble": lambda rank, p, m, chunks: torch_schedules.zbv(rank, p, m),
-    "DualPipeV": lambda rank, p, m, chunks: torch_schedules.dualpipe_v(rank, p, m),
+_MAKERS: dict[str, Callable[[int, int, int, int], Rows | Actions]] = {
+    "GPipe": lambda rank, p, m, chunks: classical.gpipe(rank, p, m),
+    "1F1B": lambda rank, p, m, chunks: classical.one_f_one_b(rank, p, m),
+    "Interleaved1F1B": classical.interleaved_1f1b,
+    "LoopedBFS": classical.looped_bfs,
+    "InterleavedZeroBubble": classical.interleaved_zb_h1,
+    "ZBVZeroBubble": lambda rank, p, m, chunks: classical.zbv(rank, p, m),
+    "DualPipeV": lambda rank, p, m, chunks: classical.dualpipe_v(rank, p, m),
 }
 _KINDS: dict[str, PlacementKind] = {
     "GPipe": "single",
@@ -85,7 +85,7 @@ TORCH_DEFAULTS = ("1F1B", "Interleaved1F1B")
 with torch.compile and with activation checkpointing."""
 
 
-def _rows(actions: Rows | torch_schedules.Actions) -> Rows:
+def _rows(actions: Rows | Actions) -> Rows:
     return np.asarray(actions, dtype=np.int32)
 
 

@@ -12,8 +12,8 @@ from zbv_solver.problem.layer_letters import Recomputed
 
 from zbv_models.estimate.device import GroupLink, GroupLinks
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training
-from zbv_models.estimate.times import is_known
 from zbv_models.estimate.shapes import Degrees
+from zbv_models.estimate.times import is_known
 from zbv_models.estimate.transformer import Transformer
 from zbv_models.layouts.cluster import AnyCluster, Cluster
 from zbv_models.layouts.executor_memory import STATES

@@ -19,28 +19,21 @@ from zbv_solver.timing.start_times import earliest_start_values
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """A complete order.
-
-    Attributes
-    ----------
-    code, length
-        (p, 3 * chunks * m) int8 and (p,): codes (see :mod:`.tables`) of every rank, in order.
-    span, makespan
-        At earliest start, which makes ``span`` an upper bound of the exact span.
-    entry
-        (m,) the microbatch that enters as the k-th.
-    rule
-        The rule of list scheduling that placed all actions, if one rule did.
-    """
+    """A complete order."""
 
     method: str
     problem: Problem
     code: IntArray
+    """(p, 3 * c * m) int8: codes (see :mod:`.tables`) of every rank, in order."""
     length: IntArray
+    """(p,): their number."""
     span: float
+    """At earliest start, which makes it an upper bound of the exact span."""
     makespan: float
     entry: IntArray
+    """(m,): the microbatch that enters as the k-th."""
     rule: Rule | None = None
+    """The rule of list scheduling that placed all actions, if one rule did."""
 
     @classmethod
     def of(

@@ -6,120 +6,42 @@ distributed in turn (interleaved), or in a V. B is the full backward, as everywh
 
 If microbatches differ, the schedules run them in the given order and, with ``-practice`` behind their names,
 in the order used in practice: by size, the small ones at both ends. DynaPipe's schedule is made for such
-microbatches, and chooses its order itself.
+microbatches, and chooses its order itself (Jiang et al., EuroSys 2024; written from the paper).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import permutations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from zbv_solver.construct import torch_schedules
-from zbv_solver.construct.controllable_memory import v_half, v_min
-from zbv_solver.construct.cyclic import dynapipe
-from zbv_solver.construct.entry_orders import practice_order
+from zbv_solver.construct.classical import (
+    Actions,
+    Rows,
+    dualpipe_v,
+    eager_1f1b,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zbv,
+)
+from zbv_solver.construct.rules import practice_order
+from zbv_solver.construct.tables import sizes
 from zbv_solver.errors import InvalidInput
+from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.costs import Costs, Deltas, Memory
 from zbv_solver.problem.layered_problem import AUTO_CHUNKS, uncut
+from zbv_solver.problem.numeric import SEARCH_MEMORY
 from zbv_solver.problem.placement import Placement
-from zbv_solver.problem.problem import B, F, I, Problem, W
-
-Rows = NDArray[np.int32]
-"""A rank's list, (n, 3): stage, letter code, microbatch."""
-
-
-def gpipe(rank: int, p: int, m: int) -> Rows:
-    """All forwards, then all backwards (Huang et al. 2019)."""
-    return _alternate(rank, m, m)
-
-
-def one_f_one_b(rank: int, p: int, m: int) -> Rows:
-    """Warm up with p - 1 - rank forwards, then one forward and one backward (Narayanan et al. 2019)."""
-    return _alternate(rank, p - 1 - rank, m)
-
-
-def eager_1f1b(rank: int, p: int, m: int) -> Rows:
-    """1F1B with about twice the warm-up, 2 (p - 1 - rank), which hides transfers (Zhuang et al. 2022)."""
-    return _alternate(rank, 2 * (p - 1 - rank), m)
-
-
-def zb_h1(rank: int, p: int, m: int) -> Rows:
-    """1F1B with a split backward and W's delayed by ``rank`` microbatches (Qi et al. 2023, section 2.2).
-
-    After p - rank forwards a step repeats: an I, then a W once ``rank`` others are waiting, then an F while
-    any is left. The remaining W's come last.
-    """
-    return _alternate_split(rank, p - 1 - rank, m)
-
-
-def interleaved_1f1b(rank: int, p: int, m: int, chunks: int, group: int | None = None) -> Rows:
-    """Chunks take turns in rounds of about p microbatches (Narayanan et al. 2021, section 2.2).
-
-    Rounds are as equal as m allows, so m need not be a multiple of p. With ``group``, every round has that
-    many microbatches, and the last one has the rest.
-    """
-    bounds = equal_rounds(p, m) if group is None else np.append(np.arange(0, m, group), m)
-    warm_up = (chunks - 1) * int(np.diff(bounds).max()) + 2 * (p - 1 - rank)
-    return _in_turns(_alternate(rank, warm_up, chunks * m), bounds, chunks, p)
-
-
-def interleaved_zb_h1(rank: int, p: int, m: int, chunks: int) -> Rows:
-    """ZB-H1 with chunks in turns as in :func:`interleaved_1f1b`: PyTorch's ``InterleavedZeroBubble``."""
-    bounds = equal_rounds(p, m)
-    warm_up = (chunks - 1) * int(np.diff(bounds).max()) + p - 1 - rank
-    return _in_turns(_alternate_split(rank, warm_up, chunks * m), bounds, chunks, p)
-
-
-def equal_rounds(p: int, m: int) -> NDArray[np.int64]:
-    """Bounds of rounds of at least p microbatches that are as equal as possible, and one round if m < p."""
-    rounds = max(1, m // p)
-    return np.arange(rounds + 1) * m // rounds
-
-
-def _in_turns(rows: Rows, bounds: NDArray[np.int64], chunks: int, p: int) -> Rows:
-    """A rank's list for one stage and all turns, as the list for its chunks; ``bounds`` are the rounds'."""
-    # The k-th forward: by round, then by chunk, then by microbatch.
-    round_of = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds) * chunks)
-    in_round = np.arange(chunks * int(bounds[-1])) - chunks * bounds[round_of]
-    chunk, later = np.divmod(in_round, np.diff(bounds)[round_of])
-    microbatch = bounds[round_of] + later
-    turn, is_forward = rows[:, 2], rows[:, 1] == F
-    rows[:, 0] += (np.where(is_forward, chunk[turn], chunks - 1 - chunk[turn]) * p).astype(np.int32)
-    rows[:, 2] = microbatch[turn]
-    return rows
-
-
-def _alternate_split(rank: int, warm_up: int, m: int) -> Rows:
-    """As :func:`_alternate` with split backwards: a W follows an I once ``rank`` others are waiting."""
-    j, ahead = np.arange(m), warm_up + 1
-    rows = np.empty((3 * m, 3), dtype=np.int32)
-    # The place of an action is the number of F's, I's and W's before it.
-    forward = j + np.maximum(j - ahead + 1, 0) + np.clip(j - ahead - rank + 1, 0, m)
-    inputs = np.minimum(ahead + j, m) + j + np.maximum(j - rank, 0)
-    weights = np.minimum(ahead + j + rank, m) + np.minimum(j + rank + 1, m) + j
-    for letter, places in ((F, forward), (I, inputs), (W, weights)):
-        rows[places, 1], rows[places, 2] = letter, j
-    rows[:, 0] = rank
-    return rows
-
-
-def _alternate(stage: int, warm_up: int, m: int) -> Rows:
-    """``warm_up`` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    k = np.arange(m)
-    rows = np.empty((2 * m, 3), dtype=np.int32)
-    # The place of an action is the number of F's and B's before it.
-    for letter, places in (
-        (F, k + np.maximum(k - warm_up, 0)),
-        (B, k + np.minimum(warm_up + k + 1, m)),
-    ):
-        rows[places, 1], rows[places, 2] = letter, k
-    rows[:, 0] = stage
-    return rows
-
+from zbv_solver.problem.problem import B, F, Problem
+from zbv_solver.timing.start_times import objective_of
 
 _SINGLE: dict[str, Callable[[int, int, int], Rows]] = {
     "gpipe": gpipe,
@@ -127,17 +49,20 @@ _SINGLE: dict[str, Callable[[int, int, int], Rows]] = {
     "eager-1f1b": eager_1f1b,
     "zb-h1": zb_h1,
 }
-_V: dict[str, Callable[[int, int], Sequence[Rows | torch_schedules.Actions]]] = {
-    "zb-v": lambda p, m: [torch_schedules.zbv(rank, p, m) for rank in range(p)],
+_V: dict[str, Callable[[int, int], Sequence[Rows | Actions]]] = {
+    "zb-v": lambda p, m: [zbv(rank, p, m) for rank in range(p)],
     "v-half": v_half,
     "v-min": v_min,
-    "dualpipe-v": lambda p, m: [torch_schedules.dualpipe_v(rank, p, m) for rank in range(p)],
+    "dualpipe-v": lambda p, m: [dualpipe_v(rank, p, m) for rank in range(p)],
 }
 """ZB-V and DualPipeV are those of PyTorch. An F and a B that PyTorch may overlap run one after the other."""
 INTERLEAVED = "interleaved-1f1b"
 BASELINES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", *_V)
 PRACTICE = "-practice"
 DYNAPIPE = "dynapipe"
+MANY = 20
+"""DynaPipe forms three clusters of more microbatches, otherwise four."""
+_ROUNDS = 32
 
 
 def baseline_names(problem: Problem) -> tuple[str, ...]:
@@ -169,15 +94,15 @@ def placements_of(name: str, problem: Problem) -> tuple[Placement, ...]:
     """
     method, p = name.removesuffix(PRACTICE), problem.pp_degree
     if method != INTERLEAVED:
-        found = [Placement.of("v" if method in _V else "single", p)]
+        placements = [Placement.of("v" if method in _V else "single", p)]
     elif problem.model is None:
-        found = [Placement.of("loop", p, problem.placement.chunks)]
+        placements = [Placement.of("loop", p, problem.placement.chunks)]
     else:
-        found = [Placement.of("loop", p, chunks) for chunks in AUTO_CHUNKS]
+        placements = [Placement.of("loop", p, chunks) for chunks in AUTO_CHUNKS]
     if problem.model is None:
-        return tuple(found)
+        return tuple(placements)
     layers = uncut(problem)
-    return tuple(placement for placement in found if layers.has_room(placement.n_stages))
+    return tuple(placement for placement in placements if layers.has_room(placement.n_stages))
 
 
 def order_of(name: str, placement: Placement, m: int) -> Orders:
@@ -211,9 +136,9 @@ def baseline(name: str, problem: Problem) -> tuple[Problem, Orders]:
         merged = merge_stages(problem)
         return merged, dynapipe(merged)
     (placement, *_) = placements_of(name, replace(problem, model=None))
-    own = merge_stages(problem) if placement.kind == "single" else _on(problem, placement)
+    placed = merge_stages(problem) if placement.kind == "single" else _on(problem, placement)
     orders = order_of(name, placement, problem.microbatches)
-    return own, orders.renamed(practice_order(problem)) if name.endswith(PRACTICE) else orders
+    return placed, orders.renamed(practice_order(problem)) if name.endswith(PRACTICE) else orders
 
 
 def require_baseline(name: str, problem: Problem) -> None:
@@ -259,8 +184,8 @@ def merge_stages(problem: Problem) -> Problem:
         costs=merged_costs(problem.costs),
         memory=Memory(**vars(merged_deltas(memory)), static=static, limit=memory.limit),
         features=tuple(
-            replace(each, costs=merged_costs(each.costs), memory=merged_deltas(each.memory))
-            for each in problem.features
+            replace(feature, costs=merged_costs(feature.costs), memory=merged_deltas(feature.memory))
+            for feature in problem.features
         ),
     )
 
@@ -268,3 +193,72 @@ def merge_stages(problem: Problem) -> Problem:
 def without_limit(problem: Problem) -> Problem:
     """The same problem with unlimited memory: baselines are shown even if they do not fit."""
     return replace(problem, memory=replace(problem.memory, limit=None))
+
+
+def dynapipe(problem: Problem) -> Orders:
+    """The shortest memory-aware cyclic schedule over orders of clusters; one stage per rank.
+
+    Microbatches of similar time form three or four clusters. Every order of the clusters is tried, and the
+    given order. The schedule keeps the memory limit unless a single microbatch exceeds it.
+    """
+    size = sizes(problem)
+    clusters = clustered(size, 3 if len(size) > MANY else 4)
+    entries = [np.concatenate(order) for order in permutations(clusters)]
+    made = [cyclic(problem, entry) for entry in (np.arange(len(size)), *entries)]
+    return min(made, key=partial(objective_of, problem))
+
+
+def cyclic(problem: Problem, entry: IntArray) -> Orders:
+    """The memory-aware cyclic schedule of microbatches that enter in the order ``entry``, (m,).
+
+    In a cycle each rank runs at most one backward and then at most one forward, in the order of entry; what a
+    rank finishes, its neighbour may run from the next cycle on. A forward waits while the rank's memory has
+    no room for it. The cycles only determine the order of the actions: nothing waits for the end of a cycle
+    when the order is run (section 5 of the paper).
+    """
+    arrays, p, m = problem.arrays, problem.pp_degree, len(entry)
+    room = arrays.limit * (1 + SEARCH_MEMORY) - arrays.static
+    held = np.cumsum(np.pad(arrays.delta[F][:, arrays.kind_of[entry]], ((0, 0), (1, 0))), axis=1)
+    rank = np.arange(p)
+    # The cycles of the F's and B's of every rank, one column per microbatch in the order of entry.
+    forward, backward = np.zeros((p, m + 1), np.int64), np.zeros((p, m + 1), np.int64)
+    gone = np.zeros(p, np.int64)  # backwards that a rank waits for, so that the next forward has room
+    for k in range(m):
+        while (short := (gone < k) & (held[rank, k + 1] - held[rank, gone] > room)).any():
+            gone += short
+        # The last column is still 0; it stands for the microbatch before the first one. A backward comes
+        # first in its cycle, so a forward may use its memory in the same one.
+        earliest = np.maximum(forward[:, k - 1] + 1, backward[rank, gone - 1])
+        forward[:, k] = np.maximum.accumulate(earliest - rank) + rank
+        earliest = np.maximum(backward[:, k - 1] + 1, forward[:, k] + 1)[::-1]
+        backward[:, k] = (np.maximum.accumulate(earliest - rank) + rank)[::-1]
+    return _orders(forward[:, :m], backward[:, :m], entry)
+
+
+def clustered(size: FloatArray, count: int) -> list[IntArray]:
+    """Indices of similar sizes together: at most ``count`` clusters, the smallest sizes first.
+
+    The means of Lloyd's algorithm, which start at evenly spread quantiles. Within a cluster the given order
+    remains.
+    """
+    means = np.unique(np.quantile(size, (np.arange(count) + 0.5) / count))
+    for _ in range(_ROUNDS):
+        nearest = np.abs(size[:, None] - means).argmin(axis=1)
+        moved = np.array([size[nearest == one].mean() for one in np.unique(nearest)])
+        if np.array_equal(moved, means):
+            break
+        means = moved
+    nearest = np.abs(size[:, None] - means).argmin(axis=1)
+    return [np.flatnonzero(nearest == one) for one in np.unique(nearest)]
+
+
+def _orders(forward: IntArray, backward: IntArray, entry: IntArray) -> Orders:
+    """The actions of every rank by cycle, the backward of a cycle first."""
+    ranks = []
+    for rank, (forwards, backwards) in enumerate(zip(forward, backward, strict=True)):
+        rows = np.empty((2 * len(entry), 3), np.int32)
+        rows[:, 0] = rank
+        rows[:, 1] = np.repeat((F, B), len(entry))
+        rows[:, 2] = np.tile(entry, 2)
+        ranks.append(rows[np.argsort(np.concatenate([2 * forwards + 1, 2 * backwards]))])
+    return Orders.of_rows(ranks)

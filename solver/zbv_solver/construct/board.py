@@ -19,42 +19,30 @@ from zbv_solver.problem.problem import F, I, Problem, W
 CLOCK, HELD, IDLE, FIRST = range(4)
 """Columns of ``Board.level``."""
 FRONT, BACK = range(2)
-"""Columns of ``Board.ends``."""
+"""Columns of ``Board.splits``."""
+NOTHING = -1
+"""No action."""
 
 
 class Board(NamedTuple):
-    """The actions placed so far; kernels write into these arrays.
-
-    Attributes
-    ----------
-    level
-        (p, 4): end of the last action, memory held, idle time since the first start, and the first start.
-    placed
-        (2S,): number of actions placed at every position of the chain.
-    end
-        (2S, m): their ends.
-    queue, ends
-        (p, chunks * m) int8 and (p, 2): chunks of the waiting W's, oldest first, and the FRONT and BACK
-        of this queue.
-    split, splits
-        (p, chunks, m) int32 and (p, chunks, 2): the microbatches that ran I, in order, and how many of them
-        ran W (FRONT) and I (BACK).
-    code, length
-        (p, 3 * chunks * m) int8 and (p,): the order so far.
-    halt
-        (1,) uint8: set from another thread to stop a kernel early.
-    """
+    """The actions placed so far; kernels write into these arrays."""
 
     level: FloatArray
+    """(p, 4): end of the last action, memory held, idle time since the first start, and the first start."""
     placed: IntArray
+    """(2S,): number of actions placed at every position of the chain."""
     end: FloatArray
-    queue: IntArray
-    ends: IntArray
+    """(2S, m): their ends."""
     split: IntArray
+    """(p, c, m) int32: the microbatches that ran I on a chunk, in order."""
     splits: IntArray
+    """(p, c, 2): how many of them ran W (FRONT) and I (BACK)."""
     code: IntArray
+    """(p, 3 * c * m) int8: the order so far."""
     length: IntArray
+    """(p,): number of actions in it."""
     halt: IntArray
+    """(1,) uint8: set from another thread to stop a kernel early."""
 
     @classmethod
     def of(cls, tables: Tables, halt: IntArray | None = None) -> Board:
@@ -64,8 +52,6 @@ class Board(NamedTuple):
             level=np.zeros((p, 4)),
             placed=np.zeros(positions, np.int64),
             end=np.zeros((positions, m)),
-            queue=np.zeros((p, chunks * m), np.int8),
-            ends=np.zeros((p, 2), np.int64),
             split=np.zeros((p, chunks, m), np.int32),
             splits=np.zeros((p, chunks, 2), np.int64),
             code=np.zeros((p, 3 * chunks * m), np.int8),
@@ -73,31 +59,47 @@ class Board(NamedTuple):
             halt=np.zeros(1, np.uint8) if halt is None else halt,
         )
 
-    def is_complete(self, tables: Tables) -> bool:
-        """Whether all actions are placed: every F and backward, and no W waits."""
-        no_weight_waits = np.array_equal(self.ends[:, FRONT], self.ends[:, BACK])
-        return bool(no_weight_waits and self.placed.min() == tables.microbatches)
-
     @property
     def makespan(self) -> float:
         """Last end minus first start."""
-        return float(self.level[:, CLOCK].max() - self.level[:, FIRST].min())
+        return value_of(self, False)
 
     @property
     def span(self) -> float:
         """Longest time from a rank's first start to its last end, at earliest start."""
-        return float((self.level[:, CLOCK] - self.level[:, FIRST]).max())
+        return value_of(self, True)
 
     def value(self, problem: Problem) -> float:
         """The problem's objective of the order, at earliest start."""
-        return self.span if problem.objective == "span" else self.makespan
+        return value_of(self, problem.objective == "span")
+
+
+@compiled_leaf
+def value_of(board: Board, is_span: bool) -> float:  # pragma: no cover - compiled
+    """The span, or the makespan, of a complete board."""
+    first, last, longest = np.inf, -np.inf, -np.inf
+    for rank in range(len(board.length)):
+        begin, end = board.level[rank, FIRST], board.level[rank, CLOCK]
+        first, last, longest = min(first, begin), max(last, end), max(longest, end - begin)
+    return longest if is_span else last - first
+
+
+@compiled_leaf
+def is_complete(tables: Tables, board: Board) -> bool:  # pragma: no cover - compiled
+    """Whether all actions are placed: every F and backward, and no W waits."""
+    for position in range(len(board.placed)):
+        if board.placed[position] < tables.microbatches:
+            return False
+    waiting = 0
+    for rank in range(len(board.length)):
+        waiting += oldest_weight(tables, board, rank) != NOTHING
+    return waiting == 0
 
 
 @compiled_leaf
 def clear(tables: Tables, board: Board) -> None:  # pragma: no cover - compiled
     """Remove everything from the board."""
     board.placed.fill(0)
-    board.ends.fill(0)
     board.splits.fill(0)
     board.length.fill(0)
     board.level.fill(0.0)
@@ -109,7 +111,7 @@ def clear(tables: Tables, board: Board) -> None:  # pragma: no cover - compiled
 def place(
     tables: Tables, board: Board, rank: int, action: int, ready: float
 ) -> None:  # pragma: no cover - compiled
-    """Place the next action of a code, no earlier than ``ready``; a W leaves the queue."""
+    """Place the next action of a code, no earlier than ``ready``."""
     level, at = board.level, board.length[rank]
     start = max(level[rank, CLOCK], ready)
     if at == 0:
@@ -126,7 +128,6 @@ def place(
     board.length[rank] = at + 1
     if letter == W:
         board.splits[rank, chunk, FRONT] += 1
-        _leave_queue(board, rank, chunk)
         return
     position = tables.position[rank, action]
     k = board.placed[position]
@@ -135,8 +136,19 @@ def place(
     if letter == I:
         board.split[rank, chunk, board.splits[rank, chunk, BACK]] = k
         board.splits[rank, chunk, BACK] += 1
-        board.queue[rank, board.ends[rank, BACK]] = chunk
-        board.ends[rank, BACK] += 1
+
+
+@compiled_inline
+def oldest_weight(tables: Tables, board: Board, rank: int) -> int:  # pragma: no cover - compiled
+    """The code of the waiting W whose I ended first; NOTHING if none waits."""
+    oldest, ended = NOTHING, np.inf
+    for chunk in range(board.splits.shape[1]):
+        front = board.splits[rank, chunk, FRONT]
+        if front < board.splits[rank, chunk, BACK]:
+            end = board.end[tables.position[rank, 4 * chunk + I], board.split[rank, chunk, front]]
+            if end < ended:
+                oldest, ended = 4 * chunk + W, end
+    return oldest
 
 
 @compiled_inline
@@ -166,23 +178,8 @@ def next_kind(tables: Tables, board: Board, rank: int, action: int) -> int:  # p
 
 
 @compiled_inline
-def _leave_queue(board: Board, rank: int, chunk: int) -> None:  # pragma: no cover - compiled
-    """Remove the oldest waiting W of a chunk from the queue."""
-    queue, at = board.queue[rank], board.ends[rank, FRONT]
-    # Constructors always take the oldest W of all chunks. An order that was made in another way may not, and
-    # then the older W's of other chunks wait on.
-    while queue[at] != chunk:
-        at += 1
-    while at > board.ends[rank, FRONT]:
-        queue[at] = queue[at - 1]
-        at -= 1
-    board.ends[rank, FRONT] += 1
-
-
-@compiled_inline
-def arrival(tables: Tables, board: Board, rank: int, action: int) -> float:  # pragma: no cover - compiled
-    """When the input of the next F or backward of a code arrives; inf while unknown or none is left."""
-    position = tables.position[rank, action]
+def arrival(tables: Tables, board: Board, position: int) -> float:  # pragma: no cover - compiled
+    """When the input of the next action at a position arrives; inf while unknown or none is left."""
     # The next action at a position is microbatch k = placed, as microbatches ascend. Its input is known once
     # the previous position has placed more than k.
     k = board.placed[position]
@@ -201,21 +198,19 @@ def admits_forward(
 
     A microbatch releases its forwards' memory only after its last forward. So a forward is admitted if the
     forwards that follow it on this rank fit too, or if an older microbatch has finished all of its forwards
-    here: that one can run its backwards and will release as much. Where microbatches differ,
-    :func:`stays_safe` must hold, too.
+    here: that one can run its backwards and will release as much. It may make room for one more microbatch
+    but not for two, so then, and where microbatches differ, :func:`stays_safe` must hold, too.
     """
-    position, delta, limit = tables.position, tables.delta, tables.limit[rank]
-    chunks, held = position.shape[1] // 4, board.level[rank, HELD]
+    held, limit = board.level[rank, HELD], tables.limit[rank]
     kind = next_kind(tables, board, rank, 4 * chunk + F)
-    following = 0.0
-    for later in range(chunk, chunks):
-        following += delta[rank, 4 * later + F, kind]
-    if held + following > limit:
-        fits = held + delta[rank, 4 * chunk + F, kind] <= limit
-        innermost, backward = position[rank, 4 * (chunks - 1) + F], position[rank, I]
-        if not (fits and board.placed[innermost] > board.placed[backward]):
+    is_risky = tables.duration.shape[2] > 1
+    if held + tables.needs[rank, chunk, kind] > limit:
+        fits = held + tables.delta[rank, 4 * chunk + F, kind] <= limit
+        innermost = tables.position[rank, tables.position.shape[1] - 4 + F]
+        if not fits or board.placed[innermost] <= board.placed[tables.position[rank, I]]:
             return False
-    return tables.duration.shape[2] == 1 or stays_safe(tables, board, rank, chunk)
+        is_risky = True
+    return not is_risky or stays_safe(tables, board, rank, chunk)
 
 
 @compiled_leaf
@@ -234,9 +229,9 @@ def stays_safe(tables: Tables, board: Board, rank: int, chunk: int) -> bool:  # 
     youngest = max(placed[position[rank, F]] - 1, admitted)
     for k in range(youngest, placed[position[rank, 4 * (chunks - 1) + F]] - 1, -1):
         missing, kind = 0.0, tables.kind[k]
-        for each in range(chunks):
-            amount = tables.delta[rank, 4 * each + F, kind]
-            if k < placed[position[rank, 4 * each + F]] or (each == chunk and k == admitted):
+        for other in range(chunks):
+            amount = tables.delta[rank, 4 * other + F, kind]
+            if k < placed[position[rank, 4 * other + F]] or (other == chunk and k == admitted):
                 held += amount
             else:
                 missing += amount
@@ -260,8 +255,9 @@ def replay(
             while board.length[rank] < until[rank]:
                 action = codes[rank, board.length[rank]] + ZERO  # int64, as for all other callers
                 ready = board.level[rank, CLOCK]
-                if tables.position[rank, action] >= 0:
-                    ready = arrival(tables, board, rank, action)
+                position = tables.position[rank, action]
+                if position >= 0:
+                    ready = arrival(tables, board, position)
                     if ready == np.inf:
                         break
                 place(tables, board, rank, action, ready)

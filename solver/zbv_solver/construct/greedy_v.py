@@ -3,7 +3,7 @@
 W's are held back and fill idle time, or run when memory must be released. Method: Qi et al., "Pipeline
 Parallelism with Controllable Memory" (2024), section 3, and the ZB-VPP design notes for ``try_v_schedule``
 and ``get_v_schedule``. The published searches take average costs; here costs and memory are per stage, and
-limits per rank. The greedy may fail under tight limits, where :mod:`.list_scheduling` takes over.
+limits per rank. The greedy may fail under tight limits, where :mod:`.dispatch` takes over.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import (
-    BACK,
     CLOCK,
-    FRONT,
     HELD,
     IDLE,
+    NOTHING,
     Board,
     admits_forward,
     arrival,
     clear,
+    is_complete,
     next_kind,
+    oldest_weight,
     place,
 )
-from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes
-from zbv_solver.construct.tables import Tables, fuse_options, make_tables
+from zbv_solver.construct.rules import PEAKS, mountain
+from zbv_solver.construct.tables import Tables, fuse_options, make_tables, sizes
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
-from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.problem.problem import B, F, I, Problem
 
 MAX_RERUNS = 8
 GREEDY_COST = 4
@@ -45,28 +46,20 @@ OUTER, INNER = ZERO, ZERO + 1
 
 
 class GreedyParameters(NamedTuple):
-    """The parameters of one pass of the greedy.
-
-    Attributes
-    ----------
-    fill_forward, fill_backward
-        Whether a W longer than the idle time before an F, or before a backward of chunk 1, may run in it.
-    surplus
-        (p,) idle time that costs nothing on a rank, because other ranks have more work.
-    allowance
-        (p,) further idle time allowed, such as the bubbles of the previous pass.
-    warm_up_limit
-        (p,) memory that the forwards of the warm-up may use.
-    entry
-        (m,) the microbatch that enters as the k-th.
-    """
+    """The parameters of one pass of the greedy."""
 
     fill_forward: bool
+    """Whether a W longer than the idle time before an F may run in it."""
     fill_backward: bool
+    """The same before a backward of chunk 1."""
     surplus: FloatArray
+    """(p,): idle time that costs nothing on a rank, because other ranks have more work."""
     allowance: FloatArray
+    """(p,): further idle time allowed, such as the bubbles of the previous pass."""
     warm_up_limit: FloatArray
+    """(p,): memory that the forwards of the warm-up may use."""
     entry: IntArray
+    """(m,): the microbatch that enters as the k-th."""
 
 
 class GreedyV:
@@ -114,7 +107,7 @@ class GreedyV:
         if not self.problem.is_equal:
             tables.enter(parameters.entry, self.problem.arrays.kind_of)
         _lay(tables, board, parameters)
-        return board.is_complete(tables)
+        return is_complete(tables, board)
 
     def attempt(self, method: str) -> Attempt:
         """The complete board as an order, timed with the true costs."""
@@ -155,7 +148,7 @@ def _with_reruns(greedy: GreedyV, parameters: GreedyParameters) -> Iterator[Gree
 @compiled
 def _lay(tables: Tables, board: Board, parameters: GreedyParameters) -> None:  # pragma: no cover - compiled
     """One pass: the warm-up, rounds of one backward and one forward per rank, and the remaining W's."""
-    p, ends, idle = len(tables.position), board.ends, board.level[:, IDLE]
+    p, idle = len(tables.position), board.level[:, IDLE]
     clear(tables, board)
     _warm_up(tables, board, parameters.warm_up_limit)
     wanted = np.empty(p, np.int64)
@@ -192,8 +185,8 @@ def _lay(tables: Tables, board: Board, parameters: GreedyParameters) -> None:  #
                 touched[rank] = touched[rank + 1] = touched[rank + 2] = rounds
             worst = max(worst, idle[rank] - parameters.surplus[rank])
     for rank in range(p):
-        while ends[rank, FRONT] < ends[rank, BACK]:
-            _place_weight(tables, board, rank)
+        while _place_weight(tables, board, rank):
+            pass
 
 
 @compiled_leaf
@@ -204,7 +197,7 @@ def _warm_up(tables: Tables, board: Board, warm_up_limit: FloatArray) -> None:  
     for rank in range(p):
         _try_forward(tables, board, rank, OUTER)
     for rank in range(p - 1, -1, -1):
-        ready = arrival(tables, board, rank, 4 + F)
+        ready = arrival(tables, board, tables.position[rank, 4 + F])
         # A rank that waits for its first F of chunk 1 takes more F's of chunk 0, with all earlier ranks,
         # while such an F, started now, ends before that input arrives.
         progress = True
@@ -259,7 +252,7 @@ def _has_reserve(
 @compiled_leaf
 def _try_forward(tables: Tables, board: Board, rank: int, chunk: int) -> bool:  # pragma: no cover - compiled
     """Place the next F of a chunk if its input has a known arrival and memory admits it."""
-    ready = arrival(tables, board, rank, 4 * chunk + F)
+    ready = arrival(tables, board, tables.position[rank, 4 * chunk + F])
     if ready == np.inf or not admits_forward(tables, board, rank, chunk):
         return False
     place(tables, board, rank, 4 * chunk + F, ready)
@@ -287,18 +280,21 @@ def _backward_chunk(tables: Tables, board: Board, rank: int) -> int:  # pragma: 
 def _forward_action(tables: Tables, board: Board, rank: int) -> int:  # pragma: no cover - compiled
     """The code of this round's forward on a rank, or -1: the second chunk as soon as its input is there."""
     down, up = board.placed[tables.position[rank, F]], board.placed[tables.position[rank, 4 + F]]
-    if up < down and arrival(tables, board, rank, 4 + F) < np.inf:
+    if up < down and arrival(tables, board, tables.position[rank, 4 + F]) < np.inf:
         return 4 + F
-    if arrival(tables, board, rank, OUTER + F) < np.inf:
+    if arrival(tables, board, tables.position[rank, OUTER + F]) < np.inf:
         return F
     return -1
 
 
 @compiled_leaf
-def _place_weight(tables: Tables, board: Board, rank: int) -> None:  # pragma: no cover - compiled
-    """Place the oldest waiting W of a rank."""
-    weight = 4 * board.queue[rank, board.ends[rank, FRONT]] + W
+def _place_weight(tables: Tables, board: Board, rank: int) -> bool:  # pragma: no cover - compiled
+    """Place the oldest waiting W of a rank; False if none waits."""
+    weight = oldest_weight(tables, board, rank)
+    if weight == NOTHING:
+        return False
     place(tables, board, rank, weight, board.level[rank, CLOCK])
+    return True
 
 
 @compiled_leaf
@@ -306,36 +302,35 @@ def _fill_and_place(
     tables: Tables, board: Board, rank: int, action: int, slack: float, fill: bool
 ) -> bool:  # pragma: no cover - compiled
     """Fill the hole before an F or I with W's, free memory with more W's, then place it if possible."""
-    ready = arrival(tables, board, rank, action)
+    ready = arrival(tables, board, tables.position[rank, action])
     if ready == np.inf:
         return False
     chunk, limit = action >> 2, tables.limit[rank]
-    level, ends = board.level, board.ends
+    level, weight = board.level, oldest_weight(tables, board, rank)
     # W's that end before the input arrives cost nothing. After them, one W may end later, if the hole that
     # remains is larger than the slack.
-    while ends[rank, FRONT] < ends[rank, BACK]:
-        weight = 4 * board.queue[rank, ends[rank, FRONT]] + W
+    while weight != NOTHING:
         takes = tables.duration[rank, weight, next_kind(tables, board, rank, weight)]
         fits = level[rank, CLOCK] + takes <= ready
         overfills = fill and ready - level[rank, CLOCK] > slack
         if not fits and not overfills:
             break
-        _place_weight(tables, board, rank)
+        place(tables, board, rank, weight, level[rank, CLOCK])
         if not fits:
             break
+        weight = oldest_weight(tables, board, rank)
     if action & 3 == F:
         while not admits_forward(tables, board, rank, chunk):
-            if ends[rank, FRONT] == ends[rank, BACK]:
+            if not _place_weight(tables, board, rank):
                 return False
-            _place_weight(tables, board, rank)
     elif tables.fuse[rank, chunk]:
         action = 4 * chunk + B
     else:
         # Release memory with W's first. If it still does not suffice, fuse: a B releases at once what its W
         # would.
         grows = max(0.0, tables.delta[rank, action, next_kind(tables, board, rank, action)])
-        while level[rank, HELD] + grows > limit and ends[rank, FRONT] < ends[rank, BACK]:
-            _place_weight(tables, board, rank)
+        while level[rank, HELD] + grows > limit and _place_weight(tables, board, rank):
+            pass
         if level[rank, HELD] + grows > limit:
             action = 4 * chunk + B
     place(tables, board, rank, action, ready)

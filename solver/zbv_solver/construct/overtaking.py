@@ -4,7 +4,7 @@ Elsewhere in this folder, all stages run the microbatches in one order of entry.
 of one microbatch through the pipeline takes longer than the work of any rank: all others then run before or
 after it, although they could run while it computes on another rank or while its tensors are on their way.
 Here the large microbatches have fixed orders on every rank, and a latest start for each of their actions. The
-rank that can start an action first does so, as in :mod:`.list_scheduling`: an action of a large microbatch as
+rank that can start an action first does so, as in :mod:`.dispatch`: an action of a large microbatch as
 soon as its input is there, and one of a small microbatch if the next large one can still start in time.
 """
 

@@ -1,4 +1,4 @@
-"""Priority rules for list scheduling: which action goes first, and how many microbatches are in flight."""
+"""Rules for list scheduling: which action goes first, and when and in which order microbatches enter."""
 
 from __future__ import annotations
 
@@ -9,47 +9,55 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.construct.entry_orders import PEAKS, mountain, sizes
+from zbv_solver.construct.tables import memory_for_activations, sizes
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import F, I, Problem
 
+PEAKS = (0.5, 0.65, 0.8, 1.0)
+"""Places of the largest microbatch in an order of entry, as shares of the way, that are tried first."""
 PHASES = 3
 """Phases of a rank: before its first backward, until its last F of the first chunk, and after that."""
 
 
 class Rule(NamedTuple):
-    """A priority rule; smaller priorities go first.
+    """The parameters of an order that list scheduling dispatches; c chunks per rank.
 
-    Attributes
-    ----------
-    priority
-        (p, PHASES, 3 * chunks) float64, by chunk: forwards while the chunk has fewer than ``target``
-        microbatches in flight, forwards otherwise, and backwards.
-    target
-        (p, chunks) int64: microbatches in flight (F done, backward not) that a chunk should keep.
-    cap
-        (p, PHASES - 1) int64: most microbatches in flight on the first chunk, in the first two phases.
-    patience
-        (p, PHASES) float64: a W may start if it delays the next known arrival by at most this share of its
-        duration.
-    room
-        (p,) float64: most memory that a rank may hold after an F of the first chunk, where microbatches
-        differ, unless none is in flight there.
-    entry
-        (m,) the microbatch that enters as the k-th.
-    defer
-        (p,) float64, above 1: an action that would delay a known one, of a microbatch that is this many times
-        as large, does not start before it. With inf, the earliest start always wins.
+    A priority rule starts actions as early as it can. An *injection* says when each microbatch enters, and
+    delays actions: where memory is tight, most of a good order follows from the times of entry, and a rank
+    may idle for an action that will be ready soon instead of starting another one at once.
     """
 
     priority: FloatArray
+    """(p, PHASES, 3 * c), smaller ones go first, by chunk: forwards while the chunk has fewer than ``target``
+    microbatches in flight, forwards otherwise, and backwards."""
     target: IntArray
+    """(p, c) int64: microbatches in flight (F done, backward not) that a chunk should keep."""
     cap: IntArray
+    """(p, PHASES - 1) int64: most microbatches in flight on the first chunk, in the first two phases."""
     patience: FloatArray
+    """(p, PHASES): without injection times, a W may start if it delays the next known arrival by at most this
+    share of its duration."""
     room: FloatArray
+    """(p,): most memory that a rank may hold after an F of the first chunk, where microbatches differ, unless
+    none is in flight there."""
     entry: IntArray
+    """(m,): the microbatch that enters as the k-th."""
     defer: FloatArray
+    """(p,), above 1: an action that would delay a known one, of a microbatch that is this many times as
+    large, does not start before it. With inf, the earliest start always wins."""
+    time: FloatArray
+    """(m,): the earliest start of the k-th microbatch on the first stage, ascending; (0,) for a priority
+    rule. With times, a W competes with the other actions by its delay; without, it fills idle time."""
+    delay: FloatArray
+    """(p, 3 * c) by letter (F, backward, W), then by chunk: a rank runs the action with the smallest sum of
+    its earliest start and its delay. Where microbatches differ, (p, 3 * c + 1): the last column is the delay
+    of an F or backward per relative size of its microbatch, negative if large ones go first."""
+
+    @property
+    def is_injection(self) -> bool:
+        """Whether microbatches enter at given times."""
+        return len(self.time) > 0
 
 
 PREFERENCES = {
@@ -61,7 +69,7 @@ PREFERENCES = {
 
 
 class EntryRule(NamedTuple):
-    """A rule for microbatches that differ: ``cap`` and ``room`` are shares of what memory allows."""
+    """A priority rule for microbatches that differ: ``cap`` and ``room`` are shares of what memory allows."""
 
     preference: str
     patience: float
@@ -100,17 +108,15 @@ def portfolio(problem: Problem, shares: tuple[float, ...]) -> Iterator[tuple[str
             rule = simple_rule(problem, name, share, patience)
             yield f"{name},cap={share:g},patience={patience:g}", rule
         return
-    for each in ENTRY_RULES:
-        numbers = f"cap={each.cap:g},room={each.room:g},peak={each.peak:g},defer={each.defer:g}"
-        yield f"{each.preference},{numbers}", entry_rule(problem, each)
+    for choice in ENTRY_RULES:
+        numbers = f"cap={choice.cap:g},room={choice.room:g},peak={choice.peak:g},defer={choice.defer:g}"
+        yield f"{choice.preference},{numbers}", entry_rule(problem, choice)
 
 
 def entry_rule(problem: Problem, rule: EntryRule) -> Rule:
     """The parameters of a rule for microbatches that differ."""
-    arrays = problem.arrays
-    space = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
     return simple_rule(problem, rule.preference, rule.cap, rule.patience)._replace(
-        room=arrays.static + rule.room * space,
+        room=problem.arrays.static + rule.room * memory_for_activations(problem),
         entry=mountain(sizes(problem), rule.peak),
         defer=np.full(problem.pp_degree, rule.defer),
     )
@@ -150,6 +156,30 @@ def simple_rule(
         room=np.full(p, np.inf),
         entry=mountain(sizes(problem), PEAKS[0]),
         defer=np.full(p, np.inf),
+        time=np.empty(0),
+        delay=no_delay(problem),
+    )
+
+
+def no_delay(problem: Problem) -> FloatArray:
+    """Zeros in the shape of :attr:`Rule.delay`."""
+    of_size = 0 if problem.is_equal else 1
+    return np.zeros((problem.pp_degree, 3 * problem.placement.chunks + of_size))
+
+
+def injection(problem: Problem, entry: IntArray, time: FloatArray, delay: FloatArray) -> Rule:
+    """A rule that injects microbatches in the order ``entry`` at ``time``, both (m,), with delays."""
+    p, chunks = problem.pp_degree, problem.placement.chunks
+    return Rule(
+        priority=np.zeros((p, PHASES, 3 * chunks)),
+        target=np.zeros((p, chunks), np.int64),
+        cap=np.full((p, PHASES - 1), problem.microbatches),
+        patience=np.zeros((p, PHASES)),
+        room=np.full(p, np.inf),
+        entry=entry,
+        defer=np.full(p, np.inf),
+        time=time,
+        delay=delay,
     )
 
 
@@ -159,10 +189,61 @@ def in_flight_caps(problem: Problem) -> NDArray[np.int64]:
     arrays = problem.arrays
     average = arrays.delta[F] @ (arrays.count / problem.microbatches)
     held = average[stages].sum(axis=1)
-    room = np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
+    room = memory_for_activations(problem)
     allowed = np.divide(room, held, out=np.full_like(room, np.inf), where=held > 0)
     most = min(2 * problem.pp_degree, problem.microbatches)
     # Rounding may put a quotient just above an integer; it then is that integer.
     rounded_up = np.ceil(np.minimum(allowed, most) * (1 - MEMORY_TOLERANCE))
     caps: NDArray[np.int64] = np.clip(rounded_up, 1, most).astype(np.int64)
     return caps
+
+
+def mountain(size: FloatArray, peak: float) -> IntArray:
+    """Small microbatches at both ends, the largest one at a share ``peak`` of the way, (m,).
+
+    Small ones at both ends make the ramps short, and large ones in between need the most memory where the
+    pipeline is full anyway. Where the largest one is best depends on the problem.
+
+    Microbatches of equal size keep their order. If all are equal, the order is ascending.
+    """
+    m = len(size)
+    left = round(peak * (m - 1))
+    before, after = left, m - 1 - left
+    first, last = 0, m - 1
+    order = np.empty(m, np.int64)
+    ascending = np.argsort(size, kind="stable")
+    if m == 0 or size[ascending[0]] == size[ascending[-1]]:
+        return np.arange(m)
+    for microbatch in ascending:
+        # From the outside in, in proportion to the places that each side has left.
+        if last <= left or (first < left and (left - first) * after >= (last - left) * before):
+            order[first] = microbatch
+            first += 1
+        else:
+            order[last] = microbatch
+            last -= 1
+    return order
+
+
+def practice_order(problem: Problem) -> IntArray:
+    """The order used in practice, (m,): sorted by work, the small ones at both ends."""
+    return mountain(sizes(problem), PEAKS[0])
+
+
+def changed(entry: IntArray, random: np.random.Generator, begin: int = 0) -> IntArray:
+    """A copy with one change from the place ``begin`` on: two swapped, one moved, or a stretch reversed."""
+    m, other_entry = len(entry), entry.copy()
+    if m - begin < 2:
+        return other_entry
+    one, other = sorted((begin + random.choice(m - begin, 2, replace=False)).tolist())
+    kind = random.random()
+    if kind < 0.4:
+        other_entry[one], other_entry[other] = entry[other], entry[one]
+    elif kind < 0.6:
+        other_entry[one : other + 1] = np.roll(entry[one : other + 1], 1)
+    elif kind < 0.8:
+        other_entry[one : other + 1] = np.roll(entry[one : other + 1], -1)
+    else:
+        other = min(other, one + 1 + int(random.integers(4)))
+        other_entry[one : other + 1] = entry[one : other + 1][::-1]
+    return other_entry

@@ -20,48 +20,43 @@ from zbv_solver.bounds.directions import is_cheaper_fused
 from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.problem.numeric import SEARCH_MEMORY
-from zbv_solver.problem.problem import B, F, I, Problem
+from zbv_solver.problem.problem import B, F, I, Problem, W
 
 NO_POSITION = -1
 """Position of a W."""
 
 
 class Tables(NamedTuple):
-    """The numbers of a problem that compiled kernels read.
-
-    Attributes
-    ----------
-    position
-        (p, 4 * chunks) int64: the position of a code in the chain, ``NO_POSITION`` for W.
-    duration, delta
-        (p, 4 * chunks, K) float64: time, and change of the rank's memory, by kind of microbatch.
-    latency
-        (2S, K) float64: transfer time from position q-1 to q.
-    entry, kind
-        (m,) int64: the microbatch that enters as the k-th, and its kind. :meth:`enter` changes them.
-    host
-        (2S,) int64: the rank of a position.
-    static, limit
-        (p,) float64. The limit includes the tolerance for rounding.
-    fuse
-        (p, chunks) bool: chunks whose backward is always the fused B.
-    is_ample
-        (p,) bool: the rank has memory for the forwards of all microbatches at once.
-    microbatches
-        Their number m.
-    """
+    """The numbers of a problem that kernels read; p ranks, c chunks per rank, K kinds of microbatches."""
 
     position: IntArray
+    """(p, 4 * c) int64: the position of a code in the chain, ``NO_POSITION`` for W."""
     duration: FloatArray
+    """(p, 4 * c, K) by kind of microbatch."""
     delta: FloatArray
+    """(p, 4 * c, K): change of the rank's memory."""
+    needs: FloatArray
+    """(p, c, K): memory of an F on the chunk and on every later one."""
     latency: FloatArray
+    """(2S, K): transfer time from position q-1 to q."""
+    size: FloatArray
+    """(K,): work of a microbatch over all stages."""
+    pace: FloatArray
+    """(K,): largest load of a microbatch on a rank, relative to the mean of all microbatches."""
     entry: IntArray
+    """(m,) int64: the microbatch that enters as the k-th. :meth:`enter` changes it."""
     kind: IntArray
+    """(m,) int64: the kind of that microbatch."""
     host: IntArray
+    """(2S,) int64: the rank of a position."""
     static: FloatArray
+    """(p,): memory that a rank always holds."""
     limit: FloatArray
+    """(p,): its limit, with the tolerance for rounding."""
     fuse: BoolArray
+    """(p, c): chunks whose backward is always the fused B."""
     is_ample: BoolArray
+    """(p,): the rank has memory for the forwards of all microbatches at once."""
     microbatches: int
 
     @property
@@ -76,19 +71,11 @@ class Tables(NamedTuple):
 
     def loads(self, least: bool = False) -> FloatArray:
         """Busy time of every rank (p,): the marked chunks fused, or every chunk as is cheaper (``least``)."""
-        count = np.bincount(self.kind, minlength=self.kinds)
-        by_letter = self.duration.reshape(self.pp_degree, self.chunks, 4, self.kinds)
-        forward, inputs, weights, fused = np.moveaxis(by_letter, 2, 0)
+        forward, inputs, weights, fused = _by_letter(self.duration)
         split = inputs + weights
         backward = np.minimum(fused, split) if least else np.where(self.fuse[:, :, None], fused, split)
+        count = np.bincount(self.kind, minlength=self.kinds)
         loads: FloatArray = (forward + backward).sum(axis=1) @ count
-        return loads
-
-    def loads_by_kind(self) -> FloatArray:
-        """Least time that one microbatch of every kind takes on every rank, (p, K)."""
-        by_letter = self.duration.reshape(self.pp_degree, self.chunks, 4, self.kinds)
-        forward, inputs, weights, fused = np.moveaxis(by_letter, 2, 0)
-        loads: FloatArray = (forward + np.minimum(fused, inputs + weights)).sum(axis=1)
         return loads
 
     @property
@@ -129,13 +116,21 @@ def make_tables(problem: Problem, fuse: BoolArray | None = None, entry: IntArray
     fused = np.zeros(n, dtype=np.bool_) if fuse is None else fuse
     entered = np.arange(problem.microbatches) if entry is None else entry.astype(np.int64)
     none = np.zeros((1, arrays.kinds))
+    duration, delta = _by_code(arrays.duration, stages), _by_code(arrays.delta, stages)
+    needs = np.zeros((p, chunks, arrays.kinds))
+    for chunk in range(chunks):
+        for later in range(chunk, chunks):
+            needs[:, chunk] += delta[:, 4 * later + F]
     return Tables(
         position=position.reshape(p, 4 * chunks),
-        duration=_by_code(arrays.duration, stages),
-        delta=_by_code(arrays.delta, stages),
+        duration=duration,
+        delta=delta,
+        needs=needs,
         # Position 0 has no input. Position S, the backward of the last stage, follows the F of the same
         # stage, so no transfer precedes it. Backwards use the forward latencies in reverse.
         latency=np.concatenate([none, arrays.latency, none, arrays.latency[::-1]]),
+        size=sizes_of_kinds(problem),
+        pace=_paces(duration, arrays.count),
         entry=entered,
         kind=arrays.kind_of[entered].astype(np.int64),
         host=np.concatenate([arrays.rank_of, arrays.rank_of[::-1]]).astype(np.int64),
@@ -145,6 +140,30 @@ def make_tables(problem: Problem, fuse: BoolArray | None = None, entry: IntArray
         is_ample=arrays.static + arrays.delta[F, stages].sum(axis=1) @ arrays.count <= arrays.limit,
         microbatches=problem.microbatches,
     )
+
+
+def sizes(problem: Problem) -> FloatArray:
+    """The work of every microbatch over all stages, (m,)."""
+    of_microbatch: FloatArray = sizes_of_kinds(problem)[problem.arrays.kind_of]
+    return of_microbatch
+
+
+def sizes_of_kinds(problem: Problem) -> FloatArray:
+    """The work of a microbatch of every kind over all stages, (K,)."""
+    duration = problem.arrays.duration
+    work: FloatArray = (duration[F] + np.minimum(duration[B], duration[I] + duration[W])).sum(axis=0)
+    return work
+
+
+def mean_duration(problem: Problem) -> float:
+    """The mean duration of F, I and W over all stages and kinds of microbatches: a unit for times."""
+    return float(problem.arrays.duration[:3].mean())
+
+
+def memory_for_activations(problem: Problem) -> FloatArray:
+    """What the limit leaves beside the static memory of every rank, (p,)."""
+    arrays = problem.arrays
+    return np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
 
 
 def fuse_options(problem: Problem) -> list[tuple[str, BoolArray]]:
@@ -160,6 +179,19 @@ def fuse_options(problem: Problem) -> list[tuple[str, BoolArray]]:
     first = none.copy()
     first[0] = cheaper[0]
     return [("none", none), ("first", first), ("all", cheaper)]
+
+
+def _paces(duration: FloatArray, count: IntArray) -> FloatArray:
+    forward, inputs, weights, fused = _by_letter(duration)
+    loads: FloatArray = (forward + np.minimum(fused, inputs + weights)).sum(axis=1).max(axis=0)
+    mean = float(loads @ count) / int(count.sum())
+    return loads / mean if mean > 0 else np.ones_like(loads)
+
+
+def _by_letter(duration: FloatArray) -> FloatArray:
+    """(p, 4 * c, K) by code to (4, p, c, K) by letter."""
+    p, codes, kinds = duration.shape
+    return np.moveaxis(duration.reshape(p, codes // 4, 4, kinds), 2, 0)
 
 
 def _by_code(values: FloatArray, stages: IntArray) -> FloatArray:

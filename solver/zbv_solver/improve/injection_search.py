@@ -9,7 +9,7 @@ between its real cost and the average; the orders that it finds are timed with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice, product
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt, from_orders
-from zbv_solver.construct.board import CLOCK, FIRST, Board
-from zbv_solver.construct.injection import Injection, InjectionScheduler, inject
-from zbv_solver.construct.injection_state import Choices, Marks, accept
-from zbv_solver.construct.tables import Tables, fuse_options, swap
+from zbv_solver.construct.board import Board, clear, value_of
+from zbv_solver.construct.dispatch import Candidates, ListScheduler, dispatch
+from zbv_solver.construct.rules import PEAKS, Rule, injection, mountain, no_delay
+from zbv_solver.construct.tables import Tables, fuse_options, mean_duration, sizes, swap
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
@@ -56,35 +56,24 @@ ADJACENT, FAR = 0.6, 0.3
 """Probability that a change of a delay concerns adjacent ranks only, and that these may be many."""
 LONGEST_RHYTHM = 6
 """Most microbatches of a rhythm that a move repeats."""
-MARKS = 64
-"""Most microbatches before whose entry an evaluation can begin."""
 WARMEST = 0.3
 """First temperature of a run, as a share of the mean duration; it falls with the square of the rest."""
 
 
 class Best(NamedTuple):
-    """The parameters of a run; kernels write into it.
-
-    Attributes
-    ----------
-    gap, delay
-        (m,) and (p, 3 * c): the current ones; ``gap`` is the distance from the previous entry, in the unit of
-        time times ``pace`` of the microbatch that entered.
-    pace
-        (K,) by kind of microbatch: 1 on average, and proportional to its load.
-    best_gap, best_delay, best_entry
-        Those with the smallest objective; ``best_entry`` (m,) is the order of entry.
-    value
-        (2,): the objective of the current and of the best ones.
-    """
+    """The parameters of a run; kernels write into it. A gap is the distance from the previous entry."""
 
     gap: FloatArray
+    """(m,): the current gaps, in the unit of time times ``Tables.pace`` of the microbatch that entered."""
     delay: FloatArray
-    pace: FloatArray
+    """The current delays, see ``Rule.delay``."""
     best_gap: FloatArray
+    """(m,): those with the smallest objective."""
     best_delay: FloatArray
     best_entry: IntArray
+    """(m,): their order of entry."""
     value: FloatArray
+    """(2,): the objective of the current and of the best ones."""
 
 
 class Slice(NamedTuple):
@@ -112,7 +101,7 @@ def injection_search(
     """
     evaluations = placements // problem.max_actions
     fuses = fuse_options(problem)
-    unit = _mean_duration(problem)
+    unit = mean_duration(problem)
     if placements < 1 or unit <= 0.0:
         return
     # Several short runs would only repeat their even injections.
@@ -127,14 +116,14 @@ def injection_search(
         for part in range(SLICES):
             annealing.advance(part)
             yield None
-        found = annealing.scheduler.attempt(annealing.best, method)
-        if found is None:
+        attempt = annealing.scheduler.attempt(annealing.best, method)
+        if attempt is None:
             yield None
             continue
         # The costs were smoothed, so the order is timed again, and adapted a little to the real costs.
         polished = anneal(
             problem,
-            found.orders,
+            attempt.orders,
             moves=min(POLISH, evaluations),
             temperature=COOL * unit,
             seed=seed_of_run,
@@ -153,32 +142,25 @@ def smoothed(problem: Problem, share: float) -> Problem:
     return problem.with_arrays(replace(problem.arrays, duration=mixed))
 
 
-def _mean_duration(problem: Problem) -> float:
-    """Of F, I and W over all stages."""
-    return float(problem.arrays.duration[:3].mean())
-
-
 class _InjectionRun:
     """One annealing of injections, from the best even one."""
 
     def __init__(
         self, problem: Problem, fuse: BoolArray | None, halt: IntArray | None, evaluations: int, seed: int
     ):
-        self.scheduler = InjectionScheduler(problem, fuse, halt, MARKS)
+        self.problem, self.scheduler = problem, ListScheduler(problem, fuse, halt)
         self.fuse, self.halt, self.evaluations, self.seed = fuse, halt, evaluations, seed
-        self.unit = _mean_duration(problem)
-        tables, self.pace = self.scheduler.tables, self.scheduler.choices.pace
+        self.unit = mean_duration(problem)
+        self.entry = mountain(sizes(problem), PEAKS[0])
         gap, delay = self._first()
-        self.state = Best(
-            gap, delay, self.pace, gap.copy(), delay.copy(), tables.entry.copy(), np.full(2, np.inf)
-        )
+        self.state = Best(gap, delay, gap.copy(), delay.copy(), self.entry.copy(), np.full(2, np.inf))
+        self.trial = self._rule(self.problem, gap.copy(), delay.copy())
 
     @property
-    def best(self) -> Injection:
-        """The best injection so far; its order of entry is that of the scheduler."""
-        state, tables = self.state, self.scheduler.tables
-        tables.enter(state.best_entry, self.scheduler.problem.arrays.kind_of)
-        return Injection(entry_times(state.best_gap, self.pace[tables.kind]), state.best_delay)
+    def best(self) -> Rule:
+        """The best injection so far."""
+        self.entry = self.state.best_entry
+        return self._rule(self.problem, self.state.best_gap, self.state.best_delay)
 
     def advance(self, part: int) -> None:
         """Evaluate the next slice."""
@@ -187,9 +169,8 @@ class _InjectionRun:
         _anneal(
             scheduler.tables,
             scheduler.board,
-            scheduler.choices,
-            scheduler.marks,
-            scheduler.least_loads,
+            scheduler.candidates,
+            self.trial,
             scheduler.is_span,
             self.state,
             Slice(begin, end, self.evaluations, WARMEST * self.unit, self.unit, self.seed * SLICES + part),
@@ -200,39 +181,52 @@ class _InjectionRun:
 
         It tries at least ``FEW_EVEN``.
         """
-        problem = self.scheduler.problem
+        problem = self.problem
         few = FEW_MICROBATCHES * problem.pp_degree
         even = list(islice(product(EVEN_DELAYS, PACES), max(FEW_EVEN, self.evaluations)))
         if few < problem.microbatches and problem.is_equal:
-            small = InjectionScheduler(replace(problem, microbatches=few), self.fuse, self.halt)
-            value = {each: small.value(self._timed(*self._even(few, *each))) for each in even}
+            small = replace(problem, microbatches=few)
+            scheduler = ListScheduler(small, self.fuse, self.halt)
+            rules = {numbers: self._rule(small, *self._even(few, *numbers)) for numbers in even}
+            value = {numbers: scheduler.value(rule) for numbers, rule in rules.items()}
             even = sorted(even, key=value.__getitem__)[:FINALISTS]
-        found, least = self._even(problem.microbatches, *even[0]), np.inf
-        for each in even:
-            gap, delay = self._even(problem.microbatches, *each)
-            value_of_all = self.scheduler.value(self._timed(gap, delay), least)
-            if value_of_all < least:
-                found, least = (gap, delay), value_of_all
-        for lead in () if problem.is_equal else LEADS:
-            delay = found[1].copy()
+        candidates = (self._even(problem.microbatches, *numbers) for numbers in even)
+        best, least = self._better(self._even(problem.microbatches, *even[0]), np.inf, candidates)
+        if problem.is_equal:
+            return best
+        leading = []
+        for lead in LEADS:
+            delay = best[1].copy()
             delay[:, -1] = -lead * self.unit
-            value_of_all = self.scheduler.value(self._timed(found[0], delay), least)
-            if value_of_all < least:
-                found, least = (found[0], delay), value_of_all
-        return found
+            leading.append((best[0], delay))
+        return self._better(best, least, leading)[0]
 
-    def _timed(self, gap: FloatArray, delay: FloatArray) -> Injection:
-        """The injection with these gaps, for the scheduler's order of entry."""
-        return Injection(entry_times(gap, self.pace[self.scheduler.tables.kind[: len(gap)]]), delay)
+    def _better(
+        self,
+        best: tuple[FloatArray, FloatArray],
+        least: float,
+        candidates: Iterable[tuple[FloatArray, FloatArray]],
+    ) -> tuple[tuple[FloatArray, FloatArray], float]:
+        """The gaps and delays with the smallest objective, and this objective."""
+        for gap, delay in candidates:
+            value = self.scheduler.value(self._rule(self.problem, gap, delay), least)
+            if value < least:
+                best, least = (gap, delay), value
+        return best, least
+
+    def _rule(self, problem: Problem, gap: FloatArray, delay: FloatArray) -> Rule:
+        """The injection with these gaps, in the current order of entry."""
+        entry, tables = self.entry[: len(gap)], self.scheduler.tables
+        pace = tables.pace[self.problem.arrays.kind_of[entry]]
+        return injection(problem, entry, entry_times(gap, pace), delay)
 
     def _even(
         self, microbatches: int, delays: tuple[float, float], pace: float
     ) -> tuple[FloatArray, FloatArray]:
         """Equal gaps between microbatches and equal delays on all ranks."""
-        problem, (weight, forward) = self.scheduler.problem, delays
+        problem, (weight, forward) = self.problem, delays
         load = float(self.scheduler.tables.loads(least=True).max()) / problem.microbatches
-        delay = self.scheduler.no_delay()
-        chunks = problem.placement.chunks
+        delay, chunks = no_delay(problem), problem.placement.chunks
         delay[:, 2 * chunks : 3 * chunks] = weight * self.unit
         delay[:, 0] = forward * self.unit
         gap = np.full(microbatches, load * pace)
@@ -254,24 +248,26 @@ def entry_times(gap: FloatArray, pace: FloatArray) -> FloatArray:  # pragma: no 
 def _anneal(
     tables: Tables,
     board: Board,
-    choices: Choices,
-    marks: Marks,
-    least_loads: FloatArray,
+    candidates: Candidates,
+    trial: Rule,
     is_span: bool,
     state: Best,
     part: Slice,
 ) -> None:  # pragma: no cover - compiled
-    """Evaluate neighbours of the current parameters; accept better ones and, while warm, worse ones."""
+    """Evaluate neighbours of the current parameters; accept better ones and, while warm, worse ones.
+
+    ``trial`` is the rule that is evaluated; its times and delays are written here.
+    """
     np.random.seed(part.seed)
-    gap, delay, entry = state.gap.copy(), state.delay.copy(), np.zeros(len(state.gap))
+    gap, delay = state.gap.copy(), trial.delay
     m = len(gap)
     for evaluation in range(part.begin, part.end):
         if board.halt[0]:
             return
         gap[:], delay[:] = state.gap, state.delay
-        one, other, same = ZERO, ZERO, 0
+        one, other, is_same = ZERO, ZERO, False
         if evaluation > 0:
-            if len(state.pace) > 1 and np.random.random() < ENTRIES:
+            if len(tables.pace) > 1 and np.random.random() < ENTRIES:
                 one = np.random.randint(m)
                 near = one + np.random.randint(-NEAR, NEAR + 1)
                 other = near if 0 <= near < m else np.random.randint(m)
@@ -280,41 +276,25 @@ def _anneal(
                 _change_delay(delay, part.unit)
             else:
                 _change_gaps(gap, part.unit)
-                # Marks are those of an accepted injection; there is none before the first complete one.
-                while state.value[0] < np.inf and same < m and gap[same] == state.gap[same]:
-                    same += 1
-        time = 0.0
-        for k in range(m):
-            time += gap[k] * (state.pace[tables.kind[k - 1]] if k > 0 else 1.0)
-            entry[k] = time
-        rest = 1.0 - evaluation / part.evaluations
+                is_same = state.value[0] < np.inf and np.array_equal(gap, state.gap)
+        trial.time[:] = entry_times(gap, tables.pace[tables.kind])
+        cooled = 1.0 - evaluation / part.evaluations
         # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
-        most = state.value[0] - part.temperature * rest * rest * np.log(1.0 - np.random.random())
-        injection = Injection(entry, delay)
-        complete = same < m and inject(
-            tables, board, choices, injection, least_loads, is_span, most, marks, same
-        )
-        value = _value(board, is_span) if complete else np.inf
-        if not complete or value > most:
+        most = state.value[0] - part.temperature * cooled * cooled * np.log(1.0 - np.random.random())
+        value = np.inf
+        if not is_same:
+            clear(tables, board)
+            if dispatch(tables, board, candidates, trial, is_span, most):
+                value = value_of(board, is_span)
+        if value > most or value == np.inf:
             swap(tables, one, other)
             continue
         state.value[0] = value
         state.gap[:], state.delay[:] = gap, delay
-        accept(marks, same)
         if value < state.value[1]:
             state.value[1] = value
             state.best_gap[:], state.best_delay[:] = gap, delay
             state.best_entry[:] = tables.entry
-
-
-@compiled_leaf
-def _value(board: Board, is_span: bool) -> float:  # pragma: no cover - compiled
-    """The span or makespan of a complete board."""
-    first, last, longest = np.inf, -np.inf, -np.inf
-    for rank in range(len(board.length)):
-        begin, end = board.level[rank, FIRST], board.level[rank, CLOCK]
-        first, last, longest = min(first, begin), max(last, end), max(longest, end - begin)
-    return longest if is_span else last - first
 
 
 @compiled_leaf

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.entry_orders import changed, sizes
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
+from zbv_solver.construct.rules import changed
+from zbv_solver.construct.tables import sizes
 from zbv_solver.improve.annealing_rounds import anneal_in_rounds
 from zbv_solver.improve.parameter_search import PATIENCE, parameter_search
 from zbv_solver.kernels.arrays import FloatArray, IntArray

@@ -16,11 +16,20 @@ from typing import Protocol
 import numpy as np
 
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.entry_orders import PEAKS, changed, mountain, sizes
+from zbv_solver.construct.dispatch import ListScheduler
 from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
-from zbv_solver.construct.list_scheduling import ListScheduler
-from zbv_solver.construct.rules import ENTRY_RULES, PHASES, Rule, entry_rule, in_flight_caps
-from zbv_solver.construct.tables import fuse_options
+from zbv_solver.construct.rules import (
+    ENTRY_RULES,
+    PEAKS,
+    PHASES,
+    Rule,
+    changed,
+    entry_rule,
+    in_flight_caps,
+    mountain,
+    no_delay,
+)
+from zbv_solver.construct.tables import fuse_options, memory_for_activations, sizes
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.problem import Problem
 
@@ -231,6 +240,8 @@ class RuleClimber:
             np.full(p, np.inf),
             self.ascending,
             np.full(p, np.inf),
+            np.empty(0),
+            no_delay(self.problem),
         )
 
     def _entering(self, rule: Rule) -> Rule:
@@ -245,11 +256,7 @@ class RuleClimber:
 
     def _room(self, share: float) -> FloatArray:
         """A share of the memory of every rank, (p,)."""
-        arrays = self.problem.arrays
-        if self.problem.memory.limit is None:
-            return np.full(self.problem.pp_degree, np.inf)
-        room: FloatArray = arrays.static + share * (arrays.limit - arrays.static)
-        return room
+        return self.problem.arrays.static + share * memory_for_activations(self.problem)
 
     def varied(self, rule: Rule, whole: float, entered: int = 0) -> Rule:
         """A neighbour of the rule, in its order of entry from a place on, or in its other parameters."""
@@ -288,7 +295,7 @@ class RuleClimber:
                 cap[ranks, phases] = np.maximum(1, cap[ranks, phases] + random.choice((-2, -1, 1, 2)))
             else:
                 target[ranks, random.integers(target.shape[1])] += random.choice((-2, -1, 1, 2))
-        return Rule(priority, target, cap, patience, rule.room, rule.entry, rule.defer)
+        return rule._replace(priority=priority, target=target, cap=cap, patience=patience)
 
 
 class GreedyClimber:

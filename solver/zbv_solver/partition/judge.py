@@ -7,8 +7,8 @@ from itertools import islice
 
 import numpy as np
 
+from zbv_solver.construct.dispatch import ListScheduler
 from zbv_solver.construct.greedy_v import GREEDY_COST, get_v_schedule
-from zbv_solver.construct.list_scheduling import ListScheduler
 from zbv_solver.construct.rules import in_flight_caps, simple_rule
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.roomy_cuts import with_room

@@ -9,8 +9,8 @@ from functools import partial
 
 from zbv_solver.bounds import BoundEffort, lower_bound
 from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.rules import first_rule, in_flight_caps
 from zbv_solver.improve.annealing_rounds import COOLER, LEVELS, anneal_in_rounds
 from zbv_solver.improve.injection_search import injection_search

@@ -18,9 +18,9 @@ import numpy as np
 
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.attempt import Attempt
-from zbv_solver.construct.entry_orders import sizes
-from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.construct.dispatch import serial
 from zbv_solver.construct.rules import ENTRY_RULES, Rule, entry_rule
+from zbv_solver.construct.tables import sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.parameter_search import RuleClimber

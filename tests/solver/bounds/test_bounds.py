@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from support.problems import limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.bounds import lower_bound
-from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import evaluate
 

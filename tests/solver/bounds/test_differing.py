@@ -12,7 +12,7 @@ from support.problems import differing_problems, uniform, with_sizes
 from zbv_solver.bounds import lower_bound
 from zbv_solver.bounds.differing import MicrobatchPaths
 from zbv_solver.bounds.differing_ramps import Ramps
-from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import exceeds

@@ -11,18 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.problems import limited, problems, uniform, uniform_document
-from zbv_solver.construct.baselines import (
-    baseline,
-    baseline_names,
-    eager_1f1b,
-    gpipe,
-    interleaved_1f1b,
-    merge_stages,
-    missing,
-    one_f_one_b,
-    without_limit,
-    zb_h1,
-)
+from zbv_solver.construct.baselines import baseline, baseline_names, merge_stages, missing, without_limit
+from zbv_solver.construct.classical import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.problem.reading import parse_problem

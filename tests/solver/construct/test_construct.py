@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support.problems import differing_problems, limited_problems, uniform, with_sizes
+from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.rules import EntryRule, entry_rule, first_rule
 from zbv_solver.problem.problem import Problem, W
 from zbv_solver.timing.start_times import evaluate

@@ -16,11 +16,14 @@ from zbv_solver.construct.baselines import (
     BASELINES,
     baseline,
     baseline_names,
+    clustered,
+    cyclic,
+    dynapipe,
     merge_stages,
     without_limit,
 )
-from zbv_solver.construct.cyclic import clustered, cyclic, dynapipe
-from zbv_solver.construct.entry_orders import practice_order, sizes
+from zbv_solver.construct.rules import practice_order
+from zbv_solver.construct.tables import sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, uniform, with_sizes
-from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.construct.dispatch import serial
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
 from zbv_solver.improve.overtaking_search import only
 from zbv_solver.problem.problem import F, I, Problem

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, limited, limited_problems, uniform, with_sizes
 from zbv_solver.construct.attempt import from_orders, to_orders
-from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import Round, _round, anneal, is_overtaking, trial_of, window_starts
 from zbv_solver.improve.moves import Move

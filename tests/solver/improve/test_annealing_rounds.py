@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from support.problems import limited, uniform
-from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.improve.annealing_rounds import LEVELS, THREE, anneal_in_rounds
 from zbv_solver.plans.orders import Orders
 from zbv_solver.timing.start_times import objective_of

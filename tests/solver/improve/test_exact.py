@@ -18,7 +18,7 @@ from ortools.sat.python import cp_model
 from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform, with_sizes
 from support.reference import all_orders_of_one_microbatch
-from zbv_solver.construct.list_scheduling import priority_schedules, serial
+from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve import exact
 from zbv_solver.improve.exact import Listener, make_solver, refine

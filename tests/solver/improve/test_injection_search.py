@@ -10,33 +10,58 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, limited_problems, rough_problems, uniform
 from zbv_solver.bounds import lower_bound
-from zbv_solver.construct.injection import Injection, InjectionScheduler
-from zbv_solver.construct.injection_state import accept
+from zbv_solver.construct.dispatch import ListScheduler
+from zbv_solver.construct.rules import Rule, injection, no_delay
 from zbv_solver.improve.injection_search import injection_search, smoothed
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import F, Problem, W
 from zbv_solver.timing.start_times import earliest_start_values
 from zbv_solver.verify.verifier import verify_orders
 
 KINDS = ("v", "loop", "single")
 
 
+def random_injection(problem: Problem, random: np.random.Generator) -> Rule:
+    unit = float(problem.arrays.duration.mean()) + 1e-6
+    time = np.cumsum(random.exponential(unit, problem.microbatches))
+    delay = random.normal(0, unit, no_delay(problem).shape)
+    return injection(problem, random.permutation(problem.microbatches), time, delay)
+
+
 @given(
     st.one_of(limited_problems(max_p=4, max_m=6, kinds=KINDS), differing_problems()), st.integers(0, 2**31)
 )
 def test_every_injection_gives_a_valid_order(problem: Problem, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    scheduler = InjectionScheduler(problem)
-    unit = float(problem.arrays.duration.mean()) + 1e-6
-    entry = np.cumsum(random.exponential(unit, problem.microbatches))
-    delay = random.normal(0, unit, scheduler.no_delay().shape)
-    attempt = scheduler.attempt(Injection(entry, delay), "injection")
+    scheduler, rule = ListScheduler(problem), random_injection(problem, np.random.default_rng(seed))
+    attempt = scheduler.attempt(rule, "injection")
     assert attempt is not None
     verify_orders(problem, attempt.orders)
-    value = scheduler.value(Injection(entry, delay))
+    value = scheduler.value(rule)
     assert attempt.value <= value * (1 + 1e-9)
     # An order is abandoned only if it is certainly worse.
-    assert scheduler.value(Injection(entry, delay), value * (1 + 1e-9)) == value
-    assert scheduler.value(Injection(entry, delay), value * 0.5) in (value, float("inf"))
+    assert scheduler.value(rule, value * (1 + 1e-9)) == value
+    assert scheduler.value(rule, value * 0.5) in (value, float("inf"))
+
+
+@given(limited_problems(max_p=3, max_m=5, kinds=KINDS), st.integers(0, 2**31))
+def test_no_microbatch_enters_before_its_time(problem: Problem, seed: int) -> None:
+    scheduler, rule = ListScheduler(problem), random_injection(problem, np.random.default_rng(seed))
+    scheduler.value(rule)
+    begin = scheduler.board.end[0] - scheduler.tables.duration[scheduler.tables.host[0], F, 0]
+    assert (begin >= rule.time * (1 - 1e-12) - 1e-12).all()
+
+
+def test_a_rank_idles_for_an_action_that_other_actions_are_delayed_for() -> None:
+    """With W's delayed by far, every W comes after all F's and I's of its rank."""
+    problem = uniform(4, 8)
+    delay = no_delay(problem)
+    delay[:, 4:] = 1e9
+    attempt = ListScheduler(problem).attempt(
+        injection(problem, np.arange(8), np.zeros(8), delay), "injection"
+    )
+    assert attempt is not None
+    for rank in range(4):
+        letters = attempt.code[rank, : attempt.length[rank]] & 3
+        assert (letters[-16:] == W).all()
 
 
 def test_a_microbatch_that_completes_makes_room_for_one_more_only() -> None:
@@ -49,31 +74,13 @@ def test_a_microbatch_that_completes_makes_room_for_one_more_only() -> None:
         backward_input=tuple(-each for each in held),
         backward_weight=(0.0,) * 8,
     )
-    scheduler = InjectionScheduler(replace(problem, memory=memory))
+    scheduler = ListScheduler(replace(problem, memory=memory))
     for seed in range(20):
         random = np.random.default_rng(seed)
-        entry, delay = np.cumsum(random.exponential(1.0, 3)), random.normal(0, 9, (4, 6))
-        attempt = scheduler.attempt(Injection(entry, delay), "injection")
+        time, delay = np.cumsum(random.exponential(1.0, 3)), random.normal(0, 9, (4, 6))
+        attempt = scheduler.attempt(injection(problem, np.arange(3), time, delay), "injection")
         assert attempt is not None
         verify_orders(scheduler.problem, attempt.orders)
-
-
-@given(limited_problems(max_p=4, max_m=8, kinds=KINDS), st.integers(0, 2**31), st.sampled_from([1, 2, 64]))
-def test_a_mark_continues_as_an_evaluation_from_the_beginning(problem: Problem, seed: int, most: int) -> None:
-    random, unit = np.random.default_rng(seed), float(problem.arrays.duration.mean()) + 1e-6
-    scheduler, fresh = InjectionScheduler(problem, marks=most), InjectionScheduler(problem)
-    entry = np.cumsum(random.exponential(unit, problem.microbatches))
-    delay = random.normal(0, unit, (problem.pp_degree, 3 * problem.placement.chunks))
-    scheduler.value(Injection(entry, delay))
-    accept(scheduler.marks, 0)
-    for _ in range(6):
-        same = int(random.integers(0, problem.microbatches))
-        later = entry.copy()
-        later[same:] += random.exponential(unit)
-        assert scheduler.value(Injection(later, delay), same=same) == fresh.value(Injection(later, delay))
-        if random.random() < 0.5:
-            accept(scheduler.marks, same)
-            entry = later
 
 
 @given(st.one_of(limited_problems(max_p=3, max_m=5, kinds=KINDS), rough_problems(max_p=3, max_m=5)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from support.problems import uniform, with_sizes
-from zbv_solver.construct.entry_orders import sizes
-from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.construct.dispatch import priority_schedules
+from zbv_solver.construct.tables import sizes
 from zbv_solver.improve.overtaking_search import large_ones, only, overtaking_search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import limited, limited_problems, uniform, uniform_document
 from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.dispatch import ListScheduler, priority_schedules
 from zbv_solver.construct.greedy_v import GREEDY_COST
-from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules
 from zbv_solver.construct.rules import simple_rule
 from zbv_solver.improve.parameter_search import FEW_MICROBATCHES, parameter_search
 from zbv_solver.problem.problem import Problem

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import limited_problems, uniform
 from zbv_solver.construct.attempt import Attempt, from_orders
-from zbv_solver.construct.list_scheduling import ListScheduler, priority_schedules, serial
+from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.rules import simple_rule
 from zbv_solver.improve.parameter_search import RuleClimber
 from zbv_solver.improve.rest_search import RestClimber, rest_search

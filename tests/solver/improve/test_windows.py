@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, limited, limited_problems, uniform, with_sizes
-from zbv_solver.construct.list_scheduling import priority_schedules, serial
+from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.improve import windows
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.exact import refine

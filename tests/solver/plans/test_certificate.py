@@ -13,7 +13,7 @@ from support.cuts import layered
 from support.problems import uniform, uniform_document
 from zbv_solver.bounds import Bound
 from zbv_solver.commands.cli import main
-from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.frontiers.frontier import frontier_points
 from zbv_solver.improve.exact import refine

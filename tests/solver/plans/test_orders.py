@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import differing_problems, problems
-from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Action, Orders, first_in_first_out
 from zbv_solver.problem.problem import Problem

@@ -12,7 +12,7 @@ import pytest
 from support.problems import uniform_document
 from zbv_solver.bounds import lower_bound
 from zbv_solver.commands.cli import main
-from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json

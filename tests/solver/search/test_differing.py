@@ -14,9 +14,9 @@ from support.orders import random_orders
 from support.problems import differing_problems, uniform, with_sizes
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.board import Board, place, stays_safe
-from zbv_solver.construct.entry_orders import changed, mountain, sizes
-from zbv_solver.construct.list_scheduling import priority_schedules, serial
-from zbv_solver.construct.tables import make_tables
+from zbv_solver.construct.dispatch import priority_schedules, serial
+from zbv_solver.construct.rules import changed, mountain
+from zbv_solver.construct.tables import make_tables, sizes
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.jitter.noise import parse_jitter
 from zbv_solver.plans.orders import in_entry_order

@@ -19,7 +19,7 @@ from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
 from zbv_solver.bounds import Bound, BoundEffort, lower_bound
 from zbv_solver.construct.attempt import Attempt, from_orders
-from zbv_solver.construct.list_scheduling import ListScheduler, serial
+from zbv_solver.construct.dispatch import ListScheduler, serial
 from zbv_solver.construct.rules import simple_rule
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders

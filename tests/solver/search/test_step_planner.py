@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 import zbv_solver as zbv
-from zbv_solver.construct.list_scheduling import serial
+from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.search.step_planner import REMEMBERED, StepPlanner, stretched

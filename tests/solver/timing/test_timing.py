@@ -18,8 +18,8 @@ from support.paths import ROOT
 from support.problems import problems, uniform
 from support.reference import largest_cycle_mean, makespan, peak_memory, reach, simulate, steady_period
 from zbv_solver.construct.baselines import baseline
+from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING

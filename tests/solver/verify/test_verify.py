@@ -20,7 +20,7 @@ from support.orders import random_orders
 from support.paths import TESTS
 from support.problems import limited, problems, uniform
 from support.reference import Impossible, largest_cycle_mean, peak_memory, reach, simulate
-from zbv_solver.construct.list_scheduling import priority_schedules
+from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Metrics, Plan, plan_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbv_solver.construct.entry_orders import sizes
+from zbv_solver.construct.tables import sizes
 from zbv_solver.export import quantities
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import F

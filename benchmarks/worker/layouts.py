@@ -144,7 +144,7 @@ def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[Predicted]:
 
 def _predicted_seconds(planned: PlannedLayout, workload: LayoutsWorkload) -> float:
     """What `zbv layout` says; if processes share cores, what the simulation says."""
-    from zbv_models.layouts.estimated_layout import SECONDS
+    from zbv_models.layouts.setting import SECONDS
     from zbv_worker.host.cores import usable_cores
 
     from benchmarks.worker.shared_cores import PerStep, step_time

@@ -89,7 +89,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "bound: ramps",
-        ("bounds.ramps", "bounds.heads", "bounds.knapsack"),
+        ("bounds.ramps", "bounds.heads", "bounds.directions"),
         {"bounds:ramp_bound": _zero, "bounds:machine_bound": _zero, "bounds:other_rank_bound": _zero},
     ),
     Mechanism(

@@ -11,9 +11,8 @@ from typing import Any
 
 from zbv_solver.documents.validation import quoted, require_kind, validated
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.documents import LayeredProblemDocument
+from zbv_solver.problem.documents import AllReduceDocument, LayeredProblemDocument, ProfileDocument
 from zbv_solver.problem.layer import Layer, LayerCosts
-from zbv_solver.problem.profile_document import AllReduceDocument, ProfileDocument
 from zbv_solver.problem.reading import to_layered
 
 from zbv_models.estimate.amounts import PerAction

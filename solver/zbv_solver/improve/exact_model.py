@@ -17,7 +17,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model_helper import Literal
 
-from zbv_solver.bounds.fusing import may_fuse
+from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.improve.exact_grid import Grid
 from zbv_solver.improve.exact_memory import Action, Amounts, Expression, Pairs
 from zbv_solver.improve.exact_states import Implied, implied

@@ -15,13 +15,13 @@ from typing import Any
 
 from zbv_models.fixed_orders.regular_cut import TOLERANCE
 from zbv_models.layouts.cluster import parse_cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
 from zbv_models.layouts.executor_rules import FREE, NAMES, layouts_of_executors, runs_layout
 from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.scheduled_layout import ScheduledLayout, ScheduledLayouts
-from zbv_models.layouts.search import Ranking, best_layouts, plan_layout
+from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.setting import Setting
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.problem.numeric import OPTIMAL_GAP

@@ -30,7 +30,7 @@ from benchmarks.worker.workload import workload_json
 
 if TYPE_CHECKING:
     from zbv_models.estimate.layers import LayerEstimate
-    from zbv_models.layouts.search import PlannedLayout
+    from zbv_models.layouts.estimated_layout import PlannedLayout
     from zbv_worker.transport.world import World
 
 FACTORY = "zbv_worker.models.gpt:gpt"
@@ -125,11 +125,10 @@ def measure(workload: LayoutsWorkload) -> list[Finding]:
 def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[Predicted]:
     """All layouts with their predicted steps."""
     from zbv_models.layouts.cluster import parse_cluster
-    from zbv_models.layouts.estimated_layout import EstimatedLayout
+    from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
     from zbv_models.layouts.layout import Fixed
     from zbv_models.layouts.profile import parse_profile
     from zbv_models.layouts.request import parse_request
-    from zbv_models.layouts.search import plan_layout
 
     cluster = parse_cluster(CLUSTER | {"gpus_per_node": workload.processes})
     fixed = Fixed(tensor_parallel=1, context_parallel=1, placement="tp-cp-dp-pp", recompute="none")
@@ -145,7 +144,7 @@ def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[Predicted]:
 
 def _predicted_seconds(planned: PlannedLayout, workload: LayoutsWorkload) -> float:
     """What `zbv layout` says; if processes share cores, what the simulation says."""
-    from zbv_models.layouts.estimated_layout import SECONDS
+    from zbv_models.layouts.setting import SECONDS
     from zbv_worker.host.cores import usable_cores
 
     from benchmarks.worker.shared_cores import PerStep, step_time

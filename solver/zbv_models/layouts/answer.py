@@ -15,13 +15,13 @@ from zbv_solver.timing.start_times import evaluate
 
 from zbv_models.estimate.layers import LayerEstimate
 from zbv_models.estimate.times import TimeShares
-from zbv_models.layouts.estimated_layout import EstimatedLayout, least_memory, recomputed
+from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory, recomputed
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_models.layouts.layout import PARTS, Layout
 from zbv_models.layouts.measured_layers import ORIGINS, Origin, Origins
 from zbv_models.layouts.request import Request
-from zbv_models.layouts.search import PlannedLayout, Ranking
+from zbv_models.layouts.search import Ranking
 from zbv_models.layouts.sensitivity import Outcome, sensitivity_json
 from zbv_models.layouts.setting import SECONDS, Setting
 

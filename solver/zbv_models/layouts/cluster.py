@@ -91,35 +91,27 @@ class GroupsConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices.
-
-    Attributes
-    ----------
-    memory
-        Bytes of a device that training may use, without ``reserve``.
-    peak_tflops
-        Of the data sheet, for utilisation; that of large products if it is unknown.
-    in_node, between_nodes
-        Links between two devices of a node and of different nodes; their ``overlap`` is 0.
-    tensor_overlap, context_overlap, expert_overlap, data_overlap
-        Share of each kind of exchange that compute hides.
-    preset
-        Name of the device; None if its rates were given.
-    """
+    """Nodes of equal devices."""
 
     nodes: int
     gpus_per_node: int
     device: Device
     peak_tflops: float
+    """Of the data sheet, for utilisation; that of large products if it is unknown."""
     memory: float
+    """Bytes of a device."""
     reserve: float
+    """Bytes of these that training does not use."""
     in_node: GroupLink
+    """Between two devices of a node; its ``overlap`` is 0, as that of the next one."""
     between_nodes: GroupLink
     tensor_overlap: float = 0.0
+    """Share of this kind of exchange that compute hides; so with the next ones."""
     context_overlap: float = 0.0
     expert_overlap: float = 0.0
     data_overlap: float = 0.0
     preset: str | None = None
+    """Name of the device; None if its rates were given."""
 
     @property
     def groups(self) -> tuple[Cluster]:
@@ -177,16 +169,11 @@ def transfer(link: GroupLink) -> Link:
 
 @dataclass(frozen=True)
 class MixedCluster:
-    """Several groups of equal nodes.
-
-    Attributes
-    ----------
-    between_groups
-        The link between two devices of different groups; its ``overlap`` is 0.
-    """
+    """Several groups of equal nodes."""
 
     groups: tuple[Cluster, ...]
     between_groups: GroupLink
+    """Between two devices of different groups; its ``overlap`` is 0."""
 
     @property
     def devices(self) -> int:

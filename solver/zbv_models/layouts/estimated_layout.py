@@ -1,4 +1,4 @@
-"""A layout as a problem for the planner, and bounds of its step."""
+"""A layout as a problem for the planner, bounds of its step, and its plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.cut_tables import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking
+from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Units
+from zbv_solver.search.layered import first_plan, plan_layers
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.search_state import Cancelled
 
 from zbv_models.estimate.device import GroupLink
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running
@@ -195,6 +199,67 @@ class EstimatedLayout:
             sum(of[name][kind] for name in own) for own, kind in zip(layers, self.kind_of, strict=True)
         )
         return (busiest + self.estimate.table_reduction + self.latency) * SECONDS
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedLayout:
+    """A layout with the plan of its pipeline."""
+
+    estimated: EstimatedLayout
+    plan: Plan
+    step_time: float
+    """Seconds."""
+    lower_bound: float
+    """Of the step, over all cuts, placements and orders of this layout."""
+
+    @property
+    def layout(self) -> Layout:
+        """The degrees."""
+        return self.estimated.layout
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The names of the layers that the plan recomputes, in full or selectively."""
+        model, layout = self.plan.problem.model, self.layout
+        if model is None or layout.recompute == "none":
+            return frozenset()
+        able = {
+            name
+            for layer in self.estimated.estimate.layers
+            if recomputed(layer, layout.recompute) is not None
+            for name in layer.names
+        }
+        # Modules of multi-token prediction are not counted among the layers of a stage.
+        blocks = {name for name in able if not name.startswith("prediction")}
+        names: set[str] = set()
+        for stage, is_again in zip(model.partition, model.cut.recompute, strict=True):
+            if layout.recompute_layers is not None:
+                names.update([name for name in stage if name in blocks][: layout.recompute_layers])
+            elif is_again or layout.recompute in EVERYWHERE:
+                names.update(stage)
+        return frozenset(names & able)
+
+
+def plan_layout(
+    estimated: EstimatedLayout, options: SearchOptions | None = None, cancelled: Cancelled | None = None
+) -> PlannedLayout:
+    """Plan the pipeline of a layout, without options by constructing orders alone.
+
+    Raises :class:`InfeasibleMemory` when no cut fits.
+    """
+    if options is None:
+        return with_plan(estimated, first_plan(estimated.problem, cancelled))
+    return with_plan(estimated, plan_layers(estimated.problem, options, None, cancelled))
+
+
+def with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
+    """A layout with a plan of its pipeline: adds what happens once per step."""
+    model, placement = plan.problem.model, plan.problem.placement
+    if model is None or plan.cut is None:  # for type checkers: layers have both
+        raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
+    of_ranks = [tuple(name for s in stages for name in model.partition[s]) for stages in placement.stages_of]
+    bound = max(plan.cut.lower_bound * SECONDS + estimated.least_once, estimated.memory_bound)
+    return PlannedLayout(estimated, plan, plan.objective * SECONDS + estimated.once(of_ranks), bound)
 
 
 @lru_cache(maxsize=64)

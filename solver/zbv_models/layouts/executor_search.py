@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from math import inf
-from typing import Any
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.problem.numeric import OPTIMAL_GAP
@@ -22,13 +21,13 @@ from zbv_solver.search.search_state import Cancelled
 
 from zbv_models.fixed_orders.best_cut import BestCut
 from zbv_models.fixed_orders.free_order import improved_plan
-from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, plan_layout, with_plan
 from zbv_models.layouts.executor_rules import FREE, layouts_of_executors, left_out
 from zbv_models.layouts.executor_settings import layout_settings
 from zbv_models.layouts.layout import Layout, Recompute
 from zbv_models.layouts.progress import LayoutProgress, Poll
 from zbv_models.layouts.scheduled_layout import ScheduledLayout, ScheduledLayouts
-from zbv_models.layouts.search import LayoutSearch, Node, PlannedLayout, Ranking, plan_layout, with_plan
+from zbv_models.layouts.search import Known, LayoutSearch, Node, Ranking
 from zbv_models.layouts.setting import Setting
 
 FULL_SEARCHES = {"quick": 8, "standard": 24, "thorough": 200}
@@ -123,10 +122,9 @@ class ExecutorSearch(LayoutSearch):
         setting = replace(self.setting, has_loops=True)
         self.schedules = ScheduledLayouts(setting, self.effort, self.cancelled)
 
-    def push(self, bound: float, number: int, of: Any, is_tight: bool = False) -> None:
+    def push(self, bound: float, number: int, of: Known, is_tight: bool = False) -> None:
         """Queue what is known of a layout; large orders wait."""
-        is_scheduled = isinstance(of, ScheduledLayout) or (is_tight and self._executor(number) != FREE)
-        is_large = is_scheduled and _size(of) > LARGE
+        is_large = self._executor(number) != FREE and _size(of, is_tight) > LARGE
         heapq.heappush(self.late if is_large else self.queue, self.node(bound, number, of, is_tight))
 
     def next(self) -> Node | None:
@@ -178,10 +176,6 @@ class ExecutorSearch(LayoutSearch):
         yield from self.late
         yield from super().waiting(is_unresolved)
 
-    def bound_of(self, node: Node) -> float:
-        """The lower bound of a node that may share its search with others."""
-        return max(node.bound, node.of.bound) if isinstance(node.of, ScheduledLayout) else node.bound
-
     def finish(self) -> None:
         """Search in full what may have the shortest steps."""
         super().finish()
@@ -198,7 +192,7 @@ class ExecutorSearch(LayoutSearch):
                 for node in self.planned
                 if isinstance(node.of, ScheduledLayout)
                 and node.of.is_open
-                and self.bound_of(node) < longest * (1 - OPTIMAL_GAP)
+                and node.lower_bound < longest * (1 - OPTIMAL_GAP)
             ]
             if not open_cuts or self.is_cancelled():
                 return
@@ -282,8 +276,10 @@ class ExecutorSearch(LayoutSearch):
         return self.candidates[number][0]
 
 
-def _size(of: EstimatedLayout | ScheduledLayout) -> int:
-    """Actions times ranks of an order, of the smallest one if there are several."""
+def _size(of: Known, is_tight: bool) -> int:
+    """Actions times ranks of an order, of the smallest one if there are several; 0 if no order is next."""
     if isinstance(of, ScheduledLayout):
         return of.size
-    return 2 * of.layout.microbatches * of.layout.pipeline_parallel**2
+    if is_tight and isinstance(of, EstimatedLayout):
+        return 2 * of.layout.microbatches * of.layout.pipeline_parallel**2
+    return 0

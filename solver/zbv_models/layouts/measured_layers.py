@@ -63,16 +63,11 @@ class LayerConditions:
 
 @dataclass(frozen=True)
 class Measured:
-    """All profiles of a search.
-
-    Attributes
-    ----------
-    tensor_link
-        The link of the measured tensor-parallel groups.
-    """
+    """All profiles of a search."""
 
     profiles: tuple[Profile, ...]
     tensor_link: GroupLink
+    """The link of the measured tensor-parallel groups."""
 
     @classmethod
     def of(
@@ -114,18 +109,20 @@ class Measured:
     def data_link(self, replicas: int, zero_stage: int) -> GroupLink | None:
         """Measured all-reduces inside a node, of the nearest number of ranks."""
         sharded = [pair for each in self.profiles for pair in each.scatter_gather]
-        found = [pair for each in self.profiles for pair in each.all_reduce]
+        links = [pair for each in self.profiles for pair in each.all_reduce]
         if zero_stage and sharded:
-            found = sharded
-        return min(found, key=lambda pair: abs(math.log(pair[0] / replicas)), default=(0, None))[1]
+            links = sharded
+        return min(links, key=lambda pair: abs(math.log(pair[0] / replicas)), default=(0, None))[1]
 
-    def applied(self, found: ModelEstimate, at: LayerConditions) -> tuple[ModelEstimate, tuple[Origins, ...]]:
+    def applied(
+        self, estimate: ModelEstimate, at: LayerConditions
+    ) -> tuple[ModelEstimate, tuple[Origins, ...]]:
         """An estimate with measured costs, and where the costs of each layer come from."""
         alone = replace(at, degrees=replace(at.degrees, data=1, zero_stage=0))
         plain = _estimate(replace(alone, links=_without_replicas(at.links)))
         compute = _estimate(replace(alone, links=GroupLinks()))
         layers, origins = [], []
-        for whole, base, computed in zip(found.layers, plain.layers, compute.layers, strict=True):
+        for whole, base, computed in zip(estimate.layers, plain.layers, compute.layers, strict=True):
             chosen = self._nearest(whole.name, at)
             if chosen is None:
                 layers.append(whole)
@@ -136,7 +133,7 @@ class Measured:
             layer, origin = _Replacement(profile, measured, there, at).of(whole, base, computed)
             layers.append(layer)
             origins.append(origin)
-        return replace(found, layers=tuple(layers)), tuple(origins)
+        return replace(estimate, layers=tuple(layers)), tuple(origins)
 
     def _nearest(self, name: str, at: LayerConditions) -> tuple[Profile, MeasuredLayer] | None:
         """The profile with a layer whose degree, sequence and size are nearest, in this order."""
@@ -169,17 +166,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Replacement:
-    """A measured layer in the place of an estimated one.
-
-    Attributes
-    ----------
-    there
-        The estimate under the profile's conditions.
-    """
+    """A measured layer in the place of an estimated one."""
 
     profile: Profile
     measured: MeasuredLayer
     there: LayerEstimate
+    """The estimate under the profile's conditions."""
     at: LayerConditions
 
     @property
@@ -227,7 +219,7 @@ class _Replacement:
         of_exchanges = 1.0
         if self.profile.tensor > 1 and whole.plain.times.total:
             of_exchanges = plain.times.total / whole.plain.times.total
-        found = replace(
+        layer = replace(
             whole,
             plain=plain,
             recomputed=recomputed,
@@ -238,7 +230,7 @@ class _Replacement:
             output_bytes=round(output) or whole.output_bytes,
             step=step,
         )
-        return found, Origins(origin, of_recomputed)
+        return layer, Origins(origin, of_recomputed)
 
     def _running(
         self, measured: Running, there: Running, whole: Running, base: Running, computed: Running

@@ -27,54 +27,40 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """Costs of one layer on one device, in microseconds and bytes.
-
-    Attributes
-    ----------
-    recomputed
-        None if that was not measured.
-    static
-        Parameters, gradients and optimizer.
-    update
-        Time of the optimizer's step; None if that was not measured.
-    """
+    """Costs of one layer on one device, in microseconds and bytes."""
 
     name: str
     plain: Running
     recomputed: Running | None
+    """None if that was not measured."""
     static: float
+    """Parameters, gradients and optimizer."""
     output_bytes: float
     update: float | None
+    """Time of the optimizer's step; None if that was not measured."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured layers of one size of microbatches, on one device of every rank.
-
-    Attributes
-    ----------
-    source
-        The file.
-    microbatch_size, sequence, tensor
-        Sequences per microbatch, tokens per sequence, and the degree of tensor parallelism.
-    program
-        Names and values of everything else that decides how long an action takes.
-    link
-        Measured transfers between two ranks; None without any.
-    all_reduce, scatter_gather
-        Measured all-reduces by the number of ranks; a rank of n sends 2 (n - 1) / n of the tensor. And a
-        reduce-scatter with an all-gather, which replicas with shards of states do instead.
-    """
+    """Measured layers of one size of microbatches, on one device of every rank."""
 
     source: str
+    """The file."""
     microbatch_size: int
+    """Sequences."""
     sequence: int
+    """Tokens."""
     tensor: int
+    """Degree of tensor parallelism."""
     program: tuple[tuple[str, str], ...]
+    """Names and values of everything else that decides how long an action takes."""
     layers: tuple[MeasuredLayer, ...]
     link: GroupLink | None = None
+    """Measured transfers between two ranks; None without any."""
     all_reduce: tuple[tuple[int, GroupLink], ...] = ()
+    """By the number of ranks; a rank of n sends 2 (n - 1) / n of the tensor."""
     scatter_gather: tuple[tuple[int, GroupLink], ...] = ()
+    """A reduce-scatter with an all-gather, which replicas with shards of states do instead."""
 
     @property
     def tokens(self) -> int:

@@ -103,6 +103,11 @@ class ScheduledLayout:
     search: OrderSearch
 
     @property
+    def layout(self) -> Layout:
+        """The degrees."""
+        return self.estimated.layout
+
+    @property
     def schedule(self) -> Schedule:
         """The executor's order."""
         return self.search.schedule

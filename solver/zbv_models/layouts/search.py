@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.plans.plan import Plan
@@ -23,10 +23,11 @@ from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search_state import Cancelled
 
-from zbv_models.layouts.estimated_layout import EVERYWHERE, EstimatedLayout, recomputed
+from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, with_plan
 from zbv_models.layouts.layout import Layout, LayoutFamily
 from zbv_models.layouts.progress import LayoutProgress, Poll
-from zbv_models.layouts.setting import SECONDS, Setting
+from zbv_models.layouts.scheduled_layout import ScheduledLayout
+from zbv_models.layouts.setting import Setting
 
 PROMISING = 0.05
 """Layouts whose first plan is longer than the best by at most this share get a full search."""
@@ -37,43 +38,7 @@ REPORTS_SHARE = 0.05
 """Most of the time that reports of very many layouts take."""
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedLayout:
-    """A layout with the plan of its pipeline."""
-
-    estimated: EstimatedLayout
-    plan: Plan
-    step_time: float
-    """Seconds."""
-    lower_bound: float
-    """Of the step, over all cuts, placements and orders of this layout."""
-
-    @property
-    def layout(self) -> Layout:
-        """The degrees."""
-        return self.estimated.layout
-
-    @property
-    def recomputed(self) -> frozenset[str]:
-        """The names of the layers that the plan recomputes, in full or selectively."""
-        model, layout = self.plan.problem.model, self.layout
-        if model is None or layout.recompute == "none":
-            return frozenset()
-        able = {
-            name
-            for layer in self.estimated.estimate.layers
-            if recomputed(layer, layout.recompute) is not None
-            for name in layer.names
-        }
-        # Modules of multi-token prediction are not counted among the layers of a stage.
-        blocks = {name for name in able if not name.startswith("prediction")}
-        names: set[str] = set()
-        for stage, is_again in zip(model.partition, model.cut.recompute, strict=True):
-            if layout.recompute_layers is not None:
-                names.update([name for name in stage if name in blocks][: layout.recompute_layers])
-            elif is_again or layout.recompute in EVERYWHERE:
-                names.update(stage)
-        return frozenset(names & able)
+Known = LayoutFamily | Layout | EstimatedLayout | ScheduledLayout | PlannedLayout
 
 
 class Node(NamedTuple):
@@ -85,9 +50,8 @@ class Node(NamedTuple):
     """That of the layout in the enumeration, or of the first one of a family."""
     made: int
     """What makes the order of equal nodes that of their creation."""
-    of: Any
-    """What is known of it: a :class:`LayoutFamily`, :class:`Layout`, :class:`EstimatedLayout` or
-    :class:`PlannedLayout`; or one under the schedule of an executor."""
+    of: Known
+    """What is known of it."""
     is_tight: bool = False
     """Whether the bound is the best one without a plan."""
     is_planned: bool = False
@@ -96,6 +60,16 @@ class Node(NamedTuple):
     def size(self) -> int:
         """Number of layouts."""
         return len(self.of) if isinstance(self.of, LayoutFamily) else 1
+
+    @property
+    def lower_bound(self) -> float:
+        """Of the step; layouts under a schedule share a search, which may have tightened it."""
+        return max(self.bound, self.of.bound) if isinstance(self.of, ScheduledLayout) else self.bound
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of the best known step; inf without a plan or a cut."""
+        return self.of.step_time if isinstance(self.of, PlannedLayout | ScheduledLayout) else inf
 
     def members(self) -> Iterator[tuple[int, Layout]]:
         """Number and degrees of every layout."""
@@ -209,11 +183,11 @@ class LayoutSearch:
         self.push(self.setting.least_work(first), self.considered, of)
         self.considered += len(of) if isinstance(of, LayoutFamily) else 1
 
-    def push(self, bound: float, number: int, of: Any, is_tight: bool = False) -> None:
+    def push(self, bound: float, number: int, of: Known, is_tight: bool = False) -> None:
         """Queue what is known of a layout."""
         heapq.heappush(self.queue, self.node(bound, number, of, is_tight))
 
-    def node(self, bound: float, number: int, of: Any, is_tight: bool, is_planned: bool = False) -> Node:
+    def node(self, bound: float, number: int, of: Known, is_tight: bool, is_planned: bool = False) -> Node:
         """A new node."""
         self._made += 1
         return Node(bound, number, self._made, of, is_tight, is_planned)
@@ -258,13 +232,13 @@ class LayoutSearch:
                 self.push(max(bound, estimated.mean_bound, estimated.memory_bound), number, estimated)
             else:
                 self.too_large.append(node)
-        elif not node.is_tight:
+        elif isinstance(of, EstimatedLayout) and not node.is_tight:
             bound = max(bound, of.load_bound)
             if bound < inf:
                 self.push(bound, number, of, is_tight=True)
             else:
                 self.too_large.append(node)
-        else:
+        elif isinstance(of, EstimatedLayout):
             try:
                 planned = with_plan(of, self._plan_of(of.problem))
             except InfeasibleMemory as error:
@@ -275,10 +249,10 @@ class LayoutSearch:
 
     def keep(self, planned: Node) -> None:
         """Queue a planned layout by its step; the node has its lower bound."""
-        step = planned.of.step_time
         self.planned.append(planned)
-        self.best = min(self.best, step)
-        heapq.heappush(self.queue, self.node(step, planned.number, planned.of, True, is_planned=True))
+        self.best = min(self.best, planned.step_time)
+        again = self.node(planned.step_time, planned.number, planned.of, True, is_planned=True)
+        heapq.heappush(self.queue, again)
 
     def _plan_of(self, problem: LayeredProblem) -> Plan:
         if problem not in self.plans:
@@ -315,22 +289,16 @@ class LayoutSearch:
         bounds: dict[int, tuple[float, int]] = {}
         for nodes in (self.planned, self.waiting()):
             for node in nodes:
-                bound = self.bound_of(node)
-                if node.number not in bounds or bound < bounds[node.number][0]:
-                    bounds[node.number] = bound, node.size
+                if node.number not in bounds or node.lower_bound < bounds[node.number][0]:
+                    bounds[node.number] = node.lower_bound, node.size
         return bounds
-
-    def bound_of(self, node: Node) -> float:
-        """The lower bound of a node."""
-        return node.bound
 
     def steps(self) -> list[tuple[float, Node]]:
         """Step and best node of every planned layout, best first."""
         best: dict[int, tuple[float, Node]] = {}
         for node in self.planned:
-            step = node.of.step_time
-            if node.number not in best or step < best[node.number][0]:
-                best[node.number] = step, node
+            if node.number not in best or node.step_time < best[node.number][0]:
+                best[node.number] = node.step_time, node
         return sorted(best.values(), key=lambda each: each[0])
 
     def longest(self) -> float:
@@ -340,15 +308,15 @@ class LayoutSearch:
 
     def finish(self) -> None:
         """Plan the most promising layouts again, if there are options."""
-        free = [node for node in self.planned if isinstance(node.of, PlannedLayout)]
+        free = [node.of for node in self.planned if isinstance(node.of, PlannedLayout)]
         if self.options is None or not free:
             return
-        longest = min(node.of.step_time for node in free) * (1 + PROMISING)
+        longest = min(each.step_time for each in free) * (1 + PROMISING)
         again: dict[LayeredProblem, Plan] = {}
-        for node in sorted(free, key=lambda each: each.of.step_time):
-            if node.of.step_time > longest or len(again) == MOST_PROMISING or self.is_cancelled():
+        for planned in sorted(free, key=lambda each: each.step_time):
+            if planned.step_time > longest or len(again) == MOST_PROMISING or self.is_cancelled():
                 break
-            problem = node.of.estimated.problem
+            problem = planned.estimated.problem
             if problem not in again:
                 again[problem] = plan_layers(problem, self.options, None, self.cancelled)
         for at, node in enumerate(self.planned):
@@ -375,8 +343,9 @@ class LayoutSearch:
 
     def answer(self, node: Node) -> PlannedLayout:
         """A planned layout with all that an answer lists."""
-        planned: PlannedLayout = node.of
-        return planned
+        if not isinstance(node.of, PlannedLayout):
+            raise TypeError("a planned layout has no plan; this is a bug in zbv, please report it.")
+        return node.of
 
 
 def _better(planned: PlannedLayout, plan: Plan) -> PlannedLayout:
@@ -384,25 +353,3 @@ def _better(planned: PlannedLayout, plan: Plan) -> PlannedLayout:
     again = with_plan(planned.estimated, plan)
     bound = max(planned.lower_bound, again.lower_bound)
     return replace(min(planned, again, key=lambda each: each.step_time), lower_bound=bound)
-
-
-def plan_layout(
-    estimated: EstimatedLayout, options: SearchOptions | None = None, cancelled: Cancelled | None = None
-) -> PlannedLayout:
-    """Plan the pipeline of a layout, without options by constructing orders alone.
-
-    Raises :class:`InfeasibleMemory` when no cut fits.
-    """
-    if options is None:
-        return with_plan(estimated, first_plan(estimated.problem, cancelled))
-    return with_plan(estimated, plan_layers(estimated.problem, options, None, cancelled))
-
-
-def with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
-    """A layout with a plan of its pipeline: adds what happens once per step."""
-    model, placement = plan.problem.model, plan.problem.placement
-    if model is None or plan.cut is None:  # for type checkers: layers have both
-        raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
-    of_ranks = [tuple(name for s in stages for name in model.partition[s]) for stages in placement.stages_of]
-    bound = max(plan.cut.lower_bound * SECONDS + estimated.least_once, estimated.memory_bound)
-    return PlannedLayout(estimated, plan, plan.objective * SECONDS + estimated.once(of_ranks), bound)

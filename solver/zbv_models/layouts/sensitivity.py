@@ -18,10 +18,10 @@ from zbv_solver.search.search_state import Cancelled
 
 from zbv_models.estimate.device import GroupLink
 from zbv_models.layouts.cluster import Cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout, least_memory
+from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory, plan_layout
 from zbv_models.layouts.layout import PARTS, Layout
 from zbv_models.layouts.request import Request
-from zbv_models.layouts.search import PlannedLayout, Ranking, best_layouts, plan_layout
+from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.setting import Setting
 
 AMONG = 64

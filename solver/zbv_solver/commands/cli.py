@@ -313,8 +313,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=useful_workers(),
         metavar="N",
-        help="threads, or processes for a thousand layouts and more; their number changes no result "
-        "(default: %(default)s)",
+        help="threads; their number changes no result (default: %(default)s)",
     )
     return parser
 

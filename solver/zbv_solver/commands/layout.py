@@ -15,13 +15,14 @@ from rich.table import Table
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.answer import composition, costs_of, ranking_json, recomputation, utilisation
 from zbv_models.layouts.cluster import AnyCluster, parse_cluster
+from zbv_models.layouts.estimated_layout import PlannedLayout
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES, Fixed, Layout
 from zbv_models.layouts.profile import parse_profile
 from zbv_models.layouts.progress import Ends, LayoutProgress
 from zbv_models.layouts.request import Request, parse_request
-from zbv_models.layouts.search import PlannedLayout, Ranking, best_layouts
+from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome, outcomes
 
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zbv_models.layouts.answer import composition, points_json, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout, least_memory
+from zbv_models.layouts.estimated_layout import EstimatedLayout, least_memory, plan_layout
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
-from zbv_models.layouts.search import best_layouts, plan_layout
+from zbv_models.layouts.search import best_layouts
 from zbv_models.layouts.sensitivity import AMONG, TOO_LARGE, changes, nearest, outcomes, sensitivity_json
 from zbv_solver.errors import InfeasibleMemory
 

@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, request_of
 from support.titan_configuration import VERSIONS, configured
+from zbv_models.fixed_orders import best_cut
 from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor
 from zbv_models.fixed_orders.megatron_layout import parse_layout
+from zbv_models.fixed_orders.order_search import OrderSearch
 from zbv_models.layouts import executor_search as executor_module
+from zbv_models.layouts import scheduled_layout
 from zbv_models.layouts.answer import ranking_json, recomputation
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout, sources
@@ -407,6 +410,32 @@ def test_large_orders_wait_and_may_stay_unsettled(budget: float, monkeypatch: py
     if budget:
         assert found.best[0].step_time == pytest.approx(settled.best[0].step_time, rel=1e-9)
         assert found.no_layout_below == pytest.approx(settled.no_layout_below, rel=1e-9)
+
+
+def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one node, it costs the same whether replicas or pipeline ranks are neighbours."""
+    made: list[OrderSearch] = []
+
+    def order_search(*arguments: Any, **options: Any) -> OrderSearch:
+        made.append(best_cut.order_search(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(scheduled_layout, "order_search", order_search)
+    fixed: dict[str, Any] = {
+        "microbatch_size": 1,
+        "pipeline_parallel": 2,
+        "data_parallel": 2,
+        "zero_stage": 1,
+    }
+    counts, steps = [], []
+    for placement in ({"placement": "tp-cp-dp-pp"}, {}):
+        request = request_of({**MODEL, "tied_embeddings": True}, cluster_of(1, 4), 8, **fixed, **placement)
+        ranking = executor_layouts(request.layouts, request.setting, "megatron", top=2)
+        counts.append((len(ranking.best), len(made)))
+        steps.append([each.step_time for each in ranking.best])
+        made.clear()
+    assert counts[1] == (2, counts[0][1]) != counts[0]
+    assert steps[1] == steps[0] * 2
 
 
 def test_reports_lead_to_the_ranking() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support.paths import ROOT
 from zbv_models.layouts.answer import ranking_json, utilisation
 from zbv_models.layouts.cluster import MixedCluster, parse_cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
 from zbv_models.layouts.layout import MOST_ARRANGEMENTS, Fixed, Layout, arrangements
 from zbv_models.layouts.request import Request, parse_request
-from zbv_models.layouts.search import best_layouts, plan_layout
+from zbv_models.layouts.search import best_layouts
 from zbv_models.layouts.sensitivity import outcomes
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.problem.layered_problem import LayeredProblem

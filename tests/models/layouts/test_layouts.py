@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from zbv_models.layouts import progress
 from zbv_models.layouts.answer import points_json, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster, parse_cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout, _balanced
+from zbv_models.layouts.estimated_layout import EstimatedLayout, _balanced, plan_layout
 from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.layout import Fixed, Layout, Order, Recompute
 from zbv_models.layouts.progress import Ends, LayoutProgress
 from zbv_models.layouts.request import Request, parse_request
-from zbv_models.layouts.search import Ranking, best_layouts, plan_layout
+from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.sensitivity import changes, nearest, outcomes
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.problem.numeric import OPTIMAL_GAP

@@ -11,12 +11,12 @@ from zbv_models.estimate.layers import Running, estimate_model
 from zbv_models.estimate.shapes import Degrees, PerAction
 from zbv_models.layouts.answer import costs_of, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
 from zbv_models.layouts.layout import Fixed, Layout
 from zbv_models.layouts.measured_layers import Origin, Origins
 from zbv_models.layouts.profile import parse_profile
 from zbv_models.layouts.request import Request, parse_request
-from zbv_models.layouts.search import best_layouts, plan_layout
+from zbv_models.layouts.search import best_layouts
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 

@@ -1,9 +1,8 @@
 """The best cut of layers for the fixed order of an executor, with a proven bound over all cuts.
 
-The objective of a fixed order is the largest of many linear functions of the cut (:mod:`.fixed_order`). A
-local search finds good cuts, a linear program finds the functions that matter and a first bound, and CP-SAT
-proposes the best cut under the functions known so far. The proposal is timed, and its own critical paths are
-added, until no cut below the best known one is left: then that one is optimal.
+The objective of a fixed order is the largest of many linear functions of the cut. A local search finds good
+cuts, and a linear program finds the functions that matter and a bound. If there are few cuts, those are timed
+that may be better by these functions, until none is left: then the best cut is optimal.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from zbv_solver.partition.fixed_order import FixedOrder
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Runs
 from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
 
-KICKS = 3
-"""Random moves before a descent begins again."""
+KICKS, MOST_MOVED = 3, 4
+"""Random moves before a descent begins again, and the parts that one of them moves at most."""
 MOST_FAILED = 20
 """Descents in a row that find nothing better before the search ends."""
 
@@ -115,7 +115,8 @@ class CutDescent:
             before = current[1]
             changed = current[0]
             for _ in range(KICKS):
-                changed = self._moved(changed, self.random.choice(self.moves)) or changed
+                parts = self.random.randint(1, MOST_MOVED)
+                changed = self._moved(changed, self.random.choice(self.moves), parts) or changed
             found = self._descended(changed, self.consider(changed))
             if found[1] <= current[1]:
                 current = found
@@ -139,8 +140,8 @@ class CutDescent:
                     break
         return choice, at
 
-    def _moved(self, choice: Choice, move: tuple[int, int]) -> Choice | None:
-        """A cut with a part moved from one stage to another, or one stage recomputed or not (equal stages).
+    def _moved(self, choice: Choice, move: tuple[int, int], parts: int = 1) -> Choice | None:
+        """A cut with parts moved from one stage to another, or one stage recomputed or not (equal stages).
 
         None if that is not allowed.
         """
@@ -148,7 +149,7 @@ class CutDescent:
         one, other = move
         if one == other:
             return choice[0], (*recompute[:one], WHOLE - recompute[one], *recompute[one + 1 :])
-        step = 1 if one > other else -1
+        step = parts if one > other else -parts
         for bound in range(min(one, other) + 1, max(one, other) + 1):
             bounds[bound] += step
         moved = tuple(bounds)
